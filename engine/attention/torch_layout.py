@@ -137,8 +137,8 @@ def fresh_blocks(layout: BatchLayout) -> npt.NDArray[np.int64]:
     """The last block of each request for which this step writes the first slot but not the last."""
     ends = layout.starts + layout.counts
     index = (ends - 1) // layout.block_size
-    begins = index * layout.block_size
-    rows = np.flatnonzero((begins >= layout.starts) & (ends < begins + layout.block_size))
+    firsts = index * layout.block_size
+    rows = np.flatnonzero((firsts >= layout.starts) & (ends < firsts + layout.block_size))
     blocks: npt.NDArray[np.int64] = layout.tables[rows, index[rows]].astype(np.int64)
     return blocks
 

@@ -42,17 +42,17 @@ class TritonMetadata(AttentionMetadata):
     """One group's metadata.
 
     Attributes:
-        slot_mapping, begins, starts, counts, table_begins, blocks: see `triton_kernels`.
+        slot_mapping, cu_seqlens, starts, counts, table_offsets, blocks: see `triton_kernels`.
         block_size: tokens in a block.
         window: 0: none.
         decode_rows, prefill_row, prefill_rows, longest: see `triton_launch.triton_attention`.
     """
 
     slot_mapping: torch.Tensor
-    begins: torch.Tensor
+    cu_seqlens: torch.Tensor
     starts: torch.Tensor
     counts: torch.Tensor
-    table_begins: torch.Tensor
+    table_offsets: torch.Tensor
     blocks: torch.Tensor
     block_size: int
     window: int
@@ -74,10 +74,10 @@ class TritonAttentionBackend(AttentionBackend):
         rows, width = layout.tables.shape
         sizes = {
             "slot_mapping": len(layout.positions) + layout.num_padding,
-            "begins": rows + 1,
+            "cu_seqlens": rows + 1,
             "starts": rows,
             "counts": rows,
-            "table_begins": rows,
+            "table_offsets": rows,
             "blocks": rows * width,
         }
         host = np.zeros(sum(sizes.values()), dtype=np.int64)
@@ -87,7 +87,7 @@ class TritonAttentionBackend(AttentionBackend):
         }
         arrays = {name: host[place] for name, place in places.items()}
         _fill_requests(layout, arrays)
-        arrays["table_begins"][:] = np.arange(rows) * width
+        arrays["table_offsets"][:] = np.arange(rows) * width
         arrays["blocks"][:] = layout.tables.reshape(-1)
         device = to_device(host, like.device)
         return TritonMetadata(
@@ -108,10 +108,10 @@ class TritonAttentionBackend(AttentionBackend):
         """See the base class."""
         return {
             "slot_mapping": shape.tokens,
-            "begins": shape.requests + 1,
+            "cu_seqlens": shape.requests + 1,
             "starts": shape.requests,
             "counts": shape.requests,
-            "table_begins": shape.requests,
+            "table_offsets": shape.requests,
             "blocks": _table_entries(shape),
         }
 
@@ -124,8 +124,8 @@ class TritonAttentionBackend(AttentionBackend):
         ends = np.cumsum(lengths)
         rows = np.repeat(np.arange(len(lengths)), lengths)
         columns = np.arange(len(rows)) - np.repeat(ends - lengths, lengths)
-        fields["table_begins"][: len(ends)] = ends - lengths
-        fields["table_begins"][len(ends) :] = 0
+        fields["table_offsets"][: len(ends)] = ends - lengths
+        fields["table_offsets"][len(ends) :] = 0
         fields["blocks"][: len(rows)] = layout.tables[rows, columns]
         fields["blocks"][len(rows) :] = 0
 
@@ -166,10 +166,10 @@ class TritonAttentionBackend(AttentionBackend):
             cache.keys,
             cache.values,
             metadata.slot_mapping,
-            metadata.begins,
+            metadata.cu_seqlens,
             metadata.starts,
             metadata.counts,
-            metadata.table_begins,
+            metadata.table_offsets,
             metadata.blocks,
             params.sinks,
             metadata.block_size,
@@ -196,9 +196,9 @@ def _fill_requests(layout: BatchLayout, arrays: _Arrays) -> None:
     row_of_token = np.repeat(np.arange(rows), layout.counts)
     arrays["slot_mapping"][:tokens] = slots_of(layout, row_of_token, layout.positions)
     arrays["slot_mapping"][tokens:] = 0
-    arrays["begins"][0] = 0
-    arrays["begins"][1 : rows + 1] = np.cumsum(layout.counts)
-    arrays["begins"][rows + 1 :] = tokens
+    arrays["cu_seqlens"][0] = 0
+    arrays["cu_seqlens"][1 : rows + 1] = np.cumsum(layout.counts)
+    arrays["cu_seqlens"][rows + 1 :] = tokens
     for name, values in (("starts", layout.starts), ("counts", layout.counts)):
         arrays[name][:rows] = values
         arrays[name][rows:] = 0

@@ -24,10 +24,10 @@ Scores, softmax and sums are float32. Scores are in units of log 2, because the 
 
 Arrays of a step, all int64 (see `triton_backend`):
     slot_mapping [T]    where a token's key and value go; in the null block: padding
-    begins [R + 1]      a request's first token in the flat row
+    cu_seqlens [R + 1]  a request's first token in the flat row
     starts [R]          its position
     counts [R]          its tokens; 0: padding
-    table_begins [R]    where its row of blocks begins in `blocks`
+    table_offsets [R]   where its row of blocks begins in `blocks`
     blocks [*]
 """
 
@@ -42,7 +42,7 @@ MERGED = tl.constexpr(16)
 """How many cuts are merged at a time."""
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_STEP_ARRAYS = ["slot_mapping", "begins", "starts", "counts", "table_begins", "blocks"]
+_STEP_ARRAYS = ["slot_mapping", "cu_seqlens", "starts", "counts", "table_offsets", "blocks"]
 
 
 @triton.jit(do_not_specialize=_STEP_ARRAYS)
@@ -253,10 +253,10 @@ def decode_kernel(
     highests,
     totals,
     sinks,
-    begins,
+    cu_seqlens,
     starts,
     counts,
-    table_begins,
+    table_offsets,
     blocks,
     splits,
     cut_places,
@@ -288,8 +288,8 @@ def decode_kernel(
     if tl.load(counts + row) != 1:
         return
     last = tl.load(starts + row).to(tl.int32)
-    table = blocks + tl.load(table_begins + row)
-    token = tl.load(begins + row)
+    table = blocks + tl.load(table_offsets + row)
+    token = tl.load(cu_seqlens + row)
     first, length, num_cuts = _cuts(last, WINDOW, MAX_CUTS)
     members = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
@@ -339,7 +339,7 @@ def merge_kernel(
     highests,
     totals,
     sinks,
-    begins,
+    cu_seqlens,
     starts,
     counts,
     cut_places,
@@ -383,7 +383,7 @@ def merge_kernel(
     if SINKS:
         acc, total = _add_sink(acc, highest, total, tl.load(sinks + head + tl.arange(0, 1)))
     result = (acc / total[:, None]).to(output.dtype.element_ty)
-    place = (tl.load(begins + row) * HEADS + head) * VALUE_DIM
+    place = (tl.load(cu_seqlens + row) * HEADS + head) * VALUE_DIM
     tl.store(output + place + dims[None, :], result, mask=(dims < VALUE_DIM)[None, :])
 
 
@@ -394,10 +394,10 @@ def prefill_kernel(
     values,
     output,
     sinks,
-    begins,
+    cu_seqlens,
     starts,
     counts,
-    table_begins,
+    table_offsets,
     blocks,
     first_row,
     num_rows,
@@ -430,17 +430,17 @@ def prefill_kernel(
     right = first_row + num_rows
     while right - left > 1:
         middle = (left + right) // 2
-        if tl.load(begins + middle) // BLOCK_Q + middle - first_row <= tile:
+        if tl.load(cu_seqlens + middle) // BLOCK_Q + middle - first_row <= tile:
             left = middle
         else:
             right = middle
-    begin = tl.load(begins + left)
+    begin = tl.load(cu_seqlens + left)
     count = tl.load(counts + left)
     offset = (tile - begin // BLOCK_Q - (left - first_row)) * BLOCK_Q
     if (offset < 0) | (offset >= count) | (count == 1):
         return
     start = tl.load(starts + left).to(tl.int32)
-    table = blocks + tl.load(table_begins + left)
+    table = blocks + tl.load(table_offsets + left)
     members = tl.arange(0, BLOCK_M)
     tokens = members // GROUPS
     ours = (tokens < BLOCK_Q) & (offset + tokens < count)

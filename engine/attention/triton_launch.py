@@ -36,7 +36,7 @@ _SHARED_SLACK = 8 << 10
 """Bytes of shared memory that the compiler may need besides the tiles."""
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
-    "Tensor slot_mapping, Tensor begins, Tensor starts, Tensor counts, Tensor table_begins, "
+    "Tensor slot_mapping, Tensor cu_seqlens, Tensor starts, Tensor counts, Tensor table_offsets, "
     "Tensor blocks, Tensor? sinks, int block_size, int window, int decode_rows, int prefill_row, "
     "int prefill_rows, int longest, float scaling, float? softcap) -> Tensor"
 )
@@ -167,10 +167,10 @@ def triton_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     slot_mapping: torch.Tensor,
-    begins: torch.Tensor,
+    cu_seqlens: torch.Tensor,
     starts: torch.Tensor,
     counts: torch.Tensor,
-    table_begins: torch.Tensor,
+    table_offsets: torch.Tensor,
     blocks: torch.Tensor,
     sinks: torch.Tensor | None,
     block_size: int,
@@ -187,7 +187,7 @@ def triton_attention(
     Args:
         query: [Hq, T, D]. key: [Hkv, T, D]. value: [Hkv, T, Dv]. All in the cache's dtype.
         keys, values: the layer's cache, [num_slots, Hkv, D] and [num_slots, Hkv, Dv].
-        slot_mapping, begins, starts, counts, table_begins, blocks: see `triton_kernels`.
+        slot_mapping, cu_seqlens, starts, counts, table_offsets, blocks: see `triton_kernels`.
         sinks: [Hq].
         block_size: tokens in a block.
         window: 0: none.
@@ -221,7 +221,7 @@ def triton_attention(
     attention = _Attention(
         tensors=(query, keys, values, output),
         sinks=sinks,
-        step=(begins, starts, counts, table_begins, blocks),
+        step=(cu_seqlens, starts, counts, table_offsets, blocks),
         scales=scales,
         layer=layer,
     )
@@ -247,7 +247,7 @@ class _Attention:
     Attributes:
         tensors: query, keys, values, output.
         sinks: or None.
-        step: begins, starts, counts, table_begins, blocks.
+        step: cu_seqlens, starts, counts, table_offsets, blocks.
         scales: the factors of scores before and after a softcap.
         layer: the constants that decode and prefill have in common.
     """
@@ -261,7 +261,7 @@ class _Attention:
     def decode(self, rows: int, longest: int) -> None:
         """Compute the requests with one token, among the first `rows`."""
         query, _, _, output = self.tensors
-        layer, (begins, starts, counts, *_) = self.layer, self.step
+        layer, (cu_seqlens, starts, counts, *_) = self.layer, self.step
         kv_heads, groups, value_dim = layer["KV_HEADS"], layer["GROUPS"], layer["VALUE_DIM"]
         limit = most_cuts(kv_heads)
         places = cut_places(longest, layer["WINDOW"], limit)
@@ -284,7 +284,7 @@ class _Attention:
         if places == 1:
             return
         merge_kernel[(rows, kv_heads * groups)](
-            *(output, partials, highests, totals, self.sinks, begins, starts, counts, places),
+            *(output, partials, highests, totals, self.sinks, cu_seqlens, starts, counts, places),
             WINDOW=layer["WINDOW"],
             SINKS=layer["SINKS"],
             HEADS=kv_heads * groups,

@@ -1,7 +1,7 @@
 """Paged attention on a CUDA device with torch's own FlashAttention (`torch.nn.attention.varlen`,
 from torch 2.12 on), which needs no compiler.
 
-    step ─▶ slot_mapping, begins of queries, lengths of contexts, block tables
+    step ─▶ slot_mapping, cu_seqlens of queries and contexts, lengths of contexts, block tables
          ─▶ write keys and values ─▶ varlen_attn_out, through the tables
 
 It supports 16-bit types, blocks of a multiple of 256 tokens, and layers without softcap or sinks in
@@ -47,7 +47,7 @@ _MAX_TABLES = 1 << 20
 """The most block table entries of a captured step: 8 MiB that are copied at each replay."""
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
-    "Tensor slot_mapping, Tensor query_begins, Tensor key_begins, Tensor lengths, Tensor tables, "
+    "Tensor slot_mapping, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor lengths, Tensor tables, "
     "int block_size, int window, int max_queries, int max_keys, float scaling) -> Tensor"
 )
 _NEEDED = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits")
@@ -59,8 +59,8 @@ class VarlenMetadata(AttentionMetadata):
 
     Attributes:
         slot_mapping: int64 [T], where keys and values are written; 0 for padding.
-        query_begins, key_begins: int32 [R + 1], how many tokens, and how many context tokens, come
-            before each request.
+        cu_seqlens_q, cu_seqlens_k: int32 [R + 1], how many tokens, and how many context tokens,
+            come before each request.
         lengths: int32 [R], context lengths, this step's tokens included.
         tables: int32 [R, W], block tables.
         block_size: tokens in a block.
@@ -69,8 +69,8 @@ class VarlenMetadata(AttentionMetadata):
     """
 
     slot_mapping: torch.Tensor
-    query_begins: torch.Tensor
-    key_begins: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
     lengths: torch.Tensor
     tables: torch.Tensor
     block_size: int
@@ -179,8 +179,8 @@ class VarlenAttentionBackend(AttentionBackend):
             cache.keys,
             cache.values,
             metadata.slot_mapping,
-            metadata.query_begins,
-            metadata.key_begins,
+            metadata.cu_seqlens_q,
+            metadata.cu_seqlens_k,
             metadata.lengths,
             metadata.tables,
             metadata.block_size,
@@ -207,7 +207,7 @@ def _sizes(tokens: int, rows: int, width: int) -> dict[str, int]:
 
 
 def _split(requests: torch.Tensor, width: int) -> list[torch.Tensor]:
-    """Split `requests` into query_begins, key_begins, lengths and tables."""
+    """Split `requests` into cu_seqlens_q, cu_seqlens_k, lengths and tables."""
     rows = (len(requests) - 2) // (3 + width)
     sizes = (rows + 1, rows + 1, rows, rows * width)
     *parts, tables = requests.split_with_sizes(sizes)
@@ -223,12 +223,12 @@ def _fill(layout: BatchLayout, arrays: Mapping[str, npt.NDArray[np.int64]], widt
     arrays["slot_mapping"][:tokens] = slots_of(layout, row_of_token, layout.positions)
     arrays["slot_mapping"][tokens:] = 0
     views = _split(torch.from_numpy(arrays["requests"]), width)
-    query_begins, key_begins, lengths, tables = (one.numpy() for one in views)
+    cu_seqlens_q, cu_seqlens_k, lengths, tables = (one.numpy() for one in views)
     ends = layout.starts + layout.counts
-    for begins, counts in ((query_begins, layout.counts), (key_begins, ends)):
-        begins[0] = 0
-        begins[1 : count + 1] = np.cumsum(counts)
-        begins[count + 1 :] = begins[count]
+    for cu_seqlens, counts in ((cu_seqlens_q, layout.counts), (cu_seqlens_k, ends)):
+        cu_seqlens[0] = 0
+        cu_seqlens[1 : count + 1] = np.cumsum(counts)
+        cu_seqlens[count + 1 :] = cu_seqlens[count]
     lengths[:count] = ends
     lengths[count:] = 0
     known = min(width, layout.tables.shape[1])
@@ -246,11 +246,11 @@ def _metadata(
     max_queries: int,
     max_keys: int,
 ) -> VarlenMetadata:
-    query_begins, key_begins, lengths, tables = _split(fields["requests"].int(), width)
+    cu_seqlens_q, cu_seqlens_k, lengths, tables = _split(fields["requests"].int(), width)
     return VarlenMetadata(
         slot_mapping=fields["slot_mapping"],
-        query_begins=query_begins,
-        key_begins=key_begins,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
         lengths=lengths,
         tables=tables,
         block_size=block_size,
@@ -270,8 +270,8 @@ def varlen_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     slot_mapping: torch.Tensor,
-    query_begins: torch.Tensor,
-    key_begins: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
     lengths: torch.Tensor,
     tables: torch.Tensor,
     block_size: int,
@@ -285,7 +285,7 @@ def varlen_attention(
     Args:
         query: [Hq, T, D]. key, value: [Hkv, T, D]. All in the cache's dtype.
         keys, values: the layer's cache, [num_slots, Hkv, D].
-        slot_mapping, query_begins, key_begins, lengths, tables: see VarlenMetadata.
+        slot_mapping, cu_seqlens_q, cu_seqlens_k, lengths, tables: see VarlenMetadata.
         block_size, window, max_queries, max_keys: see VarlenMetadata.
         scaling: see AttentionParams.
     """
@@ -301,8 +301,8 @@ def varlen_attention(
         by_token,
         keys.view(-1, block_size, *keys.shape[1:]),
         values.view(-1, block_size, *values.shape[1:]),
-        query_begins,
-        key_begins,
+        cu_seqlens_q,
+        cu_seqlens_k,
         max_queries,
         max_keys,
         scale=scaling,

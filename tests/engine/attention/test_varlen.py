@@ -186,8 +186,8 @@ def test_a_request_has_the_same_result_among_any_neighbours() -> None:
     metadata = backend.prepare(among.layout, None, among.cache(CPU).keys)
     assert metadata.lengths[0] == alone_metadata.lengths[0] == 301
     assert metadata.max_keys == 701
-    assert metadata.query_begins.tolist() == [0, 1, 2, 32]
-    assert metadata.key_begins.tolist() == [0, 301, 1002, 1036]
+    assert metadata.cu_seqlens_q.tolist() == [0, 1, 2, 32]
+    assert metadata.cu_seqlens_k.tolist() == [0, 301, 1002, 1036]
     assert metadata.tables.shape == (3, 3)
 
 
