@@ -14,8 +14,8 @@ import time
 
 import torch
 
-from engine.runner.packed import PackedLinear, new_scales, pack, packed_size
-from engine.runner.packed_onednn import OneDnnLinear
+from engine.models.packed import PackedLinear, new_scales, pack, packed_size
+from engine.models.packed_onednn import OneDnnLinear
 
 _LAYERS = 28
 _SHAPES = ((2048, 1024), (1024, 1024), (1024, 1024), (1024, 2048), (3072, 1024), (3072, 1024))

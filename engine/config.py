@@ -27,6 +27,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "torch", "native", "triton", "varlen")
 Quantization = Literal["none", "int8"]
 QUANTIZATIONS = ("none", "int8")
+DecoderChoice = Literal["own", "transformers"]
+DECODERS = ("own", "transformers")
 TensorParallel = Literal["none", "auto"]
 TENSOR_PARALLELS = ("none", "auto")
 
@@ -324,15 +326,14 @@ class LoadConfig:
             order in which the kernel reads them. Values and memory use do not change. True: packed,
             or refused if that is not possible; None: if it pays, which a line in the log says. Only
             models that are loaded from disk are packed.
-        fuse_layers: whether a model's layers are fused. In bfloat16 on a CPU, the operations
-            between matrix products (norms, gates, rotary embeddings) are computed by one kernel
-            each; results differ by the order of sums and the last bits of e^x. Otherwise, queries,
-            keys and values are computed as one matrix product, and so are the two halves of a gated
-            layer; results differ by the order of sums at most, and memory use does not change.
-            True: fused, or refused if that is not possible; None: on CUDA, and on a CPU if the
-            kernels pay. A module is replaced only if a check at load shows that it computes the
-            same; a line in the log says which were. Only models that are loaded from disk are
-            changed.
+        decoder: what computes a model's steps. "own": our decoder if the model's class is one that
+            it knows and the model is on a CPU, in bfloat16, with packed weights; else the model as
+            transformers wrote it. A line in the log says which, and why. At load, our decoder is
+            compared with the unmodified model, part by part, and the load fails if they differ.
+            On CUDA, "own" computes queries, keys and values as one matrix product, and so the two
+            halves of a gated layer, where a check at load shows that nothing else changes.
+            "transformers": the model as transformers wrote it. Only models that are loaded from
+            disk have the choice.
         tensor_parallel: "auto": the model is split across the processes that torchrun started, by
             its tensor-parallel plan in transformers (docs/tensor-parallelism.md); each uses its own
             device. "none": this process has the whole model.
@@ -389,18 +390,15 @@ class LoadConfig:
         group=GROUP,
         shown="where it pays",
     )
-    fuse_layers: bool | None = option(
-        None,
-        "On a CPU, compute norms, gated layers and rotary embeddings of bfloat16 models by one "
-        "kernel each.",
-        more="On CUDA, and for other types if requested, compute queries, keys and values as one "
-        "matrix product, and the halves of a gated layer as another; memory use does not change. "
-        "Either is done only if a check at load shows that it computes the same; a line in the "
-        "log says what was replaced; `--no-fuse-layers`: leave layers as they are. Refused if "
-        "requested where it is not possible.",
-        switch=True,
+    decoder: DecoderChoice = option(
+        "own",
+        "What computes a model's steps. `own`: our decoder, for the models that it knows "
+        "([which](models.md)), on a CPU in bfloat16; elsewhere transformers' modules, on CUDA with "
+        "joined matrix products. `transformers`: its modules as they are.",
+        more="The log says which it is, and why. Our decoder is compared with the unmodified model "
+        "when it is loaded; a difference ends the start.",
         group=GROUP,
-        shown="on CUDA, and on a CPU where it pays",
+        choices=DECODERS,
     )
     tensor_parallel: TensorParallel = option(
         "none",
@@ -425,11 +423,10 @@ class LoadConfig:
             raise ConfigError(
                 "quantization", f"is {self.quantization}, {reason}set it to none"
             ).naming("tensor_parallel")
-        for name in ("pack_weights", "fuse_layers"):
-            if getattr(self, name):
-                raise ConfigError(
-                    name, f"is True, {reason}leave it out, or set it to False"
-                ).naming("tensor_parallel")
+        if self.pack_weights:
+            raise ConfigError(
+                "pack_weights", f"is True, {reason}leave it out, or set it to False"
+            ).naming("tensor_parallel")
         if ":" in self.device:
             raise ConfigError(
                 "device",

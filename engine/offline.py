@@ -253,7 +253,7 @@ def load(
         config: the default config of managers.
         telemetry: is told what managers do (docs/offline.md); None: nobody is.
         options: fields of LoadConfig: dtype, device, threads, attention, quantization,
-            pack_weights, fuse_layers, tensor_parallel. dtype and device may be torch's.
+            pack_weights, decoder, tensor_parallel. dtype and device may be torch's.
 
     With tensor_parallel="auto", the script runs on all ranks that torchrun started, but only rank 0
     returns from this call. On the other ranks it computes for rank 0, and raises SystemExit when

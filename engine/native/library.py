@@ -20,17 +20,16 @@ _FUNCTIONS = {
         *(_POINTER, _POINTER, _INT, _INT),
         *(_POINTER, _INT, _POINTER, ctypes.c_int),
     ),
-    "headrace_linear": (
-        *(_POINTER, _POINTER, _POINTER, _INT, _INT),
-        *(_POINTER, _INT, _POINTER, _INT, ctypes.c_int),
-    ),
-    "headrace_rms_norm": (
-        *(_POINTER, _INT, ctypes.c_float, ctypes.c_int),
-        *(_POINTER, _POINTER, _INT, ctypes.c_int),
-    ),
+    "headrace_linear": (_POINTER, _POINTER, _INT, _POINTER, _INT, _INT, ctypes.c_int),
+    "headrace_norm": (_POINTER, _POINTER, _POINTER, _INT, _INT, ctypes.c_int, ctypes.c_int),
     "headrace_gate": (
         *(ctypes.c_int, _POINTER, _POINTER, _INT),
-        *(_POINTER, _INT, _INT, _INT, ctypes.c_int),
+        *(_POINTER, _INT, _INT, _INT, ctypes.c_int, ctypes.c_int),
+    ),
+    "headrace_heads": (_POINTER, ctypes.c_int, ctypes.c_int),
+    "headrace_add": (
+        *(_POINTER, _POINTER, ctypes.c_float, _POINTER),
+        *(_INT, _INT, ctypes.c_int, ctypes.c_int),
     ),
     "headrace_greedy": (_POINTER, _INT, _INT, _INT, _POINTER, ctypes.c_int),
 }
@@ -69,12 +68,31 @@ class AttentionCall(ctypes.Structure):
     )
 
 
-FROM_ONE, ROUNDED_FIRST = 1, 2
-"""How a norm applies its weight: FROM_ONE: as 1 + weight; ROUNDED_FIRST: the normed input is
-rounded before it is multiplied.
+FLOAT32, BFLOAT16 = 0, 1
+"""Types of elements."""
+FROM_ONE, ROUNDED_FIRST, CENTERED = 1, 2, 4
+"""How a norm is computed. 0: x over the root of its mean square, times the weight. FROM_ONE: the
+weight's elements are distances from 1. ROUNDED_FIRST: x is rounded before it is multiplied by the
+weight. CENTERED: a layer norm, x's mean is subtracted first.
 """
 SILU, GELU_TANH = 0, 1
-"""What gates."""
+"""Activations."""
+
+
+class NormWeight(ctypes.Structure):
+    """A norm over `width` elements. Mirrors the struct in src/calls.h.
+
+    Attributes:
+        weight, bias: [width]; a null weight: there is no norm.
+        form: 0, FROM_ONE, ROUNDED_FIRST or CENTERED.
+    """
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("weight", "bias")),
+        ("width", _INT),
+        ("eps", ctypes.c_float),
+        ("form", ctypes.c_int),
+    )
 
 
 class HeadsCall(ctypes.Structure):
@@ -82,11 +100,13 @@ class HeadsCall(ctypes.Structure):
     src/calls.h.
 
     Attributes:
-        query, key: bfloat16 [T, Hq * D] and [T, Hkv * D]; the strides are the distances between
-            rows, in elements. The first rotary_dim elements of each head are rotated.
-        cos, sin: bfloat16 [T, rotary_dim].
-        query_weight, key_weight: the norms' weights, bfloat16 [D]; null: no norm.
-        form: the form of both norms: 0, FROM_ONE or ROUNDED_FIRST.
+        query, key: [T, Hq * D] and [T, Hkv * D]; the strides are the distances between rows, in
+            elements. The first rotary_dim elements of each head are rotated.
+        cos, sin: float32 [T, rotary_dim / 2].
+        query_norm, key_norm: over a head, or over all heads together.
+        paired: neighbouring elements are rotated together, and there are no norms over a head;
+            else those of the two halves.
+        rounds: products with cosines and sines are rounded before they are added.
     """
 
     _fields_ = (
@@ -95,20 +115,8 @@ class HeadsCall(ctypes.Structure):
         *((name, _POINTER) for name in ("cos", "sin")),
         *((name, _INT) for name in ("tokens", "num_heads", "num_kv_heads")),
         *((name, _INT) for name in ("head_dim", "rotary_dim")),
-        *((name, _POINTER) for name in ("query_weight", "key_weight")),
-        *((name, ctypes.c_float) for name in ("query_eps", "key_eps")),
-        ("form", _INT),
-    )
-
-
-class NormWeight(ctypes.Structure):
-    """A root-mean-square norm: bfloat16 [width]. Mirrors the struct in src/calls.h."""
-
-    _fields_ = (
-        ("weight", _POINTER),
-        ("width", _INT),
-        ("eps", ctypes.c_float),
-        ("form", ctypes.c_int),
+        *((name, NormWeight) for name in ("query_norm", "key_norm")),
+        *((name, _INT) for name in ("paired", "rounds")),
     )
 
 
@@ -126,20 +134,33 @@ class LayerSpec(ctypes.Structure):
     src/calls.h.
 
     Attributes:
-        first_norm, second_norm: the norms before attention and before the gated layer.
-        projection, output, gate_up, down: q_proj, k_proj and v_proj as one; o_proj; gate_proj and
-            up_proj as one; down_proj.
+        before_attention, after_attention, before_mlp, after_mlp: norms; any may be missing.
+        projection: queries, keys and values: one layer, or one for each.
+        output: of attention.
+        inner: the MLP's first layers: gate and up as one or as two, or one without a gate.
+        down: the MLP's last layer.
         heads: a HeadsCall without queries, keys, tokens, cosines and sines.
+        rotary: which of the step's cosines and sines.
+        gated: whether the MLP has a gate.
+        parallel: whether the MLP reads what attention reads.
         activation: SILU or GELU_TANH.
+        dtype: FLOAT32 or BFLOAT16.
+        residual: multiplies what attention and the MLP add.
         scaling, softcap: for attention; see AttentionCall.
     """
 
     _fields_ = (
-        *((name, NormWeight) for name in ("first_norm", "second_norm")),
-        *((name, LinearWeight) for name in ("projection", "output", "gate_up", "down")),
+        *(
+            (name, NormWeight)
+            for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")
+        ),
+        ("projection", LinearWeight * 3),
+        ("output", LinearWeight),
+        ("inner", LinearWeight * 2),
+        ("down", LinearWeight),
         ("heads", HeadsCall),
-        ("activation", _INT),
-        *((name, ctypes.c_float) for name in ("scaling", "softcap")),
+        *((name, _INT) for name in ("rotary", "gated", "parallel", "activation", "dtype")),
+        *((name, ctypes.c_float) for name in ("residual", "scaling", "softcap")),
     )
 
 
@@ -150,9 +171,9 @@ class LayersCall(ctypes.Structure):
         layers: the address of each layer's LayerSpec.
         attention: the address of each layer's AttentionCall for this step.
         keys, values: the address of each layer's cache.
-        x, y: bfloat16 [tokens, K].
-        cos, sin: bfloat16 [tokens, rotary_dim].
-        scratch: bfloat16; layer_scratch tells the size for the largest layer.
+        x, y: [tokens, K].
+        cos, sin: the addresses of float32 [tokens, rotary_dim / 2], one for each LayerSpec.rotary.
+        scratch: layer_scratch tells how many bytes the largest layer needs.
         attention_scratch: float32 [attention_floats].
         count: how many layers.
         next: the first layer that was not computed.
@@ -174,11 +195,12 @@ class NativeLibrary:
         attention: takes an AttentionCall by reference. Returns 0, or, without having done anything,
             how many floats of scratch it needs.
         linear_size, linear_pack, linear_rows, linear: packed linear layers; see the last lines of
-            src/library.cpp, and `engine.runner.packed`, which calls them.
-        rms_norm, gate, heads: the operations between a model's matrix products; see
-            src/elementwise.cpp, and `engine.runner.fused`, which calls them.
+            src/library.cpp, and `engine.models.packed`, which calls them.
+        norm, gate, heads, add: the operations between a model's matrix products, one by one, as the
+            comparison with the model needs them; see src/elementwise.cpp, and
+            `engine.models.parts`, which calls them.
         layer_scratch: takes a LayerSpec by reference and a number of tokens. Returns how many
-            elements of scratch they need, which is proportional to the tokens.
+            bytes of scratch they need, which is proportional to the tokens.
         layers: takes a LayersCall by reference. Returns 0, or how many floats of scratch the
             attention of the next layer needs; then call it again with these.
         greedy: the most likely tokens; see src/greedy.cpp, and `engine.sampling.greedy`.
@@ -190,9 +212,10 @@ class NativeLibrary:
     linear_pack: Any
     linear_rows: Any
     linear: Any
-    rms_norm: Any
+    norm: Any
     gate: Any
     heads: Any
+    add: Any
     layer_scratch: Any
     layers: Any
     greedy: Any
@@ -231,7 +254,6 @@ def load_library(path: Path = LIBRARY) -> NativeLibrary:
     attention.restype = ctypes.c_int64
     for name, arguments in _FUNCTIONS.items():
         getattr(library, name).argtypes = arguments
-    library.headrace_heads.argtypes = (ctypes.POINTER(HeadsCall), ctypes.c_int)
     library.headrace_linear_size.restype = ctypes.c_int64
     library.headrace_layer_scratch.argtypes = (ctypes.POINTER(LayerSpec), ctypes.c_int64)
     library.headrace_layers.argtypes = (ctypes.POINTER(LayersCall),)
@@ -244,9 +266,10 @@ def load_library(path: Path = LIBRARY) -> NativeLibrary:
         linear_pack=library.headrace_linear_pack,
         linear_rows=library.headrace_linear_rows,
         linear=library.headrace_linear,
-        rms_norm=library.headrace_rms_norm,
+        norm=library.headrace_norm,
         gate=library.headrace_gate,
         heads=library.headrace_heads,
+        add=library.headrace_add,
         layer_scratch=library.headrace_layer_scratch,
         layers=library.headrace_layers,
         greedy=library.headrace_greedy,

@@ -40,7 +40,7 @@ from engine.errors import ModelRefusedError, NoStepError
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import GenerationRequest, Request
 from engine.runner.eager import check_users_own, eager_attention, eager_forward, is_users_own
-from engine.runner.forward import ModelForward
+from engine.runner.forward import CausalModel, ModelForward
 from engine.runner.kv_tensors import KVTensors, allocate_caches, make_groups
 from engine.runner.mask_rules import MaskWatch
 from engine.runner.model_runner import ModelRunner
@@ -296,11 +296,16 @@ def num_embeddings(model: PreTrainedModel) -> int:
 
 
 def self_check(
-    model: PreTrainedModel, probe: ModelProbe, backend: AttentionBackend, device: torch.device
+    model: PreTrainedModel,
+    probe: ModelProbe,
+    backend: AttentionBackend,
+    device: torch.device,
+    decoder: CausalModel | None = None,
 ) -> None:
     """Run both prompts paged, ragged and in chunks, and compare with the eager logits.
 
-    Leaves the model with our attention implementation.
+    Leaves the model with our attention implementation. With a decoder, that is run instead of the
+    model.
 
     Raises:
         ModelRefusedError: the logits differ.
@@ -311,7 +316,8 @@ def self_check(
     blocks = [sum(_PROBE_TOKENS) // block_size + 2] * len(groups)
     caches = allocate_caches(probe.shapes, groups, blocks, block_size, probe.dtype, device)
     kv = KVTensors(groups, caches, (), block_size)
-    runner = ModelRunner(ModelForward(model, kv, backend), sampler=Sampler(1, device))
+    forward = ModelForward(decoder or model, kv, backend)
+    runner = ModelRunner(forward, sampler=Sampler(1, device))
     manager = KVCacheManager(groups, blocks, block_size)
     requests = [_probe_request(index, prompt) for index, prompt in enumerate(probe.prompts)]
     for request in requests:

@@ -1,7 +1,8 @@
 """Makes a runner from a model's path: reads and verifies the model, sizes the cache, and wires the
 parts.
 
-    path ─▶ config ─▶ check_config ─▶ weights ─▶ pack ─▶ view ─▶ fuse ─▶ probe_layers, self_check
+    path ─▶ config ─▶ check_config ─▶ weights ─▶ probe_layers, record ─▶ pack ─▶ view, decoder
+         ─▶ compare, self_check
            └────────────────────────────────── load_model ──────────────────────────────────┘
     ─▶ measure_step ─▶ plan_cache ─▶ ModelRunner
        └──────────── build_runner ────────────┘
@@ -26,6 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from engine.attention.base import AttentionBackend
+from engine.attention.native_backend import NativeAttentionBackend
 from engine.attention.registry import (
     AttentionUnavailableError,
     check_block_size,
@@ -41,15 +43,20 @@ from engine.config import (
 )
 from engine.errors import ModelChangedError, ModelRefusedError
 from engine.kv_cache.groups import LayerGroup
+from engine.models.comparison import compare
+from engine.models.description import Decoder
+from engine.models.native_decoder import NativeDecoder
+from engine.models.parts import DTYPES, UnboundError
+from engine.models.recording import record
+from engine.models.table import NotDescribedError, describe
 from engine.rope import RopeLengths
 from engine.runner.buckets import Sizes
 from engine.runner.checkpoint import read_checkpoint, resolve_path
 from engine.runner.compile import compile_model, compile_options
 from engine.runner.cuda_graph import CapturingBackend, CudaCapture, GraphBackend
-from engine.runner.forward import ModelForward
-from engine.runner.fusing import Fusing, choose_fusing, fuse_model
-from engine.runner.fusing_products import join_products
+from engine.runner.forward import CausalModel, ModelForward
 from engine.runner.gate import ModelProbe, check_config, num_embeddings, probe_layers, self_check
+from engine.runner.joining import join_products
 from engine.runner.kv_tensors import KVTensors, allocate_kv, make_groups
 from engine.runner.memory import CachePlan, HostLimits, StepLimits, plan_cache, step_limits
 from engine.runner.model_defaults import context_length, default_sampling, eos_token_ids
@@ -77,7 +84,9 @@ class VerifiedModel:
     """A model in memory that passed the load gate.
 
     Attributes:
-        model: the model that steps run: a view of `original` with our attention implementation.
+        model: a view of `original` with our attention implementation; steps run it if there is no
+            decoder, or if they are compiled.
+        decoder: our own decoder, with the same weights; None: steps run the model.
         original: the transformers model, as its owner has it. A split model has no view, because
             the engine owns it.
         path: its local directory.
@@ -113,6 +122,12 @@ class VerifiedModel:
     step_bytes: dict[tuple[StepLimits, int], int] = field(default_factory=dict)
     view: ModelView | None = None
     rope: RopeLengths | None = None
+    decoder: NativeDecoder | None = None
+
+    @property
+    def steps(self) -> CausalModel:
+        """What steps run."""
+        return self.decoder or self.model
 
     def refresh(self) -> None:
         """Take over changes that the owner has made to the model; called when steps may follow the
@@ -211,7 +226,7 @@ def prepare_model(
     progress: Callable[[str], None],
     block_size: int = DEFAULT_BLOCK_SIZE,
 ) -> VerifiedModel:
-    """Pack, fuse and verify a model whose weights are already on their device, as `load_model`
+    """Pack and verify a model whose weights are already on their device, as `load_model`
     does. Changes the model's modules.
 
     Raises:
@@ -221,9 +236,15 @@ def prepare_model(
     packing = choose_packing(
         model.device, model.dtype, load_config.pack_weights, load_config.quantization
     )
-    fuse = choose_fusing(model.device, model.dtype, load_config.fuse_layers)
     return verify_model(
-        model, path, progress, load_config.attention, packing, fuse=fuse, block_size=block_size
+        model,
+        path,
+        progress,
+        load_config.attention,
+        packing,
+        own_decoder=load_config.decoder == "own",
+        join=load_config.decoder == "own" and model.device.type == "cuda",
+        block_size=block_size,
     )
 
 
@@ -234,12 +255,13 @@ def verify_model(
     attention: str = "auto",
     packing: Packing | None = None,
     *,
-    fuse: Fusing | None = None,
+    own_decoder: bool = False,
+    join: bool = False,
     block_size: int = DEFAULT_BLOCK_SIZE,
     ranks: Ranks | None = None,
 ) -> VerifiedModel:
-    """Put a model that is in memory through the load gate. Its steps run on a view of it (see
-    `engine.runner.view`), which has our attention, and whose layers are fused.
+    """Put a model that is in memory through the load gate. Its steps run on our decoder, or on a
+    view of it (see `engine.runner.view`), which has our attention.
 
     Args:
         model: the model; its modules are replaced if its weights are packed, otherwise it is not
@@ -247,9 +269,10 @@ def verify_model(
         path: its local directory.
         progress: gets a line for each stage.
         attention: see LoadConfig.
-        packing: how its weights are packed, if they are. Each packed layer is compared with its
-            original; the gate then checks the packed model.
-        fuse: how its layers are fused, if they are; checked in the same way.
+        packing: how its weights are packed, if they are. What is packed is compared with the model
+            as it was before; with int8, which changes results, with the packed model.
+        own_decoder: whether our decoder computes its steps if it can.
+        join: whether products of the same input are joined.
         block_size: tokens in a block of the cache; attention is chosen for it.
         ranks: the processes across which it is split; all of them call this. The gate then compares
             with the results of the whole model.
@@ -264,26 +287,46 @@ def verify_model(
     text_config = model.config.get_text_config()
     backend = choose_backend(model.device, model.dtype, attention, block_size)
     parameters = model.num_parameters()  # packed weights are no longer parameters
-    if packing is not None:
+    if packing == "int8":
         progress(str(pack_model(model, packing)))
     original, view = model, None
     if ranks is None:  # the hooks of a split model are bound to its own modules
         view = ModelView.of(original)
         model = view.model
-    rope = None if view is None else read_rope(model)
-    if rope is not None and not follow_lengths(model, rope):
-        rope = None
-    if fuse is not None:
-        progress(str(fuse_model(model) if fuse == "kernels" else join_products(model)))
-    enter(progress, VERIFY)
+    rope = None if view is None else _read_rope(model)
     try:
         probe = probe_layers(model, backend, text_config.num_hidden_layers)
     except AttentionUnavailableError as error:
         backend = fall_back(attention, error)
         probe = probe_layers(model, backend, text_config.num_hidden_layers)
+    decoder, reason = None, ""
+    try:
+        described = _described(model, backend, packing, own_decoder)
+        recorded = record(model, described, probe.prompts[-1])
+    except NotDescribedError as error:
+        described, reason = None, str(error)
+    if packing not in (None, "int8"):
+        view, model = None, original  # the view would hold the originals of packed weights
+        progress(str(pack_model(original, packing)))
+        view = ModelView.of(original)
+        model = view.model
+        rope = _read_rope(model)
+    if described is not None:
+        try:
+            decoder = NativeDecoder(model, described)
+        except UnboundError as error:
+            reason = str(error)
+    if join and decoder is None:
+        progress(str(join_products(model)))
+    enter(progress, VERIFY)
+    if decoder is not None:
+        compare(decoder, recorded, [shape.window for shape in probe.shapes])
+        progress(f"decoder: our own, for {decoder.description.family}")
+    else:
+        progress(f"decoder: transformers', because {reason}")
     if ranks is not None:
         probe = replace(probe, logits=whole_logits(model, probe))
-    self_check(model, probe, backend, model.device)
+    self_check(model, probe, backend, model.device, decoder)
     progress(f"verified: paged attention ({backend.name}) equals the model's own in every layer")
     vocab_size = min(num_embeddings(model), probe.logits[0].shape[-1])
     leader = None
@@ -308,7 +351,35 @@ def verify_model(
         leader=leader,
         view=view,
         rope=rope,
+        decoder=decoder,
     )
+
+
+def _read_rope(model: PreTrainedModel) -> RopeLengths | None:
+    """How a model's rotary frequencies depend on a request's length, if they do and its view could
+    be made to follow.
+    """
+    rope = read_rope(model)
+    return rope if rope is not None and follow_lengths(model, rope) else None
+
+
+def _described(
+    model: PreTrainedModel, backend: AttentionBackend, packing: Packing | None, wanted: bool
+) -> Decoder:
+    """The description of a model that our decoder is to compute.
+
+    Raises:
+        NotDescribedError: with the reason, it does not.
+    """
+    if not wanted:
+        raise NotDescribedError("our own is not asked for")
+    if packing not in ("native", "int8"):
+        raise NotDescribedError("its weights are not packed for our kernels")
+    if not isinstance(backend, NativeAttentionBackend):
+        raise NotDescribedError("attention does not run on our kernels")
+    if model.dtype not in DTYPES:
+        raise NotDescribedError(f"there are no kernels for {model.dtype}")
+    return describe(model)
 
 
 def build_runner(
@@ -418,7 +489,7 @@ def _largest_step(
         if measured not in verified.step_bytes:
             verified.step_bytes[measured] = measure_step(
                 memory,
-                verified.model,
+                verified.steps,
                 verified.backend,
                 verified.probe,
                 groups,
@@ -451,7 +522,7 @@ def _compiled_forward(
 ) -> ModelForward:
     fallback = getattr(verified.original.generation_config, "compile_config", None)
     compiled = compile_model(verified.model, compile_options(config, fallback), verified.device)
-    return ModelForward(verified.model, kv, verified.backend, compiled)
+    return ModelForward(verified.steps, kv, verified.backend, compiled)
 
 
 def _longest_in_blocks(groups: tuple[LayerGroup, ...], plan: CachePlan, context: int) -> int:

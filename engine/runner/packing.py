@@ -20,8 +20,7 @@ from torch.nn.functional import linear as torch_linear
 
 from engine.config import Quantization
 from engine.errors import ConfigError, ModelRefusedError
-from engine.native.library import NativeUnavailableError
-from engine.runner.packed import (
+from engine.models.packed import (
     PackedEmbedding,
     PackedLinear,
     native_library,
@@ -31,7 +30,8 @@ from engine.runner.packed import (
     read_rows,
     scales_size,
 )
-from engine.runner.packed_onednn import OneDnnLinear
+from engine.models.packed_onednn import OneDnnLinear
+from engine.native.library import NativeUnavailableError
 from engine.runner.pages import Pages
 
 Packing = Literal["native", "onednn", "int8"]

@@ -141,7 +141,7 @@ def test_compile_levels_do_not_contradict() -> None:
         ("quantization", "int4"),
         ("quantization", None),
         ("pack_weights", 1),
-        ("fuse_layers", "yes"),
+        ("decoder", "ours"),
     ],
 )
 def test_load_options_are_bounded(option: str, value: object) -> None:

@@ -185,8 +185,8 @@ def test_a_model_that_was_loaded_is_the_checkpoints(tmp_path: Path) -> None:
     assert _batch(loaded) == outputs == _batch(from_model(plain))
 
 
-def test_fused_layers_do_not_reach_training() -> None:
-    """Their kernels give no gradients: they are the steps' alone."""
+def test_our_attention_does_not_reach_training() -> None:
+    """Its kernels give no gradients: they are the steps' alone."""
     plain = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.bfloat16).eval()
     loaded = load(str(DEMO), dtype="bfloat16", pack_weights=False)
     expected, actual = _gradients(plain), _gradients(loaded.model)

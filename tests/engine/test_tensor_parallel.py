@@ -163,7 +163,6 @@ def test_one_rank_has_the_whole_model() -> None:
     [
         ("quantization", "int8"),
         ("pack_weights", True),
-        ("fuse_layers", True),
         ("device", "cuda:1"),
     ],
 )

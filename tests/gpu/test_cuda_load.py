@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.config import ContinuousBatchingConfig
-from engine.runner.fusing_products import join_products
+from engine.runner.joining import join_products
 from engine.runner.loader import build_runner, verify_model
 from engine.runner.profiling import CudaMemory
 from tests.engine.runner.steps import build_verified, make_core, make_request, run, tokens_of
@@ -28,7 +28,7 @@ def test_joined_products_equal_generate_on_a_cpu(family: str, graphs: bool) -> N
     ]
     lines: list[str] = []
     model = make_model(FAMILIES[family]()).to("cuda")
-    verified = verify_model(model, Path(), lines.append, "torch", fuse="products")
+    verified = verify_model(model, Path(), lines.append, "torch", join=True)
     assert any(line.startswith("joined: ") for line in lines)
     built = build_verified(verified, use_cuda_graph=graphs, max_requests_per_batch=6)
     built.runner.warmup()

@@ -245,7 +245,7 @@ def test_the_engine_s_options_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     _, (_, batching, load, config, _) = run_serve(monkeypatch)
     assert load.quantization == "none"
     assert load.pack_weights is None
-    assert load.fuse_layers is None
+    assert load.decoder == "own"
     assert batching.scheduler_type == config.scheduler
     assert batching.allow_block_sharing
     assert (batching.use_async_batching, batching.use_cuda_graph) == (None, None)
@@ -256,7 +256,8 @@ def test_the_engine_s_options_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
         "--quantization",
         "int8",
         "--no-pack-weights",
-        "--fuse-layers",
+        "--decoder",
+        "transformers",
         "--scheduler",
         "prefill_first",
         "--target-step-time",
@@ -279,7 +280,7 @@ def test_the_engine_s_options_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.max_choices == 3
     assert load.quantization == "int8"
     assert load.pack_weights is False
-    assert load.fuse_layers is True
+    assert load.decoder == "transformers"
 
 
 def test_the_server_is_fair_by_default_and_knows_the_engine_s_policies(

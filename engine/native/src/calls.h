@@ -38,15 +38,20 @@ struct LinearWeight {
   int64_t outputs, inputs;
 };
 
-// How a norm's weight is applied.
+// Of a step's elements.
+enum ElementType : int { FLOAT32 = 0, BFLOAT16 = 1 };
+
+// How a norm is computed.
 enum NormForm : int {
-  FROM_ONE = 1,       // its numbers are distances from 1
-  ROUNDED_FIRST = 2,  // x is rounded to bfloat16 before it is multiplied
+  FROM_ONE = 1,       // the weight's elements are distances from 1
+  ROUNDED_FIRST = 2,  // x is rounded before it is multiplied by the weight
+  CENTERED = 4,       // a layer norm: the mean is subtracted first
 };
 
-// A root-mean-square norm; see elementwise.cpp.
+// A norm; see elementwise.cpp.
 struct NormWeight {
-  const void* weight;  // bfloat16 [width]
+  const void* weight;  // [width]; or null: there is no norm
+  const void* bias;    // [width]; or null
   int64_t width;
   float eps;
   int form;
@@ -57,22 +62,23 @@ struct HeadsCall {
   void* query;
   void* key;
   int64_t query_stride, key_stride;
-  const void* cos;
-  const void* sin;
+  const float* cos;
+  const float* sin;
   int64_t tokens, num_heads, num_kv_heads, head_dim, rotary_dim;
-  const void* query_weight;
-  const void* key_weight;
-  float query_eps, key_eps;
-  int64_t form;
+  NormWeight query_norm, key_norm;
+  int64_t paired, rounds;
 };
 
 // A whole decoder layer; see layer.cpp, and ../library.py for what each field means.
 struct LayerSpec {
-  NormWeight first_norm, second_norm;
-  LinearWeight projection, output, gate_up, down;
+  NormWeight before_attention, after_attention, before_mlp, after_mlp;
+  LinearWeight projection[3];
+  LinearWeight output;
+  LinearWeight inner[2];
+  LinearWeight down;
   HeadsCall heads;
-  int64_t activation;
-  float scaling, softcap;
+  int64_t rotary, gated, parallel, activation, dtype;
+  float residual, scaling, softcap;
 };
 
 // A step through layers that follow one another; see layer.cpp and ../library.py.
@@ -83,8 +89,8 @@ struct LayersCall {
   void* const* values;
   const void* x;
   void* y;
-  const void* cos;
-  const void* sin;
+  const float* const* cos;
+  const float* const* sin;
   void* scratch;
   float* attention_scratch;
   int64_t attention_floats;

@@ -1,9 +1,8 @@
-// What stands between a model's matrix products, of bfloat16: root-mean-square norms, the products of
-// gated layers, rotary embeddings.
+// What stands between a model's matrix products: norms, gated layers, rotary embeddings, sums.
 //
-// Numbers are computed in float32 and rounded to bfloat16 where the models' own operations round:
-// what differs from them is the order in which squares are summed, and the last bits of e^x. A row's
-// result depends neither on the rows beside it nor on the threads.
+// Elements are of type T, bfloat16 or float32. They are computed in float32 and rounded to T where the
+// models' own operations round: what differs from them is the order in which rows are summed, and the
+// last bits of e^x. A row's result depends neither on the rows beside it nor on the threads.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -14,23 +13,36 @@
 namespace HEADRACE_ISA {
 namespace {
 
-constexpr int64_t LEAST = 1 << 15;  // numbers that are worth a second thread
+constexpr int64_t LEAST = 1 << 15;  // elements that are worth a second thread
 
-int team(int64_t numbers, int threads) { return numbers < LEAST ? 1 : threads; }
+int team(int64_t elements, int threads) { return elements < LEAST ? 1 : threads; }
 
-// To the nearest bfloat16, ties to even. What the kernels compute of bfloat16 numbers is never one of
-// the NaNs that this would make a number of.
+// x, which the compiler may not fuse with a later sum: the models' own operations do not.
+vf alone(vf x) {
+#if defined(__AVX2__)
+  asm("" : "+x"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#endif
+  return x;
+}
+
+// To the nearest T, ties to even. What the kernels compute of bfloat16 elements is never one of the
+// NaNs that this would make a number of.
+template <class T>
 vf rounded(vf x) {
+  if constexpr (sizeof(T) == sizeof(float)) return alone(x);
   const vu bits = (vu)x;
   return (vf)((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
 }
 
-// A vector of a row, or its last numbers where they do not fill one.
+// A vector of a row, or its last elements where they do not fill one.
 struct Whole {};
 struct Part {
   int64_t count;
 };
 
+vf get(const float* p, Whole) { return load(p); }
 vf get(const bf16* p, Whole) {
 #if defined(__AVX512F__)
   const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
@@ -39,27 +51,30 @@ vf get(const bf16* p, Whole) {
   return load(p);
 #endif
 }
-vf get(const bf16* p, Part part) {
-  bf16 numbers[VL] = {};
-  std::memcpy(numbers, p, part.count * sizeof(bf16));
-  return load(numbers);
+template <class T>
+vf get(const T* p, Part part) {
+  T elements[VL] = {};
+  std::memcpy(elements, p, part.count * sizeof(T));
+  return load(elements);
 }
 
+void put(float* p, vf x, Whole) { store(p, x); }
 void put(bf16* p, vf x, Whole) {
 #if defined(__AVX512F__)
-  const __m512i bits = _mm512_srli_epi32((__m512i)rounded(x), 16);
+  const __m512i bits = _mm512_srli_epi32((__m512i)rounded<bf16>(x), 16);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(bits));
 #else
   store(p, x);
 #endif
 }
-void put(bf16* p, vf x, Part part) {
-  bf16 numbers[VL];
-  store(numbers, x);
-  std::memcpy(p, numbers, part.count * sizeof(bf16));
+template <class T>
+void put(T* p, vf x, Part part) {
+  T elements[VL];
+  store(elements, x);
+  std::memcpy(p, elements, part.count * sizeof(T));
 }
 
-// f(where, Whole or Part), over the numbers of a row.
+// f(where, Whole or Part), over the elements of a row.
 template <class F>
 void over(int64_t width, F f) {
   int64_t i = 0;
@@ -67,59 +82,72 @@ void over(int64_t width, F f) {
   if (i < width) f(i, Part{width - i});
 }
 
-float sum_of_squares(const bf16* x, int64_t width) {
+vf first_of(vf x, Whole) { return x; }
+vf first_of(vf x, Part part) {
+  for (int64_t i = part.count; i < VL; ++i) x[i] = 0;
+  return x;
+}
+
+// The sum of f(element) over a row.
+template <class T, class F>
+float sum_over(const T* x, int64_t width, F f) {
   vf sums[4] = {};
   int64_t i = 0;
   for (; i + 4 * VL <= width; i += 4 * VL)
-    for (int j = 0; j < 4; ++j) {
-      const vf part = get(x + i + j * VL, Whole{});
-      sums[j] += part * part;
-    }
-  over(width - i, [&](int64_t at, auto size) {
-    const vf part = get(x + i + at, size);
-    sums[0] += part * part;
-  });
+    for (int j = 0; j < 4; ++j) sums[j] += f(get(x + i + j * VL, Whole{}));
+  over(width - i,
+       [&](int64_t at, auto size) { sums[0] += first_of(f(get(x + i + at, size)), size); });
   return sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
 // A norm of one row.
-template <int FORM>
+template <class T, int FORM>
 struct Norm {
-  const bf16* weight;
-  vf inverse;
+  const T* weight;
+  const T* bias;
+  vf mean = {}, inverse;
 
-  Norm(const NormWeight& norm, const bf16* x)
-      : weight(static_cast<const bf16*>(norm.weight)),
-        inverse(splat(1.0f /
-                      std::sqrt(sum_of_squares(x, norm.width) / float(norm.width) + norm.eps))) {}
+  Norm(const NormWeight& norm, const T* x)
+      : weight(static_cast<const T*>(norm.weight)), bias(static_cast<const T*>(norm.bias)) {
+    const float width = float(norm.width);
+    if (FORM & CENTERED) mean = splat(sum_over(x, norm.width, [](vf a) { return a; }) / width);
+    const vf middle = mean;
+    const auto square = [=](vf a) { return FORM & CENTERED ? (a - middle) * (a - middle) : a * a; };
+    inverse = splat(1.0f / std::sqrt(sum_over(x, norm.width, square) / width + norm.eps));
+  }
 
-  // Its numbers from `i` on, not yet rounded.
+  // Its elements from `i` on, not yet rounded.
   template <class Size>
-  vf operator()(const bf16* x, int64_t i, Size size) const {
-    vf normed = get(x + i, size) * inverse;
-    if (FORM & ROUNDED_FIRST) normed = rounded(normed);
+  vf operator()(const T* x, int64_t i, Size size) const {
+    vf normed = get(x + i, size);
+    if (FORM & CENTERED) normed = normed - mean;
+    normed = normed * inverse;
+    if (FORM & ROUNDED_FIRST) normed = rounded<T>(normed);
     const vf factor = get(weight + i, size);
-    return normed * (FORM & FROM_ONE ? factor + 1.0f : factor);
+    normed = normed * (FORM & FROM_ONE ? factor + 1.0f : factor);
+    return bias ? normed + get(bias + i, size) : normed;
   }
 };
 
 // Instead of a norm.
+template <class T>
 struct AsItIs {
-  AsItIs(const NormWeight&, const bf16*) {}
+  AsItIs(const NormWeight&, const T*) {}
   template <class Size>
-  vf operator()(const bf16* x, int64_t i, Size size) const {
+  vf operator()(const T* x, int64_t i, Size size) const {
     return get(x + i, size);
   }
 };
 
-template <int FORM>
-void norm_rows(const NormWeight& norm, const bf16* x, bf16* y, int64_t rows, int threads) {
+template <class T, int FORM>
+void norm_rows(const NormWeight& norm, const T* x, T* y, int64_t stride, int64_t rows,
+               int threads) {
   const int64_t width = norm.width;
 #pragma omp parallel for schedule(static) num_threads(team(rows * width, threads))
   for (int64_t r = 0; r < rows; ++r) {
-    const bf16* from = x + r * width;
-    const Norm<FORM> normed(norm, from);
-    over(width, [&](int64_t i, auto size) { put(y + r * width + i, normed(from, i, size), size); });
+    const T* from = x + r * stride;
+    const Norm<T, FORM> normed(norm, from);
+    over(width, [&](int64_t i, auto size) { put(y + r * stride + i, normed(from, i, size), size); });
   }
 }
 
@@ -136,108 +164,186 @@ vf gelu_tanh(vf x) {
   return x / (1.0f + select(z < -44.0f, infinite, exp(-2.0f * z)));
 }
 
-template <vf (*ACTIVATION)(vf)>
-void gate_rows(const bf16* gate, const bf16* up, int64_t stride, bf16* y, int64_t y_stride,
-               int64_t rows, int64_t width, int threads) {
+template <class T, vf (*ACTIVATION)(vf)>
+void gate_rows(const T* gate, const T* up, int64_t stride, T* y, int64_t y_stride, int64_t rows,
+               int64_t width, int threads) {
 #pragma omp parallel for schedule(static) num_threads(team(rows * width, threads))
   for (int64_t r = 0; r < rows; ++r)
     over(width, [=](int64_t i, auto size) {
-      const vf active = rounded(ACTIVATION(get(gate + r * stride + i, size)));
-      put(y + r * y_stride + i, active * get(up + r * stride + i, size), size);
+      vf active = ACTIVATION(get(gate + r * stride + i, size));
+      if (up) active = rounded<T>(active) * get(up + r * stride + i, size);
+      put(y + r * y_stride + i, active, size);
     });
 }
 
-// One head of one token, in place: normed, then its first `rotary` numbers turned.
-template <class N>
-void turn_head(const NormWeight& norm, bf16* x, const bf16* cos, const bf16* sin, int64_t rotary) {
+// Two halves of what is rotated: a cos - b sin, b cos + a sin.
+template <class T>
+struct Turn {
+  bool rounds;
+  vf product(vf x, vf y) const { return rounds ? rounded<T>(x * y) : alone(x * y); }
+  vf first(vf a, vf b, vf cos, vf sin) const { return product(a, cos) - product(b, sin); }
+  vf second(vf a, vf b, vf cos, vf sin) const { return product(b, cos) + product(a, sin); }
+};
+
+// One head of one token, in place: normed, then its first `rotary` elements turned.
+template <class T, class N>
+void turn_head(const HeadsCall& call, const NormWeight& norm, T* x, const float* cos,
+               const float* sin) {
   const N normed(norm, x);
-  const int64_t half = rotary / 2;
+  const int64_t rotary = call.rotary_dim, half = rotary / 2;
+  const Turn<T> turn{call.rounds != 0};
   over(half, [&](int64_t i, auto size) {
-    const vf a = rounded(normed(x, i, size)), b = rounded(normed(x, half + i, size));
-    const vf first = rounded(a * get(cos + i, size)) - rounded(b * get(sin + i, size));
-    const vf second =
-        rounded(b * get(cos + half + i, size)) + rounded(a * get(sin + half + i, size));
-    put(x + i, first, size);
-    put(x + half + i, second, size);
+    const vf a = rounded<T>(normed(x, i, size)), b = rounded<T>(normed(x, half + i, size));
+    const vf c = get(cos + i, size), s = get(sin + i, size);
+    put(x + i, turn.first(a, b, c, s), size);
+    put(x + half + i, turn.second(a, b, c, s), size);
   });
-  over(norm.width - rotary, [&](int64_t i, auto size) {
+  over(call.head_dim - rotary, [&](int64_t i, auto size) {
     put(x + rotary + i, normed(x, rotary + i, size), size);
   });
 }
 
-template <class N>
-void turn_heads(const HeadsCall& call, int form, int threads) {
-  bf16* query = static_cast<bf16*>(call.query);
-  bf16* key = static_cast<bf16*>(call.key);
-  const int64_t width = call.head_dim, rotary = call.rotary_dim;
-  const NormWeight query_norm = {call.query_weight, width, call.query_eps, form};
-  const NormWeight key_norm = {call.key_weight, width, call.key_eps, form};
-  const int64_t numbers = call.tokens * (call.num_heads + call.num_kv_heads) * width;
-#pragma omp parallel for schedule(static) num_threads(team(numbers, threads))
+// The same without a norm, where what is turned together stands side by side.
+template <class T>
+void turn_pairs(const HeadsCall& call, T* x, const float* cos, const float* sin) {
+  const Turn<T> turn{call.rounds != 0};
+  for (int64_t i = 0; i < call.rotary_dim / 2; i += VL) {
+    const int count = int(std::min<int64_t>(VL, call.rotary_dim / 2 - i));
+    vf a = {}, b = {}, c = {}, s = {};
+    for (int j = 0; j < count; ++j) {
+      a[j] = to_float(x[2 * (i + j)]), b[j] = to_float(x[2 * (i + j) + 1]);
+      c[j] = cos[i + j], s[j] = sin[i + j];
+    }
+    const vf first = turn.first(a, b, c, s), second = turn.second(a, b, c, s);
+    for (int j = 0; j < count; ++j) {
+      from_float(first[j], x + 2 * (i + j));
+      from_float(second[j], x + 2 * (i + j) + 1);
+    }
+  }
+}
+
+// f(a head's elements, the norm of its kind, cosines, sines), for each head of each token.
+template <class T, class F>
+void each_head(const HeadsCall& call, int threads, F f) {
+  const int64_t width = call.head_dim, half = call.rotary_dim / 2;
+  const int64_t elements = call.tokens * (call.num_heads + call.num_kv_heads) * width;
+#pragma omp parallel for schedule(static) num_threads(team(elements, threads))
   for (int64_t t = 0; t < call.tokens; ++t) {
-    const bf16* cos = static_cast<const bf16*>(call.cos) + t * rotary;
-    const bf16* sin = static_cast<const bf16*>(call.sin) + t * rotary;
-    for (int64_t h = 0; h < call.num_heads; ++h)
-      turn_head<N>(query_norm, query + t * call.query_stride + h * width, cos, sin, rotary);
-    for (int64_t h = 0; h < call.num_kv_heads; ++h)
-      turn_head<N>(key_norm, key + t * call.key_stride + h * width, cos, sin, rotary);
+    const float* cos = call.cos + t * half;
+    const float* sin = call.sin + t * half;
+    T* query = static_cast<T*>(call.query) + t * call.query_stride;
+    T* key = static_cast<T*>(call.key) + t * call.key_stride;
+    for (int64_t h = 0; h < call.num_heads; ++h) f(query + h * width, call.query_norm, cos, sin);
+    for (int64_t h = 0; h < call.num_kv_heads; ++h) f(key + h * width, call.key_norm, cos, sin);
+  }
+}
+
+template <class T, class N>
+void turn_heads(const HeadsCall& call, int threads) {
+  each_head<T>(call, threads,
+               [&](T* x, const NormWeight& norm, const float* cos, const float* sin) {
+                 turn_head<T, N>(call, norm, x, cos, sin);
+               });
+}
+
+template <class T>
+void norm_of(const NormWeight& norm, const void* x, void* y, int64_t stride, int64_t rows,
+             int threads) {
+  const T* from = static_cast<const T*>(x);
+  T* to = static_cast<T*>(y);
+  switch (norm.form) {
+    case 0:
+      return norm_rows<T, 0>(norm, from, to, stride, rows, threads);
+    case FROM_ONE:
+      return norm_rows<T, FROM_ONE>(norm, from, to, stride, rows, threads);
+    case CENTERED:
+      return norm_rows<T, CENTERED>(norm, from, to, stride, rows, threads);
+    default:
+      return norm_rows<T, ROUNDED_FIRST>(norm, from, to, stride, rows, threads);
+  }
+}
+
+template <class T>
+void gate_of(int activation, const void* gate, const void* up, int64_t stride, void* y,
+             int64_t y_stride, int64_t rows, int64_t width, int threads) {
+  const T* left = static_cast<const T*>(gate);
+  const T* right = static_cast<const T*>(up);
+  T* to = static_cast<T*>(y);
+  if (activation == 0)
+    gate_rows<T, silu>(left, right, stride, to, y_stride, rows, width, threads);
+  else
+    gate_rows<T, gelu_tanh>(left, right, stride, to, y_stride, rows, width, threads);
+}
+
+template <class T>
+void heads_of(const HeadsCall& call, int threads) {
+  if (call.paired)
+    return each_head<T>(call, threads,
+                        [&](T* x, const NormWeight&, const float* cos, const float* sin) {
+                          turn_pairs(call, x, cos, sin);
+                        });
+  // A norm over all heads together has been computed before.
+  if (!call.query_norm.weight || call.query_norm.width != call.head_dim)
+    return turn_heads<T, AsItIs<T>>(call, threads);
+  switch (call.query_norm.form) {
+    case 0:
+      return turn_heads<T, Norm<T, 0>>(call, threads);
+    case FROM_ONE:
+      return turn_heads<T, Norm<T, FROM_ONE>>(call, threads);
+    case CENTERED:
+      return turn_heads<T, Norm<T, CENTERED>>(call, threads);
+    default:
+      return turn_heads<T, Norm<T, ROUNDED_FIRST>>(call, threads);
+  }
+}
+
+template <class T>
+void add_of(const void* x, const void* y, float factor, void* sum, int64_t rows, int64_t width,
+            int threads) {
+#pragma omp parallel for schedule(static) num_threads(team(rows * width, threads))
+  for (int64_t r = 0; r < rows; ++r) {
+    const T* first = static_cast<const T*>(x) + r * width;
+    const T* second = static_cast<const T*>(y) + r * width;
+    T* to = static_cast<T*>(sum) + r * width;
+    over(width, [&](int64_t i, auto size) {
+      put(to + i, get(first + i, size) + rounded<T>(get(second + i, size) * factor), size);
+    });
   }
 }
 
 }  // namespace
 
-// y [rows][width]: x over the root of its mean square, times the weight.
-void rms_norm(const NormWeight& norm, const void* x, void* y, int64_t rows, int threads) {
-  const bf16* from = static_cast<const bf16*>(x);
-  bf16* to = static_cast<bf16*>(y);
-  switch (norm.form) {
-    case 0:
-      return norm_rows<0>(norm, from, to, rows, threads);
-    case FROM_ONE:
-      return norm_rows<FROM_ONE>(norm, from, to, rows, threads);
-    default:
-      return norm_rows<ROUNDED_FIRST>(norm, from, to, rows, threads);
-  }
+// y [rows][width]: x, normed; rows of both are `stride` elements apart; y may be x.
+void norm(const NormWeight& norm, const void* x, void* y, int64_t stride, int64_t rows, int dtype,
+          int threads) {
+  (dtype == FLOAT32 ? norm_of<float> : norm_of<bf16>)(norm, x, y, stride, rows, threads);
 }
 
-// y: activation(gate) * up. Rows of gate and up are `stride` numbers apart, those of y `y_stride`; y
-// may be gate.
+// y: activation(gate) * up, or without up. Rows of gate and up are `stride` elements apart, those of y
+// `y_stride`; y may be gate.
 void gate(int activation, const void* gate, const void* up, int64_t stride, void* y,
-          int64_t y_stride, int64_t rows, int64_t width, int threads) {
-  const bf16* left = static_cast<const bf16*>(gate);
-  const bf16* right = static_cast<const bf16*>(up);
-  bf16* to = static_cast<bf16*>(y);
-  if (activation == 0)
-    gate_rows<silu>(left, right, stride, to, y_stride, rows, width, threads);
-  else
-    gate_rows<gelu_tanh>(left, right, stride, to, y_stride, rows, width, threads);
+          int64_t y_stride, int64_t rows, int64_t width, int dtype, int threads) {
+  (dtype == FLOAT32 ? gate_of<float> : gate_of<bf16>)(activation, gate, up, stride, y, y_stride,
+                                                      rows, width, threads);
 }
 
-// Queries and keys of some tokens, in place: each head normed, then turned; see HeadsCall.
-void heads(const HeadsCall& call, int threads) {
-  const int form = int(call.form);
-  if (!call.query_weight) return turn_heads<AsItIs>(call, form, threads);
-  switch (form) {
-    case 0:
-      return turn_heads<Norm<0>>(call, form, threads);
-    case FROM_ONE:
-      return turn_heads<Norm<FROM_ONE>>(call, form, threads);
-    default:
-      return turn_heads<Norm<ROUNDED_FIRST>>(call, form, threads);
-  }
+// Queries and keys of some tokens, in place: normed, then turned; see HeadsCall.
+void heads(const HeadsCall& call, int dtype, int threads) {
+  const auto whole = [&](const NormWeight& one, void* x, int64_t stride) {
+    if (one.weight && one.width != call.head_dim)
+      norm(one, x, x, stride, call.tokens, dtype, threads);
+  };
+  whole(call.query_norm, call.query, call.query_stride);
+  whole(call.key_norm, call.key, call.key_stride);
+  const bool of_heads = call.query_norm.weight && call.query_norm.width == call.head_dim;
+  if (call.rotary_dim || of_heads)
+    (dtype == FLOAT32 ? heads_of<float> : heads_of<bf16>)(call, threads);
 }
 
-// sum: x + y, [rows][width].
-void add(const void* x, const void* y, void* sum, int64_t rows, int64_t width, int threads) {
-#pragma omp parallel for schedule(static) num_threads(team(rows * width, threads))
-  for (int64_t r = 0; r < rows; ++r) {
-    const bf16* first = static_cast<const bf16*>(x) + r * width;
-    const bf16* second = static_cast<const bf16*>(y) + r * width;
-    bf16* to = static_cast<bf16*>(sum) + r * width;
-    over(width, [&](int64_t i, auto size) {
-      put(to + i, get(first + i, size) + get(second + i, size), size);
-    });
-  }
+// sum: x + factor * y, [rows][width].
+void add(const void* x, const void* y, float factor, void* sum, int64_t rows, int64_t width,
+         int dtype, int threads) {
+  (dtype == FLOAT32 ? add_of<float> : add_of<bf16>)(x, y, factor, sum, rows, width, threads);
 }
 
 }  // namespace HEADRACE_ISA

@@ -6,12 +6,14 @@
 namespace HEADRACE_ISA {
 
 int64_t attention(const AttentionCall& call);
-void linear(const LinearWeight& weight, const void* x, int64_t x_stride, void* y, int64_t rows,
-            int threads);
-void rms_norm(const NormWeight& norm, const void* x, void* y, int64_t rows, int threads);
+void linear(const LinearWeight& weight, const void* x, int64_t x_stride, void* y, int64_t y_stride,
+            int64_t rows, int threads);
+void norm(const NormWeight& norm, const void* x, void* y, int64_t stride, int64_t rows, int dtype,
+          int threads);
 void gate(int activation, const void* gate, const void* up, int64_t stride, void* y,
-          int64_t y_stride, int64_t rows, int64_t width, int threads);
-void heads(const HeadsCall& call, int threads);
-void add(const void* x, const void* y, void* sum, int64_t rows, int64_t width, int threads);
+          int64_t y_stride, int64_t rows, int64_t width, int dtype, int threads);
+void heads(const HeadsCall& call, int dtype, int threads);
+void add(const void* x, const void* y, float factor, void* sum, int64_t rows, int64_t width,
+         int dtype, int threads);
 
 }  // namespace HEADRACE_ISA

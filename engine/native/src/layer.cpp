@@ -1,51 +1,64 @@
-// Whole decoder layers of the plain shape, of bfloat16: the kernels that their modules call, one after
-// the other, with nothing in between.
+// Whole decoder layers: the kernels that their modules would call, one after the other, with nothing
+// in between.
 //
-//   x ─┬─ norm ─ q, k, v ─ norms, rotary ─ attention ─ output ─ + ─┬─ norm ─ gate, up ─ down ─ + ─ y
-//      └────────────────────────────────────────────────────────────┘ └────────────────────────┘
+//   x ─┬─ norm ─ q, k, v ─ norms, rotary ─ attention ─ output ─ norm ─ + ─┬─ norm ─ MLP ─ norm ─ + ─ y
+//      └──────────────────────────────────────────────────────────────────┘ └────────────────────┘
 //
-// Numbers are rounded where the modules round: the result is theirs, to the last bit.
+// Each norm may be missing. In parallel layers, the MLP reads what attention reads. Elements are
+// rounded where the modules round.
 #include "kernels.h"
 
 namespace HEADRACE_ISA {
 namespace {
 
-struct Half {
-  uint16_t bits;
-};
+int64_t outputs_of(const LinearWeight* parts, int64_t count) {
+  int64_t sum = 0;
+  for (int64_t i = 0; i < count; ++i) sum += parts[i].outputs;
+  return sum;
+}
 
-// The parts of a layer's scratch, bfloat16 each.
+// The parts of a layer's scratch, and how wide they are.
 struct LayerSpace {
-  Half* normed;     // [T][K]
-  Half* projected;  // [T][(Hq + 2 Hkv) D]
-  Half* attended;   // [T][Hq D]
-  Half* residual;   // [T][K]
-  Half* gated;      // [T][2 I]
-  int64_t size;     // of all together
+  int64_t bytes;  // of an element
+  int64_t width, query, keys, projected_width, inner_width;
+  char* normed;     // [T][K]
+  char* projected;  // [T][(Hq + 2 Hkv) D]
+  char* attended;   // [T][Hq D]
+  char* made;       // [T][K]
+  char* residual;   // [T][K]
+  char* inner;      // [T][I], or [T][2 I] with a gate
+  int64_t size;     // of all together, in bytes
 
-  LayerSpace(const LayerSpec& layer, int64_t tokens, Half* p) {
-    const Half* start = p;
-    const int64_t width = layer.output.outputs;
-    normed = p, p += tokens * width;
-    projected = p, p += tokens * layer.projection.outputs;
-    attended = p, p += tokens * layer.output.inputs;
-    residual = p, p += tokens * width;
-    gated = p, p += tokens * layer.gate_up.outputs;
+  LayerSpace(const LayerSpec& layer, int64_t tokens, void* scratch)
+      : bytes(layer.dtype == FLOAT32 ? 4 : 2),
+        width(layer.output.outputs),
+        query(layer.heads.num_heads * layer.heads.head_dim),
+        keys(layer.heads.num_kv_heads * layer.heads.head_dim),
+        projected_width(query + 2 * keys),
+        inner_width(outputs_of(layer.inner, 2)) {
+    char* const start = static_cast<char*>(scratch);
+    char* p = start;
+    const auto take = [&](int64_t elements) {
+      char* const part = p;
+      p += tokens * elements * bytes;
+      return part;
+    };
+    normed = take(width), projected = take(projected_width), attended = take(query);
+    made = take(width), residual = take(width), inner = take(inner_width);
     size = p - start;
   }
 };
 
 // Attention over what was projected, in the layer that comes next: 0, or how many floats of scratch
 // are needed.
-int64_t attend(const LayersCall& call, const LayerSpec& layer, const LayerSpace& space,
-               int64_t query, int64_t keys) {
+int64_t attend(const LayersCall& call, const LayerSpec& layer, const LayerSpace& space) {
   AttentionCall step = *call.attention[call.next];
-  const int64_t stride = layer.projection.outputs, dim = layer.heads.head_dim;
+  const int64_t dim = layer.heads.head_dim;
   step.query = space.projected;
-  step.key = space.projected + query;
-  step.value = space.projected + query + keys;
+  step.key = space.projected + space.query * space.bytes;
+  step.value = space.projected + (space.query + space.keys) * space.bytes;
   step.query_head_stride = step.key_head_stride = step.value_head_stride = dim;
-  step.query_token_stride = step.key_token_stride = step.value_token_stride = stride;
+  step.query_token_stride = step.key_token_stride = step.value_token_stride = space.projected_width;
   step.keys = call.keys[call.next], step.values = call.values[call.next];
   step.output = space.attended;
   step.sinks = nullptr;
@@ -62,38 +75,48 @@ int64_t attend(const LayersCall& call, const LayerSpec& layer, const LayerSpace&
 // as it was.
 int64_t compute(const LayersCall& call, const void* x) {
   const LayerSpec& layer = *call.layers[call.next];
-  const int64_t tokens = call.tokens, width = layer.output.outputs;
-  const LayerSpace space(layer, tokens, static_cast<Half*>(call.scratch));
-  const int64_t stride = layer.projection.outputs;
-  const int64_t query = layer.heads.num_heads * layer.heads.head_dim;
-  const int64_t keys = layer.heads.num_kv_heads * layer.heads.head_dim;
-  const int64_t inner = layer.gate_up.outputs / 2;
-  const int threads = int(call.attention[call.next]->threads);
-  rms_norm(layer.first_norm, x, space.normed, tokens, threads);
-  linear(layer.projection, space.normed, width, space.projected, tokens, threads);
-  if (layer.heads.rotary_dim || layer.heads.query_weight) {
-    HeadsCall turned = layer.heads;
-    turned.query = space.projected, turned.key = space.projected + query;
-    turned.query_stride = turned.key_stride = stride;
-    turned.cos = call.cos, turned.sin = call.sin;
-    turned.tokens = tokens;
-    heads(turned, threads);
-  }
-  if (const int64_t needed = attend(call, layer, space, query, keys)) return needed;
-  linear(layer.output, space.attended, query, space.normed, tokens, threads);
-  add(x, space.normed, space.residual, tokens, width, threads);
-  rms_norm(layer.second_norm, space.residual, space.normed, tokens, threads);
-  linear(layer.gate_up, space.normed, width, space.gated, tokens, threads);
-  gate(int(layer.activation), space.gated, space.gated + inner, 2 * inner, space.gated, 2 * inner,
-       tokens, inner, threads);
-  linear(layer.down, space.gated, 2 * inner, space.normed, tokens, threads);
-  add(space.residual, space.normed, call.y, tokens, width, threads);
+  const int64_t tokens = call.tokens;
+  const LayerSpace space(layer, tokens, call.scratch);
+  const int64_t width = space.width;
+  const int dtype = int(layer.dtype), threads = int(call.attention[call.next]->threads);
+  // The parts of a product side by side in y, of rows of y_width elements.
+  const auto products = [&](const LinearWeight* parts, int count, const void* from, char* y,
+                            int64_t y_width) {
+    for (int i = 0; i < count && parts[i].outputs; y += parts[i++].outputs * space.bytes)
+      linear(parts[i], from, width, y, y_width, tokens, threads);
+  };
+  // What a norm makes of `from`, in `to`; `from` itself without a norm.
+  const auto normed = [&](const NormWeight& one, const void* from, char* to) -> const void* {
+    if (!one.weight) return from;
+    norm(one, from, to, width, tokens, dtype, threads);
+    return to;
+  };
+  const void* input = normed(layer.before_attention, x, space.normed);
+  products(layer.projection, 3, input, space.projected, space.projected_width);
+  HeadsCall turned = layer.heads;
+  turned.query = space.projected, turned.key = space.projected + space.query * space.bytes;
+  turned.query_stride = turned.key_stride = space.projected_width;
+  if (turned.rotary_dim) turned.cos = call.cos[layer.rotary], turned.sin = call.sin[layer.rotary];
+  turned.tokens = tokens;
+  heads(turned, dtype, threads);
+  if (const int64_t needed = attend(call, layer, space)) return needed;
+  linear(layer.output, space.attended, space.query, space.made, width, tokens, threads);
+  normed(layer.after_attention, space.made, space.made);
+  add(x, space.made, layer.residual, space.residual, tokens, width, dtype, threads);
+  if (!layer.parallel) input = normed(layer.before_mlp, space.residual, space.normed);
+  products(layer.inner, 2, input, space.inner, space.inner_width);
+  const int64_t inner = layer.down.inputs;
+  gate(int(layer.activation), space.inner, layer.gated ? space.inner + inner * space.bytes : nullptr,
+       space.inner_width, space.inner, space.inner_width, tokens, inner, dtype, threads);
+  linear(layer.down, space.inner, space.inner_width, space.made, width, tokens, threads);
+  normed(layer.after_mlp, space.made, space.made);
+  add(space.residual, space.made, layer.residual, call.y, tokens, width, dtype, threads);
   return 0;
 }
 
 }  // namespace
 
-// How many numbers of bfloat16 a layer needs for its scratch.
+// How many bytes a layer needs for its scratch.
 int64_t layer_scratch(const LayerSpec& layer, int64_t tokens) {
   return LayerSpace(layer, tokens, nullptr).size;
 }

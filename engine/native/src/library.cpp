@@ -12,10 +12,11 @@ struct Variant {
   int64_t (*linear_size)(const LinearWeight&);
   void (*linear_pack)(const LinearWeight&, const uint16_t*, int64_t, void*, float*, int);
   int (*linear_rows)(const LinearWeight&, const int64_t*, int64_t, uint16_t*, int);
-  void (*linear)(const LinearWeight&, const void*, int64_t, void*, int64_t, int);
-  void (*rms_norm)(const NormWeight&, const void*, void*, int64_t, int);
-  void (*gate)(int, const void*, const void*, int64_t, void*, int64_t, int64_t, int64_t, int);
-  void (*heads)(const HeadsCall&, int);
+  void (*linear)(const LinearWeight&, const void*, int64_t, void*, int64_t, int64_t, int);
+  void (*norm)(const NormWeight&, const void*, void*, int64_t, int64_t, int, int);
+  void (*gate)(int, const void*, const void*, int64_t, void*, int64_t, int64_t, int64_t, int, int);
+  void (*heads)(const HeadsCall&, int, int);
+  void (*add)(const void*, const void*, float, void*, int64_t, int64_t, int, int);
   int64_t (*layer_scratch)(const LayerSpec&, int64_t);
   int64_t (*layers)(LayersCall&);
   void (*greedy)(const void*, int64_t, int64_t, int64_t, int64_t*, int);
@@ -31,18 +32,21 @@ struct Variant {
                    void* packed, float* scales, int threads);                                    \
   int linear_rows(const LinearWeight& weight, const int64_t* wanted, int64_t count,              \
                   uint16_t* rows, int threads);                                                  \
-  void linear(const LinearWeight& weight, const void* x, int64_t x_stride, void* y, int64_t rows, \
-              int threads);                                                                      \
-  void rms_norm(const NormWeight& norm, const void* x, void* y, int64_t rows, int threads);      \
+  void linear(const LinearWeight& weight, const void* x, int64_t x_stride, void* y,              \
+              int64_t y_stride, int64_t rows, int threads);                                      \
+  void norm(const NormWeight& norm, const void* x, void* y, int64_t stride, int64_t rows,        \
+            int dtype, int threads);                                                             \
   void gate(int activation, const void* gate, const void* up, int64_t stride, void* y,           \
-            int64_t y_stride, int64_t rows, int64_t width, int threads);                         \
-  void heads(const HeadsCall& call, int threads);                                                \
+            int64_t y_stride, int64_t rows, int64_t width, int dtype, int threads);              \
+  void heads(const HeadsCall& call, int dtype, int threads);                                     \
+  void add(const void* x, const void* y, float factor, void* sum, int64_t rows, int64_t width,   \
+           int dtype, int threads);                                                              \
   int64_t layer_scratch(const LayerSpec& layer, int64_t tokens);                                 \
   int64_t layers(LayersCall& call);                                                              \
   void greedy(const void* logits, int64_t stride, int64_t rows, int64_t width, int64_t* tokens,  \
               int threads);                                                                      \
-  const Variant VARIANT = {#isa,   attention, linear_size, linear_pack,   linear_rows, linear,   \
-                           rms_norm, gate,    heads,       layer_scratch, layers, greedy};       \
+  const Variant VARIANT = {#isa, attention, linear_size, linear_pack, linear_rows, linear, norm, \
+                           gate, heads,     add,         layer_scratch, layers,    greedy};      \
   }
 
 #if defined(__x86_64__)
@@ -121,28 +125,33 @@ HEADRACE_ENTRY int headrace_linear_rows(const void* packed, const float* scales,
 }
 
 // See `linear` in linear.cpp.
-HEADRACE_ENTRY void headrace_linear(const void* packed, const float* bias, const float* scales,
-                                    int64_t outputs, int64_t inputs, const void* x,
-                                    int64_t x_stride, void* y, int64_t rows, int threads) {
-  variant.linear({packed, bias, scales, outputs, inputs}, x, x_stride, y, rows, threads);
+HEADRACE_ENTRY void headrace_linear(const LinearWeight* weight, const void* x, int64_t x_stride,
+                                    void* y, int64_t y_stride, int64_t rows, int threads) {
+  variant.linear(*weight, x, x_stride, y, y_stride, rows, threads);
 }
 
-// See `rms_norm` in elementwise.cpp.
-HEADRACE_ENTRY void headrace_rms_norm(const void* weight, int64_t width, float eps, int form,
-                                      const void* x, void* y, int64_t rows, int threads) {
-  variant.rms_norm({weight, width, eps, form}, x, y, rows, threads);
+// See `norm` in elementwise.cpp.
+HEADRACE_ENTRY void headrace_norm(const NormWeight* norm, const void* x, void* y, int64_t stride,
+                                  int64_t rows, int dtype, int threads) {
+  variant.norm(*norm, x, y, stride, rows, dtype, threads);
 }
 
 // See `gate` in elementwise.cpp.
 HEADRACE_ENTRY void headrace_gate(int activation, const void* gate, const void* up, int64_t stride,
-                                  void* y, int64_t y_stride, int64_t rows, int64_t width,
+                                  void* y, int64_t y_stride, int64_t rows, int64_t width, int dtype,
                                   int threads) {
-  variant.gate(activation, gate, up, stride, y, y_stride, rows, width, threads);
+  variant.gate(activation, gate, up, stride, y, y_stride, rows, width, dtype, threads);
 }
 
 // See `heads` in elementwise.cpp.
-HEADRACE_ENTRY void headrace_heads(const HeadsCall* call, int threads) {
-  variant.heads(*call, threads);
+HEADRACE_ENTRY void headrace_heads(const HeadsCall* call, int dtype, int threads) {
+  variant.heads(*call, dtype, threads);
+}
+
+// See `add` in elementwise.cpp.
+HEADRACE_ENTRY void headrace_add(const void* x, const void* y, float factor, void* sum, int64_t rows,
+                                 int64_t width, int dtype, int threads) {
+  variant.add(x, y, factor, sum, rows, width, dtype, threads);
 }
 
 // See `layer_scratch` in layer.cpp.

@@ -93,7 +93,7 @@ struct Weights {
 // for every STEP pairs.
 template <int R, int C, class W>
 void tile(const LinearWeight& weight, Weights<W> weights, int64_t panel, const bf16* x,
-          int64_t x_stride, bf16* y, const char* ahead, int lines) {
+          int64_t x_stride, bf16* y, int64_t y_stride, const char* ahead, int lines) {
   const int64_t pairs = num_pairs(weight), whole = weight.inputs / 2;
   vf sums[R][C] = {};
   const auto add = [&](int64_t k, const auto& left) {
@@ -120,7 +120,7 @@ void tile(const LinearWeight& weight, Weights<W> weights, int64_t panel, const b
     const vf bias = weight.bias ? load(weight.bias + first) : vf{};
     for (int r = 0; r < R; ++r) {
       const vf result = sums[r][c] * scale + bias;
-      bf16* out = y + r * weight.outputs + first;
+      bf16* out = y + r * y_stride + first;
       if (count == VL)
         store(out, result);
       else
@@ -131,24 +131,26 @@ void tile(const LinearWeight& weight, Weights<W> weights, int64_t panel, const b
 
 template <int C, class W, int R = ROWS>
 void tile_of_rows(int rows, const LinearWeight& weight, Weights<W> weights, int64_t panel,
-                  const bf16* x, int64_t x_stride, bf16* y, const char* ahead, int lines) {
-  if (rows == R) return tile<R, C>(weight, weights, panel, x, x_stride, y, ahead, lines);
+                  const bf16* x, int64_t x_stride, bf16* y, int64_t y_stride, const char* ahead,
+                  int lines) {
+  if (rows == R) return tile<R, C>(weight, weights, panel, x, x_stride, y, y_stride, ahead, lines);
   if constexpr (R > 1)
-    tile_of_rows<C, W, R - 1>(rows, weight, weights, panel, x, x_stride, y, ahead, lines);
+    tile_of_rows<C, W, R - 1>(rows, weight, weights, panel, x, x_stride, y, y_stride, ahead, lines);
 }
 
 // `rows` rows against C panels, in tiles of about the same height. From `ahead` on lie `bytes` that are to
 // be brought near meanwhile.
 template <int C, class W>
 void tiles(const LinearWeight& weight, Weights<W> weights, int64_t panel, const bf16* x,
-           int64_t x_stride, bf16* y, int64_t rows, const char* ahead, int64_t bytes) {
+           int64_t x_stride, bf16* y, int64_t y_stride, int64_t rows, const char* ahead,
+           int64_t bytes) {
   const int64_t count = divide_up(rows, ROWS), steps = num_pairs(weight) / STEP;
   const int64_t lines = steps ? divide_up(bytes, 64 * steps * count) : 0;
   const char* end = ahead + bytes;
   for (int64_t t = 0, row = 0; t < count; ++t, ahead += steps * lines * 64) {
     const int64_t next = rows * (t + 1) / count;
     tile_of_rows<C>(int(next - row), weight, weights, panel, x + row * x_stride, x_stride,
-                    y + row * weight.outputs, ahead, ahead < end ? int(lines) : 0);
+                    y + row * y_stride, y_stride, ahead, ahead < end ? int(lines) : 0);
     row = next;
   }
 }
@@ -156,7 +158,7 @@ void tiles(const LinearWeight& weight, Weights<W> weights, int64_t panel, const 
 // `rows` rows against C panels. `space`: of a thread's own, for C panels of bfloat16.
 template <int C>
 void item(const LinearWeight& weight, int64_t panel, const bf16* x, int64_t x_stride, bf16* y,
-          int64_t rows, uint32_t* space) {
+          int64_t y_stride, int64_t rows, uint32_t* space) {
   const int64_t pairs = num_pairs(weight), pair = weight.scales ? 2 : 4;  // bytes
   const Panel place(weight, panel);
   const char* from = static_cast<const char*>(weight.packed) + place.start * pair;
@@ -167,20 +169,20 @@ void item(const LinearWeight& weight, int64_t panel, const bf16* x, int64_t x_st
   size = std::min(size, (num_panels(weight) * pairs * VL - place.start) * pair - size);
   if (!weight.scales) {
     const Weights<uint32_t> weights = {reinterpret_cast<const uint32_t*>(from), place.stride};
-    return tiles<C>(weight, weights, panel, x, x_stride, y, rows, ahead, size);
+    return tiles<C>(weight, weights, panel, x, x_stride, y, y_stride, rows, ahead, size);
   }
   const Weights<uint16_t> weights = {reinterpret_cast<const uint16_t*>(from), place.stride};
-  if (rows <= ROWS) return tiles<C>(weight, weights, panel, x, x_stride, y, rows, ahead, size);
+  if (rows <= ROWS) return tiles<C>(weight, weights, panel, x, x_stride, y, y_stride, rows, ahead, size);
   for (int64_t k = 0; k < pairs; ++k)
     for (int c = 0; c < C; ++c)
       *reinterpret_cast<vu*>(space + (k * C + c) * VL) =
           load_weights(weights.from + k * weights.stride + c * VL);
-  tiles<C>(weight, Weights<uint32_t>{space, C * VL}, panel, x, x_stride, y, rows, ahead, size);
+  tiles<C>(weight, Weights<uint32_t>{space, C * VL}, panel, x, x_stride, y, y_stride, rows, ahead, size);
 }
 
 template <int C>
-void multiply(const LinearWeight& weight, const bf16* x, int64_t x_stride, bf16* y, int64_t rows,
-              int threads) {
+void multiply(const LinearWeight& weight, const bf16* x, int64_t x_stride, bf16* y,
+              int64_t y_stride, int64_t rows, int threads) {
   const int64_t panels = num_panels(weight), groups = divide_up(panels, C);
   const int64_t blocks = divide_up(rows, ITEM_ROWS);
 #pragma omp parallel num_threads(threads)
@@ -195,14 +197,14 @@ void multiply(const LinearWeight& weight, const bf16* x, int64_t x_stride, bf16*
         const int64_t row = rows * b / blocks, count = rows * (b + 1) / blocks - row;
         const int64_t last = std::min(panels, g * C + C);
         const bf16* from = x + row * x_stride;
-        bf16* to = y + row * weight.outputs;
+        bf16* to = y + row * y_stride;
         int64_t panel = g * C;
         if (panel + C <= last) {
-          item<C>(weight, panel, from, x_stride, to, count, space.get());
+          item<C>(weight, panel, from, x_stride, to, y_stride, count, space.get());
           continue;
         }
         for (; panel < last; ++panel)
-          item<1>(weight, panel, from, x_stride, to, count, space.get());
+          item<1>(weight, panel, from, x_stride, to, y_stride, count, space.get());
       }
   }
 }
@@ -283,16 +285,18 @@ int linear_rows(const LinearWeight& weight, const int64_t* wanted, int64_t count
   return 1;
 }
 
-// y [rows][outputs] from x, whose rows are `x_stride` numbers apart.
-void linear(const LinearWeight& weight, const void* x, int64_t x_stride, void* y, int64_t rows,
-            int threads) {
+// y from x: [rows][outputs] and [rows][inputs], whose rows are `y_stride` and `x_stride` elements apart.
+void linear(const LinearWeight& weight, const void* x, int64_t x_stride, void* y, int64_t y_stride,
+            int64_t rows, int threads) {
   const bf16* left = static_cast<const bf16*>(x);
   bf16* out = static_cast<bf16*>(y);
   // Few panels to a thread: narrower items, so that no thread is idle.
   const int64_t items = num_panels(weight) * divide_up(rows, ITEM_ROWS);
-  if (items >= 2 * NR * threads) return multiply<NR>(weight, left, x_stride, out, rows, threads);
-  if (items >= 2 * threads) return multiply<2>(weight, left, x_stride, out, rows, threads);
-  multiply<1>(weight, left, x_stride, out, rows, threads);
+  if (items >= 2 * NR * threads)
+    return multiply<NR>(weight, left, x_stride, out, y_stride, rows, threads);
+  if (items >= 2 * threads)
+    return multiply<2>(weight, left, x_stride, out, y_stride, rows, threads);
+  multiply<1>(weight, left, x_stride, out, y_stride, rows, threads);
 }
 
 }  // namespace HEADRACE_ISA

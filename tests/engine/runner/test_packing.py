@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.config import LoadConfig
 from engine.errors import ConfigError, ModelRefusedError
+from engine.models.packed import PackedEmbedding, PackedLinear
+from engine.models.packed_onednn import OneDnnLinear
 from engine.native.library import NativeUnavailableError
 from engine.offline import from_model, load
 from engine.runner import loader, packing
 from engine.runner.loader import load_model, verify_model
-from engine.runner.packed import PackedEmbedding, PackedLinear
-from engine.runner.packed_onednn import OneDnnLinear
 from engine.runner.packing import Packing, choose_packing, pack_model
 from tests.families import EVERY_FAMILY
 from tests.model_recipes import RECIPES

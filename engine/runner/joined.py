@@ -6,7 +6,7 @@ device.
       k_proj(y), v_proj(y) ─▶ those that follow
 
 The class's own forward passes its input to its projections and otherwise only uses the input's
-shape; `engine.runner.fusing_products` checks this at load. So it can be given the product instead
+shape; `engine.runner.joining` checks this at load. So it can be given the product instead
 of the input, and a projection that gets the product returns its columns. No state is kept between
 calls, so a compiler can trace this and a CUDA graph can capture it. A projection that gets anything
 else (from another method of the class, from other code, or when gradients are needed) computes by
@@ -17,13 +17,14 @@ joined: after a copy or a move of the model, with other weights, or with hooks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
-from engine.runner.fused import PLAN
-
+PLAN = "_headrace_plan"
+"""The attribute of a changed module with the parameters of its forward."""
 WEIGHT = "_headrace_joined_weight"
 """A buffer of the module: [N, K], the joined weights, of which the projections' weights are
 views.
@@ -59,6 +60,29 @@ class ColumnsPlan:
     first: int
     count: int
     width: int
+
+
+def exchange(module: torch.nn.Module, forward: Any, plan: object) -> None:
+    """Give a module another forward.
+
+    Args:
+        module: the module.
+        forward: one of this file's, called as a method of the module.
+        plan: the parameters of that forward.
+    """
+    setattr(module, PLAN, plan)
+    # Bound to the module, so that a copy of the module gets its own.
+    module.forward = MethodType(forward, module)
+
+
+def is_exchanged(module: torch.nn.Module) -> bool:
+    """Whether a module's forward was replaced."""
+    return "forward" in module.__dict__
+
+
+def restore(module: torch.nn.Module) -> None:
+    """Give a changed module its class's forward back."""
+    del module.__dict__["forward"], module.__dict__[PLAN]
 
 
 def joined_forward(self: torch.nn.Module, *arguments: Any, **named: Any) -> Any:

@@ -17,11 +17,10 @@ from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel
 
 from engine.config import LoadConfig
 from engine.errors import ModelRefusedError
-from engine.offline import LoadedModel, load
-from engine.runner import fusing_products
-from engine.runner.fused import is_exchanged
-from engine.runner.fused_products import WEIGHT, joined_forward
-from engine.runner.fusing_products import JoiningReport, join_products
+from engine.offline import LoadedModel
+from engine.runner import joining
+from engine.runner.joined import WEIGHT, is_exchanged, joined_forward
+from engine.runner.joining import JoiningReport, join_products
 from engine.runner.loader import load_model, verify_model
 from engine.runner.runner_options import StepPath
 from tests.engine.runner.fake_graphs import RecordingBackend
@@ -113,7 +112,7 @@ def test_every_family_passes_the_gate(family: str) -> None:
     if not RECIPES[family].is_known:
         pytest.skip("this version of transformers does not know it")
     lines: list[str] = []
-    verify_model(make_model(FAMILIES[family]()), Path(), lines.append, fuse="products")
+    verify_model(make_model(FAMILIES[family]()), Path(), lines.append, join=True)
     assert any(line.startswith("joined: ") for line in lines)
 
 
@@ -131,7 +130,7 @@ def _generate(verified: Any, **options: Any) -> tuple[list[list[int]], Any]:
 def test_captured_steps_equal_generate(family: str) -> None:
     """With everything in a graph that is replayed: nothing of a product is kept in Python."""
     reference = [greedy_reference(_model(family), p, NEW) for p in make_prompts(LENGTHS)]
-    verified = verify_model(_model(family), Path(), lambda line: None, "torch", fuse="products")
+    verified = verify_model(_model(family), Path(), lambda line: None, "torch", join=True)
     tokens, built = _generate(verified, graphs=RecordingBackend())
     assert tokens == reference
     assert {kind.path for kind in built.runner.steps if kind.is_replayed} == set(StepPath)
@@ -153,7 +152,7 @@ def test_compiled_it_is_one_graph(family: str) -> None:
         config.layer_types = config.layer_types[:2]
     model = make_model(config)
     reference = [greedy_reference(model, prompt, NEW) for prompt in make_prompts((1, 31))]
-    verified = verify_model(model, Path(), lambda line: None, fuse="products")
+    verified = verify_model(model, Path(), lambda line: None, join=True)
     compiled = CompileConfig(fullgraph=True, dynamic=True, backend=note)
     built = build_verified(verified, varlen_compile_config=compiled, decode_compile_config=compiled)
     requests = [make_request(str(i), p, NEW) for i, p in enumerate(make_prompts((1, 31)))]
@@ -211,14 +210,14 @@ def test_while_joining_no_more_than_one_module_is_held_twice(
     }
     assert len(originals) == 9
     alive: list[int] = []
-    join = fusing_products._join
+    join = joining._join
 
     def counted(*arguments: Any) -> None:
         join(*arguments)
         gc.collect()
         alive.append(sum(not one.expired() for one in originals.values()))
 
-    monkeypatch.setattr(fusing_products, "_join", counted)
+    monkeypatch.setattr(joining, "_join", counted)
     join_products(model)
     # An attention has two of these, the gated layer behind it one.
     assert alive == [7, 6, 4, 3, 1, 0]
@@ -496,8 +495,8 @@ def test_a_wrong_product_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return joined(module, x).roll(1, -1)
 
-    joined = fusing_products.product
-    monkeypatch.setattr(fusing_products, "product", wrong)
+    joined = joining.product
+    monkeypatch.setattr(joining, "product", wrong)
     with pytest.raises(ModelRefusedError, match=r"_Mlp: the product of gate_proj, up_proj tog"):
         join_products(_Model(_Mlp()).eval())  # type: ignore[arg-type]
 
@@ -522,23 +521,23 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_option(saved: Path) -> None:
+def test_a_model_from_disk(saved: Path) -> None:
     prompts = make_prompts(LENGTHS)
     reference = [greedy_reference(_model(), prompt, NEW) for prompt in prompts]
     lines: list[str] = []
-    verified = load_model(str(saved), LoadConfig(threads=1, fuse_layers=True), lines.append)
+    model = AutoModelForCausalLM.from_pretrained(saved).eval()
+    verified = verify_model(model, saved, lines.append, join=True)
     assert len(_joined(verified.model)) == 6
+    assert not _joined(model), "its owner's modules stay as they are"
     joined = [line for line in lines if line.startswith("joined: ")]
     assert joined == [
         "joined: queries, keys and values of 3 attentions and both halves of 3 gated layers are "
         "one product each"
     ]
-    loaded: LoadedModel = load(str(saved), threads=1, fuse_layers=True)
-    assert not _joined(loaded.model), "its owner's modules stay as they are"
-    outputs = loaded.generate_batch(prompts, max_new_tokens=NEW, progress_bar=False)
+    outputs = LoadedModel(verified).generate_batch(prompts, max_new_tokens=NEW, progress_bar=False)
     assert [outputs[f"req_{i}"].generated_tokens for i in range(len(prompts))] == reference
     verified = load_model(str(saved), LoadConfig(threads=1), lines.append)
-    assert not _joined(verified.model), "by default not on a CPU"
+    assert not _joined(verified.model), "not on a CPU"
 
 
 def test_the_report() -> None:

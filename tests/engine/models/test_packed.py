@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.native import library
-from engine.runner.packed import (
+from engine.models.packed import (
     PackedEmbedding,
     PackedLinear,
     multiply,
@@ -22,6 +21,7 @@ from engine.runner.packed import (
     pad_bias,
     read_rows,
 )
+from engine.native import library
 
 ROUNDING = 2.0**-8
 """Of one bfloat16, relative."""

@@ -3,7 +3,7 @@ two halves of a gated layer.
 
     join_products ─▶ watch what the modules are given ─▶ each: compare, join its weights, exchange
 
-`engine.runner.fused_products` describes how a step is then computed. This is for devices with
+`engine.runner.joined` describes how a step is then computed. This is for devices with
 ordinary weight tensors, mainly CUDA: there are fewer and larger products of the same elements. Sums
 may be computed in another order, so the last bits may differ. A class's name does not tell what its
 forward does with its input, so each module is run on random input. It is not changed if anything
@@ -19,28 +19,41 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 from transformers import PreTrainedModel
 
 from engine.errors import ModelRefusedError
-from engine.runner.fused import exchange, is_exchanged, restore
-from engine.runner.fused_products import (
+from engine.runner.joined import (
     BIAS,
     WEIGHT,
     ColumnsPlan,
     JoinedPlan,
     columns_forward,
+    exchange,
+    is_exchanged,
     joined_forward,
     product,
+    restore,
 )
-from engine.runner.likeness import FAILURES, Operations, has_hooks, random_numbers
 from engine.runner.pages import Pages
 
+FAILURES = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
+"""What a module may raise for unsuitable input; it is then not changed."""
+VIEWS = frozenset(
+    (
+        *("alias", "detach", "view", "_unsafe_view", "reshape", "clone", "contiguous", "unsqueeze"),
+        *("squeeze", "transpose", "permute", "slice", "select", "split", "split_with_sizes"),
+        "expand",
+    )
+)
+"""Operations that compute nothing."""
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
 _GATED = ("gate_proj", "up_proj")
 _TOKENS = 7
@@ -243,6 +256,49 @@ def _compare(module: torch.nn.Module, layers: list[Any], call: _Call, magnitude:
     )
 
 
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts tensor operations, except those of excluded modules."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: Counter[str] = Counter()
+        self._paused = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if not self._paused:
+            self.seen[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def without(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+        """Do not count the operations of these modules during the block."""
+
+        def pause(*_: object) -> None:
+            self._paused += 1
+
+        def resume(*_: object) -> None:
+            self._paused -= 1
+
+        hooks = [module.register_forward_pre_hook(pause) for module in modules]
+        hooks += [module.register_forward_hook(resume) for module in modules]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @property
+    def computing(self) -> Counter[str]:
+        """The operations that compute something."""
+        return Counter({name: count for name, count in self.seen.items() if name not in VIEWS})
+
+
 class _Reading(Operations):  # type: ignore[no-untyped-call]
     """Also counts the operations that get a tensor's memory."""
 
@@ -339,3 +395,15 @@ def _move(parameter: torch.nn.Parameter, place: torch.Tensor, pages: Pages) -> N
     place.copy_(parameter)
     pages.give_back(parameter)
     parameter.data = place
+
+
+def random_numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Normally distributed around 0.5, the same for the same seed: float32 [*shape]."""
+    generator = torch.Generator().manual_seed(seed)
+    # Not around 0: then the subtraction of a mean would not show.
+    return torch.randn(shape, generator=generator).add_(0.5)
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether a module has hooks that run before or after its forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -7,13 +7,14 @@ These layers have no gradients.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from functools import cache
 from typing import Any
 
 import torch
 
-from engine.native.library import NativeLibrary, load_library
+from engine.native.library import LinearWeight, NativeLibrary, load_library
 
 PANEL = 64
 """A bias is padded to a multiple of this many elements, so that the kernel reads whole vectors."""
@@ -111,6 +112,23 @@ def read_rows(
     return result
 
 
+def linear_weight(
+    packed: torch.Tensor,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    outputs: int,
+    inputs: int,
+) -> LinearWeight:
+    """A packed weight as the kernel takes it: the addresses of these tensors; see `multiply`."""
+    return LinearWeight(
+        packed.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        None if scales is None else scales.data_ptr(),
+        outputs,
+        inputs,
+    )
+
+
 def multiply(
     x: torch.Tensor,
     packed: torch.Tensor,
@@ -147,15 +165,13 @@ def multiply(
             x = x.contiguous()
         stride = x.stride(0)
     y = x.new_empty((*shape[:-1], outputs))
+    weight = linear_weight(packed, scales, bias, outputs, inputs)
     native_library().linear(
-        packed.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        None if scales is None else scales.data_ptr(),
-        outputs,
-        inputs,
+        ctypes.byref(weight),
         x.data_ptr(),
         stride,
         y.data_ptr(),
+        outputs,
         math.prod(shape[:-1]),
         torch.get_num_threads(),
     )

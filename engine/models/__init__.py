@@ -1,0 +1,1 @@
+"""Decoders of our own: their description, and what computes them."""

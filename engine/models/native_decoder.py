@@ -1,0 +1,188 @@
+"""A described decoder on the native kernels: all layers of a step in one call of the library.
+
+    ids ─ embedding ─ x ─▶ layers(spec, spec, …) ─ y ─▶ norm ─ output ─▶ logits of the wanted tokens
+
+It stands where the transformers model stands in a step, and reads the same weights. Embedding and
+output layer are called as the model has them; everything else is computed here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from engine.attention.base import AttentionContext
+from engine.attention.native_backend import NativeAttentionBackend, NativeMetadata
+from engine.attention.registry import CONTEXT_KEYWORD
+from engine.models import description as described
+from engine.models.packed import native_library
+from engine.models.parts import BoundLayer, Held, Tables
+from engine.native.library import LayersCall
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderOutput:
+    """What a forward pass returns. logits: [1, L, V]."""
+
+    logits: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Scratch:
+    """Scratch memory that all layers use in turn; it grows to the largest step."""
+
+    memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+    def of(self, needed: int) -> int:
+        """The address of at least so many bytes."""
+        if needed > self.memory.numel():
+            self.memory = torch.empty(needed, dtype=torch.uint8)
+        return self.memory.data_ptr()
+
+
+class NativeDecoder:
+    """See the module. Used by one thread at a time: hold the attention backend's `step_lock`.
+
+    Attributes:
+        description: what it computes.
+        layers: its layers with their tensors.
+    """
+
+    def __init__(self, model: torch.nn.Module, decoder: described.Decoder) -> None:
+        """Bind a description to the tensors of a model whose linear layers are packed.
+
+        Raises:
+            UnboundError: they are not packed, or not in the kernels' format.
+        """
+        self.description = decoder
+        width = decoder.norm.width
+        self.layers = tuple(BoundLayer.of(model, decoder, one, width) for one in decoder.layers)
+        self._dtype = self.layers[0].dtype
+        self._held = Held(model, self._dtype)
+        self._norm = self._held.norm(decoder.norm)
+        self._embedding: Any = model.get_submodule(decoder.embedding)
+        self._output: Any = model.get_submodule(decoder.output)
+        self._frequencies = [
+            model.get_submodule(one.module).get_buffer(one.frequencies).float()
+            for one in decoder.rotaries
+        ]
+        self._scratch = _Scratch()
+        self._scratch_per_token = max(
+            native_library().layer_scratch(ctypes.byref(one.spec), 1) for one in self.layers
+        )
+
+    def __call__(self, **inputs: Any) -> DecoderOutput:
+        """A step's logits; see `engine.runner.forward.CausalModel`."""
+        x = self.embed(inputs["input_ids"][0])
+        x = self.run(
+            self.layers, x, self.tables(inputs["position_ids"][0]), inputs[CONTEXT_KEYWORD]
+        )
+        rows = inputs["logits_to_keep"]
+        if isinstance(rows, torch.Tensor):
+            x = x.index_select(0, rows)
+        return DecoderOutput(self.finish(self.output(self.norm(x))).unsqueeze(0))
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T] → [T, K]."""
+        x: torch.Tensor = self._embedding(token_ids)
+        factor = self.description.embedding_factor
+        return x.contiguous() if factor is None else x * factor
+
+    def tables(self, positions: torch.Tensor) -> list[Tables]:
+        """Cosines and sines of tokens at these positions, for each of the rotary embeddings."""
+        found = []
+        for one, frequencies in zip(self.description.rotaries, self._frequencies, strict=True):
+            angles = positions[:, None].float() * frequencies
+            tables = (angles.cos() * one.scaling, angles.sin() * one.scaling)
+            if one.rounds_tables and self._dtype is not torch.float32:
+                tables = (tables[0].to(self._dtype).float(), tables[1].to(self._dtype).float())
+            found.append(tables)
+        return found
+
+    def norm(self, x: torch.Tensor) -> torch.Tensor:
+        """The last norm: [L, K] → [L, K]."""
+        y = torch.empty_like(x)
+        width = self.description.norm.width
+        native_library().norm(
+            ctypes.byref(self._norm), x.data_ptr(), y.data_ptr(), width, len(x),
+            self.layers[0].spec.dtype, torch.get_num_threads(),
+        )  # fmt: skip
+        return y
+
+    def output(self, x: torch.Tensor) -> torch.Tensor:
+        """The output layer: [L, K] → [L, V]."""
+        logits: torch.Tensor = self._output(x)
+        return logits
+
+    def finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """What is done to the output layer's results: [L, V] → [L, V]."""
+        one = self.description
+        if one.logits_factor is not None:
+            logits = logits * one.logits_factor
+        if one.logits_divisor is not None:
+            logits = logits / one.logits_divisor
+        if one.logits_softcap is not None:
+            logits = torch.tanh(logits / one.logits_softcap) * one.logits_softcap
+        return logits
+
+    def run(
+        self,
+        layers: tuple[BoundLayer, ...],
+        x: torch.Tensor,
+        tables: list[Tables],
+        context: AttentionContext,
+    ) -> torch.Tensor:
+        """Compute some layers in one call: [T, K] → [T, K].
+
+        Args:
+            layers: the layers.
+            x: contiguous, of the model's type.
+            tables: see `tables`.
+            context: that of a step with the native backend.
+        """
+        backend = context.backend
+        if not isinstance(backend, NativeAttentionBackend):
+            raise TypeError(f"another backend: {type(backend).__name__}")
+        addresses = ctypes.c_void_p * len(layers)
+        of_groups = [_address(one) for one in context.metadata]
+        caches = [context.caches[one.description.index] for one in layers]
+        specs = addresses(*[ctypes.addressof(one.spec) for one in layers])
+        attention = addresses(*[of_groups[cache.group] for cache in caches])
+        keys = addresses(*[cache.keys.data_ptr() for cache in caches])
+        values = addresses(*[cache.values.data_ptr() for cache in caches])
+        cos, sin = (
+            (ctypes.c_void_p * len(tables))(*[one[which].data_ptr() for one in tables])
+            for which in (0, 1)
+        )
+        y = torch.empty_like(x)
+        tokens = len(x)
+        call = LayersCall(
+            ctypes.addressof(specs),
+            ctypes.addressof(attention),
+            ctypes.addressof(keys),
+            ctypes.addressof(values),
+            x.data_ptr(),
+            y.data_ptr(),
+            ctypes.addressof(cos),
+            ctypes.addressof(sin),
+            self._scratch.of(tokens * self._scratch_per_token),
+            backend.scratch.data_ptr(),
+            backend.scratch.numel(),
+            tokens,
+            len(layers),
+            0,
+        )
+        while needed := native_library().layers(ctypes.byref(call)):
+            backend.grow_scratch(needed)
+            call.attention_scratch = backend.scratch.data_ptr()
+            call.attention_floats = backend.scratch.numel()
+        return y
+
+
+def _address(metadata: object) -> int:
+    if not isinstance(metadata, NativeMetadata):
+        raise TypeError(f"metadata of another backend: {type(metadata).__name__}")
+    return ctypes.addressof(metadata.call)

@@ -1,0 +1,343 @@
+"""A described layer with its tensors, and its kernels one by one.
+
+`BoundLayer` holds what the kernels read: a LayerSpec for a whole layer in one call. `walk` computes
+the same part by part, so that each part can be compared with the model's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from engine.models import description as described
+from engine.models.packed import PANEL, PackedLinear, linear_weight, native_library
+from engine.native.library import (
+    BFLOAT16,
+    CENTERED,
+    FROM_ONE,
+    GELU_TANH,
+    ROUNDED_FIRST,
+    SILU,
+    HeadsCall,
+    LayerSpec,
+    LinearWeight,
+    NormWeight,
+)
+
+_FORMS: dict[described.NormForm, int] = {
+    "plain": 0,
+    "from_one": FROM_ONE,
+    "rounded_first": ROUNDED_FIRST,
+    "centered": CENTERED,
+}
+_ACTIVATIONS: dict[described.Activation, int] = {"silu": SILU, "gelu_tanh": GELU_TANH}
+DTYPES = {torch.bfloat16: BFLOAT16}
+"""The types of models, with the kernels' codes."""
+
+Kind = Literal["exact", "norm", "product", "attention"]
+"""What a part computes, which tells how near it must be to the model's own."""
+Tables = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of a step's tokens, float32 [T, dim / 2] each."""
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Attention: queries [T, Hq, D], keys and values [T, Hkv, D] → [T, Hq, D]."""
+
+
+class UnboundError(Exception):
+    """A layer's tensors are not as the kernels need them; the message says why, as the end of a
+    sentence.
+    """
+
+
+class Held:
+    """Keeps tensors alive whose addresses are used."""
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        self._model = model
+        self._dtype = dtype
+        self._tensors: list[torch.Tensor] = []
+
+    def address(self, tensor: torch.Tensor | None) -> int | None:
+        """A tensor's address."""
+        if tensor is None:
+            return None
+        self._tensors.append(tensor.detach())
+        return tensor.data_ptr()
+
+    def norm(self, one: described.Norm | None) -> NormWeight:
+        """A norm; without a weight if there is none."""
+        if one is None:
+            return NormWeight()
+        parameters = self._model.get_submodule(one.module)._parameters
+        weight, bias = parameters["weight"], parameters.get("bias")
+        for tensor in (weight, bias):
+            if tensor is not None and (
+                tensor.dtype != self._dtype or not tensor.is_cpu or not tensor.is_contiguous()
+            ):
+                raise UnboundError(f"{one.module} is {tensor.dtype} on {tensor.device}")
+        form = _FORMS[one.form]
+        return NormWeight(self.address(weight), self.address(bias), one.width, one.eps, form)
+
+    def linears(self, paths: Sequence[str], inputs: int, outputs: int) -> list[LinearWeight]:
+        """Packed linear layers with the same input; one, if their weights are adjacent.
+
+        inputs, outputs: how many they must have together.
+        """
+        layers: list[PackedLinear] = []
+        for path in paths:
+            module = self._model.get_submodule(path)
+            if type(module) is not PackedLinear:
+                raise UnboundError(f"{path} is not packed")
+            layers.append(module)
+        if {one.in_features for one in layers} != {inputs} or outputs != sum(
+            one.out_features for one in layers
+        ):
+            raise UnboundError(f"{paths[0]} has other sizes than its neighbours")
+        if len(layers) > 1 and _are_adjacent(layers):
+            return [self._joined(layers, inputs, outputs)]
+        return [self._linear(one) for one in layers]
+
+    def _linear(self, one: PackedLinear) -> LinearWeight:
+        for tensor in (one.packed, one.scales, one.padded_bias):
+            self.address(tensor)
+        sizes = (one.out_features, one.in_features)
+        return linear_weight(one.packed, one.scales, one.padded_bias, *sizes)
+
+    def _joined(self, layers: Sequence[PackedLinear], inputs: int, outputs: int) -> LinearWeight:
+        bias = scales = None
+        if any(one.padded_bias is not None for one in layers):
+            bias = torch.cat([_bias(one) for one in layers])
+        if layers[0].scales is not None:
+            scales = torch.cat([one.scales for one in layers if one.scales is not None])
+        for tensor in (*(one.packed for one in layers), bias, scales):
+            self.address(tensor)
+        return linear_weight(layers[0].packed, scales, bias, outputs, inputs)
+
+
+def _are_adjacent(layers: Sequence[PackedLinear]) -> bool:
+    return all(
+        left.packed.data_ptr() + left.packed.nbytes == right.packed.data_ptr()
+        and left.packed.untyped_storage().data_ptr() == right.packed.untyped_storage().data_ptr()
+        and not left.out_features % PANEL  # multiples of this are whole panels for any kernel
+        and (left.scales is None) == (right.scales is None)
+        for left, right in itertools.pairwise(layers)
+    )
+
+
+def _bias(layer: PackedLinear) -> torch.Tensor:
+    if layer.padded_bias is None:
+        return torch.zeros(-(-layer.out_features // PANEL) * PANEL)
+    return layer.padded_bias
+
+
+@dataclass(frozen=True, slots=True)
+class BoundLayer:
+    """A layer with its tensors.
+
+    Attributes:
+        description: the layer.
+        rotary: its rotary embeddings, if it has any.
+        spec: what the kernels read.
+        dtype: of its elements.
+        held: keeps the tensors alive that `spec` points to.
+    """
+
+    description: described.Layer
+    rotary: described.Rotary | None
+    spec: LayerSpec
+    dtype: torch.dtype
+    held: Held
+
+    @classmethod
+    def of(
+        cls, model: torch.nn.Module, decoder: described.Decoder, layer: described.Layer, width: int
+    ) -> BoundLayer:
+        """Bind a layer to a model's tensors.
+
+        width: how many elements a token has between layers.
+
+        Raises:
+            UnboundError: they are not packed, or not in the kernels' format.
+        """
+        dtype = next(model.parameters()).dtype
+        held, attention, mlp = Held(model, dtype), layer.attention, layer.mlp
+        rotary = None if attention.rotary is None else decoder.rotaries[attention.rotary]
+        query = attention.heads * attention.head_dim
+        keys = attention.kv_heads * attention.head_dim
+        down = model.get_submodule(mlp.down)
+        inner = down.in_features if isinstance(down, PackedLinear) else 0
+        query_norm, key_norm = attention.query_norm, attention.key_norm
+        for norm, whole in ((query_norm, query), (key_norm, keys)):
+            if norm is not None and norm.width not in (attention.head_dim, whole):
+                raise UnboundError(f"{norm.module} norms {norm.width} elements together")
+        of_heads = query_norm is not None and query_norm.width == attention.head_dim
+        if of_heads and rotary is not None and rotary.paired:
+            raise UnboundError("heads are normed, and rotated in pairs")
+        spec = LayerSpec(
+            before_attention=held.norm(layer.before_attention),
+            after_attention=held.norm(layer.after_attention),
+            before_mlp=held.norm(layer.before_mlp),
+            after_mlp=held.norm(layer.after_mlp),
+            projection=(LinearWeight * 3)(
+                *held.linears(attention.projection, width, query + 2 * keys)
+            ),
+            output=held.linears([attention.output], query, width)[0],
+            inner=(LinearWeight * 2)(*held.linears(mlp.inner, width, (1 + mlp.gated) * inner)),
+            down=held.linears([mlp.down], inner, width)[0],
+            heads=HeadsCall(
+                num_heads=attention.heads,
+                num_kv_heads=attention.kv_heads,
+                head_dim=attention.head_dim,
+                rotary_dim=0 if rotary is None else rotary.dim,
+                query_norm=held.norm(query_norm),
+                key_norm=held.norm(key_norm),
+                paired=rotary is not None and rotary.paired,
+                rounds=rotary is not None and rotary.rounds_products,
+            ),
+            rotary=attention.rotary or 0,
+            gated=mlp.gated,
+            parallel=layer.parallel,
+            activation=_ACTIVATIONS[mlp.activation],
+            dtype=DTYPES[dtype],
+            residual=layer.residual,
+            scaling=attention.scaling,
+            softcap=attention.softcap or 0.0,
+        )
+        return cls(layer, rotary, spec, dtype, held)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one of a layer's parts made of its input.
+
+    Attributes:
+        name: of the part.
+        kind: see Kind.
+        made: [T, width].
+    """
+
+    name: str
+    kind: Kind
+    made: torch.Tensor
+
+
+def walk(
+    layer: BoundLayer,
+    x: torch.Tensor,
+    tables: Tables | None,
+    attend: Attend,
+    known: Mapping[str, torch.Tensor],
+) -> list[Part]:
+    """Compute a layer part by part.
+
+    Args:
+        layer: the layer.
+        x: its input, [T, K], contiguous.
+        tables: for rotary embeddings, if it has any.
+        attend: its attention.
+        known: the model's own results by the parts' names. A part's input is taken from these, and
+            from our own results where there are none.
+
+    Returns:
+        the parts in order; the last one is the layer's output.
+    """
+    return _Walk(layer, known, []).run(x, tables, attend)
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    layer: BoundLayer
+    known: Mapping[str, torch.Tensor]
+    parts: list[Part]
+
+    def run(self, x: torch.Tensor, tables: Tables | None, attend: Attend) -> list[Part]:
+        """See `walk`."""
+        spec, one = self.layer.spec, self.layer.description
+        heads, mlp = spec.heads, one.mlp
+        query, keys = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        normed = self._norm("before_attention", spec.before_attention, x)
+        projected = self._products("projection", spec.projection, normed)
+        sizes = (query, keys, keys)
+        q, k, v = (part.contiguous() for part in projected.split_with_sizes(sizes, -1))
+        q = self._norm("query_norm", heads.query_norm, q)
+        k = self._norm("key_norm", heads.key_norm, k)
+        q, k = self._turn(q, k, tables)
+        shape = (len(x), -1, heads.head_dim)
+        attended = attend(q.view(shape), k.view(shape), v.view(shape)).reshape(len(x), -1)
+        attended = self._add_part("attention", "attention", attended)
+        made = self._products("output", [spec.output], attended)
+        made = self._norm("after_attention", spec.after_attention, made)
+        residual = self._sum("residual", x, made)
+        between = normed if one.parallel else self._norm("before_mlp", spec.before_mlp, residual)
+        inner = self._products("inner", spec.inner, between)
+        gated = self._add_part("activation", "norm", self._gate(inner, mlp.gated))
+        made = self._products("down", [spec.down], gated)
+        made = self._norm("after_mlp", spec.after_mlp, made)
+        self._sum("result", residual, made)
+        return self.parts
+
+    def _add_part(self, name: str, kind: Kind, made: torch.Tensor) -> torch.Tensor:
+        self.parts.append(Part(name, kind, made))
+        known = self.known.get(name, made)
+        return known.contiguous() if known.shape == made.shape else made
+
+    def _norm(self, name: str, norm: Any, x: torch.Tensor) -> torch.Tensor:
+        if not norm.weight:
+            return x
+        x, y = x.contiguous(), torch.empty_like(x)
+        native_library().norm(
+            ctypes.byref(norm), x.data_ptr(), y.data_ptr(), norm.width,
+            x.numel() // norm.width, self.layer.spec.dtype, torch.get_num_threads(),
+        )  # fmt: skip
+        return self._add_part(name, "norm", y)
+
+    def _products(self, name: str, weights: Any, x: torch.Tensor) -> torch.Tensor:
+        made = []
+        for one in weights:
+            if one.outputs:
+                y = x.new_empty((len(x), one.outputs))
+                native_library().linear(
+                    ctypes.byref(one), x.data_ptr(), one.inputs, y.data_ptr(), one.outputs,
+                    len(x), torch.get_num_threads(),
+                )  # fmt: skip
+                made.append(y)
+        return self._add_part(name, "product", torch.cat(made, -1))
+
+    def _turn(
+        self, q: torch.Tensor, k: torch.Tensor, tables: Tables | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.layer.rotary is None or tables is None:
+            return self._add_part("queries", "exact", q), self._add_part("keys", "exact", k)
+        q, k = q.clone(), k.clone()
+        call = HeadsCall.from_buffer_copy(self.layer.spec.heads)
+        call.query_norm, call.key_norm = NormWeight(), NormWeight()
+        call.query, call.key = q.data_ptr(), k.data_ptr()
+        call.query_stride, call.key_stride = q.shape[1], k.shape[1]
+        call.cos, call.sin = (one.data_ptr() for one in tables)
+        call.tokens = len(q)
+        native_library().heads(ctypes.byref(call), self.layer.spec.dtype, torch.get_num_threads())
+        return self._add_part("queries", "exact", q), self._add_part("keys", "exact", k)
+
+    def _gate(self, inner: torch.Tensor, gated: bool) -> torch.Tensor:
+        tokens, width = inner.shape
+        count = width // 2 if gated else width
+        y = inner.new_empty((tokens, count))
+        up = inner.data_ptr() + count * inner.element_size() if gated else None
+        spec = self.layer.spec
+        native_library().gate(
+            spec.activation, inner.data_ptr(), up, width, y.data_ptr(), count, tokens, count,
+            spec.dtype, torch.get_num_threads(),
+        )  # fmt: skip
+        return y
+
+    def _sum(self, name: str, x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        y, spec = torch.empty_like(x), self.layer.spec
+        native_library().add(
+            x.data_ptr(), made.data_ptr(), spec.residual, y.data_ptr(), *x.shape, spec.dtype,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return self._add_part(name, "exact", y)

@@ -1,0 +1,301 @@
+"""The table of model classes that have a description, and how it is read from a model.
+
+    model ─▶ its class in FAMILIES? ─▶ its sources as they were compared? ─▶ read sizes ─▶ Decoder
+
+A class's name proves nothing about its code, which changes between versions of transformers. So the
+table only holds for sources whose digest is in `engine.models.digests`: those that were compared by
+hand and by test. Whether a description is true of a model with its weights and its config is then
+judged by the model itself (`engine.models.comparison`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.models.description import (
+    Activation,
+    Attention,
+    Decoder,
+    Layer,
+    Mlp,
+    Norm,
+    NormForm,
+    Rotary,
+)
+from engine.models.digests import DIGESTS
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+_FIXED_ROTARY = frozenset({"default", "linear", "llama3", "yarn"})
+"""Kinds of rotary embeddings whose frequencies do not depend on the step."""
+_EPS = ("variance_epsilon", "eps")
+_SOURCE = "transformers."
+
+
+class NotDescribedError(Exception):
+    """A model has no description; the message says why, as the end of a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the classes of a family name and combine their parts.
+
+    Attributes:
+        norms: a layer's norms, before and after attention, before and after the MLP; None: there
+            is none.
+        form: of all norms.
+        projection, inner, down: the linear layers of attention and of the MLP.
+        gated, parallel: see Mlp and Layer.
+        paired, rounds_tables, rounds_products: see Rotary.
+        rotates: whether an attention layer rotates.
+    """
+
+    norms: tuple[str | None, str | None, str | None, str | None] = (
+        "input_layernorm",
+        None,
+        "post_attention_layernorm",
+        None,
+    )
+    form: NormForm = "rounded_first"
+    projection: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    inner: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+    gated: bool = True
+    parallel: bool = False
+    paired: bool = False
+    rounds_tables: bool = True
+    rounds_products: bool = True
+    rotates: Callable[[Any], bool] = lambda attention: True
+
+
+_BOTH_SIDES = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+_AFTER = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_GATE_UP = ("gate_up_proj",)
+_slides_or_all: Callable[[Any], bool] = lambda one: one.sliding_window is None or one.is_sliding  # noqa: E731
+
+FAMILIES: dict[str, Family] = {
+    "cohere": Family(
+        norms=("input_layernorm", None, None, None),
+        form="centered",
+        parallel=True,
+        paired=True,
+        rounds_products=False,
+    ),
+    "cohere2": Family(
+        norms=("input_layernorm", None, None, None),
+        form="centered",
+        parallel=True,
+        paired=True,
+        rounds_products=False,
+        rotates=lambda one: one.sliding_window is not None,
+    ),
+    "cwm": Family(),
+    "exaone4": Family(norms=_AFTER, rotates=_slides_or_all),
+    "gemma": Family(form="from_one"),
+    "gemma2": Family(norms=_BOTH_SIDES, form="from_one"),
+    "gemma3_text": Family(norms=_BOTH_SIDES, form="from_one"),
+    "glm": Family(inner=_GATE_UP, paired=True),
+    "glm4": Family(
+        norms=(
+            "input_layernorm",
+            "post_self_attn_layernorm",
+            "post_attention_layernorm",
+            "post_mlp_layernorm",
+        ),
+        inner=_GATE_UP,
+        paired=True,
+    ),
+    "granite": Family(),
+    "helium": Family(form="plain", paired=True),
+    "llama": Family(),
+    "ministral": Family(),
+    "mistral": Family(),
+    "olmo2": Family(norms=_AFTER, form="plain", rounds_tables=False, rounds_products=False),
+    "olmo3": Family(norms=_AFTER, form="plain", rounds_tables=False, rounds_products=False),
+    "phi3": Family(projection=("qkv_proj",), inner=_GATE_UP),
+    "qwen2": Family(),
+    "qwen3": Family(),
+    "seed_oss": Family(),
+    "smollm3": Family(rotates=lambda one: bool(one.use_rope)),
+    "starcoder2": Family(form="centered", inner=("c_fc",), down="c_proj", gated=False),
+    "vaultgemma": Family(
+        norms=("input_layernorm", None, "pre_feedforward_layernorm", None), form="from_one"
+    ),
+}
+"""By model type. The class is the one that the module of that name has for causal language models.
+"""
+
+
+def describe(model: PreTrainedModel) -> Decoder:
+    """The description of a model.
+
+    Raises:
+        NotDescribedError: its class is not in the table, or has other sources than were compared,
+            or this model has a part that a description cannot name.
+    """
+    family_name = model.config.model_type
+    family = FAMILIES.get(family_name)
+    folder = f"transformers.models.{family_name.removesuffix('_text')}."
+    if family is None or not type(model).__module__.startswith(folder):
+        raise NotDescribedError(f"{type(model).__name__} is not in the table of decoders")
+    try:
+        found = _Reader(model, family).decoder()
+    except (AttributeError, KeyError, StopIteration) as error:
+        raise NotDescribedError(f"{type(model).__name__} lacks a part: {error}") from error
+    if digest(model) not in DIGESTS.get(family_name, ()):
+        raise NotDescribedError(
+            f"the source of {type(model).__name__} is not one that our decoder was compared with"
+        )
+    for path, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            raise NotDescribedError(f"{path or 'the model'} has hooks, or a forward of its own")
+    return found
+
+
+def digest(model: torch.nn.Module) -> str:
+    """A hash of the code that computes a model: of the classes of its modules, and of the functions
+    beside them that attention layers call. Those of torch are not included.
+    """
+    kinds = {type(one) for one in model.modules()}
+    parts: dict[str, Any] = {
+        f"{one.__module__}.{one.__qualname__}": one for one in kinds if _is_in_question(one)
+    }
+    for one in kinds:
+        names = inspect.unwrap(one.forward).__globals__
+        for name in ("apply_rotary_pos_emb", "rotate_half"):
+            if name in names and _is_in_question(one):
+                parts[f"{one.__module__}.{name}"] = names[name]
+    found = hashlib.sha256()
+    for name in sorted(parts):
+        found.update(name.encode() + b"\0" + _source(parts[name]).encode() + b"\0")
+    return found.hexdigest()[:16]
+
+
+def _source(kind: Any) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""  # made at run time: no digest that is kept has such a part
+
+
+def _is_in_question(kind: type[torch.nn.Module]) -> bool:
+    """Whether a class's source counts: torch's and ours do not."""
+    return not kind.__module__.startswith(("torch.", "engine."))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads sizes and paths from a model of a family."""
+
+    model: Any
+    family: Family
+
+    def decoder(self) -> Decoder:
+        """The whole description."""
+        body, config = self.model.model, self.model.config
+        rotaries = self._rotaries(body.rotary_emb)
+        return Decoder(
+            family=config.model_type,
+            embedding="model.embed_tokens",
+            embedding_factor=getattr(body, "embedding_multiplier", None),
+            layers=tuple(
+                self._layer(f"model.layers.{index}", index, one, rotaries)
+                for index, one in enumerate(body.layers)
+            ),
+            rotaries=tuple(rotaries.values()),
+            norm=self._norm("model.norm", self.family.form),
+            output="lm_head",
+            logits_factor=getattr(self.model, "logit_scale", None),
+            logits_divisor=getattr(config, "logits_scaling", None),
+            logits_softcap=getattr(config, "final_logit_softcapping", None),
+        )
+
+    def _layer(self, path: str, index: int, layer: Any, rotaries: dict[str, Rotary]) -> Layer:
+        family = self.family
+        norms = [name and self._norm(f"{path}.{name}", family.form) for name in family.norms]
+        before_attention, after_attention, before_mlp, after_mlp = norms
+        return Layer(
+            module=path,
+            index=index,
+            attention=self._attention(f"{path}.self_attn", layer.self_attn, rotaries),
+            mlp=self._mlp(f"{path}.mlp", layer.mlp),
+            before_attention=before_attention or None,
+            after_attention=after_attention or None,
+            before_mlp=before_mlp or None,
+            after_mlp=after_mlp or None,
+            parallel=family.parallel,
+            residual=float(getattr(layer, "residual_multiplier", 1.0)),
+        )
+
+    def _attention(self, path: str, one: Any, rotaries: dict[str, Rotary]) -> Attention:
+        family, config = self.family, self.model.config
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        kinds = getattr(config, "layer_types", None)
+        kind = kinds[one.layer_idx] if kinds and "" not in rotaries else ""
+        query_norm, key_norm = (
+            self._norm(f"{path}.{name}", family.form) if name in one._modules else None
+            for name in ("q_norm", "k_norm")
+        )
+        return Attention(
+            module=path,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=one.head_dim,
+            projection=tuple(f"{path}.{name}" for name in family.projection),
+            output=f"{path}.o_proj",
+            query_norm=query_norm,
+            key_norm=key_norm,
+            rotary=list(rotaries).index(kind) if family.rotates(one) else None,
+            scaling=float(one.scaling),
+            softcap=getattr(one, "attn_logit_softcapping", None),
+        )
+
+    def _mlp(self, path: str, one: Any) -> Mlp:
+        config = self.model.config
+        name = getattr(config, "hidden_activation", None) or config.hidden_act
+        if name not in _ACTIVATIONS:
+            raise NotDescribedError(f"its activation is {name}")
+        inner = tuple(f"{path}.{part}" for part in self.family.inner)
+        return Mlp(inner, f"{path}.{self.family.down}", _ACTIVATIONS[name], self.family.gated)
+
+    def _norm(self, path: str, form: NormForm) -> Norm:
+        module: Any = self.model.get_submodule(path)
+        eps = next(getattr(module, name) for name in _EPS if hasattr(module, name))
+        return Norm(path, module.weight.shape[-1], float(eps), form)
+
+    def _rotaries(self, module: Any) -> dict[str, Rotary]:
+        """By kind of layer; "": of all layers."""
+        found = {}
+        for name, buffer in module.named_buffers():
+            if not name.endswith("inv_freq") or name.endswith("original_inv_freq"):
+                continue
+            kind = name.removesuffix("inv_freq").rstrip("_")
+            prefix = f"{kind}_" if kind else ""
+            rope_type = module.rope_type[kind] if kind else module.rope_type
+            if rope_type not in _FIXED_ROTARY:
+                raise NotDescribedError(f"its rotary embeddings are {rope_type}")
+            found[kind] = Rotary(
+                module="model.rotary_emb",
+                frequencies=name,
+                dim=2 * len(buffer),
+                scaling=float(getattr(module, f"{prefix}attention_scaling")),
+                paired=self.family.paired,
+                rounds_tables=self.family.rounds_tables,
+                rounds_products=self.family.rounds_products,
+            )
+        return found

@@ -1,0 +1,249 @@
+"""Faults that are planted in our decoder, each found when the model is loaded: the message says in
+which layer and part, and how far off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from engine.errors import ModelRefusedError
+from engine.models import native_decoder, parts, recording
+from engine.models.description import Decoder, Layer
+from engine.models.packed import PackedLinear, native_library, pack
+from engine.runner import loader
+from tests.engine.models.test_decoder import make, verify
+
+SCALED = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+
+
+def _refusal(model: PreTrainedModel) -> str:
+    with pytest.raises(ModelRefusedError) as caught:
+        verify(model)
+    text = str(caught.value)
+    assert text.startswith(f"our decoder does not compute this {model.config.model_type} as the")
+    assert text.endswith("report it, and start with decoder set to transformers meanwhile")
+    return text
+
+
+def _after_packing(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> None:
+    """Change a model between its record and the comparison."""
+    right = loader.NativeDecoder
+
+    def changed(model: Any, described: Decoder) -> Any:
+        change(model)
+        return right(model, described)
+
+    monkeypatch.setattr(loader, "NativeDecoder", changed)
+
+
+def _one_row(model: Any) -> None:
+    """An error of 1 % in one row of one product."""
+    layer: PackedLinear = model.model.layers[1].mlp.down_proj
+    weight = layer.weight.float()
+    weight[17] *= 1.01
+    pack(weight.bfloat16(), layer.packed)
+
+
+def _one_norm(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[2].post_attention_layernorm.weight[5] *= 1.01
+
+
+def _last_norm(model: Any) -> None:
+    with torch.no_grad():
+        model.model.norm.weight[3] += 0.05
+
+
+def _embedding(model: Any) -> None:
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(1.01)
+
+
+def _bias(model: Any) -> None:
+    model.model.layers[0].self_attn.k_proj.padded_bias[3] += 0.5
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "said"),
+    [
+        ("qwen3", _one_row, r"layer 1, down, .* by (0\.9|1\.0)\d% in output 17, 1 of \d+ outputs"),
+        ("qwen3", _one_norm, r"layer 2, before_mlp, .* by \d.*% .*, element 5; \d+ of"),
+        ("qwen3", _last_norm, r"model\.norm differs .* element 3;"),
+        ("qwen3", _embedding, r"embedding differs"),
+        ("qwen2", _bias, r"layer 0, projection, .* in output 67, 1 of"),
+    ],
+)
+def test_wrong_parameters(
+    family: str, change: Callable[[Any], None], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _after_packing(monkeypatch, change)
+    assert re.search(said, _refusal(make(family)))
+
+
+def _described(monkeypatch: pytest.MonkeyPatch, change: Callable[[Decoder], Decoder]) -> None:
+    right = loader.describe
+    monkeypatch.setattr(loader, "describe", lambda model: change(right(model)))
+
+
+def _layers(change: Callable[[Layer], Layer]) -> Callable[[Decoder], Decoder]:
+    return lambda one: dataclasses.replace(one, layers=tuple(change(layer) for layer in one.layers))
+
+
+def _attention(**changes: Any) -> Callable[[Decoder], Decoder]:
+    return _layers(
+        lambda layer: dataclasses.replace(
+            layer, attention=dataclasses.replace(layer.attention, **changes)
+        )
+    )
+
+
+def _rotary(**changes: Any) -> Callable[[Decoder], Decoder]:
+    return lambda one: dataclasses.replace(
+        one, rotaries=tuple(dataclasses.replace(rotary, **changes) for rotary in one.rotaries)
+    )
+
+
+def _norm_form(form: Any) -> Callable[[Decoder], Decoder]:
+    def change(layer: Layer) -> Layer:
+        norm = layer.before_attention
+        assert norm is not None
+        return dataclasses.replace(layer, before_attention=dataclasses.replace(norm, form=form))
+
+    return _layers(change)
+
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "rope_theta": 1e4,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "change", "said"),
+    [
+        ("llama", {"rope_parameters": YARN}, _rotary(scaling=1.0), "layer 0, queries, "),
+        ("llama", {}, _rotary(paired=True), "layer 0, queries, "),
+        ("olmo2", {}, _rotary(rounds_products=True), "layer 0, queries, "),
+        ("gemma2", {}, _attention(softcap=None), "layer 0, attention: scaling, softcap and sinks"),
+        ("gemma2", {}, lambda one: dataclasses.replace(one, logits_softcap=None), "logits differs"),
+        ("granite", {"logits_scaling": 8.0},
+         lambda one: dataclasses.replace(one, logits_divisor=None), "logits differs"),
+        ("granite", {"residual_multiplier": 0.22},
+         _layers(lambda layer: dataclasses.replace(layer, residual=1.0)), "layer 0, residual, "),
+        ("granite", {"embedding_multiplier": 12.0},
+         lambda one: dataclasses.replace(one, embedding_factor=None), "embedding differs"),
+        ("llama", {}, _norm_form("plain"), "layer 0, before_attention, "),
+        ("gemma2", {}, _layers(lambda layer: dataclasses.replace(layer, after_mlp=None)),
+         "layer 0, result, "),
+        ("smollm3", {}, _attention(rotary=0), "layer 3, queries, "),
+    ],
+)  # fmt: skip
+def test_wrong_descriptions(
+    family: str,
+    settings: dict[str, Any],
+    change: Callable[[Decoder], Decoder],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _described(monkeypatch, change)
+    assert said in _refusal(make(family, **settings))
+
+
+def test_a_rotary_scaling_that_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions count by a quarter in the model."""
+    right = native_decoder.NativeDecoder.tables
+    verify(make("llama", rope_parameters=SCALED))
+    monkeypatch.setattr(
+        native_decoder.NativeDecoder, "tables", lambda self, where: right(self, where * 4)
+    )
+    text = _refusal(make("llama", rope_parameters=SCALED))
+    assert re.search(r"layer 0, queries, with inputs times 1 differs .* by \d.*% ", text)
+
+
+class _Wrong:
+    """The library, one of whose kernels is not what it was."""
+
+    def __init__(self, name: str, after: Callable[..., None]) -> None:
+        self._name = name
+        self._after = after
+
+    def __getattr__(self, name: str) -> Any:
+        right = getattr(native_library(), name)
+        if name != self._name:
+            return right
+
+        def call(*arguments: Any) -> Any:
+            result = right(*arguments)
+            self._after(*arguments)
+            return result
+
+        return call
+
+
+def _elements(address: int, count: int) -> torch.Tensor:
+    place = (ctypes.c_uint16 * count).from_address(address)
+    return torch.frombuffer(place, dtype=torch.bfloat16)
+
+
+def _large_values(
+    weight: Any, x: int, stride: int, y: int, y_stride: int, rows: int, _: int
+) -> None:
+    """A product saturates: only large results are wrong."""
+    made = _elements(y, rows * y_stride)
+    made.clamp_(-300.0, 300.0)
+
+
+def _small_values(norm: Any, x: int, y: int, width: int, rows: int, *_: int) -> None:
+    """A norm whose eps is another matters for small inputs alone."""
+    given, made = _elements(x, rows * width), _elements(y, rows * width)
+    if given.abs().max() < 0.02:
+        made.mul_(1.05)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fault", "said"),
+    [
+        ("linear", _large_values, r"layer \d, \w+, with inputs times 64 differs .* in output \d+"),
+        ("norm", _small_values, r"layer \d, \w+, with inputs times 0\.000976562 differs .* by \d"),
+    ],
+)
+def test_a_fault_that_depends_on_values(
+    kernel: str, fault: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "native_library", lambda: _Wrong(kernel, fault))
+    text = _refusal(make("olmo2"))
+    assert re.search(said, text), text
+
+
+def test_a_fault_of_whole_layers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_bit(reference: Any) -> None:
+        call = reference._obj
+        if call.tokens == 1:
+            _elements(call.y, 4).view(torch.int16)[0] ^= 1
+
+    monkeypatch.setattr(native_decoder, "native_library", lambda: _Wrong("layers", one_bit))
+    assert "layer 0, in one call, with inputs times 1 differs" in _refusal(make())
+
+
+def test_what_is_recorded_is_the_unmodified_model() -> None:
+    """Its linear layers are not packed yet; each layer has a record for each magnitude."""
+    model = make()
+    found = recording.record(model, loader.describe(model), [3, 4, 5])
+    assert len(found.layers) == 3
+    for records in found.layers:
+        assert tuple(one.magnitude for one in records) == recording.MAGNITUDES
+        assert all(one.x.shape == (3, 64) for one in records)
+    expected = model(input_ids=torch.tensor([[3, 4, 5]])).logits[0]
+    assert torch.equal(found.logits, expected)
+    assert torch.equal(found.layers[1][0].x, found.layers[0][0].parts["result"])
+    assert not any(one._forward_hooks for one in model.modules())

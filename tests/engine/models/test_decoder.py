@@ -1,0 +1,258 @@
+"""Our decoder in the place of transformers' modules: which models it takes, that nothing of them is
+changed, and what it yields.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CompileConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+from engine.attention.native_backend import NativeAttentionBackend
+from engine.config import LoadConfig
+from engine.models import table
+from engine.models.native_decoder import NativeDecoder
+from engine.models.packed import PackedEmbedding, PackedLinear
+from engine.models.table import FAMILIES as DESCRIBED
+from engine.offline import LoadedModel
+from engine.runner.loader import VerifiedModel, load_model, verify_model
+from engine.runner.packing import Packing
+from tests.model_recipes import RECIPES
+from tests.tiny_models import FAMILIES, make_model, make_prompts
+
+OURS = [
+    name
+    for name, recipe in RECIPES.items()
+    if recipe.is_known and recipe.config().model_type in DESCRIBED
+]
+"""The recipes of families that our decoder knows."""
+PROMPTS = make_prompts((1, 37, 3, 40))
+NEW = 9
+
+
+def make(name: str = "qwen3", seed: int = 0, **settings: Any) -> PreTrainedModel:
+    """A tiny model in bfloat16 whose norms and biases are not all alike."""
+    model = make_model(FAMILIES[name](**settings), seed).to(torch.bfloat16)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise * (0.3 if "norm" in parameter_name else 0.1))
+    return model
+
+
+def verify(
+    model: PreTrainedModel, packing: Packing | None = "native", lines: list[str] | None = None
+) -> VerifiedModel:
+    """Through the load gate, with our decoder if it can be."""
+    told = [] if lines is None else lines
+    return verify_model(model, Path(), told.append, packing=packing, own_decoder=True)
+
+
+def generate(verified: VerifiedModel, **options: Any) -> list[list[int]]:
+    """The tokens of PROMPTS."""
+    outputs = LoadedModel(verified).generate_batch(
+        PROMPTS, max_new_tokens=NEW, eos_token_id=-1, progress_bar=False, **options
+    )
+    found = [outputs[f"req_{index}"] for index in range(len(PROMPTS))]
+    assert not any(one.error for one in found)
+    return [list(one.generated_tokens) for one in found]
+
+
+def _gaps(judge: PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """How far each token is from the judge's most likely one, in deviations of the logits."""
+    with torch.inference_mode():
+        logits = judge(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    chosen = logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+    gaps: torch.Tensor = (logits.max(dim=-1).values - chosen) / logits.std(dim=-1)
+    return gaps
+
+
+@pytest.mark.parametrize("packing", ["native", "int8"])
+@pytest.mark.parametrize("family", OURS)
+def test_every_family_of_the_table(family: str, packing: Packing) -> None:
+    """It passes the comparison with itself, and chooses tokens that the model finds most likely, in
+    steps of every kind.
+    """
+    model, lines = make(family), []
+    judge = copy.deepcopy(model).float()
+    verified = verify(model, packing, lines)
+    assert f"decoder: our own, for {model.config.model_type}" in lines
+    assert isinstance(verified.steps, NativeDecoder)
+    assert len(verified.steps.layers) == model.config.num_hidden_layers
+    options: list[dict[str, Any]] = [{}, {"max_batch_tokens": 16, "block_size": 8}]
+    for option in options:
+        for prompt, tokens in zip(PROMPTS, generate(verified, **option), strict=True):
+            assert len(tokens) == NEW
+            if packing == "native":
+                assert _gaps(judge, prompt, tokens).max() <= 0.15
+
+
+def test_nothing_of_transformers_is_changed_but_linear_layers() -> None:
+    model = make()
+    before = {name: type(one) for name, one in model.named_modules()}
+    verified = verify(model)
+    generate(verified)
+    for view in (model, verified.model):
+        for name, module in view.named_modules():
+            assert not {"forward", "_headrace_plan"} & vars(module).keys()
+            if type(module) not in (PackedLinear, PackedEmbedding):
+                assert type(module) is before[name]
+                assert not module._forward_hooks
+                assert not module._forward_pre_hooks
+
+
+def test_steps_do_not_call_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    verified = verify(make())
+    expected = generate(verified)
+
+    def fail(*_: object, **__: object) -> None:
+        pytest.fail("the model was called")
+
+    monkeypatch.setattr(type(verified.model), "forward", fail)
+    assert generate(verified) == expected
+
+
+def test_a_model_from_disk_and_the_option(tmp_path: Path) -> None:
+    make().save_pretrained(tmp_path)
+    for wanted, text in (
+        ("own", "decoder: our own, for qwen3"),
+        ("transformers", "decoder: transformers', because our own is not asked for"),
+    ):
+        lines: list[str] = []
+        config = LoadConfig(threads=1, pack_weights=True, decoder=wanted)  # type: ignore[arg-type]
+        verified = load_model(str(tmp_path), config, lines.append)
+        assert text in lines
+        assert (verified.decoder is not None) == (wanted == "own")
+        generate(verified)
+
+
+def test_compiled_steps_run_the_model() -> None:
+    verified = verify(make())
+    expected = generate(verified)
+    compiled = CompileConfig(backend="eager")
+    found = generate(verified, varlen_compile_config=compiled, decode_compile_config=compiled)
+    assert [len(tokens) for tokens in found] == [len(tokens) for tokens in expected]
+
+
+def test_two_engines_of_one_model_take_turns() -> None:
+    """They share scratch memory, and the library lets other threads run."""
+    verified = verify(make())
+    expected = generate(verified)
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(generate, verified) for _ in range(6)]
+        assert all(one.result(timeout=60) == expected for one in found)
+
+
+def test_more_scratch_is_had_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention says so in the middle of a layer, which then begins anew."""
+    needed: list[int] = []
+    right = NativeAttentionBackend.grow_scratch
+
+    def watch(self: Any, floats: int) -> None:
+        needed.append(floats)
+        right(self, floats)
+
+    monkeypatch.setattr(NativeAttentionBackend, "grow_scratch", watch)
+    generate(verify(make()))
+    assert needed
+
+
+# ---- which models it takes, and why not --------------------------------------------------------
+
+
+class _Own(LlamaForCausalLM):
+    """A user's class."""
+
+
+def _hooked(model: PreTrainedModel) -> None:
+    model.get_submodule("model.layers.1.mlp").register_forward_hook(lambda *_: None)
+
+
+def _patched(model: PreTrainedModel) -> None:
+    module = model.get_submodule("model.layers.1.mlp")
+    module.forward = type(module).forward.__get__(module)
+
+
+def _of_another_class(model: PreTrainedModel) -> None:
+    model.__class__ = _Own
+
+
+def _with_another_part(model: PreTrainedModel) -> None:
+    norm: Any = model.get_submodule("model.layers.1.input_layernorm")
+    norm.__class__ = type("Norm", (type(norm),), {"forward": _norm_with_a_clamp})
+
+
+def _norm_with_a_clamp(self: Any, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = type(self).__mro__[1].forward(self, x).clamp(max=1e9)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_hooked, "model.layers.1.mlp has hooks, or a forward of its own"),
+        (_patched, "model.layers.1.mlp has hooks, or a forward of its own"),
+        (_of_another_class, "_Own is not in the table of decoders"),
+        (_with_another_part, "is not one that our decoder was compared with"),
+    ],
+)
+def test_another_model_runs_as_it_was_written(change: Any, reason: str) -> None:
+    model, lines = make("llama"), []
+    change(model)
+    verified = verify(model, lines=lines)
+    assert verified.decoder is None
+    (line,) = (line for line in lines if line.startswith("decoder: "))
+    assert line.startswith("decoder: transformers', because ")
+    assert line.endswith(reason)
+    generate(verified)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("mixtral", {}, "MixtralForCausalLM is not in the table of decoders"),
+        ("llama", {"hidden_act": "relu"}, "its activation is relu"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "its rotary embeddings are dynamic",
+        ),
+        ("llama", {"intermediate_size": 8}, "model.layers.0.mlp.gate_proj is not packed"),
+    ],
+)
+def test_what_a_description_cannot_say(family: str, settings: dict[str, Any], reason: str) -> None:
+    lines: list[str] = []
+    assert verify(make(family, **settings), lines=lines).decoder is None
+    assert f"decoder: transformers', because {reason}" in lines
+
+
+def test_a_source_that_was_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(table.DIGESTS, "qwen3", ("0123456789abcdef",))
+    lines: list[str] = []
+    assert verify(make(), lines=lines).decoder is None
+    assert (
+        "decoder: transformers', because the source of Qwen3ForCausalLM is not one that our "
+        "decoder was compared with" in lines
+    )
+
+
+def test_without_packed_weights(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    lines: list[str] = []
+    assert verify(make(), None, lines).decoder is None
+    reason = "its weights are not packed for our kernels"
+    assert f"decoder: transformers', because {reason}" in lines
+
+
+def test_every_family_of_the_table_has_a_recipe() -> None:
+    found = {recipe.model_type for recipe in RECIPES.values()}
+    assert found >= DESCRIBED.keys()
