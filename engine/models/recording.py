@@ -97,6 +97,10 @@ class _Taps:
         )
         return result
 
+    def forget(self) -> None:
+        """Let go of all tensors."""
+        self.made, self.given, self.attention = {}, {}, ()
+
     def watch(self, path: str, module: torch.nn.Module) -> Any:
         """Keep a module's input and result; returns the hook's handle."""
 
@@ -138,9 +142,9 @@ def record(model: PreTrainedModel, decoder: described.Decoder, token_ids: Sequen
             logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
     finally:
         model.set_attn_implementation(before)
-    return Record(
-        ids[0], tuple(layers), taps.made[decoder.norm.module], taps.made[decoder.output], logits[0]
-    )
+    normed, product = taps.made[decoder.norm.module], taps.made[decoder.output]
+    taps.forget()  # transformers keeps what is registered
+    return Record(ids[0], tuple(layers), normed, product, logits[0])
 
 
 @contextmanager
@@ -208,7 +212,5 @@ def _take(
     if not layer.parallel:
         first = mlp.inner[0] if layer.before_mlp is None else layer.before_mlp.module
         parts["residual"] = given[first]
-    record = LayerRecord(magnitude, x, parts, dict(taps.options))
-    taps.made.clear()
-    taps.given.clear()
-    return record
+    taps.forget()
+    return LayerRecord(magnitude, x, parts, dict(taps.options))

@@ -27,7 +27,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from engine.attention.base import AttentionBackend
-from engine.attention.native_backend import NativeAttentionBackend
 from engine.attention.registry import (
     AttentionUnavailableError,
     check_block_size,
@@ -43,12 +42,8 @@ from engine.config import (
 )
 from engine.errors import ModelChangedError, ModelRefusedError
 from engine.kv_cache.groups import LayerGroup
-from engine.models.comparison import compare
-from engine.models.description import Decoder
+from engine.models.choosing import NOT_ASKED, make_decoder, plan_decoder
 from engine.models.native_decoder import NativeDecoder
-from engine.models.parts import DTYPES, UnboundError
-from engine.models.recording import record
-from engine.models.table import NotDescribedError, describe
 from engine.rope import RopeLengths
 from engine.runner.buckets import Sizes
 from engine.runner.checkpoint import read_checkpoint, resolve_path
@@ -299,31 +294,20 @@ def verify_model(
     except AttentionUnavailableError as error:
         backend = fall_back(attention, error)
         probe = probe_layers(model, backend, text_config.num_hidden_layers)
-    decoder, reason = None, ""
-    try:
-        described = _described(model, backend, packing, own_decoder)
-        recorded = record(model, described, probe.prompts[-1])
-    except NotDescribedError as error:
-        described, reason = None, str(error)
+    plan = NOT_ASKED
+    if own_decoder:
+        is_packed = packing in ("native", "int8")
+        plan = plan_decoder(model, backend, probe.prompts[-1], is_packed=is_packed)
     if packing not in (None, "int8"):
         view, model = None, original  # the view would hold the originals of packed weights
         progress(str(pack_model(original, packing)))
         view = ModelView.of(original)
         model = view.model
         rope = _read_rope(model)
-    if described is not None:
-        try:
-            decoder = NativeDecoder(model, described)
-        except UnboundError as error:
-            reason = str(error)
-    if join and decoder is None:
+    if join:
         progress(str(join_products(model)))
     enter(progress, VERIFY)
-    if decoder is not None:
-        compare(decoder, recorded, [shape.window for shape in probe.shapes])
-        progress(f"decoder: our own, for {decoder.description.family}")
-    else:
-        progress(f"decoder: transformers', because {reason}")
+    decoder = make_decoder(model, plan, [shape.window for shape in probe.shapes], progress)
     if ranks is not None:
         probe = replace(probe, logits=whole_logits(model, probe))
     self_check(model, probe, backend, model.device, decoder)
@@ -361,25 +345,6 @@ def _read_rope(model: PreTrainedModel) -> RopeLengths | None:
     """
     rope = read_rope(model)
     return rope if rope is not None and follow_lengths(model, rope) else None
-
-
-def _described(
-    model: PreTrainedModel, backend: AttentionBackend, packing: Packing | None, wanted: bool
-) -> Decoder:
-    """The description of a model that our decoder is to compute.
-
-    Raises:
-        NotDescribedError: with the reason, it does not.
-    """
-    if not wanted:
-        raise NotDescribedError("our own is not asked for")
-    if packing not in ("native", "int8"):
-        raise NotDescribedError("its weights are not packed for our kernels")
-    if not isinstance(backend, NativeAttentionBackend):
-        raise NotDescribedError("attention does not run on our kernels")
-    if model.dtype not in DTYPES:
-        raise NotDescribedError(f"there are no kernels for {model.dtype}")
-    return describe(model)
 
 
 def build_runner(

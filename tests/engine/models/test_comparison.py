@@ -15,10 +15,9 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.errors import ModelRefusedError
-from engine.models import native_decoder, parts, recording
+from engine.models import choosing, native_decoder, parts, recording
 from engine.models.description import Decoder, Layer
 from engine.models.packed import PackedLinear, native_library, pack
-from engine.runner import loader
 from tests.engine.models.test_decoder import make, verify
 
 SCALED = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
@@ -35,13 +34,13 @@ def _refusal(model: PreTrainedModel) -> str:
 
 def _after_packing(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> None:
     """Change a model between its record and the comparison."""
-    right = loader.NativeDecoder
+    right = choosing.NativeDecoder
 
     def changed(model: Any, described: Decoder) -> Any:
         change(model)
         return right(model, described)
 
-    monkeypatch.setattr(loader, "NativeDecoder", changed)
+    monkeypatch.setattr(choosing, "NativeDecoder", changed)
 
 
 def _one_row(model: Any) -> None:
@@ -89,8 +88,8 @@ def test_wrong_parameters(
 
 
 def _described(monkeypatch: pytest.MonkeyPatch, change: Callable[[Decoder], Decoder]) -> None:
-    right = loader.describe
-    monkeypatch.setattr(loader, "describe", lambda model: change(right(model)))
+    right = choosing.describe
+    monkeypatch.setattr(choosing, "describe", lambda model: change(right(model)))
 
 
 def _layers(change: Callable[[Layer], Layer]) -> Callable[[Decoder], Decoder]:
@@ -238,7 +237,7 @@ def test_a_fault_of_whole_layers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_recorded_is_the_unmodified_model() -> None:
     """Its linear layers are not packed yet; each layer has a record for each magnitude."""
     model = make()
-    found = recording.record(model, loader.describe(model), [3, 4, 5])
+    found = recording.record(model, choosing.describe(model), [3, 4, 5])
     assert len(found.layers) == 3
     for records in found.layers:
         assert tuple(one.magnitude for one in records) == recording.MAGNITUDES

@@ -256,3 +256,9 @@ def test_without_packed_weights(caplog: pytest.LogCaptureFixture) -> None:
 def test_every_family_of_the_table_has_a_recipe() -> None:
     found = {recipe.model_type for recipe in RECIPES.values()}
     assert found >= DESCRIBED.keys()
+
+
+def test_the_page_names_every_family_of_the_table() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    sentence = " ".join(page.split("#our-decoder)): ")[1].split(". ")[0].split())
+    assert sentence.split(", ") == sorted(DESCRIBED)

@@ -40,7 +40,8 @@ def test_a_directory_loads(saved: Path) -> None:
     assert verified.context_length == CONTEXT
     assert verified.eos_token_ids == (2,)
     assert verified.path == saved
-    assert [line.split()[0].rstrip(":") for line in lines] == ["loading", "loaded", "verified"]
+    first = [line.split()[0].rstrip(":") for line in lines]
+    assert first == ["loading", "loaded", "decoder", "verified"]
     assert (
         load(str(saved), threads=1)
         .generate_batch([[5]], num_blocks=4, block_size=8, max_new_tokens=2, progress_bar=False)[

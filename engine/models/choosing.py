@@ -1,0 +1,86 @@
+"""Chooses what computes a model's steps: our decoder, or the model as transformers wrote it.
+
+plan_decoder ─▶ describe, record the unmodified model ─▶ (weights are packed) ─▶ make_decoder
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from transformers import PreTrainedModel
+
+from engine.attention.base import AttentionBackend
+from engine.attention.native_backend import NativeAttentionBackend
+from engine.models.comparison import compare
+from engine.models.description import Decoder
+from engine.models.native_decoder import NativeDecoder
+from engine.models.parts import DTYPES, UnboundError
+from engine.models.recording import Record, record
+from engine.models.table import NotDescribedError, describe
+
+Plan = tuple[Decoder, Record] | str
+"""What our decoder is to compute, and what the model computed; or why it cannot compute the model.
+"""
+NOT_ASKED: Plan = "our own is not asked for"
+
+
+def plan_decoder(
+    model: PreTrainedModel,
+    backend: AttentionBackend,
+    prompt: Sequence[int],
+    *,
+    is_packed: bool,
+) -> Plan:
+    """What our decoder is to compute, and what the model computes for a prompt; or why it cannot
+    compute this model.
+
+    Args:
+        model: in evaluation mode, not in use, and not packed yet; with int8, which changes results,
+            packed.
+        backend: what will compute attention.
+        prompt: token ids.
+        is_packed: whether its linear layers are, or will be, packed for our kernels.
+    """
+    if not is_packed:
+        return "its weights are not packed for our kernels"
+    if not isinstance(backend, NativeAttentionBackend):
+        return "attention does not run on our kernels"
+    if model.dtype not in DTYPES:
+        return f"there are no kernels for {model.dtype}"
+    try:
+        described = describe(model)
+    except NotDescribedError as error:
+        return str(error)
+    return described, record(model, described, prompt)
+
+
+def make_decoder(
+    model: PreTrainedModel,
+    plan: Plan,
+    windows: Sequence[int | None],
+    progress: Callable[[str], None],
+) -> NativeDecoder | None:
+    """Make our decoder for a model and compare it; None: there is none.
+
+    Args:
+        model: packed.
+        plan: see `plan_decoder`.
+        windows: those of its layers.
+        progress: gets a line that says what computes its steps, and why.
+
+    Raises:
+        ModelRefusedError: it does not compute what the model computed.
+    """
+    reason = plan if isinstance(plan, str) else ""
+    if not isinstance(plan, str):
+        described, recorded = plan
+        try:
+            decoder = NativeDecoder(model, described)
+        except UnboundError as error:
+            reason = str(error)
+        else:
+            compare(decoder, recorded, windows)
+            progress(f"decoder: our own, for {described.family}")
+            return decoder
+    progress(f"decoder: transformers', because {reason}")
+    return None
