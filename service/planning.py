@@ -42,7 +42,7 @@ FIELDS = (
     "attention",
     "quantization",
     "pack_weights",
-    "fuse_layers",
+    "decoder",
     "tensor_parallel",
 )
 """The flags of `serve` that change a plan."""
@@ -280,8 +280,8 @@ def assumptions(plan: Plan) -> Iterator[str]:
         yield "the processes are in the host's memory, and 0.5 GiB of the device is its context"
     else:
         yield "the KV cache gets its memory as tokens are written: less at first, at last all"
-    if outline.fusing == "kernels":
-        yield "layers that look like a plain decoder's pass the check of fusing at load"
+    if outline.own_decoder:
+        yield "our decoder computes the layers, as a comparison at load allows"
     if not outline.checkpoint.files:
         yield "the weights are not on this machine: what their files say was not looked at"
 

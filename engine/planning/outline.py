@@ -28,11 +28,12 @@ from engine.attention.base import LayerShape
 from engine.config import LoadConfig
 from engine.errors import ConfigError, ModelRefusedError
 from engine.kv_cache.groups import LayerGroup
+from engine.models.parts import DTYPES
+from engine.models.table import NotDescribedError, describe
 from engine.runner.checkpoint import Checkpoint, read_checkpoint
-from engine.runner.fusing import Fusing, choose_fusing
 from engine.runner.gate import num_embeddings
+from engine.runner.joining import Operations
 from engine.runner.kv_tensors import make_groups
-from engine.runner.likeness import Operations
 from engine.runner.model_defaults import context_length
 from engine.runner.packing import Packing, choose_packing, held_bytes
 from engine.runner.watching import LayerWatch, masks_of
@@ -41,8 +42,6 @@ _NAME = "headrace_outline"
 _TOKENS = 16
 """Tokens of the watched forward."""
 _FAILURES = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_GATED = {"gate_proj", "up_proj", "down_proj"}
 FUSED_OPERATIONS = 8
 """The parallel regions of a layer that is computed by our kernels in one call."""
 EXPERTS_OPERATIONS = 30
@@ -92,7 +91,8 @@ class Outline:
         checkpoint: what was read.
         name: its class.
         device, dtype: what it would run on and with.
-        packing, fusing: how its layers would be packed and fused; see `engine.runner`.
+        packing: how its layers would be packed; see `engine.runner.packing`.
+        own_decoder: whether our decoder would compute them; see `engine.models`.
         parameters: how many numbers.
         shapes: the KV's, by layer.
         heads: of the queries, by layer.
@@ -117,7 +117,7 @@ class Outline:
     device: torch.device
     dtype: torch.dtype
     packing: Packing | None
-    fusing: Fusing | None
+    own_decoder: bool
     parameters: int
     shapes: tuple[LayerShape, ...]
     heads: tuple[int, ...]
@@ -177,10 +177,12 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
     if load_config.dtype != "auto":
         dtype = getattr(torch, load_config.dtype)
     packing = choose_packing(device, dtype, load_config.pack_weights, load_config.quantization)
-    fusing = choose_fusing(device, dtype, load_config.fuse_layers)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(checkpoint.config, dtype=dtype).eval()
-    watch, work = _watch(model, by_kernels=fusing == "kernels")
+    ours: list[torch.nn.Module] = []
+    if packing in ("native", "int8") and load_config.decoder == "own" and dtype in DTYPES:
+        ours = _computed_by_ours(model)
+    watch, work = _watch(model, ours)
     text_config = model.config.get_text_config()
     kv_dtype, shapes = watch.dtype(model), watch.all_shapes()
     head = model.get_output_embeddings()
@@ -192,7 +194,7 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
         device=device,
         dtype=dtype,
         packing=packing,
-        fusing=fusing,
+        own_decoder=bool(ours),
         parameters=model.num_parameters(),
         shapes=shapes,
         heads=tuple(watch.heads[layer] for layer in range(len(shapes))),
@@ -279,8 +281,8 @@ class _Work(Operations):  # type: ignore[no-untyped-call]
         return result
 
 
-def _watch(model: PreTrainedModel, *, by_kernels: bool) -> tuple[LayerWatch, _Work]:
-    """Watch one forward."""
+def _watch(model: PreTrainedModel, ours: Sequence[torch.nn.Module]) -> tuple[LayerWatch, _Work]:
+    """Watch one forward. ours: modules that our decoder would compute."""
     watch, work = LayerWatch(masks_of(model)), _Work()
 
     def attend(
@@ -302,7 +304,7 @@ def _watch(model: PreTrainedModel, *, by_kernels: bool) -> tuple[LayerWatch, _Wo
     if experts:
         # The one implementation that does not look at which experts were chosen.
         model.set_experts_implementation("batched_mm")
-    replaced = [*experts, *(_replaced_by_kernels(model) if by_kernels else ())]
+    replaced = [*experts, *ours]
     ids = torch.zeros((1, _TOKENS), dtype=torch.long, device="meta")
     try:
         with (
@@ -342,27 +344,15 @@ def _count_experts(module: torch.nn.Module) -> int:
     return max(len(one) for one in module.parameters(recurse=False) if one.dim() > 2)
 
 
-def _replaced_by_kernels(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The layers that our kernels most probably compute as one, and norms elsewhere. Whether they
-    do is found out at load, by comparing.
-    """
-    inside: set[torch.nn.Module] = set()
-    for module in model.modules():
-        if module in inside:
-            continue
-        parts = list(module.children())
-        has_attention = any(part._modules.keys() >= _ATTENTION for part in parts)
-        has_gate = any(part._modules.keys() >= _GATED for part in parts)
-        if has_attention and has_gate:
-            inside.update(module.modules())
-            yield module
-        elif _is_norm(module):
-            yield module
-
-
-def _is_norm(module: torch.nn.Module) -> bool:
-    own = [parameter.dim() for parameter in module.parameters(recurse=False)]
-    return own == [1] and not module._modules and "norm" in type(module).__name__.lower()
+def _computed_by_ours(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The layers and the last norm of a model that our decoder knows; else none."""
+    try:
+        one = describe(model)
+    except NotDescribedError:
+        return []
+    return [
+        model.get_submodule(path) for path in (*(x.module for x in one.layers), one.norm.module)
+    ]
 
 
 @contextmanager

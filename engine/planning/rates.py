@@ -21,8 +21,8 @@ import torch
 from engine.attention.base import AttentionParams, BatchLayout, LayerCache
 from engine.attention.registry import AttentionUnavailableError, choose_backend, fall_back
 from engine.config import LoadConfig
+from engine.models.packed import multiply, new_scales, pack, packed_size
 from engine.planning.outline import Outline
-from engine.runner.packed import multiply, new_scales, pack, packed_size
 
 _ELEMENTS = 64 << 20
 """Of the matrices that are read: more than any cache holds."""

@@ -382,8 +382,8 @@ def _join(module: torch.nn.Module, names: Sequence[str], pages: Pages) -> None:
     if not _is_near(product(module, x), expected, _REORDERED.get(weight.dtype, _REORDERED_SHORT)):
         raise ModelRefusedError(
             f"{type(module).__name__}: the product of {', '.join(names)} together is not what they "
-            "compute one by one; report it, and start with fuse_layers off meanwhile"
-        ).naming("fuse_layers")
+            "compute one by one; report it, and start with decoder set to transformers meanwhile"
+        ).naming("decoder")
     if weight.is_cuda:
         # Free the originals' memory, which neither the next joined weight nor the KV cache could
         # reuse.
