@@ -179,6 +179,10 @@ bench-front-end: $(DEV) ## Measure what the front end costs: CPU time of its pro
 bench-telemetry: $(DEV) $(NATIVE) ## Measure throughput and CPU time with all telemetry on, beside off: about eight minutes.
 	$(BIN)/python -m benchmarks.telemetry $(ARGS)
 
+.PHONY: bench-plan
+bench-plan: $(DEV) $(NATIVE) ## Compare headrace-server plan with what servers then take: about six minutes (ARGS='--shape demo').
+	$(BIN)/python -m benchmarks.plans $(ARGS)
+
 .PHONY: bench-wire-size
 bench-wire-size: $(DEV) $(NATIVE) ## Count what a session takes on the wire: bytes of its answers for each token (ARGS='--output FILE').
 	$(BIN)/python -m benchmarks.wire_size $(ARGS)

@@ -159,7 +159,7 @@ class System:
         root = self.ready.get("pid")
         if root is None:
             return
-        found = sum(_high_water(process.pid) for process in self._tree(root))
+        found = sum(high_water(process.pid) for process in self._tree(root))
         self._peak_bytes = max(self._peak_bytes, found)
 
     @staticmethod
@@ -171,7 +171,7 @@ class System:
             return []
 
 
-def _high_water(pid: int) -> int:
+def high_water(pid: int) -> int:
     """The highest resident memory of a process, bytes; 0 once it is gone."""
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():

@@ -51,3 +51,11 @@ def sliding_group_blocks(
     per_request = window_blocks(window, block_size, 1) + 1
     budget = (max_batch_tokens + block_size - 1) // block_size
     return min(num_blocks, max_requests * per_request + budget)
+
+
+def growth_blocks(num_running: int, smallest_pool: int) -> int:
+    """How many blocks of each group are left for the growth of the running requests when one more
+    is started, so that it does not cause a preemption: one for each, up to a tenth of the smallest
+    pool.
+    """
+    return min(num_running, smallest_pool // 10)

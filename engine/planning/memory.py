@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from engine.config import ContinuousBatchingConfig
-from engine.kv_cache.groups import window_blocks
+from engine.kv_cache.groups import growth_blocks, window_blocks
 from engine.planning.outline import Outline
 from engine.runner.memory import CachePlan, HostLimits, plan_cache, step_limits
 from engine.text import Tokenizer, TokenizerError
@@ -159,13 +159,16 @@ def room(outline: Outline, cache: CachePlan, prompt_tokens: int, output_tokens: 
     """How many requests of a length run at once."""
     tokens = prompt_tokens + output_tokens
     blocks = -(-tokens // cache.block_size)
-    fits, held = [], 0
+    fits, held, smallest = [], 0, min(cache.num_blocks)
     for group, count in zip(outline.groups, cache.num_blocks, strict=True):
         need = blocks
         if group.window is not None:
             need = min(need, window_blocks(group.window, cache.block_size, 1))
-        fits.append(count // need)
         held += need * cache.block_size * group.bytes_per_token
+        found = count // need
+        while found > 1 and found * need + growth_blocks(found - 1, smallest) > count:
+            found -= 1
+        fits.append(found)
     return Room(
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
@@ -173,3 +176,10 @@ def room(outline: Outline, cache: CachePlan, prompt_tokens: int, output_tokens: 
         cache_requests=min(fits),
         requests=min(*fits, cache.max_requests),
     )
+
+
+def blocks_for(requests: int, tokens: int, block_size: int) -> int:
+    """How many blocks so many requests need to run at once, each with so many tokens at its end."""
+    blocks = requests * -(-tokens // block_size)
+    # A ninth of these is a tenth of all.
+    return blocks + min(requests - 1, -(-blocks // 9))

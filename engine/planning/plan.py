@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import ConfigError
-from engine.planning.memory import MemoryPlan, Room, plan_memory, room
+from engine.planning.memory import MemoryPlan, Room, blocks_for, plan_memory, room
 from engine.planning.outline import Outline, read_outline
 from engine.planning.rates import Rates, given_rates, measure_rates
 from engine.planning.times import StepTimes
@@ -123,7 +123,7 @@ def _for_requests(
             raise ConfigError(name, "follows from requests; leave one of them out").naming(
                 "requests"
             )
-    blocks = requests * -(-tokens // config.block_size)
+    blocks = blocks_for(requests, tokens, config.block_size)
     return replace(config, num_blocks=blocks, max_requests_per_batch=requests)
 
 

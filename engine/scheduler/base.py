@@ -32,6 +32,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import ClassVar
 
 from engine.batch import ScheduledBatch, ScheduledRequest
+from engine.kv_cache.groups import growth_blocks
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import Request, RequestStatus
 from engine.scheduler.callers import Callers
@@ -588,15 +589,15 @@ class Scheduler(ABC):
 
     def _spare_blocks(self, num_running: int) -> list[int]:
         """How many blocks of each group to leave for the growth of the running requests, so that a
-        new one does not cause a preemption: the safety margin, or one block for each request up to
-        a tenth of the smallest group. None if nothing runs.
+        new one does not cause a preemption: the safety margin, or what `growth_blocks` says. None
+        if nothing runs.
         """
         pools = self.kv_cache.pools
         if num_running == 0:
             return [0] * len(pools)
         if self.safety_margin is None:
             smallest = min((pool.num_blocks for pool in pools), default=0)
-            return [min(num_running, smallest // 10)] * len(pools)
+            return [growth_blocks(num_running, smallest)] * len(pools)
         # Slightly less, so that 0.7 of 10 is 7 despite rounding.
         return [math.ceil(self.safety_margin * pool.num_blocks - 1e-6) for pool in pools]
 

@@ -76,7 +76,7 @@ def test_a_table_for_a_person(tmp_path: Path) -> None:
     assert "as given" in found.stdout
     assert "the weights are not on this machine" in found.stdout
     assert found.stdout.rstrip().endswith(
-        f"serve --model {model} --max-requests-per-batch 20 --num-blocks 80"
+        f"serve --model {model} --max-requests-per-batch 20 --num-blocks 89"
     )
 
 
