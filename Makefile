@@ -96,27 +96,30 @@ $(PROTOS_STAMP): protos/requirements.txt
 	@touch $@
 
 .PHONY: protos
-protos: $(PROTOS_STAMP) $(DEV) ## Generate the Python, Go and TypeScript stubs from protos/; refuses a breaking change.
+protos: $(PROTOS_STAMP) $(DEV) ## Generate the Python, Go, TypeScript and Rust code from protos/; refuses a breaking change.
 	set -o pipefail; $(BIN)/buf build -o - | $(BIN)/buf breaking - --against $(CONTRACT)
 	$(BIN)/buf build --exclude-source-info -o $(CONTRACT)
 	scripts/generate-python.sh $(PROTOS_VENV)
 	BUF=$(BIN)/buf scripts/generate-go.sh
 	BUF=$(BIN)/buf scripts/generate-typescript.sh
+	BUF=$(BIN)/buf scripts/generate-rust.sh
 
 .PHONY: protos-check
-protos-check: $(PROTOS_STAMP) $(DEV) ## Check that protos/ breaks nothing and the committed stubs are its own (Go, TypeScript: where installed).
+protos-check: $(PROTOS_STAMP) $(DEV) ## Check that protos/ breaks nothing and the committed stubs are its own (Go, TypeScript, Rust: where installed).
 	set -o pipefail; $(BIN)/buf build -o - | $(BIN)/buf breaking - --against $(CONTRACT)
 	@$(BIN)/buf build --exclude-source-info -o - | cmp -s - $(CONTRACT) || { echo "$(CONTRACT) is not that of protos/: run make protos"; exit 1; }
 	scripts/generate-python.sh $(PROTOS_VENV) --check
 	@if command -v go >/dev/null; then BUF=$(BIN)/buf scripts/generate-go.sh --check; else echo "Go stubs not checked: go is not installed"; fi
 	@if command -v npm >/dev/null; then BUF=$(BIN)/buf scripts/generate-typescript.sh --check; else echo "TypeScript stubs not checked: npm is not installed"; fi
+	@if command -v cargo >/dev/null; then BUF=$(BIN)/buf scripts/generate-rust.sh --check; else echo "Rust code not checked: cargo is not installed"; fi
 
 .PHONY: packages
-packages: $(DEV) ## Make the client libraries' packages and the bundle of protos in dist/packages (Go, TypeScript: where installed).
+packages: $(DEV) ## Make the client libraries' packages and the bundle of protos in dist/packages (Go, TypeScript, Rust: where installed).
 	scripts/packages-python.sh $(BIN)/python
 	scripts/packages-protos.sh $(BIN)/buf
 	@if command -v go >/dev/null; then scripts/packages-go.sh; else echo "no Go module: go is not installed"; fi
 	@if command -v npm >/dev/null; then scripts/packages-typescript.sh; else echo "no npm tarball: npm is not installed"; fi
+	@if command -v cargo >/dev/null; then scripts/packages-rust.sh; else echo "no Rust crate: cargo is not installed"; fi
 
 .PHONY: model-table
 model-table: $(DEV) ## Write the tables of docs/models.md from tests/model_recipes.py.

@@ -69,3 +69,8 @@ pub use trace::TraceContext;
 
 /// This library's version; it is in the user agent.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+/// The quick start of README.md, built as a test of the documentation.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct ReadMe;

@@ -301,3 +301,63 @@ impl TokenFile {
 fn unreadable(field: &str, path: &Path, error: &std::io::Error) -> Error {
     Error::invalid(field, format!("{} cannot be read: {error}", path.display()))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use super::*;
+
+    fn sent(settings: &Settings, trace: Option<&TraceContext>) -> HashMap<String, String> {
+        let headers = settings.outgoing((), trace).unwrap().into_parts().0.into_headers();
+        headers.iter().map(|(name, value)| (name.to_string(), value.to_str().unwrap().to_owned())).collect()
+    }
+
+    fn settings(builder: ClientBuilder, target: &str) -> Result<Settings, Error> {
+        builder.settings(&Target::from(target).places()?)
+    }
+
+    #[test]
+    fn a_token_does_not_travel_to_other_machines_in_clear_text() {
+        let builder = || ClientBuilder::default().token("secret");
+        let refused = settings(builder(), "localhost,example.com").unwrap_err();
+        assert!(refused.message().contains("example.com:50051 in clear text"), "{refused}");
+        for (builder, target) in [
+            (builder(), "localhost,[::1]:5,unix:/a"),
+            (builder().tls(), "example.com"),
+            (builder().plaintext_token(), "example.com"),
+        ] {
+            let settings = settings(builder, target).unwrap();
+            assert_eq!(sent(&settings, None)["authorization"], "Bearer secret");
+            assert!(!format!("{settings:?}").contains("secret"));
+        }
+    }
+
+    #[test]
+    fn a_token_file_is_read_again_when_it_has_changed() {
+        let path = std::env::temp_dir().join(format!("headrace-token-{}", std::process::id()));
+        fs::write(&path, " one\n").unwrap();
+        let made = settings(ClientBuilder::default().token_file(&path), "localhost").unwrap();
+        assert_eq!(sent(&made, None)["authorization"], "Bearer one");
+        fs::write(&path, "another").unwrap();
+        assert_eq!(sent(&made, None)["authorization"], "Bearer another");
+        fs::write(&path, " ").unwrap();
+        assert_eq!(settings(ClientBuilder::default().token_file(&path), "localhost").unwrap_err().fields().len(), 1);
+        fs::remove_file(&path).unwrap();
+        assert!(made.outgoing((), None).is_err());
+    }
+
+    #[test]
+    fn what_travels_with_a_call() {
+        let made = settings(ClientBuilder::default().metadata("x-team", "mill"), "localhost").unwrap();
+        let trace = TraceContext { traceparent: "00-1-2-01".to_owned(), tracestate: String::new() };
+        let expected = [("x-team", "mill"), ("traceparent", "00-1-2-01")];
+        assert_eq!(sent(&made, Some(&trace)), expected.map(|(key, value)| (key.to_owned(), value.to_owned())).into());
+        assert!(settings(ClientBuilder::default().metadata("x team", "mill"), "localhost").is_err());
+    }
+
+    #[test]
+    fn a_client_needs_a_runtime() {
+        assert_eq!(Client::connect("localhost").unwrap_err().fields()[0].field, "runtime");
+    }
+}

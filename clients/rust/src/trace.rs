@@ -79,3 +79,23 @@ pub(crate) fn label(context: Option<TraceContext>, spec: &mut proto::GenerationS
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_has_its_trace_in_its_labels() {
+        let context = TraceContext { traceparent: "00-1-2-01".to_owned(), tracestate: "a=b".to_owned() };
+        let mut spec = proto::GenerationSpec::default();
+        label(Some(context.clone()), &mut spec);
+        let names =
+            |spec: &proto::GenerationSpec| spec.labels.iter().map(|label| label.name.clone()).collect::<Vec<_>>();
+        assert_eq!(names(&spec), ["traceparent", "tracestate"]);
+        label(Some(context), &mut spec); // its own stay
+        assert_eq!(spec.labels.len(), 2);
+        let mut plain = proto::GenerationSpec::default();
+        label(None, &mut plain);
+        assert!(plain.labels.is_empty());
+    }
+}
