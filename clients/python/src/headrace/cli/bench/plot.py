@@ -12,11 +12,11 @@ from headrace.cli.bench.measures import Histogram
 from headrace.cli.bench.report import Report, told
 
 _WIDTH = 820
-_LEFT = 60
+_LEFT = 80
 _RIGHT = 20
 _PANEL = 130  # the height of a panel's bars
 _STEP = 205  # from panel to panel
-_TOP = 70
+_TOP = 92
 _BARS = 48
 _STYLE = """\
 .back { fill: #ffffff } text { fill: #24292f } .faint { fill: #57606a }
@@ -38,7 +38,8 @@ def draw(report: Report) -> str:
         f"<title>{escape(title)}</title>",
         f"<style>{_STYLE}</style>",
         f'<rect class="back" width="{_WIDTH}" height="{height}"/>',
-        _text(8, 22, title, weight="bold"),
+        _text(8, 22, f"{report.card.name} at {report.target}", weight="bold"),
+        _text(8, 40, f"{report.meaning}; {tally.seconds:,.1f} s", style="faint"),
         *_distribution(_TOP, "Time to first token", "requests", tally.ttft),
         *_distribution(_TOP + _STEP, "From token to token", "tokens", tally.itl),
         *_over_time(_TOP + 2 * _STEP, tally.timeline.cells, tally.timeline.cell_seconds),
