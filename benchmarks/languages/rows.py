@@ -72,6 +72,28 @@ ROWS = (
         {"CGO_ENABLED": "0"},
     ),
     Row(
+        "rust",
+        "Rust",
+        (str(ROOT / ".tools" / "rust" / "release" / "load"),),
+        (
+            (
+                "clients/rust",
+                (
+                    "cargo",
+                    "build",
+                    "--locked",
+                    "--release",
+                    "--package",
+                    "headrace-conformance",
+                    "--bin",
+                    "load",
+                ),
+            ),
+        ),
+        0.9,
+        _registered("rust").environment,
+    ),
+    Row(
         "typescript",
         "TypeScript (Node)",
         ("node", "clients/typescript/build/conformance/load.js"),

@@ -55,6 +55,15 @@ def test_the_go_program(server: ScriptedServer, tmp_path: Path) -> None:
     play(row, (str(built),), server, tmp_path / "it.log")
 
 
+def test_the_rust_program(server: ScriptedServer, tmp_path: Path) -> None:
+    row = next(row for row in ROWS if row.name == "rust")
+    folder = Path(row.environment["CARGO_TARGET_DIR"])
+    built = [one for kind in ("release", "debug") if (one := folder / kind / "load").exists()]
+    if not built:
+        pytest.skip("not built: make bench-clients and make test-clients build it, in minutes")
+    play(row, (str(built[0]),), server, tmp_path / "it.log")
+
+
 @pytest.mark.parametrize(
     "code", ["raise SystemExit('it is broken')", "input(); print('it is broken')"]
 )
