@@ -36,6 +36,7 @@ from engine.runner.joining import Operations
 from engine.runner.kv_tensors import make_groups
 from engine.runner.model_defaults import context_length
 from engine.runner.packing import Packing, choose_packing, held_bytes
+from engine.runner.rope import read_rope
 from engine.runner.watching import LayerWatch, masks_of
 
 _NAME = "headrace_outline"
@@ -200,7 +201,7 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
         heads=tuple(watch.heads[layer] for layer in range(len(shapes))),
         kv_dtype=kv_dtype,
         groups=make_groups(shapes, kv_dtype),
-        context_length=context_length(text_config),
+        context_length=context_length(text_config, read_rope(model)),
         vocab_size=min(num_embeddings(model), head.weight.shape[0]),
         linear=sorted_out.linear,
         head=sorted_out.head,

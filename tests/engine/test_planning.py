@@ -22,7 +22,7 @@ from engine.planning.times import StepTimes
 from engine.planning.wanted import Wanted
 from engine.runner.loader import build_runner, load_model
 from tests.model_recipes import RECIPES
-from tests.tiny_models import FAMILIES, make_model
+from tests.tiny_models import CONTEXT, FAMILIES, make_model
 
 SHAPES = {
     "llama": {},
@@ -102,6 +102,21 @@ def test_families_are_planned_without_weights(tmp_path: Path, name: str) -> None
         "sliding and full": {None, *windows},
     }
     assert windows == kinds[RECIPES[name].attention]
+
+
+def test_a_context_that_rotary_embeddings_extend(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+    }
+    path = _saved(tmp_path / "model", "llama", rope_parameters=rope)
+    outline = read_outline(path, LoadConfig())
+    assert outline.context_length == CONTEXT
+    verified = load_model(str(path), LoadConfig(threads=1), lambda line: None, block_size=8)
+    assert verified.context_length == CONTEXT
 
 
 def test_requests_fit_as_the_cache_says(tmp_path: Path) -> None:
