@@ -17,6 +17,10 @@ _PYTHON = {"PYTHONPATH": f"{ROOT}:{ROOT / 'clients' / 'python' / 'src'}"}
 _RUST_BUILD = ROOT / ".tools" / "rust"
 _GO_DRIVER = ROOT / ".tools" / "bin" / "conformance-go"
 
+_JAVA_TARGET = "clients/java/target"
+_JAVA_PATH = ":".join(f"{_JAVA_TARGET}/{folder}" for folder in ("test-classes", "classes", "lib/*"))
+_JAVA_GOALS = ("test-compile", "dependency:copy-dependencies")
+
 _INSTALLED = "test node_modules/.package-lock.json -nt package-lock.json"  # npm writes it last
 
 
@@ -83,6 +87,12 @@ LANGUAGES = (
             ("clients/rust", ("cargo", "build", "--locked", "--package", "headrace-conformance")),
         ),
         environment={"CARGO_TARGET_DIR": str(_RUST_BUILD)},
+    ),
+    Language(
+        "java",
+        ("java", "-cp", _JAVA_PATH, "dev.headrace.conformance.Driver"),
+        needs=("java", "javac", "mvn"),
+        build=(("clients/java", ("mvn", "-q", "-B", "-ntp", *_JAVA_GOALS)),),
     ),
     Language(
         "cpp",
