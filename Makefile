@@ -114,12 +114,13 @@ protos-check: $(PROTOS_STAMP) $(DEV) ## Check that protos/ breaks nothing and th
 	@if command -v cargo >/dev/null; then BUF=$(BIN)/buf scripts/generate-rust.sh --check; else echo "Rust code not checked: cargo is not installed"; fi
 
 .PHONY: packages
-packages: $(DEV) ## Make the client libraries' packages and the bundle of protos in dist/packages (Go, TypeScript, Rust: where installed).
+packages: $(DEV) ## Make the client libraries' packages and the bundle of protos in dist/packages (Go, TypeScript, Rust, Java: where installed).
 	scripts/packages-python.sh $(BIN)/python
 	scripts/packages-protos.sh $(BIN)/buf
 	@if command -v go >/dev/null; then scripts/packages-go.sh; else echo "no Go module: go is not installed"; fi
 	@if command -v npm >/dev/null; then scripts/packages-typescript.sh; else echo "no npm tarball: npm is not installed"; fi
 	@if command -v cargo >/dev/null; then scripts/packages-rust.sh; else echo "no Rust crate: cargo is not installed"; fi
+	@if command -v mvn >/dev/null; then scripts/packages-java.sh; else echo "no Maven artefact: mvn is not installed"; fi
 
 .PHONY: model-table
 model-table: $(DEV) ## Write the tables of docs/models.md from tests/model_recipes.py.
@@ -220,5 +221,5 @@ audit: $(DEV) ## Ask PyPI what is known of the pinned packages (ARGS='grpcio pro
 .PHONY: clean
 clean: ## Remove what was built; the virtual environments stay.
 	rm -rf build dist *.egg-info clients/python/build clients/python/src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
-	rm -rf .hypothesis .import_linter_cache .tools clients/typescript/node_modules clients/typescript/dist clients/typescript/build
+	rm -rf .hypothesis .import_linter_cache .tools clients/typescript/node_modules clients/typescript/dist clients/typescript/build clients/java/target
 	find . -name __pycache__ -type d -prune -not -path './.venv*' -exec rm -rf {} +
