@@ -280,9 +280,35 @@ def error_from_rpc(
     status = _status_of(trailers)
     if status is None or status.code != code.value[0]:
         if code is grpc.StatusCode.UNAVAILABLE and target:
-            text = f"cannot reach a Headrace server at {target}: {text or 'connection lost'}"
+            why = _why_not_reached(text) or text or "connection lost"
+            text = f"cannot reach a Headrace server at {target}: {why}"
         status = status_pb2.Status(code=code.value[0], message=text)
     return error_from_status(status, request_id=request_id, partial=partial)
+
+
+_HANDSHAKES = {
+    "WRONG_VERSION_NUMBER": "it does not use TLS; leave out ca, tls and the client's certificate, "
+    "or give the server a certificate (--tls-cert, --tls-key)",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not signed by an authority that this client "
+    "trusts; give that authority, or a certificate that signed itself, as ca (--ca)",
+    "Hostname Verification Check failed": "its certificate is for another name; use that name in "
+    "the target, or give it as server_name",
+    "Socket closed": "it closed the connection as soon as it was opened, as a server with TLS does "
+    "with one in plain text; ask for TLS with tls=True or ca (--tls, --ca)",
+}
+"""What words of gRPC about a connection that could not be opened mean."""
+
+
+def _why_not_reached(text: str) -> str:
+    """What gRPC's words about a connection mean; empty: nothing is known of them."""
+    if "failed to connect" not in text:
+        return ""
+    return next((meaning for words, meaning in _HANDSHAKES.items() if words in text), "")
+
+
+def is_about_tls(error: HeadraceError) -> bool:
+    """Whether an error says that client and server do not agree about TLS."""
+    return any(meaning in error.message for meaning in _HANDSHAKES.values())
 
 
 def moved_error(request_id: str) -> HeadraceError:

@@ -22,6 +22,7 @@ from headrace.errors import (
     NotSupportedError,
     UnauthenticatedError,
     UnavailableError,
+    is_about_tls,
 )
 from headrace.options import OPTION_NAMES, GenerationOptions
 
@@ -140,10 +141,8 @@ def check_seconds(value: float, what: str, least: float, most: float) -> None:
 def explain(error: HeadraceError) -> str:
     """An error in words for a person at a terminal."""
     if isinstance(error, UnavailableError) and not error.reached_server:
-        if "WRONG_VERSION_NUMBER" in error.message:
-            return f"{error.message}\nit does not speak TLS: leave --tls out, or pass --insecure"
-        if "CERTIFICATE_VERIFY_FAILED" in error.message:
-            return f"{error.message}\nits certificate is not trusted here: pass --ca"
+        if is_about_tls(error):
+            return error.message
         return f"{error.message}\nstart one with `make run`, or pass --target"
     lines = [error.message]
     if isinstance(error, (InvalidArgumentError, NotSupportedError)):
