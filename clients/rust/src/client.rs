@@ -17,12 +17,10 @@ use crate::session::Shared as Session;
 use crate::target::{Place, Target};
 use crate::transport::Tasks;
 
-/// Calls one server, or chooses among several by [docs/fleet.md]. One client for a process is enough: it has one
+/// Calls one server, or chooses among several, by the rules of `docs/fleet.md` in its repository. One client for a process is enough: it has one
 /// connection for each server. It is cheap to clone; clones are the same client.
 ///
 /// Its connections end when it and all sessions, handles and streams of it were dropped, or with [`close`](Self::close).
-///
-/// [docs/fleet.md]: https://headrace.dev/docs/fleet
 #[derive(Clone)]
 pub struct Client {
     pub(crate) inner: Arc<Inner>,

@@ -24,6 +24,8 @@ use crate::proto::generation_spec::Input;
 pub struct Request {
     spec: proto::GenerationSpec,
     seed: Option<u64>,
+    /// The first option that is none of its prompt's, and what it needs.
+    misplaced: Option<(&'static str, &'static str)>,
 }
 
 /// A form that the output must have.
@@ -122,47 +124,47 @@ impl Request {
         self
     }
 
-    /// Whether the tokenizer adds its special tokens to a prompt that is text. It does by default. Without effect on
-    /// other prompts.
+    /// Whether the tokenizer adds its special tokens to a prompt that is text. It does by default.
     pub fn add_special_tokens(mut self, add: bool) -> Self {
         if let Some(Input::Text(text)) = &mut self.spec.input {
             text.add_special_tokens = Some(add);
+        } else {
+            self.misplaced.get_or_insert(("add_special_tokens", "belongs to a prompt that is text: Request::text"));
         }
         self
     }
 
     /// The functions that the model may call in its reply to a conversation.
     pub fn tools(self, tools: impl IntoIterator<Item = Tool>) -> Self {
-        self.of_chat(|chat| chat.tools = tools.into_iter().map(Tool::into_proto).collect())
+        self.of_chat("tools", |chat| chat.tools = tools.into_iter().map(Tool::into_proto).collect())
     }
 
     /// Holds the reply to the tools and their schemas.
     pub fn tool_choice(self, choice: impl Into<ToolChoice>) -> Self {
-        self.of_chat(|chat| chat.tool_choice = Some(choice.into().into_proto()))
+        self.of_chat("tool_choice", |chat| chat.tool_choice = Some(choice.into().into_proto()))
     }
 
     /// Whether the conversation ends with the opening of an assistant's turn. It does by default.
     pub fn add_generation_prompt(self, add: bool) -> Self {
-        self.of_chat(|chat| chat.add_generation_prompt = Some(add))
+        self.of_chat("add_generation_prompt", |chat| chat.add_generation_prompt = Some(add))
     }
 
     /// Leaves the last message open, to be continued by the model.
     pub fn continue_final_message(self, leave_open: bool) -> Self {
-        self.of_chat(|chat| chat.continue_final_message = leave_open)
+        self.of_chat("continue_final_message", |chat| chat.continue_final_message = leave_open)
     }
 
     /// More named values for the chat template: the text of a JSON object.
     pub fn template_arguments(self, json: impl Into<String>) -> Self {
-        self.of_chat(|chat| chat.template_arguments_json = json.into())
+        self.of_chat("template_arguments", |chat| chat.template_arguments_json = json.into())
     }
 
-    /// Options of a conversation make the prompt one, if it is none: the server tells what is missing.
-    fn of_chat(mut self, set: impl FnOnce(&mut proto::ChatInput)) -> Self {
-        if !matches!(self.spec.input, Some(Input::Chat(_))) {
-            self.spec.input = Some(Input::Chat(proto::ChatInput::default()));
-        }
-        if let Some(Input::Chat(chat)) = &mut self.spec.input {
-            set(chat);
+    fn of_chat(mut self, option: &'static str, set: impl FnOnce(&mut proto::ChatInput)) -> Self {
+        match self.conversation() {
+            Some(chat) => set(chat),
+            None => {
+                self.misplaced.get_or_insert((option, "belongs to a prompt that is a conversation: Request::chat"));
+            }
         }
         self
     }
@@ -293,6 +295,9 @@ impl Request {
 
     /// The contract's message, with an id.
     pub(crate) fn build(mut self) -> Result<proto::GenerationSpec, Error> {
+        if let Some((option, needs)) = self.misplaced {
+            return Err(Error::invalid(option, needs));
+        }
         if let Some(seed) = self.seed {
             let fitting =
                 i64::try_from(seed).map_err(|_| Error::invalid("seed", format!("{seed} is not below 2^63")))?;
@@ -319,7 +324,7 @@ impl Request {
 /// The contract's message, to begin with: for what this library has no option for.
 impl From<proto::GenerationSpec> for Request {
     fn from(spec: proto::GenerationSpec) -> Self {
-        Self { spec, seed: None }
+        Self { spec, seed: None, misplaced: None }
     }
 }
 
@@ -378,6 +383,15 @@ mod tests {
         let ids: Vec<_> = (0..2).map(|_| request.clone().build().unwrap().request_id).collect();
         assert_ne!(ids[0], ids[1]);
         assert_eq!(request.id("mine").build().unwrap().request_id, "mine");
+    }
+
+    #[test]
+    fn an_option_that_is_none_of_the_prompt_s_is_refused() {
+        let of_chat = Request::text("a").tools([Tool::new("f")]).build().unwrap_err();
+        assert_eq!(of_chat.fields()[0].field, "tools");
+        let of_text = Request::tokens([1]).add_special_tokens(false).build().unwrap_err();
+        assert_eq!(of_text.fields()[0].field, "add_special_tokens");
+        assert!(Request::chat([Message::user("a")]).tools([Tool::new("f")]).build().is_ok());
     }
 
     #[test]
