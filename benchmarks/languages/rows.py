@@ -72,6 +72,13 @@ ROWS = (
         {"CGO_ENABLED": "0"},
     ),
     Row(
+        "java",
+        "Java",
+        (*_registered("java").command[:-1], "dev.headrace.conformance.Load"),
+        _registered("java").build,
+        0.9,
+    ),
+    Row(
         "rust",
         "Rust",
         (str(ROOT / ".tools" / "rust" / "release" / "load"),),

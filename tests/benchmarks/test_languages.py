@@ -55,6 +55,14 @@ def test_the_go_program(server: ScriptedServer, tmp_path: Path) -> None:
     play(row, (str(built),), server, tmp_path / "it.log")
 
 
+def test_the_java_program(server: ScriptedServer, tmp_path: Path) -> None:
+    row = next(row for row in ROWS if row.name == "java")
+    built = ROOT / "clients/java/target/test-classes/dev/headrace/conformance/Load.class"
+    if not built.exists():
+        pytest.skip("not built: make bench-clients and make test-clients build it, in minutes")
+    play(row, row.command, server, tmp_path / "it.log")
+
+
 def test_the_rust_program(server: ScriptedServer, tmp_path: Path) -> None:
     row = next(row for row in ROWS if row.name == "rust")
     folder = Path(row.environment["CARGO_TARGET_DIR"])
