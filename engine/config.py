@@ -322,12 +322,13 @@ class LoadConfig:
             from -127 to 127 with a scale for each output. This takes half the memory and makes a
             single request up to twice as fast; results differ a little (docs/performance.md).
             Refused if it is not possible. "none": the weights are those of the checkpoint.
-        pack_weights: whether, on a CPU, the weights of bfloat16 linear layers are stored in the
-            order in which the kernel reads them. Values and memory use do not change. True: packed,
-            or refused if that is not possible; None: if it pays, which a line in the log says. Only
-            models that are loaded from disk are packed.
+        pack_weights: whether, on a CPU, the weights of bfloat16 and float32 linear layers are
+            stored in the order in which the kernel reads them. Values and memory use do not change.
+            True: packed, or refused if that is not possible; None: those of bfloat16 if it pays,
+            which a line in the log says. Only models that are loaded from disk are packed; packed
+            layers have no gradients.
         decoder: what computes a model's steps. "own": our decoder if the model's class is one that
-            it knows and the model is on a CPU, in bfloat16, with packed weights; else the model as
+            it knows and the model is on a CPU with packed weights; else the model as
             transformers wrote it. A line in the log says which, and why. At load, our decoder is
             compared with the unmodified model, part by part, and the load fails if they differ.
             On CUDA, "own" computes queries, keys and values as one matrix product, and so the two
@@ -383,18 +384,18 @@ class LoadConfig:
     )
     pack_weights: bool | None = option(
         None,
-        "On a CPU, store the weights of bfloat16 linear layers in the order in which the kernel "
-        "reads them; `--no-pack-weights`: leave them as they are.",
+        "On a CPU, store the weights of bfloat16 and float32 linear layers in the order in which "
+        "the kernel reads them; `--no-pack-weights`: leave them as they are.",
         more="Values and memory use do not change. Refused if requested where it is not possible.",
         switch=True,
         group=GROUP,
-        shown="where it pays",
+        shown="for bfloat16, where it pays",
     )
     decoder: DecoderChoice = option(
         "own",
         "What computes a model's steps. `own`: our decoder, for the models that it knows "
-        "([which](models.md)), on a CPU in bfloat16; elsewhere transformers' modules, on CUDA with "
-        "joined matrix products. `transformers`: its modules as they are.",
+        "([which](models.md)), on a CPU with packed weights; elsewhere transformers' modules, on "
+        "CUDA with joined matrix products. `transformers`: its modules as they are.",
         more="The log says which it is, and why. Our decoder is compared with the unmodified model "
         "when it is loaded; a difference ends the start.",
         group=GROUP,

@@ -2,7 +2,9 @@
 
 Packing moves elements without changing them, except with int8. Reading a layer's `weight` unpacks
 it. With int8, elements are multiples of their row's scale, which is its largest element / 127.
-These layers have no gradients.
+These layers have no gradients. A packed weight is a tensor whose type says what its elements are:
+int32, each float32; uint8, parts of bfloat16, or int8 if there are scales. Both are types that a
+conversion of the model leaves alone.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 
 import torch
 
-from engine.native.library import LinearWeight, NativeLibrary, load_library
+from engine.native.library import BFLOAT16, FLOAT32, LinearWeight, NativeLibrary, load_library
 
 PANEL = 64
 """A bias is padded to a multiple of this many elements, so that the kernel reads whole vectors."""
@@ -30,10 +32,26 @@ def native_library() -> NativeLibrary:
     return load_library()
 
 
-def packed_size(outputs: int, inputs: int, *, int8: bool = False) -> int:
-    """How many bytes a packed weight takes."""
-    size: int = native_library().linear_size(outputs, inputs, 1 if int8 else 2)
+def packed_size(
+    outputs: int, inputs: int, *, dtype: torch.dtype = torch.bfloat16, int8: bool = False
+) -> int:
+    """How many bytes a packed weight takes; int8: as int8, for inputs of bfloat16."""
+    code = FLOAT32 if dtype is torch.float32 else BFLOAT16
+    size: int = native_library().linear_size(outputs, inputs, code, int8)
     return size
+
+
+def packed_view(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a packed weight of a type, as the kernels' callers know it: see the module.
+
+    memory: uint8 [packed_size(N, K, dtype)], at a multiple of 4 bytes.
+    """
+    return memory.view(torch.int32) if dtype is torch.float32 else memory
+
+
+def type_of(packed: torch.Tensor) -> torch.dtype:
+    """The type of the inputs and outputs of a packed weight."""
+    return torch.float32 if packed.dtype is torch.int32 else torch.bfloat16
 
 
 def new_scales(outputs: int) -> torch.Tensor:
@@ -50,8 +68,8 @@ def pack(weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor | None
     """Pack a weight.
 
     Args:
-        weight: bfloat16 [N, K], with contiguous rows.
-        packed: uint8 [packed_size(N, K)], the target.
+        weight: bfloat16 or float32 [N, K], with contiguous rows.
+        packed: the target; see `packed_size` and `packed_view`.
         scales: see `new_scales`. If given, they are filled, and the weight is packed as int8.
     """
     outputs, inputs = weight.shape
@@ -60,10 +78,15 @@ def pack(weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor | None
         weight.stride(0),
         outputs,
         inputs,
+        _code(packed),
         packed.data_ptr(),
         None if scales is None else scales.data_ptr(),
         torch.get_num_threads(),
     )
+
+
+def _code(packed: torch.Tensor) -> int:
+    return FLOAT32 if packed.dtype is torch.int32 else BFLOAT16
 
 
 def pad_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
@@ -85,24 +108,22 @@ def read_rows(
     """Rows of a packed weight: exact, or with the rounding of int8.
 
     Args:
-        packed: uint8.
+        packed: the weight.
         scales: for int8.
         rows: int64 or int32, of any shape.
         outputs, inputs: N and K of the weight.
 
     Returns:
-        bfloat16 [*rows.shape, K].
+        [*rows.shape, K], of the weight's type.
 
     Raises:
         IndexError: there is no such row.
     """
     wanted = rows.long().contiguous()
-    result = torch.empty((*rows.shape, inputs), dtype=torch.bfloat16)
+    result = torch.empty((*rows.shape, inputs), dtype=type_of(packed))
+    weight = linear_weight(packed, scales, None, outputs, inputs)
     if not native_library().linear_rows(
-        packed.data_ptr(),
-        None if scales is None else scales.data_ptr(),
-        outputs,
-        inputs,
+        ctypes.byref(weight),
         wanted.data_ptr(),
         wanted.numel(),
         result.data_ptr(),
@@ -126,6 +147,7 @@ def linear_weight(
         None if scales is None else scales.data_ptr(),
         outputs,
         inputs,
+        _code(packed),
     )
 
 
@@ -140,22 +162,23 @@ def multiply(
     """x · Wᵀ + bias.
 
     Args:
-        x: bfloat16 [..., K].
-        packed: uint8, W [N, K] packed.
+        x: [..., K], of the weight's type.
+        packed: W [N, K], packed.
         scales: of int8.
         bias: see `pad_bias`.
         outputs, inputs: N and K.
 
     Returns:
-        bfloat16 [..., N].
+        [..., N], of the same type.
 
     Raises:
         RuntimeError: x is of another type or width, or not on the CPU, as torch's own layer does.
     """
     shape = x.shape
-    if x.dtype is not torch.bfloat16 or shape[-1] != inputs or not (x.is_cpu and packed.is_cpu):
+    dtype = type_of(packed)
+    if x.dtype is not dtype or shape[-1] != inputs or not (x.is_cpu and packed.is_cpu):
         raise RuntimeError(
-            f"a packed linear layer takes bfloat16 [..., {inputs}] on the CPU, and was given "
+            f"this packed linear layer takes {dtype} [..., {inputs}] on the CPU, and was given "
             f"{x.dtype} {list(shape)} on {x.device}"
         )
     stride = inputs
@@ -231,7 +254,7 @@ def _shape_of_rows(
     outputs: int,
     inputs: int,
 ) -> torch.Tensor:
-    return packed.new_empty((*rows.shape, inputs), dtype=torch.bfloat16)
+    return packed.new_empty((*rows.shape, inputs), dtype=type_of(packed))
 
 
 class _Packed(torch.nn.Module):
@@ -248,12 +271,12 @@ class _Packed(torch.nn.Module):
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
         # Empty, but present: a model's dtype and device are those of its first parameter.
-        nothing = torch.empty(0, dtype=torch.bfloat16)
+        nothing = torch.empty(0, dtype=type_of(packed))
         self.register_parameter("_dtype", torch.nn.Parameter(nothing, requires_grad=False))
 
     @property
     def weight(self) -> torch.Tensor:
-        """bfloat16 [N, K]: a copy, made when it is asked for."""
+        """[N, K]: a copy, made when it is asked for."""
         rows = torch.arange(self._outputs)
         return read_rows(self.packed, self.scales, rows, self._outputs, self._inputs)
 
@@ -266,7 +289,7 @@ class _Packed(torch.nn.Module):
 
 
 class PackedLinear(_Packed):
-    """Stands for a torch.nn.Linear of bfloat16."""
+    """Stands for a torch.nn.Linear."""
 
     padded_bias: torch.Tensor | None
 
@@ -298,7 +321,7 @@ class PackedLinear(_Packed):
 
 
 class PackedEmbedding(_Packed):
-    """Stands for a torch.nn.Embedding of bfloat16 that shares its weight with a linear layer."""
+    """Stands for a torch.nn.Embedding that shares its weight with a linear layer."""
 
     def __init__(
         self,

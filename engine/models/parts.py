@@ -15,10 +15,11 @@ from typing import Any, Literal
 import torch
 
 from engine.models import description as described
-from engine.models.packed import PANEL, PackedLinear, linear_weight, native_library
+from engine.models.packed import PANEL, PackedLinear, linear_weight, native_library, type_of
 from engine.native.library import (
     BFLOAT16,
     CENTERED,
+    FLOAT32,
     FROM_ONE,
     GELU_TANH,
     ROUNDED_FIRST,
@@ -36,7 +37,7 @@ _FORMS: dict[described.NormForm, int] = {
     "centered": CENTERED,
 }
 _ACTIVATIONS: dict[described.Activation, int] = {"silu": SILU, "gelu_tanh": GELU_TANH}
-DTYPES = {torch.bfloat16: BFLOAT16}
+DTYPES = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
 """The types of models, with the kernels' codes."""
 
 Kind = Literal["exact", "norm", "product", "attention"]
@@ -92,6 +93,8 @@ class Held:
             module = self._model.get_submodule(path)
             if type(module) is not PackedLinear:
                 raise UnboundError(f"{path} is not packed")
+            if type_of(module.packed) is not self._dtype:
+                raise UnboundError(f"{path} is not {self._dtype}")
             layers.append(module)
         if {one.in_features for one in layers} != {inputs} or outputs != sum(
             one.out_features for one in layers

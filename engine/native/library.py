@@ -11,15 +11,12 @@ from engine.native.build import LIBRARY, fingerprint
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _FUNCTIONS = {
-    "headrace_linear_size": (_INT, _INT, _INT),
+    "headrace_linear_size": (_INT, _INT, _INT, _INT),
     "headrace_linear_pack": (
-        *(_POINTER, _INT, _INT, _INT),
+        *(_POINTER, _INT, _INT, _INT, _INT),
         *(_POINTER, _POINTER, ctypes.c_int),
     ),
-    "headrace_linear_rows": (
-        *(_POINTER, _POINTER, _INT, _INT),
-        *(_POINTER, _INT, _POINTER, ctypes.c_int),
-    ),
+    "headrace_linear_rows": (_POINTER, _POINTER, _INT, _POINTER, ctypes.c_int),
     "headrace_linear": (_POINTER, _POINTER, _INT, _POINTER, _INT, _INT, ctypes.c_int),
     "headrace_norm": (_POINTER, _POINTER, _POINTER, _INT, _INT, ctypes.c_int, ctypes.c_int),
     "headrace_gate": (
@@ -121,11 +118,16 @@ class HeadsCall(ctypes.Structure):
 
 
 class LinearWeight(ctypes.Structure):
-    """A packed linear layer: [outputs, inputs]. Mirrors the struct in src/calls.h."""
+    """A packed linear layer: [outputs, inputs]. Mirrors the struct in src/calls.h.
+
+    Attributes:
+        bias, scales: float32; null: there are none.
+        dtype: FLOAT32 or BFLOAT16, of inputs and outputs; with scales, weights are int8.
+    """
 
     _fields_ = (
         *((name, _POINTER) for name in ("packed", "bias", "scales")),
-        *((name, _INT) for name in ("outputs", "inputs")),
+        *((name, _INT) for name in ("outputs", "inputs", "dtype")),
     )
 
 

@@ -3,9 +3,10 @@
     choose_packing ─▶ how: our kernel (as bfloat16 or as int8), oneDNN's, or not at all
     pack_model     ─▶ for each weight: pack, compare, replace, free the original
 
-Only plain torch.nn.Linear layers in bfloat16 on the CPU are replaced. A weight that an embedding
-shares is packed once for both; a weight that anything else shares is copied. Only models that
-Headrace has loaded itself are packed; others belong to their owners.
+Only plain torch.nn.Linear layers on the CPU are replaced: those in bfloat16, and those in float32
+of a model in float32, where it is asked for. A weight that an embedding shares is packed once for
+both; a weight that anything else shares is copied. Only models that Headrace has loaded itself are
+packed; others belong to their owners.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from engine.models.packed import (
     new_scales,
     pack,
     packed_size,
+    packed_view,
     read_rows,
     scales_size,
 )
@@ -83,7 +85,7 @@ def choose_packing(
 
     Args:
         device, dtype: the model's.
-        wanted: True: pack or refuse; None: pack on processors where it was measured to pay.
+        wanted: True: pack or refuse; None: pack bfloat16 where it was measured to pay.
         quantization: see LoadConfig.
 
     Raises:
@@ -93,15 +95,17 @@ def choose_packing(
         return _int8(device, dtype, wanted)
     if wanted is False:
         return None
-    if device.type != "cpu" or dtype != torch.bfloat16:
-        reason = f"only bfloat16 on a CPU is packed, and this is {dtype} on {device}"
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
+        reason = f"only bfloat16 and float32 on a CPU are packed, and this is {dtype} on {device}"
         return _not_packed(reason, wanted)
-    if torch.cpu._is_amx_tile_supported():
+    if dtype is torch.float32 and wanted is None:
+        return None  # its layers keep their gradients
+    if dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported():
         return "onednn"  # its tiles are faster than vectors for many rows
     try:
         isa = native_library().isa
     except NativeUnavailableError as error:
-        if torch.cpu._is_avx512_bf16_supported():
+        if dtype is torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
             return "onednn"
         return _not_packed(str(error), wanted)
     if isa == "portable":
@@ -144,7 +148,7 @@ def pack_model(model: torch.nn.Module, how: Packing) -> PackingReport:
     Raises:
         ModelRefusedError: a packed layer does not compute the same as the original.
     """
-    groups = list(_shared_weights(model))
+    groups = list(_shared_weights(model, how))
     with torch.no_grad():
         if how == "onednn":
             report = _pack_for_onednn(model, groups)
@@ -173,8 +177,11 @@ class _Group:
         return next(iter(self.linears.values())).weight
 
 
-def _shared_weights(model: torch.nn.Module) -> Iterator[_Group]:
+def _shared_weights(model: torch.nn.Module, how: Packing) -> Iterator[_Group]:
     """The weights that can be packed, in the order in which their first layer is found."""
+    dtype = torch.bfloat16
+    if how == "native" and next(model.parameters()).dtype is torch.float32:
+        dtype = torch.float32
     holders: dict[int, list[tuple[str, torch.nn.Module]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for parameter in module.parameters(recurse=False):
@@ -183,7 +190,7 @@ def _shared_weights(model: torch.nn.Module) -> Iterator[_Group]:
         linears = {
             name: one
             for name, one in found
-            if isinstance(one, torch.nn.Linear) and _is_plain_linear(one)
+            if isinstance(one, torch.nn.Linear) and _is_plain_linear(one, dtype)
         }
         embeddings = {
             name: one
@@ -197,10 +204,10 @@ def _shared_weights(model: torch.nn.Module) -> Iterator[_Group]:
         yield _Group(linears, embeddings, len(found) == len(linears) + len(embeddings))
 
 
-def _is_plain_linear(module: torch.nn.Linear) -> bool:
+def _is_plain_linear(module: torch.nn.Linear, dtype: torch.dtype) -> bool:
     return (
         type(module) is torch.nn.Linear
-        and module.weight.dtype == torch.bfloat16
+        and module.weight.dtype == dtype
         and module.weight.device.type in ("cpu", "meta")
         and module.weight.stride(1) == 1
         and min(module.weight.shape) >= _SMALLEST
@@ -228,7 +235,7 @@ def held_bytes(model: torch.nn.Module, how: Packing | None) -> dict[str, int]:
     if how is None:
         return held
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for group in _shared_weights(model):
+    for group in _shared_weights(model, how):
         weight, name = group.weight, names[id(group.weight)]
         # What is shared with an embedding can be read from our packed weight, not from oneDNN's.
         is_held_twice = not group.is_ours or (how == "onednn" and bool(group.embeddings))
@@ -236,14 +243,16 @@ def held_bytes(model: torch.nn.Module, how: Packing | None) -> dict[str, int]:
             packed = weight.nbytes
         else:
             int8 = how == "int8"
-            packed = packed_size(*weight.shape, int8=int8)
+            packed = packed_size(*weight.shape, dtype=weight.dtype, int8=int8)
             packed += scales_size(len(weight)) if int8 else 0
         held[name] = packed + (weight.nbytes if is_held_twice else 0)
     return held
 
 
 def _pack_natively(model: torch.nn.Module, groups: list[_Group], *, int8: bool) -> PackingReport:
-    sizes = [packed_size(*group.weight.shape, int8=int8) for group in groups]
+    sizes = [
+        packed_size(*group.weight.shape, dtype=group.weight.dtype, int8=int8) for group in groups
+    ]
     # One allocation for all weights: its pages, which may be large ones, are filled while the
     # originals are freed.
     memory = torch.empty(sum(sizes), dtype=torch.uint8)
@@ -251,7 +260,7 @@ def _pack_natively(model: torch.nn.Module, groups: list[_Group], *, int8: bool) 
     copied = start = 0
     for group, size in zip(groups, sizes, strict=True):
         weight = group.weight
-        packed = memory[start : start + size]
+        packed = packed_view(memory[start : start + size], weight.dtype)
         scales = new_scales(len(weight)) if int8 else None
         start += size
         pack(weight, packed, scales)
@@ -320,8 +329,8 @@ def _exchange(
 ) -> None:
     """Replace a layer by another one, and check that it computes the same on random input."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn((_PROBE_ROWS, linear.in_features), generator=generator).bfloat16()
     weight = linear.weight
+    x = torch.randn((_PROBE_ROWS, linear.in_features), generator=generator).to(weight.dtype)
     if isinstance(packed, PackedLinear) and packed.scales is not None:
         weight = packed.weight  # with int8 rounding
     expected = torch_linear(x, weight, linear.bias).float()
@@ -336,7 +345,7 @@ def _exchange(
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of bfloat16 elements, so that NaN equals itself."""
+    """The bits of elements, so that NaN equals itself."""
     return tensor.view(torch.int16)
 
 

@@ -30,16 +30,17 @@ struct AttentionCall {
   float scaling, softcap;
 };
 
+// Of a step's elements.
+enum ElementType : int { FLOAT32 = 0, BFLOAT16 = 1 };
+
 // A packed linear layer; see linear.cpp.
 struct LinearWeight {
   const void* packed;
   const float* bias;    // for whole panels; or null
   const float* scales;  // for whole panels: weights are int8, times these; or null: bfloat16
   int64_t outputs, inputs;
+  int64_t dtype;  // of what goes in and comes out
 };
-
-// Of a step's elements.
-enum ElementType : int { FLOAT32 = 0, BFLOAT16 = 1 };
 
 // How a norm is computed.
 enum NormForm : int {

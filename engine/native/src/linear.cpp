@@ -1,5 +1,6 @@
 // Linear layers over weights that were packed when the model was loaded: y = x . W^T + bias, of
-// bfloat16, summed in float32. Weights are bfloat16, too, or int8 with a scale for each output.
+// bfloat16 or float32, summed in float32. Weights are of the same type, or int8 with a scale for each
+// output where x is bfloat16.
 //
 //   packed: [groups][pairs][NR][VL] pairs of bfloat16. A panel is VL outputs, a group NR panels (the
 //   last one may be narrower), a pair two inputs side by side. So one vector of 32-bit numbers is
@@ -7,6 +8,7 @@
 //   all rows where these are few: processors bring near by themselves what is read in one sequence,
 //   and only that at the full speed of the memory. Weights of whole groups that lie one behind the
 //   other are those of one layer with all their outputs.
+//   Of float32: the same, with one input in place of a pair.
 //   Of int8: the same, and an input of an output is one byte. A number from -127 to 127 is a bfloat16
 //   exactly, so that sums are as exact as those of bfloat16 weights, and are scaled at the end. One
 //   tile turns them into bfloat16 as it reads them; for several tiles an item's are turned once.
@@ -37,7 +39,10 @@ constexpr int64_t ITEM_ROWS = 96;  // of an item: x for them stays in the neares
 
 int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
-int64_t num_pairs(const LinearWeight& weight) { return divide_up(weight.inputs, 2); }
+// Lanes of 32 bits are two inputs, or one of float32.
+int64_t num_pairs(const LinearWeight& weight) {
+  return weight.dtype == FLOAT32 ? weight.inputs : divide_up(weight.inputs, 2);
+}
 int64_t num_panels(const LinearWeight& weight) { return divide_up(weight.outputs, VL); }
 
 // Where a panel's numbers begin, and how far apart those of two pairs are.
@@ -53,6 +58,8 @@ struct Panel {
 
 typedef uint32_t unaligned_pair __attribute__((aligned(2), may_alias));
 
+// One input of VL outputs, as float32.
+vf load_weights(const float* p) { return load(p); }
 // Two inputs of VL outputs, as bfloat16.
 vu load_weights(const uint32_t* p) { return *reinterpret_cast<const vu*>(p); }
 vu load_weights(const uint16_t* p) {
@@ -69,10 +76,12 @@ vu load_weights(const uint16_t* p) {
 #endif
 }
 
-// Two inputs of a row, in every lane.
+// One input of a row of float32, or two of bfloat16, in every lane.
+vf load_pair(const float* x) { return splat(*x); }
 vu load_pair(const bf16* x) { return *reinterpret_cast<const unaligned_pair*>(x) - vu{}; }
 
-// sums += two inputs of one row, against VL outputs.
+// sums += one or two inputs of one row, against VL outputs.
+vf multiply_pair(vf sums, vf x, vf weights) { return sums + x * weights; }
 vf multiply_pair(vf sums, vu pair, vu weights) {
 #if defined(__AVX512BF16__)
   return dot_pairs(sums, pair, weights);
@@ -82,7 +91,8 @@ vf multiply_pair(vf sums, vu pair, vu weights) {
 #endif
 }
 
-// Weights of C panels: pairs are `stride` numbers apart. W: uint32_t, two bfloat16, or uint16_t, two int8.
+// Weights of C panels: pairs are `stride` lanes apart. W: uint32_t, two bfloat16; uint16_t, two int8;
+// float, one float32.
 template <class W>
 struct Weights {
   const W* from;
@@ -91,36 +101,38 @@ struct Weights {
 
 // R rows from x on against C panels; see the top. `lines` cache lines from `ahead` on are brought near
 // for every STEP pairs.
-template <int R, int C, class W>
-void tile(const LinearWeight& weight, Weights<W> weights, int64_t panel, const bf16* x,
-          int64_t x_stride, bf16* y, int64_t y_stride, const char* ahead, int lines) {
-  const int64_t pairs = num_pairs(weight), whole = weight.inputs / 2;
+template <int R, int C, class W, class X>
+void tile(const LinearWeight& weight, Weights<W> weights, int64_t panel, const X* x,
+          int64_t x_stride, X* y, int64_t y_stride, const char* ahead, int lines) {
+  constexpr int in_lane = sizeof(float) / sizeof(X);
+  const int64_t pairs = num_pairs(weight), whole = weight.inputs / in_lane;
   vf sums[R][C] = {};
   const auto add = [&](int64_t k, const auto& left) {
-    vu right[C];
+    decltype(load_weights(weights.from)) right[C];
     for (int c = 0; c < C; ++c)
       right[c] = load_weights(weights.from + k * weights.stride + c * VL);
     for (int r = 0; r < R; ++r) {
-      const vu pair = left(r, k);
+      const auto pair = left(r, k);
       for (int c = 0; c < C; ++c) sums[r][c] = multiply_pair(sums[r][c], pair, right[c]);
     }
   };
-  const auto left = [=](int r, int64_t k) { return load_pair(x + r * x_stride + 2 * k); };
+  const auto left = [=](int r, int64_t k) { return load_pair(x + r * x_stride + in_lane * k); };
   int64_t k = 0;
   for (; k + STEP <= whole; k += STEP) {
     for (int i = 0; i < lines; ++i, ahead += 64) __builtin_prefetch(ahead, 0, 2);
     for (int i = 0; i < STEP; ++i) add(k + i, left);
   }
   for (; k < whole; ++k) add(k, left);
-  if (k < pairs)
-    add(k, [=](int r, int64_t last) { return x[r * x_stride + 2 * last].bits - vu{}; });
+  if constexpr (in_lane == 2)
+    if (k < pairs)
+      add(k, [=](int r, int64_t last) { return x[r * x_stride + 2 * last].bits - vu{}; });
   for (int c = 0; c < C; ++c) {
     const int64_t first = (panel + c) * VL, count = std::min<int64_t>(VL, weight.outputs - first);
     const vf scale = weight.scales ? load(weight.scales + first) : splat(1.0f);
     const vf bias = weight.bias ? load(weight.bias + first) : vf{};
     for (int r = 0; r < R; ++r) {
       const vf result = sums[r][c] * scale + bias;
-      bf16* out = y + r * y_stride + first;
+      X* out = y + r * y_stride + first;
       if (count == VL)
         store(out, result);
       else
@@ -129,20 +141,20 @@ void tile(const LinearWeight& weight, Weights<W> weights, int64_t panel, const b
   }
 }
 
-template <int C, class W, int R = ROWS>
+template <int C, class W, class X, int R = ROWS>
 void tile_of_rows(int rows, const LinearWeight& weight, Weights<W> weights, int64_t panel,
-                  const bf16* x, int64_t x_stride, bf16* y, int64_t y_stride, const char* ahead,
+                  const X* x, int64_t x_stride, X* y, int64_t y_stride, const char* ahead,
                   int lines) {
   if (rows == R) return tile<R, C>(weight, weights, panel, x, x_stride, y, y_stride, ahead, lines);
   if constexpr (R > 1)
-    tile_of_rows<C, W, R - 1>(rows, weight, weights, panel, x, x_stride, y, y_stride, ahead, lines);
+    tile_of_rows<C, W, X, R - 1>(rows, weight, weights, panel, x, x_stride, y, y_stride, ahead, lines);
 }
 
 // `rows` rows against C panels, in tiles of about the same height. From `ahead` on lie `bytes` that are to
 // be brought near meanwhile.
-template <int C, class W>
-void tiles(const LinearWeight& weight, Weights<W> weights, int64_t panel, const bf16* x,
-           int64_t x_stride, bf16* y, int64_t y_stride, int64_t rows, const char* ahead,
+template <int C, class W, class X>
+void tiles(const LinearWeight& weight, Weights<W> weights, int64_t panel, const X* x,
+           int64_t x_stride, X* y, int64_t y_stride, int64_t rows, const char* ahead,
            int64_t bytes) {
   const int64_t count = divide_up(rows, ROWS), steps = num_pairs(weight) / STEP;
   const int64_t lines = steps ? divide_up(bytes, 64 * steps * count) : 0;
@@ -156,8 +168,8 @@ void tiles(const LinearWeight& weight, Weights<W> weights, int64_t panel, const 
 }
 
 // `rows` rows against C panels. `space`: of a thread's own, for C panels of bfloat16.
-template <int C>
-void item(const LinearWeight& weight, int64_t panel, const bf16* x, int64_t x_stride, bf16* y,
+template <int C, class X>
+void item(const LinearWeight& weight, int64_t panel, const X* x, int64_t x_stride, X* y,
           int64_t y_stride, int64_t rows, uint32_t* space) {
   const int64_t pairs = num_pairs(weight), pair = weight.scales ? 2 : 4;  // bytes
   const Panel place(weight, panel);
@@ -167,21 +179,28 @@ void item(const LinearWeight& weight, int64_t panel, const bf16* x, int64_t x_st
   int64_t size = C == NR && rows > ROWS ? C * pairs * VL * pair : 0;
   const char* ahead = from + size;
   size = std::min(size, (num_panels(weight) * pairs * VL - place.start) * pair - size);
-  if (!weight.scales) {
-    const Weights<uint32_t> weights = {reinterpret_cast<const uint32_t*>(from), place.stride};
+  if constexpr (sizeof(X) == sizeof(float)) {
+    const Weights<float> weights = {reinterpret_cast<const float*>(from), place.stride};
     return tiles<C>(weight, weights, panel, x, x_stride, y, y_stride, rows, ahead, size);
+  } else {
+    if (!weight.scales) {
+      const Weights<uint32_t> weights = {reinterpret_cast<const uint32_t*>(from), place.stride};
+      return tiles<C>(weight, weights, panel, x, x_stride, y, y_stride, rows, ahead, size);
+    }
+    const Weights<uint16_t> weights = {reinterpret_cast<const uint16_t*>(from), place.stride};
+    if (rows <= ROWS)
+      return tiles<C>(weight, weights, panel, x, x_stride, y, y_stride, rows, ahead, size);
+    for (int64_t k = 0; k < pairs; ++k)
+      for (int c = 0; c < C; ++c)
+        *reinterpret_cast<vu*>(space + (k * C + c) * VL) =
+            load_weights(weights.from + k * weights.stride + c * VL);
+    const Weights<uint32_t> turned = {space, C * VL};
+    tiles<C>(weight, turned, panel, x, x_stride, y, y_stride, rows, ahead, size);
   }
-  const Weights<uint16_t> weights = {reinterpret_cast<const uint16_t*>(from), place.stride};
-  if (rows <= ROWS) return tiles<C>(weight, weights, panel, x, x_stride, y, y_stride, rows, ahead, size);
-  for (int64_t k = 0; k < pairs; ++k)
-    for (int c = 0; c < C; ++c)
-      *reinterpret_cast<vu*>(space + (k * C + c) * VL) =
-          load_weights(weights.from + k * weights.stride + c * VL);
-  tiles<C>(weight, Weights<uint32_t>{space, C * VL}, panel, x, x_stride, y, y_stride, rows, ahead, size);
 }
 
-template <int C>
-void multiply(const LinearWeight& weight, const bf16* x, int64_t x_stride, bf16* y,
+template <int C, class X>
+void multiply(const LinearWeight& weight, const X* x, int64_t x_stride, X* y,
               int64_t y_stride, int64_t rows, int threads) {
   const int64_t panels = num_panels(weight), groups = divide_up(panels, C);
   const int64_t blocks = divide_up(rows, ITEM_ROWS);
@@ -196,8 +215,8 @@ void multiply(const LinearWeight& weight, const bf16* x, int64_t x_stride, bf16*
       for (int64_t b = 0; b < blocks; ++b) {
         const int64_t row = rows * b / blocks, count = rows * (b + 1) / blocks - row;
         const int64_t last = std::min(panels, g * C + C);
-        const bf16* from = x + row * x_stride;
-        bf16* to = y + row * y_stride;
+        const X* from = x + row * x_stride;
+        X* to = y + row * y_stride;
         int64_t panel = g * C;
         if (panel + C <= last) {
           item<C>(weight, panel, from, x_stride, to, y_stride, count, space.get());
@@ -207,6 +226,18 @@ void multiply(const LinearWeight& weight, const bf16* x, int64_t x_stride, bf16*
           item<1>(weight, panel, from, x_stride, to, y_stride, count, space.get());
       }
   }
+}
+
+// The weights of a panel of float32, packed.
+void pack_floats(const LinearWeight& weight, int64_t panel, const float* rows, int64_t stride,
+                 float* packed) {
+  const Panel place(weight, panel);
+  for (int64_t k = 0; k < weight.inputs; ++k)
+    for (int64_t lane = 0; lane < VL; ++lane) {
+      const int64_t output = panel * VL + lane;
+      packed[place.start + k * place.stride + lane] =
+          output < weight.outputs ? rows[output * stride + k] : 0.0f;
+    }
 }
 
 // The weights of a panel, packed. number(output, input): as it is packed.
@@ -226,19 +257,24 @@ void pack_panel(const LinearWeight& weight, int64_t panel, const Number& number,
 
 }  // namespace
 
-// How many numbers the packed weights are.
+// How many halves of lanes the packed weights are: bfloat16 or int8 elements, or two for one float32.
 int64_t linear_size(const LinearWeight& weight) {
   return num_panels(weight) * num_pairs(weight) * VL * 2;
 }
 
 // packed from [outputs][inputs], whose rows are `stride` numbers apart. With scales, of whole panels:
 // as int8, by the largest number of each output.
-void linear_pack(const LinearWeight& weight, const uint16_t* rows, int64_t stride, void* packed,
+void linear_pack(const LinearWeight& weight, const void* from, int64_t stride, void* packed,
                  float* scales, int threads) {
-  const bf16* numbers = reinterpret_cast<const bf16*>(rows);
+  const uint16_t* rows = static_cast<const uint16_t*>(from);
+  const bf16* numbers = static_cast<const bf16*>(from);
   const int64_t panels = num_panels(weight);
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t p = 0; p < panels; ++p) {
+    if (weight.dtype == FLOAT32) {
+      pack_floats(weight, p, static_cast<const float*>(from), stride, static_cast<float*>(packed));
+      continue;
+    }
     if (!scales) {
       const auto number = [=](int64_t output, int64_t k) { return rows[output * stride + k]; };
       pack_panel(weight, p, number, static_cast<uint16_t*>(packed));
@@ -263,17 +299,23 @@ void linear_pack(const LinearWeight& weight, const uint16_t* rows, int64_t strid
 
 // The weights of some outputs as they were before, or, of int8, as they are now: [count][inputs].
 // False: one of these outputs does not exist; then nothing was read.
-int linear_rows(const LinearWeight& weight, const int64_t* wanted, int64_t count, uint16_t* rows,
+int linear_rows(const LinearWeight& weight, const int64_t* wanted, int64_t count, void* rows,
                 int threads) {
   for (int64_t i = 0; i < count; ++i)
     if (wanted[i] < 0 || wanted[i] >= weight.outputs) return 0;
 #pragma omp parallel for num_threads(threads) schedule(static) if (count > 1)
   for (int64_t i = 0; i < count; ++i) {
     const Panel place(weight, wanted[i] / VL);
+    if (weight.dtype == FLOAT32) {
+      const float* lanes = static_cast<const float*>(weight.packed) + place.start + wanted[i] % VL;
+      float* to = static_cast<float*>(rows) + i * weight.inputs;
+      for (int64_t k = 0; k < weight.inputs; ++k) to[k] = lanes[k * place.stride];
+      continue;
+    }
     const int64_t start = 2 * (place.start + wanted[i] % VL);
     const uint16_t* numbers = static_cast<const uint16_t*>(weight.packed) + start;
     const int8_t* bytes = static_cast<const int8_t*>(weight.packed) + start;
-    bf16* row = reinterpret_cast<bf16*>(rows) + i * weight.inputs;
+    bf16* row = static_cast<bf16*>(rows) + i * weight.inputs;
     for (int64_t k = 0; k < weight.inputs; ++k) {
       const int64_t at = k / 2 * 2 * place.stride + k % 2;
       if (weight.scales)
@@ -285,18 +327,29 @@ int linear_rows(const LinearWeight& weight, const int64_t* wanted, int64_t count
   return 1;
 }
 
-// y from x: [rows][outputs] and [rows][inputs], whose rows are `y_stride` and `x_stride` elements apart.
-void linear(const LinearWeight& weight, const void* x, int64_t x_stride, void* y, int64_t y_stride,
-            int64_t rows, int threads) {
-  const bf16* left = static_cast<const bf16*>(x);
-  bf16* out = static_cast<bf16*>(y);
+namespace {
+
+template <class X>
+void linear_of(const LinearWeight& weight, const X* x, int64_t x_stride, X* y, int64_t y_stride,
+               int64_t rows, int threads) {
   // Few panels to a thread: narrower items, so that no thread is idle.
   const int64_t items = num_panels(weight) * divide_up(rows, ITEM_ROWS);
   if (items >= 2 * NR * threads)
-    return multiply<NR>(weight, left, x_stride, out, y_stride, rows, threads);
-  if (items >= 2 * threads)
-    return multiply<2>(weight, left, x_stride, out, y_stride, rows, threads);
-  multiply<1>(weight, left, x_stride, out, y_stride, rows, threads);
+    return multiply<NR>(weight, x, x_stride, y, y_stride, rows, threads);
+  if (items >= 2 * threads) return multiply<2>(weight, x, x_stride, y, y_stride, rows, threads);
+  multiply<1>(weight, x, x_stride, y, y_stride, rows, threads);
+}
+
+}  // namespace
+
+// y from x: [rows][outputs] and [rows][inputs], whose rows are `y_stride` and `x_stride` elements apart.
+void linear(const LinearWeight& weight, const void* x, int64_t x_stride, void* y, int64_t y_stride,
+            int64_t rows, int threads) {
+  if (weight.dtype == FLOAT32)
+    return linear_of(weight, static_cast<const float*>(x), x_stride, static_cast<float*>(y),
+                     y_stride, rows, threads);
+  linear_of(weight, static_cast<const bf16*>(x), x_stride, static_cast<bf16*>(y), y_stride, rows,
+            threads);
 }
 
 }  // namespace HEADRACE_ISA

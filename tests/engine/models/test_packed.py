@@ -18,6 +18,7 @@ from engine.models.packed import (
     new_scales,
     pack,
     packed_size,
+    packed_view,
     pad_bias,
     read_rows,
 )
@@ -164,7 +165,7 @@ def test_a_row_that_does_not_exist(row: int) -> None:
     [torch.zeros(2, 32), torch.zeros(2, 31).bfloat16(), torch.zeros(2, 32).bfloat16().to("meta")],
 )
 def test_input_that_does_not_fit(x: torch.Tensor) -> None:
-    with pytest.raises(RuntimeError, match="takes bfloat16"):
+    with pytest.raises(RuntimeError, match=r"takes torch\.bfloat16"):
         multiply(x, *_packed(_random(40, 32)), None, 40, 32)
 
 
@@ -183,3 +184,24 @@ def test_a_layer_compiles_and_keeps_its_weight(tmp_path: Path) -> None:
     assert set(saved) == {"0.weight", "1.weight", "1.bias"}
     for name in ("0.weight", "1.weight"):
         assert torch.equal(saved[name], linear.weight)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(1, 1), (5, 2), (17, 7), (64, 64), (65, 131), (200, 1023), (1000, 96)]
+)
+def test_float32(isa: str, outputs: int, inputs: int) -> None:
+    weight = torch.randn((outputs, inputs), generator=torch.Generator().manual_seed(2))
+    bias = torch.linspace(-1, 1, outputs)
+    memory = torch.empty(packed_size(outputs, inputs, dtype=torch.float32), dtype=torch.uint8)
+    packed = packed_view(memory, torch.float32)
+    pack(weight, packed)
+    rows = torch.arange(outputs).flip(0)
+    assert torch.equal(read_rows(packed, None, rows, outputs, inputs), weight.flip(0))
+    for count in (1, 3, 6, 7, 40, 97, 200):
+        x = torch.randn((count, inputs), generator=torch.Generator().manual_seed(count))
+        actual = multiply(x, packed, None, pad_bias(bias), outputs, inputs)
+        exact = x.double() @ weight.double().T + bias.double()
+        size = x.double().abs() @ weight.double().abs().T + bias.double().abs()
+        assert ((actual.double() - exact).abs() <= (inputs + 2) * 2.0**-23 * size).all()
+        one = multiply(x[:1], packed, None, pad_bias(bias), outputs, inputs)
+        assert torch.equal(one, actual[:1]), "a row is the same among others"

@@ -241,8 +241,9 @@ def test_choosing() -> None:
     assert choose_packing(cpu, torch.float32, None) is None
     assert choose_packing(cuda, torch.bfloat16, None) is None
     assert choose_packing(cpu, torch.bfloat16, None) == choose_packing(cpu, torch.bfloat16, True)
-    for device, dtype in ((cpu, torch.float32), (cuda, torch.bfloat16)):
-        with pytest.raises(ConfigError, match="pack_weights: is True, but only bfloat16 on a CPU"):
+    assert choose_packing(cpu, torch.float32, True) == "native", "only where it is asked for"
+    for device, dtype in ((cpu, torch.float16), (cuda, torch.bfloat16)):
+        with pytest.raises(ConfigError, match="pack_weights: is True, but only bfloat16 and float"):
             choose_packing(device, dtype, True)
 
 
