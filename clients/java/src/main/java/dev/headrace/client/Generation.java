@@ -169,19 +169,25 @@ public abstract sealed class Generation implements Iterable<Chunk>
    */
   public CompletableFuture<Result> resultAsync() {
     readAll();
-    return ended.thenApply(
-        nothing -> {
-          synchronized (lock) {
-            return outcome();
+    CompletableFuture<Result> made = new CompletableFuture<>();
+    ended.thenRun(
+        () -> {
+          try {
+            made.complete(outcome());
+          } catch (HeadraceException failed) {
+            made.completeExceptionally(failed);
           }
         });
+    return made;
   }
 
   private Result outcome() {
-    if (fold().error() != null) {
-      throw fold().error().thrownHere();
+    synchronized (lock) {
+      if (fold().error() != null) {
+        throw fold().error().thrownHere();
+      }
+      return fold().partial();
     }
-    return fold().partial();
   }
 
   // ---- for the kinds of it ---------------------------------------------------------------------

@@ -84,11 +84,16 @@ final class Pool {
     many = places.size() > 1 || places.get(0).isName();
     boolean hasNames = places.stream().anyMatch(Target::isName);
     names = hasNames ? new Thread(() -> resolve(places), "headrace-names") : null;
-    list(
-        places.stream()
-            .filter(place -> !place.isName())
-            .map(place -> new Target.Address(place.address(), ""))
-            .toList());
+    try {
+      list(
+          places.stream()
+              .filter(place -> !place.isName())
+              .map(place -> new Target.Address(place.address(), ""))
+              .toList());
+    } catch (RuntimeException refused) {
+      close(); // the connections before the one that cannot be
+      throw refused;
+    }
     if (!many) {
       servers.get(0).state = Server.State.READY;
     }
