@@ -84,7 +84,7 @@ LANGUAGES = (
         (str(_RUST_BUILD / "debug" / "headrace-conformance"),),
         needs=("cargo",),
         build=(
-            ("clients/rust", ("cargo", "build", "--locked", "--package", "headrace-conformance")),
+            ("clients/rust", ("cargo", "build", "--locked", "--bin", "headrace-conformance")),
         ),
         environment={"CARGO_TARGET_DIR": str(_RUST_BUILD)},
     ),

@@ -131,6 +131,21 @@ async fn a_batch_takes_requests_as_there_is_room() {
 
 #[tokio::test]
 #[ignore = "it needs the server that tests/clients/rust starts"]
+async fn a_request_without_a_stream_is_read_again_and_attached() {
+    let client = client();
+    let id = client.add(Request::text("abc").max_tokens(6)).await.unwrap().request_id;
+    let whole = soon(client.result(&id)).await.unwrap();
+    let mut stream = client.attach(&id, 1);
+    assert_eq!(soon(stream.result()).await.unwrap().text(), whole.text());
+    let session = session(&client);
+    assert_eq!(soon(session.attach(&id).unwrap().result()).await.unwrap().text(), whole.text());
+    let error = session.attach_from(&id, 3, 0).unwrap_err();
+    assert_eq!((error.kind(), error.fields()[0].field.as_str()), (ErrorKind::Invalid, "choices"));
+    session.finish().await.unwrap();
+}
+
+#[tokio::test]
+#[ignore = "it needs the server that tests/clients/rust starts"]
 async fn a_closed_client_says_so() {
     let client = client();
     let session = session(&client);

@@ -279,6 +279,10 @@ impl Session {
     ///
     /// As those of [`attach`](Self::attach).
     pub fn attach_from(&self, request_id: impl Into<String>, from: u64, choices: usize) -> Result<Handle, Error> {
+        if from > 1 && choices == 0 {
+            let told = "are needed: event 1 tells them, which does not come again from there";
+            return Err(Error::invalid("choices", told));
+        }
         self.attach_fold(Fold::new(request_id, choices, from))
     }
 
