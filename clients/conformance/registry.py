@@ -83,9 +83,7 @@ LANGUAGES = (
         "rust",
         (str(_RUST_BUILD / "debug" / "headrace-conformance"),),
         needs=("cargo",),
-        build=(
-            ("clients/rust", ("cargo", "build", "--locked", "--bin", "headrace-conformance")),
-        ),
+        build=(("clients/rust", ("cargo", "build", "--locked", "--bin", "headrace-conformance")),),
         environment={"CARGO_TARGET_DIR": str(_RUST_BUILD)},
     ),
     Language(
