@@ -40,6 +40,7 @@ from engine.logs import records
 from engine.logs.lines import LineReader, open_pipe
 from engine.outputs import RequestFailure, StepOutputs, end_of_lost
 from engine.process import messages
+from engine.process.exits import MENTIONS, describe_exit
 from engine.process.verbs import VERBS, Verb, raw, sends_the_rest
 from engine.process.wire import FrameReader, FrameWriter
 from engine.request import GenerationRequest
@@ -338,8 +339,9 @@ class ProcessEngineClient(EngineClient):
         if self._process is not None and not self._closing:
             with contextlib.suppress(TimeoutError):
                 code = await asyncio.wait_for(self._process.wait(), _REAP_S)
-                reason += f" (exit code {code})"
-        self._fail(_LOST, EngineUnavailableError(f"the engine has failed: {reason}"))
+                reason += f" ({describe_exit(code)})"
+        failure = EngineUnavailableError(f"the engine has failed: {reason}").naming(*MENTIONS)
+        self._fail(_LOST, failure)
 
     def _take(self, message: messages.Message, progress: ProgressSink) -> None:
         self._last_heard = time.monotonic()

@@ -40,20 +40,20 @@ from engine.config import (
     LoadConfig,
     RankPlace,
 )
-from engine.errors import ModelChangedError, ModelRefusedError
+from engine.errors import InsufficientMemoryError, ModelChangedError, ModelRefusedError
 from engine.kv_cache.groups import LayerGroup
 from engine.models.choosing import NOT_ASKED, make_decoder, plan_decoder
 from engine.models.native_decoder import NativeDecoder
 from engine.rope import RopeLengths
 from engine.runner.buckets import Sizes
-from engine.runner.checkpoint import read_checkpoint, resolve_path
+from engine.runner.checkpoint import Checkpoint, read_checkpoint, resolve_path
 from engine.runner.compile import compile_model, compile_options
 from engine.runner.cuda_graph import CapturingBackend, CudaCapture, GraphBackend
 from engine.runner.forward import CausalModel, ModelForward
 from engine.runner.gate import ModelProbe, check_config, num_embeddings, probe_layers, self_check
 from engine.runner.joining import join_products
 from engine.runner.kv_tensors import KVTensors, allocate_kv, make_groups
-from engine.runner.memory import CachePlan, HostLimits, StepLimits, plan_cache, step_limits
+from engine.runner.memory import GIB, CachePlan, HostLimits, StepLimits, plan_cache, step_limits
 from engine.runner.model_defaults import context_length, default_sampling, eos_token_ids
 from engine.runner.model_runner import ModelRunner
 from engine.runner.packing import Packing, choose_packing, pack_model
@@ -496,10 +496,34 @@ def _longest_in_blocks(groups: tuple[LayerGroup, ...], plan: CachePlan, context:
     return min([-(-context // plan.block_size), *full])
 
 
+def _check_room(checkpoint: Checkpoint, load_config: LoadConfig, available: int) -> None:
+    """Refuse weights for which there is no memory, before the system kills the process that reads
+    them.
+
+    Raises:
+        InsufficientMemoryError: they take more than what is free.
+    """
+    needed = float(checkpoint.file_bytes)
+    if load_config.dtype != "auto" and checkpoint.dtype is not None:
+        needed *= getattr(torch, load_config.dtype).itemsize / checkpoint.dtype.itemsize
+    if load_config.quantization == "int8":
+        needed /= 2
+    if needed <= available:
+        return
+    lighter = "" if load_config.quantization == "int8" else ", or quantization int8 on a CPU"
+    raise InsufficientMemoryError(
+        f"{checkpoint.path}: the weights take {needed / GIB:.2f} GiB, and {available / GIB:.2f} "
+        f"GiB are free here: give more memory, or a smaller model{lighter}; headrace-server plan "
+        "says what a model takes"
+    ).naming("quantization")
+
+
 def _load_weights(
     path: Path, load_config: LoadConfig, device: torch.device, ranks: Ranks | None
 ) -> PreTrainedModel:
     checkpoint = read_checkpoint(path)
+    if device.type == "cpu" and ranks is None:
+        _check_room(checkpoint, load_config, HostLimits.read().memory_available)
     if ranks is not None:
         check_plan(checkpoint.config, checkpoint.model_class, ranks.place.world_size)
     if not sys.stderr.isatty():

@@ -317,7 +317,10 @@ async def test_a_process_that_is_stopped_while_it_loads_or_is_idle_is_ended(
         await asyncio.sleep(2.0)  # idle for longer than the timeout
         assert client.failure is None
         os.kill(client.pid, signal.SIGSTOP)
-        assert "exit code -9" in str(await client.wait_failed())
+        failure = await client.wait_failed()
+        assert isinstance(failure, EngineUnavailableError)
+        assert "exit code -9: it was killed; unless a line before says that it hung" in str(failure)
+        assert failure.mentions == ("max_memory_percent",)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, LlamaConfig, PreTrainedModel, T5Config
 
 from engine.config import LoadConfig
-from engine.errors import ConfigError, ModelRefusedError
+from engine.errors import ConfigError, InsufficientMemoryError, ModelRefusedError
 from engine.offline import load
+from engine.runner import loader
 from engine.runner.checkpoint import resolve_path
 from engine.runner.loader import VerifiedModel, load_model
+from engine.runner.memory import HostLimits
 from engine.runner.model_defaults import context_length, default_sampling, eos_token_ids
 from engine.sampling_params import SamplingParams
 from tests.tiny_models import CONTEXT, FAMILIES, VOCAB, make_model
@@ -261,3 +263,26 @@ def test_the_context_of_a_model_without_a_limit() -> None:
 
 def test_make_model_is_a_pretrained_model(loaded: Callable[[str], Any]) -> None:
     assert isinstance(loaded("llama").model, PreTrainedModel)
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ({}, 1.0),
+        ({"dtype": "bfloat16"}, 0.5),
+        ({"dtype": "bfloat16", "quantization": "int8"}, 0.25),
+    ],
+)
+def test_weights_for_which_there_is_no_memory(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], needed: float
+) -> None:
+    size = round((saved / "model.safetensors").stat().st_size * needed)
+
+    def read(available: int) -> Any:
+        return lambda: HostLimits(None, available, 1, "")
+
+    monkeypatch.setattr(loader.HostLimits, "read", read(size + 1))
+    assert _load(saved, **options).vocab_size == VOCAB
+    monkeypatch.setattr(loader.HostLimits, "read", read(size - 1))
+    with pytest.raises(InsufficientMemoryError, match=r"the weights take .* give more memory"):
+        _load(saved, **options)
