@@ -15,6 +15,7 @@ _CPP_BUILD = ROOT / ".tools" / "cpp"
 _CPP_OPTIONS = ("-DCMAKE_BUILD_TYPE=Release",)
 _PYTHON = {"PYTHONPATH": f"{ROOT}:{ROOT / 'clients' / 'python' / 'src'}"}
 _RUST_BUILD = ROOT / ".tools" / "rust"
+_RUST_DRIVER = "headrace-conformance"
 _GO_DRIVER = ROOT / ".tools" / "bin" / "conformance-go"
 
 _JAVA_TARGET = "clients/java/target"
@@ -81,9 +82,14 @@ LANGUAGES = (
     ),
     Language(
         "rust",
-        (str(_RUST_BUILD / "debug" / "headrace-conformance"),),
+        (str(_RUST_BUILD / "debug" / _RUST_DRIVER),),
         needs=("cargo",),
-        build=(("clients/rust", ("cargo", "build", "--locked", "--bin", "headrace-conformance")),),
+        build=(
+            (
+                "clients/rust",
+                ("cargo", "build", "--locked", "--package", _RUST_DRIVER, "--bin", _RUST_DRIVER),
+            ),
+        ),
         environment={"CARGO_TARGET_DIR": str(_RUST_BUILD)},
     ),
     Language(
