@@ -14,7 +14,7 @@ from engine.planning.rates import Products, Rates
 
 STEP_OPERATIONS = 120
 """The engine's own work in a step (scheduling, layout, sampling), in small operations."""
-REQUEST_OPERATIONS = 3
+REQUEST_OPERATIONS = 10
 """The same for each request."""
 
 
