@@ -18,6 +18,7 @@ import os
 import random
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -337,6 +338,8 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=_CACHE, help=f"for models ({_CACHE})")
     parser.add_argument("--output", type=Path, default=_OUTPUT_FILE)
     arguments = parser.parse_args()
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, lambda number, frame: sys.exit(128 + number))  # ends the server
     wanted = [one for one in SHAPES if not arguments.shape or one.name in arguments.shape]
 
     def say(line: str) -> None:
