@@ -56,23 +56,22 @@ def _run(arguments: argparse.Namespace) -> int:
             continue
         row.make()
         rows.append(row)
-    load_average = os.getloadavg()
-    found: list[dict[str, Any]] = []
+    record: dict[str, Any] = {
+        "format": FORMAT,
+        "kind": KIND,
+        "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": machine_record(),
+        "load_average": os.getloadavg(),
+        "cases": [],
+    }
     for case in CASES:
-        if case.name in arguments.case:
-            found.append(measure(case, rows, arguments.turns))
-            _tell(found[-1])
-    if arguments.output is not None:
-        record = {
-            "format": FORMAT,
-            "kind": KIND,
-            "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
-            "commit": commit(),
-            "machine": machine_record(),
-            "load_average": load_average,
-            "cases": found,
-        }
-        arguments.output.write_text(json.dumps(rounded(record), indent=1) + "\n")
+        if case.name not in arguments.case:
+            continue
+        record["cases"].append(measure(case, rows, arguments.turns))
+        _tell(record["cases"][-1])
+        if arguments.output is not None:  # after each case: what is measured is kept
+            arguments.output.write_text(json.dumps(rounded(record), indent=1) + "\n")
     return 0
 
 
