@@ -8,8 +8,10 @@
 //! Locks are taken in the order session, handle, pool.
 
 mod clock;
+mod entry;
 mod handle;
 mod moves;
+mod options;
 mod wire;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -23,60 +25,22 @@ use tonic::Code;
 
 pub use handle::Handle;
 pub(crate) use handle::{Ended, Output};
+pub use options::SessionOptions;
 
 use crate::client::{Client, Inner};
 use crate::error::Error;
 use crate::fold::Fold;
-use crate::placement::{PrefixKeys, keys_of};
-use crate::pool::{PATIENCE, Server};
-use crate::proto;
+use crate::pool::Server;
 use crate::request::{Request, choices_of, size_of};
 use crate::trace::{TraceContext, label};
 use clock::Timer;
+use entry::Entry;
 use wire::Wire;
 
 /// What a command has beside its request, with the names of the most capabilities that one may need.
 const COMMAND_BYTES: usize = 4096;
 /// How long a close that cancels waits for the servers' answers.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(5);
-
-/// How a session is set up. The default is a session without lease and credits.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[must_use]
-pub struct SessionOptions {
-    lease: Option<Duration>,
-    initial_credit: u32,
-    room_timeout: Option<Duration>,
-}
-
-impl SessionOptions {
-    /// The defaults.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// How long requests go on, and their results are kept, after the connection was lost; the server may grant less. With
-    /// a lease a lost session resumes by itself: what has output is attached again where it lives until the lease has
-    /// passed, what has none is sent again. Without, the requests of a lost session end with `UNAVAILABLE`.
-    pub fn lease(mut self, lease: Duration) -> Self {
-        self.lease = Some(lease).filter(|lease| !lease.is_zero());
-        self
-    }
-
-    /// How many tokens of each request the server may send ahead of its reader; so a request that is not read takes no
-    /// more memory than that. By default (and with 0) what is not read is kept here.
-    pub fn initial_credit(mut self, tokens: u32) -> Self {
-        self.initial_credit = tokens;
-        self
-    }
-
-    /// For how long a request for which the server has no room is sent again, each time when the server said that it may
-    /// have some. By default as long as it takes; zero: the first refusal is the request's error.
-    pub fn room_timeout(mut self, limit: Duration) -> Self {
-        self.room_timeout = Some(limit);
-        self
-    }
-}
 
 /// Many requests on one stream (one for each server, if there are several). It has a task for each stream, and none for a
 /// request. A request that is not read delays no other.
@@ -139,66 +103,6 @@ struct State {
     closing: bool,
     /// Why it takes none, if it was lost or closed.
     ended: Option<Error>,
-}
-
-/// A live request.
-struct Entry {
-    output: Arc<Output>,
-    /// What to send; none: another stream started it.
-    spec: Option<Box<proto::GenerationSpec>>,
-    keys: Option<PrefixKeys>,
-    /// The server at which it is; none: it waits.
-    at: Option<u64>,
-    /// By which its events there name it; 0: not known yet.
-    number: u32,
-    /// The number of the command that brought it there.
-    command: u64,
-    /// Whether it was attached there, not added.
-    attaching: bool,
-    /// Whether everything that arrives is paid for at once.
-    unlimited: bool,
-    cancelled: bool,
-    /// Whether it waits for a server to be ready.
-    wants_server: bool,
-    /// Until when it is sent again for want of room; none: no bound.
-    give_up_at: Option<Instant>,
-    /// The process that has it.
-    instance: String,
-    /// How often it was sent again.
-    losses: u32,
-    reattached: u32,
-    /// Until when it may be attached again.
-    lost_until: Instant,
-    asked: HashSet<u64>,
-    ask_until: Instant,
-    /// Grows when it is sent or begins to wait: what was to be done before is void.
-    turn: u64,
-}
-
-impl Entry {
-    fn new(output: Arc<Output>, spec: Option<proto::GenerationSpec>) -> Self {
-        let now = Instant::now();
-        Self {
-            output,
-            keys: spec.as_ref().and_then(keys_of),
-            spec: spec.map(Box::new),
-            at: None,
-            number: 0,
-            command: 0,
-            attaching: false,
-            unlimited: false,
-            cancelled: false,
-            wants_server: false,
-            give_up_at: None,
-            instance: String::new(),
-            losses: 0,
-            reattached: 0,
-            lost_until: now,
-            asked: HashSet::new(),
-            ask_until: now + PATIENCE,
-            turn: 0,
-        }
-    }
 }
 
 impl Client {

@@ -1,0 +1,71 @@
+//! A live request of a session, as the session sees it: where it is, and what came of it there.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use tokio::time::Instant;
+
+use super::Output;
+use crate::placement::{PrefixKeys, keys_of};
+use crate::pool::PATIENCE;
+use crate::proto;
+
+/// A live request.
+pub(super) struct Entry {
+    pub(super) output: Arc<Output>,
+    /// What to send; none: another stream started it.
+    pub(super) spec: Option<Box<proto::GenerationSpec>>,
+    pub(super) keys: Option<PrefixKeys>,
+    /// The server at which it is; none: it waits.
+    pub(super) at: Option<u64>,
+    /// By which its events there name it; 0: not known yet.
+    pub(super) number: u32,
+    /// The number of the command that brought it there.
+    pub(super) command: u64,
+    /// Whether it was attached there, not added.
+    pub(super) attaching: bool,
+    /// Whether everything that arrives is paid for at once.
+    pub(super) unlimited: bool,
+    pub(super) cancelled: bool,
+    /// Whether it waits for a server to be ready.
+    pub(super) wants_server: bool,
+    /// Until when it is sent again for want of room; none: no bound.
+    pub(super) give_up_at: Option<Instant>,
+    /// The process that has it.
+    pub(super) instance: String,
+    /// How often it was sent again.
+    pub(super) losses: u32,
+    pub(super) reattached: u32,
+    /// Until when it may be attached again.
+    pub(super) lost_until: Instant,
+    pub(super) asked: HashSet<u64>,
+    pub(super) ask_until: Instant,
+    /// Grows when it is sent or begins to wait: what was to be done before is void.
+    pub(super) turn: u64,
+}
+
+impl Entry {
+    pub(super) fn new(output: Arc<Output>, spec: Option<proto::GenerationSpec>) -> Self {
+        let now = Instant::now();
+        Self {
+            output,
+            keys: spec.as_ref().and_then(keys_of),
+            spec: spec.map(Box::new),
+            at: None,
+            number: 0,
+            command: 0,
+            attaching: false,
+            unlimited: false,
+            cancelled: false,
+            wants_server: false,
+            give_up_at: None,
+            instance: String::new(),
+            losses: 0,
+            reattached: 0,
+            lost_until: now,
+            asked: HashSet::new(),
+            ask_until: now + PATIENCE,
+            turn: 0,
+        }
+    }
+}
