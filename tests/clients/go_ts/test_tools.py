@@ -54,6 +54,16 @@ def test_a_reply_that_was_cut_calls_nothing(program: list[str], addresses: Addre
     assert "read_gauge {" not in run.err
 
 
+def test_a_call_that_the_model_broke_off_is_told_to_it(
+    program: list[str], addresses: Addresses
+) -> None:
+    run = run_program(program, addresses.tcp, "broken")
+
+    assert run.code == 0
+    assert "I heard that the arguments are no JSON object" in run.out
+    assert 'read_gauge {"place": "Ulm"}' in run.err, "the whole one was run"
+
+
 def test_a_choice_that_there_is_not(program: list[str], addresses: Addresses) -> None:
     run = run_program(program, addresses.tcp, "--tool-choice", "often", QUESTION)
 

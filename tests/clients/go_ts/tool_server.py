@@ -24,13 +24,17 @@ CALLS = "<think>\nI must look.\n</think>\n\nI look.\n" + "\n".join(map(_CALL.for
 
 def ask_then_tell(request: GenerationRequest, _choice: int) -> Sequence[int]:
     """What the model says: the calls; then, once there are answers, these. If the calls are not in
-    the prompt as they were, it says so.
+    the prompt as they were, it says so. Asked to be cut, it goes on in a call until it is; asked to
+    be broken, it ends in one, and then says what it was told.
     """
     prompt = tokenizer().decode(request.prompt, skip_special_tokens=False)
     _, asked, answers = prompt.partition("<|im_start|>tool\n")
     reply = CALLS
     if "cut" in prompt:
-        reply = CALLS.removesuffix('"}}\n</tool_call>')
+        return (tokenizer().encode(CALLS.removesuffix('"}}\n</tool_call>') + "n" * 4096))[:4096]
+    if "broken" in prompt:
+        ended = 'I heard that the arguments are no JSON object: {"place": "Köln'
+        reply = ended if "no JSON object" in answers else CALLS.removesuffix('"}}\n</tool_call>')
     elif asked:
         told = asked + answers.removesuffix("<|im_start|>assistant\n")
         heard = told.replace("<|im_start|>tool\n", "").replace("<|im_end|>\n", "; ")
