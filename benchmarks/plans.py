@@ -5,8 +5,8 @@
 
 For each shape the plan is made of so many requests of one length. Then the server that its last
 line names runs just these: first prompts alone, then one request, then all at once. The memory is
-the high-water mark of both processes; the times of steps are the engine's own, as ControlService
-tells them. Shapes other than the demo model have random weights, made on the way.
+the high-water mark of both processes once they are ready; the times of steps are the engine's own,
+as ControlService tells them. Shapes other than the demo model have random weights, made on the way.
 """
 
 from __future__ import annotations
@@ -192,11 +192,21 @@ class Run:
                 raise RuntimeError(f"the server ended; see {self._log.name}")
             try:
                 self._vocabulary = self._client.model().vocab_size
+                self._forget_peaks()
             except headrace.HeadraceError:
                 time.sleep(0.2)
             else:
                 return
         raise RuntimeError("the server is not ready")
+
+    def _forget_peaks(self) -> None:
+        """Let the high-water marks begin anew: what loading took for a moment is not planned."""
+        for one in self._processes():
+            Path(f"/proc/{one.pid}/clear_refs").write_text("5")
+
+    def _processes(self) -> list[psutil.Process]:
+        root = psutil.Process(self._process.pid)
+        return [root, *root.children(recursive=True)]
 
     def prompt_s(self) -> float:
         """Seconds of the step of a prompt alone."""
@@ -239,9 +249,8 @@ class Run:
         return stats.steps, stats.last_step_duration.ToTimedelta().total_seconds()
 
     def peak_bytes(self) -> int:
-        """The high-water marks of its processes."""
-        root = psutil.Process(self._process.pid)
-        return sum(high_water(one.pid) for one in (root, *root.children(recursive=True)))
+        """The high-water marks of its processes since it was ready."""
+        return sum(high_water(one.pid) for one in self._processes())
 
     def end(self) -> None:
         """End it."""
