@@ -282,6 +282,8 @@ def assumptions(plan: Plan) -> Iterator[str]:
         yield "the KV cache gets its memory as tokens are written: less at first, at last all"
     if outline.own_decoder:
         yield "our decoder computes the layers, as a comparison at load allows"
+    if outline.experts:
+        yield "a checkpoint with experts takes more for a moment while it is read: not counted"
     if not outline.checkpoint.files:
         yield "the weights are not on this machine: what their files say was not looked at"
 
