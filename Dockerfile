@@ -8,7 +8,8 @@
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 
 
-FROM ${PYTHON_IMAGE} AS build
+# The packages: gigabytes, a layer of their own that a change of the sources leaves as it is.
+FROM ${PYTHON_IMAGE} AS packages
 
 # cuda: torch as the package index has it. cpu: torch from TORCH_INDEX_URL or deploy/wheels.
 ARG TORCH=cuda
@@ -18,19 +19,19 @@ ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_CERT
 
+# pip stays outside: the server's environment has none.
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
-RUN python3 -m venv /opt/headrace
+RUN python3 -m venv --without-pip /opt/headrace && python3 -m venv /opt/tools
 ENV PATH=/opt/headrace/bin:$PATH
 WORKDIR /src
 
-# Dependencies first: they are gigabytes, and a change of the sources must not fetch them again.
-COPY constraints.txt pyproject.toml ./
-COPY clients/python/pyproject.toml clients/python/
-COPY deploy/dependencies.py deploy/
+COPY constraints.txt deploy/dependencies.py deploy/requirements.lock ./
 COPY deploy/wheels /wheels
+# Everything with the hashes of the lock; a torch from elsewhere than the usual index has other ones.
 RUN set -eu; \
+    pip="/opt/tools/bin/pip --python /opt/headrace/bin/python"; \
     case "$TORCH" in \
-    cuda) ;; \
+    cuda) python dependencies.py locked requirements.lock > requirements.txt ;; \
     cpu) \
         if [ -n "$TORCH_INDEX_URL" ]; then set -- --index-url "$TORCH_INDEX_URL"; \
         elif ls /wheels/torch-*.whl >/dev/null 2>&1; then set -- --no-index; \
@@ -38,15 +39,18 @@ RUN set -eu; \
             echo "TORCH=cpu needs TORCH_INDEX_URL, PyTorch's index of CPU wheels, or a torch wheel in deploy/wheels" >&2; \
             exit 1; \
         fi; \
-        # Alone: everything else comes from the usual index, and finds torch already there.
-        pip install --no-deps --constraint constraints.txt --find-links /wheels "$@" torch ;; \
+        $pip install --no-deps --constraint constraints.txt --find-links /wheels "$@" torch; \
+        python dependencies.py locked requirements.lock --no-torch > requirements.txt ;; \
     *) echo "TORCH is '$TORCH'; it must be cpu or cuda" >&2; exit 1 ;; \
     esac; \
-    python deploy/dependencies.py pyproject.toml clients/python/pyproject.toml > requirements.txt; \
-    pip install --constraint constraints.txt --find-links /wheels --requirement requirements.txt; \
+    $pip install --no-deps --require-hashes --requirement requirements.txt; \
+    $pip check; \
     if [ "$TORCH" = cpu ]; then \
         python -c 'import torch; raise SystemExit(torch.version.cuda and "TORCH=cpu, but this torch is a CUDA build")'; \
     fi
+
+
+FROM packages AS build
 
 # Compiles the kernels for CPUs; an image of another distribution must bring its own compiler.
 RUN command -v g++ >/dev/null || { \
@@ -54,21 +58,21 @@ RUN command -v g++ >/dev/null || { \
         && rm -rf /var/lib/apt/lists/*; }
 
 # setuptools, the build backend, is there already: torch depends on it.
-COPY LICENSE README.md setup.py ./
-COPY clients/python/README.md clients/python/
+COPY LICENSE README.md setup.py pyproject.toml ./
+COPY clients/python/README.md clients/python/pyproject.toml clients/python/
 COPY clients/python/src clients/python/src
 COPY engine engine
 COPY service service
+# Under /own as it shall lie under /.
 RUN python -m engine.native.build \
-    && pip install --no-deps --no-build-isolation ./clients/python . \
-    && pip check \
-    && pip uninstall --yes pip
+    && /opt/tools/bin/pip --python /opt/headrace/bin/python install --no-deps --no-build-isolation \
+        --root /own ./clients/python .
 
-COPY LICENSE deploy/healthcheck.py /opt/headrace/
+COPY LICENSE deploy/healthcheck.py /own/opt/headrace/
 # Not under /models, where a mount would hide it.
-COPY models/demo /opt/headrace/models/demo
+COPY models/demo /own/opt/headrace/models/demo
 # A checkout may have been made with a strict umask; the server's user must be able to read these.
-RUN chmod -R a+rX /opt/headrace/LICENSE /opt/headrace/healthcheck.py /opt/headrace/models
+RUN chmod -R a+rX /own
 
 
 FROM ${PYTHON_IMAGE}
@@ -104,7 +108,8 @@ RUN set -eu; \
         echo '#include <Python.h>' | gcc -shared -fPIC -I"$include" -x c - -o /dev/null; \
     fi
 
-COPY --from=build /opt/headrace /opt/headrace
+COPY --from=packages /opt/headrace /opt/headrace
+COPY --from=build /own /
 
 # Settings are variables rather than arguments of CMD: other arguments leave them in force, and the
 # health check reads them too. INSECURE is what it says: plain text, until HEADRACE_TLS_CERT and

@@ -122,6 +122,16 @@ packages: $(DEV) ## Make the client libraries' packages and the bundle of protos
 	@if command -v cargo >/dev/null; then scripts/packages-rust.sh; else echo "no Rust crate: cargo is not installed"; fi
 	@if command -v mvn >/dev/null; then scripts/packages-java.sh; else echo "no Maven artefact: mvn is not installed"; fi
 
+.PHONY: lock
+lock: $(DEV) ## Write deploy/requirements.lock: the image's packages with their hashes, in the versions of constraints.txt.
+	set -o pipefail; $(BIN)/python deploy/dependencies.py names pyproject.toml clients/python/pyproject.toml | \
+	  $(BIN)/python -m uv pip compile --quiet --system-certs --universal --python-version 3.11 --generate-hashes --no-annotate \
+	  --no-header --constraint constraints.txt --output-file deploy/requirements.lock -
+
+.PHONY: image
+image: ## Build the server's image by buildah, try it and record it (as root; ARGS='--torch cpu --base debian').
+	$(PYTHON) scripts/image.py $(ARGS)
+
 .PHONY: model-table
 model-table: $(DEV) ## Write the tables of docs/models.md from tests/model_recipes.py.
 	$(BIN)/python scripts/model_table.py
