@@ -50,7 +50,14 @@ from engine.runner.checkpoint import Checkpoint, read_checkpoint, resolve_path
 from engine.runner.compile import compile_model, compile_options
 from engine.runner.cuda_graph import CapturingBackend, CudaCapture, GraphBackend
 from engine.runner.forward import CausalModel, ModelForward
-from engine.runner.gate import ModelProbe, check_config, num_embeddings, probe_layers, self_check
+from engine.runner.gate import (
+    ModelProbe,
+    check_config,
+    num_embeddings,
+    packing_noise,
+    probe_layers,
+    self_check,
+)
 from engine.runner.joining import join_products
 from engine.runner.kv_tensors import KVTensors, allocate_kv, make_groups
 from engine.runner.memory import GIB, CachePlan, HostLimits, StepLimits, plan_cache, step_limits
@@ -298,19 +305,21 @@ def verify_model(
     if own_decoder:
         is_packed = packing in ("native", "int8")
         plan = plan_decoder(model, backend, probe.prompts[-1], is_packed=is_packed)
+    noise = 0.0
     if packing not in (None, "int8"):
         view, model = None, original  # the view would hold the originals of packed weights
         progress(str(pack_model(original, packing)))
         view = ModelView.of(original)
         model = view.model
         rope = _read_rope(model)
+        noise = packing_noise(model, probe)
     if join:
         progress(str(join_products(model)))
     enter(progress, VERIFY)
     decoder = make_decoder(model, plan, [shape.window for shape in probe.shapes], progress)
     if ranks is not None:
         probe = replace(probe, logits=whole_logits(model, probe))
-    self_check(model, probe, backend, model.device, decoder)
+    self_check(model, probe, backend, model.device, decoder, noise)
     progress(f"verified: paged attention ({backend.name}) equals the model's own in every layer")
     vocab_size = min(num_embeddings(model), probe.logits[0].shape[-1])
     leader = None

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.errors import ModelRefusedError
-from engine.models import choosing, native_decoder, parts, recording
+from engine.models import choosing, comparison, native_decoder, parts, recording
 from engine.models.description import Decoder, Layer
 from engine.models.packed import PackedLinear, native_library, pack
 from tests.engine.models.test_decoder import make, verify
@@ -246,3 +246,19 @@ def test_what_is_recorded_is_the_unmodified_model() -> None:
     assert torch.equal(found.logits, expected)
     assert torch.equal(found.layers[1][0].x, found.layers[0][0].parts["result"])
     assert not any(one._forward_hooks for one in model.modules())
+
+
+def test_one_rounding_of_a_product_is_no_fault() -> None:
+    """An output differs by more than half a percent if its largest element is rounded otherwise."""
+    theirs = torch.full((11, 8), 0.01).bfloat16()
+    theirs[3] = 1.0
+    rounded, wrong = theirs.clone(), theirs.clone()
+    rounded[3, 5] += 2.0**-7
+    wrong[3, 5] += 2.0**-6
+    assert comparison._product(rounded, theirs) is None
+    assert comparison._product(wrong, theirs) is not None
+    theirs = torch.randn((11, 2000), generator=torch.Generator().manual_seed(0)).bfloat16()
+    wrong = (theirs.float() * 1.01).bfloat16()
+    assert all(
+        comparison._product(wrong[:, [one]], theirs[:, [one]]) is not None for one in range(2000)
+    )
