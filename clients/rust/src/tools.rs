@@ -162,8 +162,7 @@ impl Client {
             let calls = completion.tool_calls();
             let end = match completion.finish_reason() {
                 FinishReason::Stop if calls.is_empty() => ToolRunEnd::Answered,
-                // It alone says that the arguments of all calls are whole.
-                reason if reason != FinishReason::ToolCalls => ToolRunEnd::Cut,
+                _ if !ended_by_itself(&completion) => ToolRunEnd::Cut,
                 _ if reply >= runner.max_replies => ToolRunEnd::MaxReplies,
                 _ => {
                     let mut more = vec![as_taken(completion.message())];
@@ -195,6 +194,15 @@ fn next_turn(mut turn: Request, more: &[Message]) -> Request {
         }
     }
     turn.id("")
+}
+
+/// Nothing cut the reply. One with `Stop` has a call whose arguments are no JSON: the model is told.
+fn ended_by_itself(completion: &Completion) -> bool {
+    match completion.finish_reason() {
+        FinishReason::ToolCalls => true,
+        FinishReason::Stop => completion.choices.first().is_some_and(|first| first.stop_string.is_none()),
+        _ => false,
+    }
 }
 
 fn is_object(arguments: &str) -> bool {

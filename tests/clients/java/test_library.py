@@ -123,6 +123,24 @@ def test_a_question_is_answered_with_a_tool(where: str, choice: tuple[str, ...])
     assert done.code == 0
 
 
+def test_a_reply_that_was_cut_calls_nothing() -> None:
+    with running_server("tool_server") as running:
+        done = run_program(example("Tools"), running.tcp, "cut short")
+
+    assert done.code == 1
+    assert "its calls may not be whole" in done.err
+    assert "read_gauge {" not in done.err
+
+
+def test_a_call_that_the_model_broke_off_is_told_to_it() -> None:
+    with running_server("tool_server") as running:
+        done = run_program(example("Tools"), running.tcp, "broken")
+
+    assert done.code == 0
+    assert "I heard that the arguments are no JSON object" in done.out
+    assert 'read_gauge {"place": "Ulm"}' in done.err, "the whole one was run"
+
+
 def test_a_choice_that_there_is_not() -> None:
     done = run_program(example("Tools"), "localhost:1", "--tool-choice", "often", "How high?")
 

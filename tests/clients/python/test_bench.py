@@ -131,7 +131,7 @@ def test_a_seed_repeats_a_load(bench: Bench, server: ScriptedServer) -> None:
 def test_arrivals() -> None:
     def gaps(arrivals: Any, seed: int = 1) -> list[float]:
         load = Load(None, 1.0, 1, 4.0, arrivals, 0.0, seed)
-        return [gap for _, gap in zip(range(4000), load.gaps(), strict=False)]
+        return [gap for _, gap in zip(range(4000), load.gaps(4.0), strict=False)]
 
     assert set(gaps("constant")) == {0.25}
     drawn = gaps("poisson")

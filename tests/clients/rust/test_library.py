@@ -161,6 +161,16 @@ def test_a_reply_that_was_cut_calls_nothing(examples: Path, tool_addresses: Addr
     assert "read_gauge {" not in told.err
 
 
+def test_a_call_that_the_model_broke_off_is_told_to_it(
+    examples: Path, tool_addresses: Addresses
+) -> None:
+    told = run_program([str(examples / "tools")], tool_addresses.tcp, "broken")
+
+    assert told.code == 0
+    assert "I heard that the arguments are no JSON object" in told.out
+    assert 'read_gauge {"place": "Ulm"}' in told.err, "the whole one was run"
+
+
 def test_the_quick_start_from_the_crate(addresses: Addresses, tmp_path: Path) -> None:
     """By the README's own commands, in a fresh directory. What the crate requires comes from
     cargo's cache, or is downloaded.

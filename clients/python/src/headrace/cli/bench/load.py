@@ -53,12 +53,11 @@ class Load:
     room_timeout: float
     seed: int
 
-    def gaps(self) -> Iterator[float]:
-        """Seconds from one arrival of an open loop to the next."""
-        assert self.rate is not None
+    def gaps(self, rate: float) -> Iterator[float]:
+        """Seconds from one arrival of an open loop to the next, at so many a second."""
         chance = random.Random(f"{self.seed} arrivals")
         while True:
-            yield chance.expovariate(self.rate) if self.arrivals == "poisson" else 1 / self.rate
+            yield chance.expovariate(rate) if self.arrivals == "poisson" else 1 / rate
 
 
 class Run:
@@ -121,7 +120,9 @@ class Run:
         tally, cpu = self._tally, time.process_time()
         tally.began = self._clock()
         await self._unless_stopped(
-            asyncio.ensure_future(self._open() if self._load.rate else self._closed())
+            asyncio.ensure_future(
+                self._open(self._load.rate) if self._load.rate else self._closed()
+            )
         )
         tally.seconds = self._clock() - tally.began
         tally.cpu_seconds = time.process_time() - cpu
@@ -167,12 +168,12 @@ class Run:
             if failure is not None:
                 await asyncio.sleep(max(failure.retry_after or 0.0, _PAUSE))
 
-    async def _open(self) -> None:
+    async def _open(self, rate: float) -> None:
         due, room = self._tally.began, asyncio.Semaphore(self._load.concurrency)
         sessions = itertools.cycle(self._sessions)
         duration = math.inf if self._load.duration is None else self._load.duration
         async with asyncio.TaskGroup() as requests:
-            for gap in self._load.gaps():
+            for gap in self._load.gaps(rate):
                 due += gap
                 if self._is_over() or due >= self._tally.began + duration:
                     break

@@ -196,9 +196,8 @@ class Progress:
         goals = self._tally.goals
         if goals.ttft is not None and (self._first is None or self._first - self._due > goals.ttft):
             return False
-        if goals.itl is None or not self._tokens:
+        if goals.itl is None or self._first is None or not self._tokens:
             return True
-        assert self._first is not None
         return (self._last - self._first) / self._tokens <= goals.itl
 
 
