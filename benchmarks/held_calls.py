@@ -31,8 +31,8 @@ from benchmarks.workloads import Lengths, make_prompts
 from engine.assembly import build_core
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.core import EngineCore, MatcherFactory
+from engine.loading.loader import load_model
 from engine.request import GenerationRequest
-from engine.runner.loader import load_model
 from engine.sampling_params import GrammarKind, GrammarParams, SamplingParams, StopParams
 from engine.structured import GrammarCompiler
 from engine.text import Tokenizer

@@ -38,8 +38,8 @@ from benchmarks.workloads import FIRST_TOKEN, WORKLOADS, make_prompts
 from engine.assembly import build_core
 from engine.config import CPU_TARGET_STEP_TIME, ContinuousBatchingConfig, LoadConfig
 from engine.core import EngineCore
+from engine.loading.loader import load_model
 from engine.request import GenerationRequest
-from engine.runner.loader import load_model
 from engine.sampling_params import SamplingParams, StopParams
 from engine.scheduler.pace import StepPace
 from engine.threads import call_on_own_thread

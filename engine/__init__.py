@@ -12,13 +12,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine.api.manager import ContinuousBatchingManager
+    from engine.api.offline import LoadedModel, from_model, load
+    from engine.api.results import GenerationOutput, choice_name
     from engine.config import ContinuousBatchingConfig, LoadConfig
     from engine.errors import HeadraceError
-    from engine.manager import ContinuousBatchingManager
-    from engine.offline import LoadedModel, from_model, load
     from engine.outputs import FinishReason
     from engine.request import RequestStatus
-    from engine.results import GenerationOutput, choice_name
     from engine.telemetry.observer import Telemetry
 
 __all__ = [
@@ -38,17 +38,17 @@ __all__ = [
 
 _MODULES = {
     "ContinuousBatchingConfig": "config",
-    "ContinuousBatchingManager": "manager",
+    "ContinuousBatchingManager": "api.manager",
     "FinishReason": "outputs",
-    "GenerationOutput": "results",
+    "GenerationOutput": "api.results",
     "HeadraceError": "errors",
     "LoadConfig": "config",
-    "LoadedModel": "offline",
+    "LoadedModel": "api.offline",
     "RequestStatus": "request",
     "Telemetry": "telemetry.observer",
-    "choice_name": "results",
-    "from_model": "offline",
-    "load": "offline",
+    "choice_name": "api.results",
+    "from_model": "api.offline",
+    "load": "api.offline",
 }
 
 

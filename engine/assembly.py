@@ -11,17 +11,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from engine.admission import AdmissionLimits
+from engine.api.generation_options import GenerationDefaults
+from engine.api.manager import ContinuousBatchingManager, ManagerKeeper, Observer
+from engine.api.results import StopFinder
 from engine.config import ContinuousBatchingConfig, target_step_time
 from engine.core import EngineCore
 from engine.errors import InsufficientMemoryError
-from engine.generation_options import GenerationDefaults
 from engine.kv_cache.manager import KVCacheManager
+from engine.loading.loader import VerifiedModel, build_runner
+from engine.loading.memory import CachePlan
+from engine.loading.weights_watch import WeightsWatch
 from engine.loop import EngineLoop, StepSink
-from engine.manager import ContinuousBatchingManager, ManagerKeeper, Observer
-from engine.results import StopFinder
-from engine.runner.loader import VerifiedModel, build_runner
-from engine.runner.memory import CachePlan
-from engine.runner.weights_watch import WeightsWatch
 from engine.scheduler.pace import StepPace
 from engine.scheduler.registry import scheduler_class
 from engine.startup import VOCABULARY, enter

@@ -31,7 +31,7 @@ from engine.threads import await_on_own_thread
 from engine.types import RequestId
 
 if TYPE_CHECKING:
-    from engine.runner.loader import VerifiedModel
+    from engine.loading.loader import VerifiedModel
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class LocalEngineClient:
         if self._owns_process:
             gc.disable()  # a fifth of the time that the imports take
         from engine.assembly import build_loop
-        from engine.runner.loader import load_model
+        from engine.loading.loader import load_model
 
         if self._owns_process:
             gc.freeze()

@@ -12,7 +12,7 @@ still carried out. `model_window` stops steps and commands, for the caller's own
 `hold_request` stops one request, and the others go on.
 
 The sink is the service's delivery log (through `engine.client`), or the `ResultRouter` of the
-Python API (`engine.manager`).
+Python API (`engine.api.manager`).
 
 States: new → running → (stop) draining → stopped → (start) running …; a failure of the loop itself
 ends in dead.

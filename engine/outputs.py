@@ -1,7 +1,7 @@
 """What the engine delivers: the outputs of one step, request by request, and how a request ended.
 
 Filled by `engine.core` (and by the loop, for requests that never reached a step). Read by the sink:
-the result router of `engine.manager`, or the service's delivery log through `engine.client`.
+the result router of `engine.api.manager`, or the service's delivery log through `engine.client`.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ import signal
 import threading
 from typing import NoReturn
 
+from engine.api.following import follow
 from engine.config import LoadConfig
 from engine.errors import HeadraceError
-from engine.following import follow
 from service.flags import describe
 from service.logs.output import Output
 from service.process import end

@@ -20,10 +20,10 @@ import engine
 from benchmarks.adapters.building import built_model
 from benchmarks.adapters.loop import Turn, main, versions
 from benchmarks.adapters.profiling import profile_device
+from engine.api.offline import LoadedModel
+from engine.api.results import GenerationOutput
 from engine.config import LoadConfig
-from engine.offline import LoadedModel
-from engine.results import GenerationOutput
-from engine.runner.loader import prepare_model
+from engine.loading.loader import prepare_model
 from engine.threads import call_on_own_thread
 
 BLOCK_SIZE = 32

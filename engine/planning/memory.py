@@ -18,8 +18,8 @@ import torch
 
 from engine.config import ContinuousBatchingConfig
 from engine.kv_cache.groups import growth_blocks, window_blocks
+from engine.loading.memory import CachePlan, HostLimits, plan_cache, step_limits
 from engine.planning.outline import Outline
-from engine.runner.memory import CachePlan, HostLimits, plan_cache, step_limits
 from engine.text import Tokenizer, TokenizerError
 
 MIB = 1 << 20

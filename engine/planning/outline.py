@@ -1,7 +1,7 @@
 """A model's outline: its modules and what they keep, without its weights.
 
     path ─▶ read_checkpoint ─▶ the model on the meta device ─▶ one watched forward ─▶ Outline
-            (as for a server)                                  (see `engine.runner.watching`)
+            (as for a server)                                  (see `engine.loading.watching`)
 
 On the meta device tensors have shapes and types, and no elements: a model of any size takes seconds
 and some megabytes. The KV's shapes, the layer groups and what packing does come from the same code
@@ -28,16 +28,16 @@ from engine.attention.base import LayerShape
 from engine.config import LoadConfig
 from engine.errors import ConfigError, ModelRefusedError
 from engine.kv_cache.groups import LayerGroup
+from engine.loading.checkpoint import Checkpoint, read_checkpoint
+from engine.loading.gate import num_embeddings
+from engine.loading.joining import Operations
+from engine.loading.model_defaults import context_length
+from engine.loading.packing import Packing, choose_packing, held_bytes
+from engine.loading.watching import LayerWatch, masks_of
 from engine.models.parts import DTYPES
 from engine.models.table import NotDescribedError, describe
-from engine.runner.checkpoint import Checkpoint, read_checkpoint
-from engine.runner.gate import num_embeddings
-from engine.runner.joining import Operations
 from engine.runner.kv_tensors import make_groups
-from engine.runner.model_defaults import context_length
-from engine.runner.packing import Packing, choose_packing, held_bytes
 from engine.runner.rope import read_rope
-from engine.runner.watching import LayerWatch, masks_of
 
 _NAME = "headrace_outline"
 _TOKENS = 16
@@ -92,7 +92,7 @@ class Outline:
         checkpoint: what was read.
         name: its class.
         device, dtype: what it would run on and with.
-        packing: how its layers would be packed; see `engine.runner.packing`.
+        packing: how its layers would be packed; see `engine.loading.packing`.
         own_decoder: whether our decoder would compute them; see `engine.models`.
         parameters: how many numbers.
         shapes: the KV's, by layer.

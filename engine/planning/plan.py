@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import ConfigError
+from engine.loading.checkpoint import resolve_path
+from engine.loading.loader import set_threads
 from engine.planning.memory import MemoryPlan, Room, blocks_for, plan_memory, room
 from engine.planning.outline import Outline, read_outline
 from engine.planning.rates import Rates, given_rates, measure_rates
 from engine.planning.times import StepTimes
 from engine.planning.wanted import DEFAULT_OUTPUT, DEFAULT_PROMPT, Wanted
-from engine.runner.checkpoint import resolve_path
-from engine.runner.loader import set_threads
 
 DECODES = (1, 16, 64)
 """Requests in the steps whose times are told."""

@@ -8,7 +8,7 @@ from functools import cache, partial
 import pytest
 import torch
 
-from engine.offline import LoadedModel, from_model
+from engine.api.offline import LoadedModel, from_model
 from tests.engine.rig import WAIT, Rig
 from tests.tiny_models import FAMILIES, make_model
 

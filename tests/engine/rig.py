@@ -7,11 +7,11 @@ import time
 from typing import Any
 
 from engine.admission import AdmissionLimits
+from engine.api.manager import ContinuousBatchingManager
+from engine.api.results import GenerationOutput
 from engine.batch import ScheduledBatch
 from engine.core import EngineCore
 from engine.loop import EngineLoop
-from engine.manager import ContinuousBatchingManager
-from engine.results import GenerationOutput
 from tests.engine.fake_runner import VOCAB, make_core
 
 WAIT = 20.0

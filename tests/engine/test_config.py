@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
+from engine.api.offline import LoadedModel
 from engine.config import (
     CPU_TARGET_STEP_TIME,
     ContinuousBatchingConfig,
@@ -16,8 +17,7 @@ from engine.config import (
     engine_environ,
 )
 from engine.errors import ConfigError, UnsupportedFeatureError
-from engine.offline import LoadedModel
-from engine.runner.profiling import HostMemory
+from engine.loading.profiling import HostMemory
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from engine.api.manager import ContinuousBatchingManager
+from engine.api.offline import LoadedModel, from_model
 from engine.config import ContinuousBatchingConfig
 from engine.errors import ModelRefusedError
 from engine.kv_cache.groups import window_blocks
-from engine.manager import ContinuousBatchingManager
+from engine.loading.loader import verify_model
 from engine.models.table import FAMILIES as DESCRIBED
-from engine.offline import LoadedModel, from_model
 from engine.request import RequestStatus
-from engine.runner.loader import verify_model
 from engine.stats import EngineStats
 from tests.families import EVERY_FAMILY
 from tests.model_recipes import MODES, RECIPES, REFUSALS, WINDOW, Recipe

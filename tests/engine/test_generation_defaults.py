@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from engine.api.manager import ContinuousBatchingManager
+from engine.api.offline import LoadedModel, from_model
 from engine.config import ContinuousBatchingConfig
-from engine.manager import ContinuousBatchingManager
-from engine.offline import LoadedModel, from_model
+from engine.loading.model_defaults import default_sampling
 from engine.request import GenerationRequest
-from engine.runner.model_defaults import default_sampling
 from tests.tiny_models import FAMILIES, greedy_reference, make_model, make_prompts
 
 SMALL = ContinuousBatchingConfig(block_size=8, num_blocks=64, max_batch_tokens=64)

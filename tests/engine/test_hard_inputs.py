@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine.api.manager import ContinuousBatchingManager
+from engine.api.offline import LoadedModel
+from engine.api.results import GenerationOutput
 from engine.config import ContinuousBatchingConfig
 from engine.errors import (
     DuplicateRequestError,
@@ -16,11 +19,8 @@ from engine.errors import (
     QueueFullError,
     UnsupportedFeatureError,
 )
-from engine.manager import ContinuousBatchingManager
-from engine.offline import LoadedModel
 from engine.outputs import FinishReason
 from engine.request import RequestStatus
-from engine.results import GenerationOutput
 from tests.tiny_models import CONTEXT, VOCAB, greedy_reference, make_prompts
 
 WAIT = 60.0

@@ -15,13 +15,13 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
+from engine.api.manager import ContinuousBatchingManager
+from engine.api.offline import LoadedModel, from_model, load
+from engine.api.results import GenerationOutput
 from engine.attention.registry import ATTENTION_NAME
 from engine.config import ContinuousBatchingConfig
 from engine.errors import ModelChangedError, ModelRefusedError, NoStepError
-from engine.manager import ContinuousBatchingManager
-from engine.offline import LoadedModel, from_model, load
 from engine.outputs import FinishReason
-from engine.results import GenerationOutput
 from tests.model_recipes import FAST
 from tests.tiny_models import FAMILIES, greedy_reference, make_model, make_prompts
 

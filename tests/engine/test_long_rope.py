@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from engine.api.offline import LoadedModel, from_model, load
+from engine.api.results import GenerationOutput
 from engine.config import ContinuousBatchingConfig
-from engine.offline import LoadedModel, from_model, load
 from engine.outputs import FinishReason
 from engine.request import RequestStatus
-from engine.results import GenerationOutput
 from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.engine.runner.steps import build, make_core, make_request, run, tokens_of
 from tests.model_recipes import RECIPES

@@ -8,12 +8,12 @@ from functools import cache
 
 import pytest
 
+from engine.api.offline import LoadedModel, from_model
+from engine.api.results import GenerationOutput
 from engine.config import ContinuousBatchingConfig
 from engine.errors import ModelRefusedError
 from engine.kv_cache.groups import window_blocks
-from engine.offline import LoadedModel, from_model
 from engine.request import GenerationRequest, Request, RequestStatus
-from engine.results import GenerationOutput
 from engine.sampling_params import SamplingParams, StopParams
 from engine.scheduler.plan import StepPlan
 from engine.token_ids import TokenIds

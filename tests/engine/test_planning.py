@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import ConfigError, InsufficientMemoryError, ModelRefusedError
+from engine.loading.loader import build_runner, load_model
 from engine.models.packed import native_library
 from engine.planning import memory
 from engine.planning.memory import plan_memory, room
@@ -20,7 +21,6 @@ from engine.planning.plan import make_plan
 from engine.planning.rates import given_rates
 from engine.planning.times import StepTimes
 from engine.planning.wanted import Wanted
-from engine.runner.loader import build_runner, load_model
 from tests.model_recipes import RECIPES
 from tests.tiny_models import CONTEXT, FAMILIES, make_model
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.api.offline import from_model
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import ConfigError, ModelRefusedError
-from engine.offline import from_model
 from engine.scheduler.registry import register_scheduler, scheduler_class
 from tests.tiny_models import FAMILIES, make_model
 

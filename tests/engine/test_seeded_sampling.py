@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from engine.api.manager import ContinuousBatchingManager
+from engine.api.offline import LoadedModel
+from engine.api.results import GenerationOutput
 from engine.config import ContinuousBatchingConfig
-from engine.manager import ContinuousBatchingManager
-from engine.offline import LoadedModel
 from engine.outputs import FinishReason
-from engine.results import GenerationOutput
 from tests.tiny_models import VOCAB, greedy_reference, make_prompts
 
 PROMPT = make_prompts((30,), seed=77)[0]

@@ -19,9 +19,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 import engine
+from engine.api.offline import LoadedModel, from_model
 from engine.config import ContinuousBatchingConfig
 from engine.errors import DuplicateRequestError, InvalidRequestError, QueueFullError
-from engine.offline import LoadedModel, from_model
 from tests.engine.rig import Rig, result
 from tests.tiny_models import make_prompts
 

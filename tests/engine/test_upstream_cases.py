@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from engine.api.manager import ContinuousBatchingManager
+from engine.api.offline import LoadedModel
+from engine.api.results import GenerationOutput, choice_name
 from engine.config import ContinuousBatchingConfig
-from engine.manager import ContinuousBatchingManager
-from engine.offline import LoadedModel
 from engine.request import RequestStatus
-from engine.results import GenerationOutput, choice_name
 from tests.engine.rig import WAIT
 from tests.tiny_models import WINDOW, greedy_reference, make_prompts
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.kv_cache.copies import BlockCopy, StepCopies
-from engine.runner.loader import VerifiedModel, verify_model
+from engine.loading.loader import VerifiedModel, verify_model
 from engine.types import GroupId
 from tests.engine.runner.steps import build_verified, make_core, make_request, run, tokens_of
 from tests.gpu.conftest import UNCAPTURED

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from engine.config import ContinuousBatchingConfig
-from engine.runner.joining import join_products
-from engine.runner.loader import build_runner, verify_model
-from engine.runner.profiling import CudaMemory
+from engine.loading.joining import join_products
+from engine.loading.loader import build_runner, verify_model
+from engine.loading.profiling import CudaMemory
 from tests.engine.runner.steps import build_verified, make_core, make_request, run, tokens_of
 from tests.tiny_models import FAMILIES, greedy_reference, make_model, make_prompts
 

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 pytest.importorskip("triton")
 
 from engine.attention.triton_backend import TritonAttentionBackend
+from engine.loading.loader import VerifiedModel, verify_model
 from engine.request import GenerationRequest
-from engine.runner.loader import VerifiedModel, verify_model
 from engine.runner.runner_options import StepPath
 from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.engine.runner.steps import build_verified, make_core, make_request, run, tokens_of
@@ -69,7 +69,7 @@ def load(family: str, device: torch.device) -> VerifiedModel:
         if device.type == "cpu":
             # Refused on a CPU, of course: only the interpreter can run them there.
             patch.setattr(
-                "engine.runner.loader.choose_backend", lambda *wanted: TritonAttentionBackend()
+                "engine.loading.loader.choose_backend", lambda *wanted: TritonAttentionBackend()
             )
         verified = verify_model(model, Path(), lambda line: None, "triton")
     assert isinstance(verified.backend, TritonAttentionBackend)

@@ -75,7 +75,7 @@ def test_json_is_all_that_is_said_and_an_engine_s_last_words_are_there() -> None
     assert any("Listening on" in line for line in said)
     assert said[-1] == "Stopped."
     of_engine = [line for line in lines if line["process"] == "engine"]
-    assert any(line["logger"] == "engine.runner.memory" for line in of_engine)
+    assert any(line["logger"] == "engine.loading.memory" for line in of_engine)
     written = [line["message"] for line in of_engine if line["logger"] == "stderr"]
     assert "Fatal Python error: Aborted" in written
 

@@ -12,7 +12,7 @@ from headrace import FinishReason
 from transformers import GenerationConfig
 
 import engine
-from tests.engine.ranks_rig import BIN, ROOT, launched, needs_ranks, torchrun
+from tests.engine.parallel.ranks_rig import BIN, ROOT, launched, needs_ranks, torchrun
 
 DEMO = ROOT / "models" / "demo"
 PROMPT = "Once upon a time there was a mill by the river"

@@ -253,10 +253,10 @@ def a_share_that_is_ignored() -> None:
 @plant(
     8,
     what="a model whose layers differ from what is run passes the gate",
-    caught_by="tests/engine/runner/test_gate.py::test_a_wrong_backend_is_caught",
+    caught_by="tests/engine/loading/test_gate.py::test_a_wrong_backend_is_caught",
 )
 def an_open_gate() -> None:
-    from engine.runner import gate
+    from engine.loading import gate
 
     for name, value in vars(gate).items():
         if name in ("_LAYER_TOLERANCE", "_LOGITS_TOLERANCE"):

@@ -22,8 +22,8 @@ from engine.attention.base import AttentionParams, LayerShape
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.attention.varlen_backend import VarlenAttentionBackend
 from engine.errors import ConfigError
-from engine.runner import gate
-from engine.runner.loader import verify_model
+from engine.loading import gate
+from engine.loading.loader import verify_model
 from engine.runner.runner_options import StepPath
 from tests.engine.attention.varlen_reference import varlen_attn_out
 from tests.engine.runner.fake_graphs import RecordingBackend
@@ -206,7 +206,7 @@ def device_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_launch, "try_out", _no_compiler)
     monkeypatch.setattr(varlen_backend, "try_out", lambda device: None)
     monkeypatch.setattr(
-        "engine.runner.loader.choose_backend",
+        "engine.loading.loader.choose_backend",
         lambda device, *others: choose(torch.device("cuda"), *others),
     )
 

@@ -15,15 +15,15 @@ import torch
 from transformers import CompileConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
+from engine.api.offline import LoadedModel
 from engine.attention.native_backend import NativeAttentionBackend
 from engine.config import LoadConfig
+from engine.loading.loader import VerifiedModel, load_model, verify_model
+from engine.loading.packing import Packing
 from engine.models import table
 from engine.models.native_decoder import NativeDecoder
 from engine.models.packed import PackedEmbedding, PackedLinear
 from engine.models.table import FAMILIES as DESCRIBED
-from engine.offline import LoadedModel
-from engine.runner.loader import VerifiedModel, load_model, verify_model
-from engine.runner.packing import Packing
 from tests.model_recipes import RECIPES
 from tests.tiny_models import FAMILIES, make_model, make_prompts
 

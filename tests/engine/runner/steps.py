@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from engine.config import ContinuousBatchingConfig
 from engine.core import EngineCore
 from engine.kv_cache.manager import KVCacheManager
+from engine.loading.loader import LoadedRunner, VerifiedModel, build_runner
 from engine.outputs import RequestOutput
 from engine.request import GenerationRequest
 from engine.runner.cuda_graph import GraphBackend
-from engine.runner.loader import LoadedRunner, VerifiedModel, build_runner
 from engine.sampling_params import SamplingParams, StopParams
 from engine.scheduler.fifo import FIFOScheduler
 from engine.types import RequestId, TokenId
@@ -18,7 +18,7 @@ from tests.tiny_models import CONTEXT
 
 if TYPE_CHECKING:
     # Not imported: it needs more packages than a bare host with a GPU has (see tests/gpu).
-    from engine.offline import LoadedModel
+    from engine.api.offline import LoadedModel
 
 
 def make_request(

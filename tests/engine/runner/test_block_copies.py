@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.api.offline import LoadedModel
 from engine.attention.base import LayerShape
 from engine.batch import ScheduledBatch
 from engine.config import ContinuousBatchingConfig
 from engine.kv_cache.copies import BlockCopy, StepCopies
-from engine.offline import LoadedModel
+from engine.loading.loader import build_runner
 from engine.runner.block_copies import BlockCopier
 from engine.runner.kv_tensors import KVTensors, allocate_caches, allocate_host_caches, make_groups
-from engine.runner.loader import build_runner
 from engine.types import GroupId
 
 BLOCKS = 6

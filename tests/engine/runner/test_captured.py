@@ -9,11 +9,11 @@ from functools import cache
 import pytest
 import torch
 
+from engine.api.offline import LoadedModel
 from engine.config import ContinuousBatchingConfig
 from engine.errors import ConfigError
-from engine.offline import LoadedModel
+from engine.loading.loader import LoadedRunner, build_runner
 from engine.runner.buckets import context_sizes, token_sizes
-from engine.runner.loader import LoadedRunner, build_runner
 from engine.runner.model_runner import StepKind
 from engine.runner.runner_options import StepPath
 from engine.startup import Stages

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import CompileConfig
 
+from engine.api.offline import LoadedModel, from_model
 from engine.attention.opaque import CALLS
 from engine.config import ContinuousBatchingConfig
 from engine.errors import ConfigError
-from engine.offline import LoadedModel, from_model
 from engine.runner.compile import compile_options
 from engine.runner.runner_options import StepPath
 from tests.engine.runner.steps import build, make_core, make_request, run, tokens_of

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from engine.api.offline import LoadedModel
 from engine.batch import ScheduledBatch
 from engine.kv_cache.copies import BlockCopy, StepCopies
-from engine.offline import LoadedModel
+from engine.loading.loader import LoadedRunner
 from engine.outputs import FinishReason, RequestOutput
 from engine.request import LogprobParams
 from engine.runner.launched import InputBuffers
-from engine.runner.loader import LoadedRunner
 from engine.runner.model_runner import ModelRunner
 from engine.runner_protocol import INVALID_TOKEN
 from engine.sampling_params import SamplingParams, StopParams

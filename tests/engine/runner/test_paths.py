@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.api.offline import LoadedModel
 from engine.batch import ScheduledBatch
-from engine.offline import LoadedModel
+from engine.loading.loader import LoadedRunner
 from engine.runner.input_batch import InputBatch
-from engine.runner.loader import LoadedRunner
 from engine.runner.model_runner import StepKind
 from engine.runner.runner_options import StepPath
 from tests.engine.runner.steps import build, make_core, make_request, run, tokens_of

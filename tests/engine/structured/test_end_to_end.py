@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
+from engine.api.manager import ContinuousBatchingManager
+from engine.api.offline import LoadedModel, from_model, load
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import InvalidRequestError, UnsupportedFeatureError
 from engine.local_client import LocalEngineClient
-from engine.manager import ContinuousBatchingManager
-from engine.offline import LoadedModel, from_model, load
 from engine.outputs import FinishReason, RequestOutput, StepOutputs
 from engine.request import GenerationRequest
 from engine.sampling_params import GrammarKind, GrammarParams, SamplingParams, StopParams

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from engine.api.manager import ContinuousBatchingManager
+from engine.api.offline import LoadedModel, from_model
 from engine.config import ContinuousBatchingConfig
-from engine.manager import ContinuousBatchingManager
-from engine.offline import LoadedModel, from_model
 from engine.sampling_params import GrammarKind, GrammarParams, ReasoningParams
 from engine.text import Tokenizer
 from tests.engine.structured.conftest import DEMO

@@ -1,0 +1,54 @@
+"""Runs a process that is a rank of a tensor-parallel model other than rank 0: it loads its part,
+then follows rank 0.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from engine.config import LoadConfig, RankPlace
+from engine.threads import call_on_own_thread
+
+logger = logging.getLogger(__name__)
+
+
+def is_follower(load_config: LoadConfig) -> bool:
+    """Whether this process follows rank 0.
+
+    Raises:
+        ConfigError: torchrun's environment variables contradict each other.
+    """
+    place = RankPlace.read() if load_config.tensor_parallel == "auto" else None
+    return place is not None and place.rank > 0
+
+
+def follow(
+    model: str,
+    load_config: LoadConfig,
+    block_size: int,
+    on_loaded: Callable[[], None] = lambda: None,
+) -> None:
+    """Load this rank's part of a model, and compute for rank 0 until that ends.
+
+    Args:
+        model: a directory, or a hub id.
+        load_config, block_size: the same as rank 0's.
+        on_loaded: called, on another thread, when this rank has its part.
+
+    Raises:
+        ModelRefusedError: the model is refused, here or on another rank.
+        ConfigError: load_config asks for something that is not available here.
+        RanksLostError: another rank has failed, or ended unexpectedly.
+    """
+
+    def work() -> None:
+        from engine.loading.loader import load_model
+        from engine.parallel.follower import Follower
+
+        verified = load_model(model, load_config, logger.info, block_size)
+        on_loaded()
+        if verified.ranks is not None:
+            Follower(verified, verified.ranks).follow()
+
+    call_on_own_thread(work, "headrace-follower")

@@ -1,0 +1,540 @@
+"""The manager: the Python API of a running engine, with the methods of transformers' continuous
+batching.
+
+    add_request ──▶ options ──▶ ResultRouter.expect ──▶ EngineLoop.submit
+    get_result, iteration, handlers ◀── ResultRouter ◀── StepOutputs ◀── the engine's thread
+
+Start and stop, pauses, windows, cancellation and admission are inherited from
+`engine.loop.EngineLoop`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from engine.admission import AdmissionLimits
+from engine.api.generation_options import REQUEST_KEYS, GenerationDefaults
+from engine.api.results import (
+    MAX_UNREAD_REQUESTS,
+    MAX_UNREAD_RESULTS,
+    GenerationOutput,
+    Mailbox,
+    ResultHandler,
+    ResultRouter,
+    StopFinder,
+)
+from engine.core import EngineCore, MatcherFactory
+from engine.errors import InvalidRequestError, UnsupportedFeatureError
+from engine.loop import EngineLoop, GrammarCompile, StepSink
+from engine.outputs import StepOutputs
+from engine.request import GenerationRequest
+from engine.stats import EngineStats
+from engine.types import RequestId, TokenId
+
+logger = logging.getLogger(__name__)
+
+_FREE_KEYS = frozenset(
+    {
+        "n", "num_return_sequences", "seed", "stop_strings", "stop_token_ids", "ignore_eos",
+        "logprobs", "logprob_token_ids", "prompt_logprobs", "grammar", "priority", "time_limit_s",
+        "cache_salt", "bypass_prefix_cache",
+    }
+)  # fmt: skip
+"""Options of one request that need no processor; `grammar` uses a matcher instead."""
+StopFinderFactory = Callable[[tuple[str, ...]], StopFinder]
+
+
+class ManagerKeeper(Protocol):
+    """Keeps one stopped manager for the next session; each loaded model has a keeper."""
+
+    def keep(self, manager: ContinuousBatchingManager) -> None:
+        """Keep a manager that has ended and may be used again. Must not block."""
+        ...
+
+    def release(self, manager: ContinuousBatchingManager) -> None:
+        """Stop keeping a manager, because it is in use. Harmless if it was not kept."""
+        ...
+
+
+class Observer(Protocol):
+    """Is told what a manager does (`engine.telemetry.observer`). None of it may block or raise."""
+
+    def started(self, stats: Callable[[], EngineStats]) -> None:
+        """The manager's thread was started; `stats` may be called from any thread."""
+        ...
+
+    def ended(self) -> None:
+        """The manager's thread ends."""
+        ...
+
+    def submitting(self, requests: Sequence[GenerationRequest], arrival: float) -> None:
+        """Requests go to the engine; called by the thread that adds them. `arrival`: monotonic
+        seconds.
+        """
+        ...
+
+    def refused(self, requests: Sequence[GenerationRequest]) -> None:
+        """The engine has refused these."""
+        ...
+
+    def on_step(self, step: StepOutputs) -> None:
+        """One step's outputs; called on the engine's thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A checked request."""
+
+    spec: GenerationRequest
+    make_stop_finder: Callable[[], StopFinder] | None = None
+    compiling: Future[MatcherFactory] | None = None
+
+    @property
+    def make_matcher(self) -> MatcherFactory | None:
+        """The matcher factory of its grammar; waits until the grammar is compiled."""
+        return None if self.compiling is None else self.compiling.result()
+
+
+class ContinuousBatchingManager(EngineLoop):
+    """Generates for many requests at once, on a thread of its own. All methods may be called from
+    any thread. Made by `LoadedModel.init_continuous_batching`.
+
+    Attributes:
+        settings: the configs that it was made with; a manager with equal settings can take its
+            place.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        limits: AdmissionLimits,
+        *,
+        max_queue_size: int = 0,
+        max_unread_results: int = MAX_UNREAD_RESULTS,
+        max_unread_requests: int = MAX_UNREAD_REQUESTS,
+        defaults: GenerationDefaults | None = None,
+        per_request_processors: bool = False,
+        make_stop_finder: StopFinderFactory | None = None,
+        compile_grammar: GrammarCompile | None = None,
+        keeper: ManagerKeeper | None = None,
+        settings: object = None,
+        refresh_model: Callable[[], bool] | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        """Wire a manager; `engine.assembly` does this for a loaded model.
+
+        Args:
+            core, limits, max_queue_size, compile_grammar: see EngineLoop.
+            max_unread_results, max_unread_requests: see ContinuousBatchingConfig.
+            defaults: the options of requests that do not set their own.
+            per_request_processors: whether requests may set their own.
+            make_stop_finder: makes a stop string matcher; None: there is no tokenizer, stop strings
+                are refused.
+            keeper: keeps the manager for the next session if `stop` asks for it; None: that is not
+                possible.
+            settings: see the class.
+            refresh_model: called when the model may have been changed since the last step; returns
+                whether its weights have changed since the last call, so that cached prefixes are
+                wrong. Whatever it raises is raised to the caller. None: nothing is called.
+            observer: is told what the manager does; None: nobody is.
+        """
+        # No object that the manager refers to refers back to it, so a dropped manager frees its
+        # cache at once.
+        finish = weakref.WeakMethod(self.finish_request)
+        self._router = ResultRouter(
+            partial(_call_if_alive, finish), max_unread_results, max_unread_requests
+        )
+        super().__init__(
+            core,
+            limits,
+            sink=self._router.accept if observer is None else _both(self._router, observer),
+            max_queue_size=max_queue_size,
+            compile_grammar=compile_grammar,
+        )
+        self.settings = settings
+        self._defaults = defaults or GenerationDefaults(
+            None, (), drop_unsupported=True, return_logprobs=False
+        )
+        self._per_request_processors = per_request_processors
+        self._make_stop_finder = make_stop_finder
+        self._keeper = keeper
+        self._refresh_model = refresh_model
+        self._observer = observer
+        self._keep = False
+        self._next_name = 0
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the engine's thread. Harmless while it runs.
+
+        Raises:
+            EngineUnavailableError: see EngineLoop.
+            ModelChangedError: modules of the model were replaced since it was verified, or it was
+                moved or converted.
+        """
+        self._refresh()
+        super().start()
+
+    def warmup(self) -> None:
+        """Run once whatever is slow the first time; see EngineLoop.
+
+        Raises:
+            ModelChangedError: see `start`.
+            Exception: see EngineLoop.
+        """
+        self._refresh()
+        super().warmup()
+
+    @contextlib.contextmanager
+    def model_window(self) -> Iterator[None]:
+        """A window in which nothing touches the model: `with manager.model_window(): …`.
+        See EngineLoop.
+
+        Raises:
+            EngineUnavailableError: see EngineLoop.
+            ModelChangedError: at the end of the window, as for `start`. Requests then go on with
+                the modules that were verified.
+        """
+        with super().model_window():
+            yield
+            self._refresh()
+
+    def _refresh(self) -> None:
+        if self._refresh_model is not None and self._refresh_model():
+            logger.info("the model's weights have changed: cached prefixes are forgotten")
+            self.reset_prefix_cache()
+
+    def _started(self) -> None:
+        self._keep = False
+        if self._keeper is not None:
+            self._keeper.release(self)
+        self._router.reopen()
+        if self._observer is not None:
+            self._observer.started(self._core.stats)
+
+    def _ended(self) -> None:
+        self._router.close()
+        if self._observer is not None:
+            self._observer.ended()
+        self._offer()
+
+    def _offer(self) -> None:
+        if self._keep and self._keeper is not None and self._failure is None:
+            self._keeper.keep(self)
+
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:
+        """Stop the engine's thread: no new requests are accepted, and live ones are finished first.
+        Harmless if it does not run. Unread results stay.
+
+        Args:
+            block: whether to wait for the thread to end.
+            timeout: the most seconds to wait.
+            keep_for_next_session: whether the model keeps this manager with its cache, once the
+                thread has ended, for the next session with equal configs.
+            hard_stop: end live requests at once, with an error, instead of finishing them.
+
+        Raises:
+            UnsupportedFeatureError: keep_for_next_session is set, but no model has made this
+                manager.
+            RuntimeError: block is True, and the calling thread is in a model window of this
+                manager: it would wait for itself.
+        """
+        if keep_for_next_session and self._keeper is None:
+            raise UnsupportedFeatureError(
+                "keep_for_next_session", "is True, but no model has made this manager"
+            )
+        with self._changed:
+            if block:
+                self._refuse_to_wait_for_itself()
+            self._keep = keep_for_next_session
+            if not self._is_running:
+                self._offer()
+        super().stop(block, timeout, hard_stop=hard_stop)
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        input_ids: Sequence[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | Iterable[int] | None = None,
+        **logit_processor_kwargs: Any,
+    ) -> str:
+        """Add a request to the queue.
+
+        Args:
+            input_ids: the prompt's token ids: a list, or a one-dimensional numpy array or torch
+                tensor.
+            request_id: its name; None: "req_0", "req_1", … are assigned.
+            max_new_tokens: the most tokens to generate; None: the generation config's.
+            streaming: whether every step gives a (cumulative) result, not only the end.
+            record_timestamps: whether results have the time of each token.
+            eos_token_id: replaces the model's end-of-sequence ids; −1: none.
+            logit_processor_kwargs: options for this request only (docs/offline.md lists them);
+                sampling options need per_request_processors.
+
+        Returns:
+            The request's id. If num_return_sequences is above 1, the results of each choice have a
+            name of their own: see `engine.api.results.choice_name`.
+
+        Raises:
+            InvalidRequestError, UnsupportedFeatureError, DuplicateRequestError, QueueFullError,
+            UnreadResultsError, EngineUnavailableError: the request is refused; others are not
+                affected.
+        """
+        name = request_id if request_id is not None else self._new_names(1)[0]
+        try:
+            prepared = self._prepare(
+                name, input_ids, max_new_tokens, eos_token_id, logit_processor_kwargs
+            )
+            self._admit([prepared], streaming=streaming, record_timestamps=record_timestamps)
+        except BaseException:
+            self._router.give_up(name)
+            raise
+        return name
+
+    def add_requests(
+        self,
+        inputs: Sequence[Sequence[int]],
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        **logit_processor_kwargs: Any,
+    ) -> list[str]:
+        """Add several requests, all of them or none; see `add_request`.
+
+        Returns:
+            Their ids, in the order of the inputs, which is also the order of the queue.
+
+        Raises:
+            InvalidRequestError: the field begins with the input that is at fault, such as
+                "inputs[3].".
+            QueueFullError: there is no room for all of them; add them one by one.
+            UnsupportedFeatureError, UnreadResultsError, EngineUnavailableError.
+        """
+        prepared = []
+        for index, (name, prompt) in enumerate(
+            zip(self._new_names(len(inputs)), inputs, strict=True)
+        ):
+            try:
+                prepared.append(
+                    self._prepare(name, prompt, max_new_tokens, None, logit_processor_kwargs)
+                )
+            except InvalidRequestError as error:
+                raise InvalidRequestError(
+                    f"inputs[{index}].{error.field}", error.description
+                ) from error
+        self._admit(prepared, streaming=streaming, record_timestamps=record_timestamps)
+        return [entry.spec.request_id for entry in prepared]
+
+    def add_to(
+        self,
+        mailbox: Mailbox,
+        name: str,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int | None,
+        eos_token_id: int | Iterable[int] | None,
+        record_timestamps: bool,
+    ) -> int:
+        """Add a request whose results go to a mailbox of their own; used by
+        `engine.api.batch_generation`.
+
+        Returns:
+            How many choices it has.
+        """
+        prepared = self._prepare(name, prompt, max_new_tokens, eos_token_id, {})
+        self._admit(
+            [prepared], streaming=False, record_timestamps=record_timestamps, mailbox=mailbox
+        )
+        return prepared.spec.n
+
+    def cancel_request(self, request_id: str) -> bool:
+        """End a request; see EngineLoop. Handlers that wait for a request with that id are
+        dropped.
+        """
+        self._router.give_up(request_id)
+        return super().cancel_request(request_id)
+
+    def new_name(self) -> str:
+        """A request id that is not in use."""
+        return self._new_names(1)[0]
+
+    def _prepare(
+        self,
+        name: str,
+        input_ids: Sequence[int],
+        max_new_tokens: int | None,
+        eos_token_id: int | Iterable[int] | None,
+        overrides: dict[str, Any],
+    ) -> _Prepared:
+        """Make a request from the caller's arguments, and check it."""
+        if overrides and not self._per_request_processors:
+            known = sorted(set(overrides) & (REQUEST_KEYS - _FREE_KEYS))
+            if known:
+                raise InvalidRequestError(
+                    known[0], "is set for one request; that needs per_request_processors=True"
+                )
+        prompt = token_ids(input_ids)
+        options = self._defaults.resolve(
+            len(prompt),
+            max_new_tokens=max_new_tokens,
+            eos_token_id=eos_token_id,
+            overrides=overrides,
+        )
+        spec = options.to_request(RequestId(name), prompt)
+        self._limits.check(spec)
+        find_stop = self._stop_finder(options.stop_strings)
+        return _Prepared(spec, find_stop, self.compile_grammar(spec))
+
+    def _admit(
+        self,
+        prepared: Sequence[_Prepared],
+        *,
+        streaming: bool,
+        record_timestamps: bool,
+        mailbox: Mailbox | None = None,
+    ) -> None:
+        """Take in requests that were checked: all of them, or none."""
+        requests = [(entry.spec, entry.make_matcher) for entry in prepared]
+        arrival = time.monotonic()
+        expected: list[RequestId] = []
+        told: list[GenerationRequest] = []
+        try:
+            for entry in prepared:
+                self._router.expect(
+                    entry.spec,
+                    arrival,
+                    streaming=streaming,
+                    record_timestamps=record_timestamps,
+                    make_stop_finder=entry.make_stop_finder,
+                    mailbox=mailbox,
+                )
+                expected.append(entry.spec.request_id)
+            if self._observer is not None:
+                told = [spec for spec, _ in requests]
+                self._observer.submitting(told, arrival)
+            self._enqueue(requests, arrival)
+        except BaseException:  # also for an interrupt: nothing may be left behind
+            for name in expected:
+                self._router.forget(name)
+            if self._observer is not None:
+                self._observer.refused(told)
+            raise
+
+    def _new_names(self, count: int) -> list[str]:
+        names: list[str] = []
+        with self._changed:
+            while len(names) < count:
+                name = f"req_{self._next_name}"
+                self._next_name += 1
+                if not self._router.is_known(name):
+                    names.append(name)
+        return names
+
+    def _stop_finder(self, stop_strings: tuple[str, ...]) -> Callable[[], StopFinder] | None:
+        if not stop_strings:
+            return None
+        if self._make_stop_finder is None:
+            raise UnsupportedFeatureError(
+                "stop_strings",
+                "need the model's tokenizer.json, which is not there; use stop_token_ids",
+            )
+        return partial(self._make_stop_finder, stop_strings)
+
+    # ---- results -------------------------------------------------------------------------------
+
+    def get_result(
+        self, request_id: str | None = None, timeout: float | None = None
+    ) -> GenerationOutput | None:
+        """Return the oldest unread result; wait for one if there is none.
+
+        Args:
+            request_id: take only this request's (or choice's) results.
+            timeout: the most seconds to wait; None: as long as the engine runs.
+
+        Returns:
+            The result; None after the timeout, or if the engine has ended and nothing is left.
+
+        Raises:
+            RequestNotFoundError: the named request is not live and has no unread result.
+        """
+        return self._router.get(request_id, timeout)
+
+    def get_from(self, mailbox: Mailbox, timeout: float | None) -> GenerationOutput | None:
+        """Like `get_result`, for the requests of `add_to`."""
+        return self._router.get(None, timeout, mailbox)
+
+    def __iter__(self) -> Iterator[GenerationOutput]:
+        """All results as they come, until the engine has ended and all are read."""
+        while (result := self.get_result()) is not None:
+            yield result
+
+    def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
+        """One request's (or choice's) results as they come; ends after its last one."""
+        while (result := self.get_result(request_id)) is not None:
+            yield result
+            if result.is_finished():
+                return
+
+    def register_result_handler(self, request_id: str, callback: ResultHandler) -> None:
+        """Call `callback` on the running event loop with each result of a request (or choice); ends
+        with its last one.
+
+        It may be registered before its request is added, so that no result is missed: it then waits
+        for the next request with that id, and is dropped if that request is refused.
+
+        Raises:
+            TooManyHandlersError: too many handlers wait for their requests.
+            RuntimeError: no event loop is running here.
+        """
+        self._router.register(request_id, callback)
+
+
+def _both(router: ResultRouter, observer: Observer) -> StepSink:
+    def accept(step: StepOutputs) -> None:
+        # First: once a result is there, its caller may add another request of the same name.
+        try:
+            observer.on_step(step)
+        except Exception:
+            logger.exception("the telemetry of a step failed")
+        router.accept(step)
+
+    return accept
+
+
+def token_ids(prompt: Iterable[Any]) -> tuple[TokenId, ...]:
+    """A prompt's token ids, from a list, a numpy array or a torch tensor. Values that are not
+    integers stay as they are: admission refuses them and names the position.
+    """
+    if hasattr(prompt, "tolist"):
+        prompt = prompt.tolist()  # one call; iterating would make an array or tensor of each entry
+    ids = tuple(prompt)
+    if all(type(token) is int for token in ids):
+        return ids
+    return tuple(TokenId(token.item()) if hasattr(token, "item") else token for token in ids)
+
+
+def _call_if_alive(method: weakref.WeakMethod[Any], *arguments: object) -> None:
+    bound = method()
+    if bound is not None:
+        bound(*arguments)

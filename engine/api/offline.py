@@ -1,0 +1,381 @@
+"""Generation without a server: `load(path)` returns a model with the methods of transformers'
+ContinuousMixin.
+
+model = engine.load("models/demo")
+outputs = model.generate_batch([[1, 2, 3], [4, 5]], max_new_tokens=32)
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from engine.api.batch_generation import generate
+from engine.api.batching_options import resolve_config
+from engine.api.following import follow, is_follower
+from engine.api.generation_options import GenerationDefaults
+from engine.api.manager import ContinuousBatchingManager
+from engine.api.results import GenerationOutput
+from engine.assembly import build_manager
+from engine.config import ContinuousBatchingConfig, LoadConfig
+from engine.errors import ConfigError, ModelRefusedError
+from engine.loading.loader import VerifiedModel, load_model, verify_model
+from engine.text import Tokenizer, TokenizerError
+from engine.threads import call_on_own_thread
+
+if TYPE_CHECKING:
+    from engine.telemetry.observer import Telemetry
+
+logger = logging.getLogger(__name__)
+
+
+class LoadedModel:
+    """A verified model with continuous batching; made by `load` or `from_model`."""
+
+    def __init__(
+        self,
+        verified: VerifiedModel,
+        config: ContinuousBatchingConfig | None = None,
+        tokenizer_path: Path | None = None,
+        telemetry: Telemetry | None = None,
+    ) -> None:
+        """Wrap a model.
+
+        Args:
+            verified: the model, which passed the load gate.
+            config: the default config of managers.
+            tokenizer_path: the directory with the tokenizer's files; None: there is none.
+            telemetry: is told what managers do; None: nobody is.
+        """
+        self._verified = verified
+        self._config = config or ContinuousBatchingConfig()
+        self._tokenizer_path = tokenizer_path
+        self._tokenizer: Tokenizer | None = None
+        self._kept = _Kept()
+        self._telemetry = telemetry
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The transformers model, to generate with, train and save: steps run on a view of it."""
+        return self._verified.original
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The model's own generation config."""
+        config: GenerationConfig = self._verified.original.generation_config
+        return config
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, None if its directory has none."""
+        if self._tokenizer is None and self._tokenizer_path is not None:
+            try:
+                self._tokenizer = Tokenizer.load(self._tokenizer_path, self._verified.vocab_size)
+            except TokenizerError as error:
+                logger.info("no tokenizer: %s", error)
+                self._tokenizer_path = None
+        return self._tokenizer
+
+    def init_continuous_batching(
+        self,
+        generation_config: GenerationConfig | None = None,
+        continuous_batching_config: object | None = None,
+    ) -> ContinuousBatchingManager:
+        """Make a manager with its own KV cache; `start` it, add requests, `stop` it.
+
+        If the model keeps a manager (see `ContinuousBatchingManager.stop`) that was made with equal
+        configs, that manager is returned, with its cache. A kept one with other configs is dropped,
+        and its memory freed, before the new one is made.
+
+        Args:
+            generation_config: the default options of requests. Fields that it leaves open come from
+                the model's own config, as for `model.generate`; None: all do.
+            continuous_batching_config: ours, or one of transformers; None: the generation config's,
+                else the one given to `load`.
+
+        Raises:
+            ConfigError: an option is out of bounds, or not available on this device.
+            InsufficientMemoryError: the KV cache does not fit.
+            ModelChangedError: modules of the model were replaced since it was verified, or it was
+                moved or converted.
+            UnsupportedFeatureError: the generation config asks for something that this engine does
+                not support, and drop_unsupported_processors is off.
+        """
+        return self._manager(generation_config, continuous_batching_config, {})
+
+    def destroy_cached_continuous_batching_manager(self) -> None:
+        """Drop the manager that the model keeps, and its cache. Harmless if it keeps none."""
+        self._kept.drop()
+
+    @contextlib.contextmanager
+    def continuous_batching_context_manager(
+        self,
+        generation_config: GenerationConfig | None = None,
+        block: bool = True,
+        timeout: float | None = None,
+        continuous_batching_config: object | None = None,
+        persistent_manager: bool = False,
+        warmup: bool = True,
+    ) -> Iterator[ContinuousBatchingManager]:
+        """A manager that is started here and stopped at the end of the block: live requests are
+        finished first.
+
+        Args:
+            generation_config, continuous_batching_config: see `init_continuous_batching`.
+            block, timeout: how the end of the block waits; see `ContinuousBatchingManager.stop`.
+            persistent_manager: whether the model keeps the manager for the next session.
+            warmup: whether to run whatever is slow the first time before the first prompt; done
+                once for each manager.
+        """
+        manager = self._manager(generation_config, continuous_batching_config, {})
+        _start(manager, warmup)
+        try:
+            yield manager
+        finally:
+            manager.stop(block, timeout, keep_for_next_session=persistent_manager)
+
+    def generate_batch(
+        self,
+        inputs: Sequence[Sequence[int]],
+        generation_config: GenerationConfig | None = None,
+        continuous_batching_config: object | None = None,
+        record_timestamps: bool = False,
+        progress_bar: bool = True,
+        persistent_manager: bool = False,
+        warmup: bool = True,
+        **kwargs: Any,
+    ) -> dict[str, GenerationOutput]:
+        """Generate for a batch of prompts.
+
+        Args:
+            inputs: the prompts' token ids: lists, or one-dimensional numpy arrays or torch tensors.
+            generation_config, continuous_batching_config: see `init_continuous_batching`.
+            record_timestamps: whether outputs have the time of each token.
+            progress_bar: whether to show a progress bar.
+            persistent_manager: whether the model keeps the manager and its cache for the next call
+                with the same configs.
+            warmup: whether to run whatever is slow the first time before the first prompt.
+            kwargs: max_new_tokens, eos_token_id, and single fields of ContinuousBatchingConfig.
+
+        Returns:
+            The output of each prompt by its request id, in the order of the prompts. The ids of a
+            new manager are "req_0", "req_1", …; a kept manager continues its numbering. With
+            num_return_sequences above 1, "req_0" is followed by "req_0__child#0", "req_0__child#1",
+            …. A refused prompt has one output, with status FAILED and its error.
+
+        Raises:
+            InvalidRequestError: a keyword is unknown.
+            ConfigError, InsufficientMemoryError, ModelChangedError, UnsupportedFeatureError: see
+                `init_continuous_batching`.
+        """
+        max_new_tokens = kwargs.pop("max_new_tokens", None)
+        eos_token_id = kwargs.pop("eos_token_id", None)
+        manager = self._manager(generation_config, continuous_batching_config, kwargs)
+        is_complete = False
+        try:
+            _start(manager, warmup)
+            results = generate(
+                manager,
+                inputs,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=eos_token_id,
+                record_timestamps=record_timestamps,
+                progress_bar=progress_bar,
+            )
+            is_complete = True
+        finally:
+            manager.stop(
+                keep_for_next_session=persistent_manager and is_complete, hard_stop=not is_complete
+            )
+        return results
+
+    def _manager(
+        self,
+        generation_config: GenerationConfig | None,
+        continuous_batching_config: object | None,
+        options: dict[str, Any],
+    ) -> ContinuousBatchingManager:
+        """The kept manager if its settings match, else a new one."""
+        generation = generation_config or self.generation_config
+        config = resolve_config(generation, continuous_batching_config, self._config, options)
+        defaults = GenerationDefaults(
+            generation,
+            self._verified.eos_token_ids,
+            model_generation_config=self.generation_config,
+            drop_unsupported=config.drop_unsupported_processors,
+            return_logprobs=config.return_logprobs,
+            vocab_size=self._verified.vocab_size,
+            seed=config.seed,
+        )
+        settings = (generation.to_json_string(), self.generation_config.to_json_string(), config)
+        kept = self._kept.take(settings)
+        if kept is not None:
+            return kept
+        self._verified.refresh()
+        telemetry = self._telemetry
+        return build_manager(
+            self._verified,
+            config,
+            logger.info,
+            defaults=defaults,
+            tokenizer=self.tokenizer,
+            keeper=self._kept,
+            settings=settings,
+            observer=None if telemetry is None else telemetry.observer(self._name),
+        )
+
+    @property
+    def _name(self) -> str:
+        """The model's name, for people."""
+        return self._verified.path.name or type(self.model).__name__
+
+
+def load(
+    path: str,
+    config: ContinuousBatchingConfig | None = None,
+    *,
+    telemetry: Telemetry | None = None,
+    **options: Any,
+) -> LoadedModel:
+    """Load and verify a model.
+
+    Args:
+        path: a directory with config.json and safetensors, or a hub id.
+        config: the default config of managers.
+        telemetry: is told what managers do (docs/offline.md); None: nobody is.
+        options: fields of LoadConfig: dtype, device, threads, attention, quantization,
+            pack_weights, decoder, tensor_parallel. dtype and device may be torch's.
+
+    With tensor_parallel="auto", the script runs on all ranks that torchrun started, but only rank 0
+    returns from this call. On the other ranks it computes for rank 0, and raises SystemExit when
+    rank 0 ends.
+
+    Raises:
+        ModelRefusedError: the model cannot be loaded, or would be run wrongly.
+        ConfigError: an option is unknown or out of bounds.
+        RanksLostError: the model is split, and another rank has ended or failed.
+    """
+    load_config = _load_config(options)
+    block_size = (config or ContinuousBatchingConfig()).block_size
+    if is_follower(load_config):
+        follow(path, load_config, block_size)
+        raise SystemExit(0)
+    verified = call_on_own_thread(
+        lambda: load_model(path, load_config, logger.info, block_size), "headrace-load"
+    )
+    if verified.leader is not None:
+        atexit.register(verified.end)
+    return LoadedModel(verified, config, verified.path, telemetry)
+
+
+_OF_TRANSFORMERS = {
+    "attn_implementation": "is not needed: steps have attention of the engine's (attention=…), and "
+    "loaded.model.set_attn_implementation is for the model's own calls",
+    "device_map": "is not an option here; use device",
+    "torch_dtype": "is not an option here; use dtype",
+    "tp_plan": "is not an option here; use tensor_parallel",
+    "distributed_config": "is not an option here; use tensor_parallel",
+    "quantization_config": "is not an option here; use quantization",
+}
+"""Options of from_pretrained, with what `load` has instead."""
+
+
+def _load_config(options: dict[str, Any]) -> LoadConfig:
+    """Raises ConfigError."""
+    known = [field.name for field in dataclasses.fields(LoadConfig)]
+    for name in options:
+        if name not in known:
+            hint = _OF_TRANSFORMERS.get(name, "is not an option of engine.load")
+            raise ConfigError(name, f"{hint}; the options are {', '.join(known)}")
+    values = dict(options)
+    if isinstance(values.get("dtype"), torch.dtype):
+        values["dtype"] = str(values["dtype"]).removeprefix("torch.")
+    if isinstance(values.get("device"), torch.device):
+        values["device"] = str(values["device"])
+    return LoadConfig(**values)
+
+
+def from_model(
+    model: PreTrainedModel,
+    config: ContinuousBatchingConfig | None = None,
+    tokenizer_path: str | Path | None = None,
+    attention: str = "auto",
+    telemetry: Telemetry | None = None,
+) -> LoadedModel:
+    """Verify a model that is already in memory. It is not changed: steps run on a view of it, which
+    shares its weights.
+
+    Args:
+        model: in evaluation mode.
+        config: the default config of managers.
+        tokenizer_path: the directory with the tokenizer's files, for stop strings; None: the
+            directory that the model was loaded from, if there is one.
+        attention: see LoadConfig.
+        telemetry: is told what managers do (docs/offline.md); None: nobody is.
+
+    Raises:
+        ModelRefusedError: the model would be run wrongly.
+        ConfigError: that attention is not available here.
+    """
+    if model.training:
+        raise ModelRefusedError("the model is in training mode; call model.eval() first")
+    name = tokenizer_path or model.config.name_or_path
+    directory = Path(name) if name else None
+    verified = verify_model(
+        model,
+        directory or Path(),
+        logger.info,
+        attention,
+        block_size=(config or ContinuousBatchingConfig()).block_size,
+    )
+    return LoadedModel(verified, config, directory, telemetry)
+
+
+def _start(manager: ContinuousBatchingManager, warmup: bool) -> None:
+    if warmup and not manager.warmed_up:
+        manager.warmup()
+    manager.start()
+
+
+class _Kept:
+    """The one stopped manager that a model keeps; see `engine.api.manager.ManagerKeeper`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._manager: ContinuousBatchingManager | None = None
+
+    def keep(self, manager: ContinuousBatchingManager) -> None:
+        """Keep a manager instead of the one that is kept now, if any."""
+        with self._lock:
+            self._manager = manager
+
+    def release(self, manager: ContinuousBatchingManager) -> None:
+        """Stop keeping a manager, because it was started."""
+        with self._lock:
+            if self._manager is manager:
+                self._manager = None
+
+    def take(self, settings: object) -> ContinuousBatchingManager | None:
+        """Return the kept manager if it was made with these settings; otherwise drop it and return
+        None.
+        """
+        with self._lock:
+            manager, self._manager = self._manager, None
+        if manager is None or manager.settings != settings:
+            return None
+        manager.join()  # its thread may still be ending
+        return manager
+
+    def drop(self) -> None:
+        """Keep none."""
+        with self._lock:
+            self._manager = None

@@ -1,0 +1,159 @@
+"""Reads what a checkpoint says before any weight is read: its config, and the heads of its
+safetensors files. What can be refused by these is refused here, for a server as for a plan.
+
+A safetensors file begins with the length of its head (8 bytes), then comes the head, JSON with the
+type, shape and place of each tensor, then the tensors. So a file that was not copied to its end is
+found by its length.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from engine.errors import ModelRefusedError
+from engine.loading.gate import check_config
+
+_GGUF = (
+    "GGUF files are not read here: give the directory of the model that they were made from, with "
+    "config.json and *.safetensors"
+)
+_SAFETENSORS = (
+    "only *.safetensors are read, because loading others can run code: get the model in that form, "
+    "or load it once with transformers and save it with save_pretrained"
+)
+_NAME = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Floating-point types by their names in a head."""
+_MAX_HEAD = 100 << 20
+"""Longer heads are refused by safetensors itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model's directory, without its weights.
+
+    Attributes:
+        path: the directory.
+        config: its config.
+        model_class: the class that runs it.
+        files: its safetensors files; empty if they are not on this machine.
+        file_bytes: their size.
+        dtype: the type of its weights: the config's, else that of the first tensor; None: unknown.
+    """
+
+    path: Path
+    config: PreTrainedConfig
+    model_class: type[PreTrainedModel]
+    files: tuple[Path, ...]
+    file_bytes: int
+    dtype: torch.dtype | None
+
+
+def resolve_path(model: str, *, needs_weights: bool = True) -> Path:
+    """The local directory of a model: the path itself, or the hub's cache for a hub id, downloaded
+    if necessary.
+
+    Args:
+        model: a path or a hub id.
+        needs_weights: False: of a hub id only the config and what else is small.
+
+    Raises:
+        ModelRefusedError: there is no such directory, and no such hub id can be downloaded.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or path.is_absolute() or model.startswith((".", "~")):
+        hint = _GGUF if path.suffix == ".gguf" else "give a model's directory or hub id"
+        raise ModelRefusedError(f"{model} is not a directory; {hint}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.jinja"] + (["*.safetensors"] if needs_weights else [])
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelRefusedError(
+            f"{model} is neither a directory here nor a model that the hub gives us "
+            f"({type(error).__name__}); give a directory that exists, or check the id and the "
+            "network"
+        ) from error
+
+
+def read_checkpoint(path: Path, *, needs_weights: bool = True) -> Checkpoint:
+    """Read a checkpoint's config and heads.
+
+    Args:
+        path: a model's directory.
+        needs_weights: whether it is refused without safetensors.
+
+    Raises:
+        ModelRefusedError: it is not a model that we run, or its files are not whole.
+    """
+    files = tuple(sorted(path.glob("*.safetensors")))
+    if any(path.glob("*.gguf")) and not files:
+        raise ModelRefusedError(f"{path} has no *.safetensors; {_GGUF}")
+    if not (path / "config.json").is_file():
+        raise ModelRefusedError(
+            f"{path} is not a model's directory: it has no config.json; give the directory with "
+            "config.json and *.safetensors"
+        )
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelRefusedError(
+            f"{path}: no model config that this version of transformers knows: {error}"
+        ) from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelRefusedError(
+            f"{path}: model type {config.model_type!r} has no causal language model in transformers"
+        )
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    check_config(config, model_class)
+    if needs_weights and not files:
+        raise ModelRefusedError(f"{path} has no weights that can be read: {_SAFETENSORS}")
+    first: torch.dtype | None = None
+    for file in files:
+        found = _check_file(file)
+        first = first or found
+    return Checkpoint(
+        path=path,
+        config=config,
+        model_class=model_class,
+        files=files,
+        file_bytes=sum(file.stat().st_size for file in files),
+        dtype=config.dtype if isinstance(config.dtype, torch.dtype) else first,
+    )
+
+
+def _check_file(file: Path) -> torch.dtype | None:
+    """Check that a safetensors file is whole. Returns the type of its first floating-point
+    tensor.
+    """
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as content:
+            [length] = struct.unpack("<Q", content.read(8))
+            if length > min(_MAX_HEAD, size - 8):
+                raise ValueError(f"its head says that it has {length} bytes")
+            head = json.loads(content.read(length))
+        tensors = [entry for name, entry in head.items() if name != "__metadata__"]
+        end = 8 + length + max((entry["data_offsets"][1] for entry in tensors), default=0)
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelRefusedError(
+            f"{file}: this is not a whole safetensors file ({error}): it is damaged, or was not "
+            "copied to its end; download it again"
+        ) from error
+    if size < end:
+        raise ModelRefusedError(
+            f"{file}: the file ends after {size:,} of {end:,} bytes: it was not copied to its end; "
+            "download it again"
+        )
+    kinds = (_NAME.get(entry.get("dtype")) for entry in tensors)
+    return next((kind for kind in kinds if kind is not None), None)

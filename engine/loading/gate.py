@@ -1,0 +1,403 @@
+"""The load gate: refuses a model that we would run wrongly, with the reason.
+
+1. `check_config`, before any weight is read: the class must route its attention through
+    AttentionInterface, and every layer must be of a supported kind.
+2. `probe_layers`: one eager forward that watches the attention calls and the masks. Each layer must
+    make exactly one call; the shapes of its keys and values are recorded (a config may be wrong
+    about them). The window is found by evaluating the mask's rule for positions up to the end of
+    the context (`engine.loading.mask_rules`), because the prompts are too short to show it. At each
+    call our backend computes the same attention, with queries scaled up until the scores are large.
+    Then a missing softcap, sink or window shows, which it would not with ordinary small scores.
+3. `self_check`: two prompts in one ragged batch, one of them in chunks, through the paged cache,
+   against the eager logits of each alone.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from engine.attention.base import (
+    AttentionBackend,
+    AttentionParams,
+    BatchLayout,
+    LayerCache,
+    LayerShape,
+)
+from engine.attention.registry import (
+    ATTENTION_NAME,
+    AttentionUnavailableError,
+)
+from engine.batch import ScheduledBatch, ScheduledRequest
+from engine.errors import ModelRefusedError, NoStepError
+from engine.kv_cache.manager import KVCacheManager
+from engine.loading.eager import check_users_own, eager_attention, eager_forward, is_users_own
+from engine.loading.mask_rules import MaskWatch
+from engine.loading.watching import LayerWatch, masks_of
+from engine.request import GenerationRequest, Request
+from engine.runner.forward import CausalModel, ModelForward
+from engine.runner.kv_tensors import KVTensors, allocate_caches, make_groups
+from engine.runner.model_runner import ModelRunner
+from engine.sampling.sampler import Sampler
+from engine.sampling_params import SamplingParams, StopParams
+from engine.token_ids import TokenIds
+from engine.types import RequestId, RequestKey, TokenId
+
+_PROBE_NAME = "headrace_probe"
+_PROBE_TOKENS = (43, 11)
+"""Lengths of the two prompts; more than one small block, and not a multiple of it."""
+_PROBE_BLOCK_SIZE = 8
+_PROBE_CHUNK = 29
+_TARGET_SCORE = 60.0
+"""Scores are scaled up to about this, which is beyond the usual softcaps (30 to 50)."""
+_LAYER_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+"""Tolerances for one layer's output, relative to its largest element; in float32, or in another
+type if our backend does not support that.
+"""
+_LOGITS_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
+"""Tolerances for the logits: |difference| / |reference| over all of them."""
+
+SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_EXPANDED_METHODS = ("mxfp4",)
+"""Kinds of quantized weights that transformers expands to ordinary ones where it has no kernels."""
+
+
+def check_config(config: Any, model_class: type[PreTrainedModel]) -> None:
+    """Refuse a model as far as possible before its weights are read.
+
+    Raises:
+        ModelRefusedError: the architecture is not one that we run.
+    """
+    name = model_class.__name__
+    text_config = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelRefusedError(f"{name} is an encoder-decoder model; only decoders are served")
+    if not _names_attention_interface(model_class):
+        raise ModelRefusedError(
+            f"{name} does not route its attention through transformers' AttentionInterface, "
+            "so the paged KV cache cannot be put behind it"
+        )
+    unknown = sorted(set(getattr(text_config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES)
+    if unknown:
+        raise ModelRefusedError(
+            f"{name} has layers of kind {', '.join(unknown)}; "
+            f"supported are {', '.join(sorted(SUPPORTED_LAYER_TYPES))}"
+        )
+    quantized = getattr(config, "quantization_config", None)
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    if quantized is not None and method not in _EXPANDED_METHODS:
+        raise ModelRefusedError(
+            f"the weights are quantized already ({method or 'by an unknown method'}, as "
+            "quantization_config in config.json says), which is not done here; give the model that "
+            "they were made from, and --quantization int8 to quantize it at load"
+        )
+    if getattr(text_config, "attn_temperature_tuning", False):
+        raise ModelRefusedError(
+            f"{name} scales queries by a token's place in the row that is computed, not by its "
+            "position (attn_temperature_tuning): in a batch, neighbours would change each other"
+        )
+
+
+def _names_attention_interface(model_class: type[PreTrainedModel]) -> bool:
+    """Whether a class may route its attention through AttentionInterface: it says so, or its file
+    names the interface. (BioGPT's does, and its class does not say so.) Whether it really does, the
+    probe finds out.
+    """
+    file = sys.modules.get(model_class.__module__)
+    return model_class._supports_attention_backend or hasattr(file, "ALL_ATTENTION_FUNCTIONS")
+
+
+class _Probe(LayerWatch):
+    """Watches the attention calls of an eager forward, and compares our backend with each."""
+
+    def __init__(self, backend: AttentionBackend, masks: MaskWatch) -> None:
+        super().__init__(masks)
+        self.backend = backend
+        self.users_own: set[str] = set()
+        """Attention classes whose forward is not the library's."""
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Replaces the model's eager attention: records the call, compares, and returns the eager
+        result.
+        """
+        layer = self.record(module, query, key, value, attention_mask, kwargs.get("sliding_window"))
+        eager = eager_attention(module)
+        if is_users_own(module):
+            self.users_own.add(type(module).__name__)
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        self._compare(layer, module, eager, query, key, value, attention_mask, scaling, kwargs)
+        output: tuple[torch.Tensor, torch.Tensor | None] = eager(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return output
+
+    def _check_backend(self, layer: int, module: torch.nn.Module, params: AttentionParams) -> None:
+        reason = self.backend.why_not(self.shapes[layer], params)
+        if reason is not None:
+            raise AttentionUnavailableError(f"{type(module).__name__}, layer {layer}, {reason}")
+
+    def _compare(
+        self,
+        layer: int,
+        module: torch.nn.Module,
+        eager: Callable[..., Any],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float,
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Compare our backend with the model's own attention on large scores, in float32 if ours
+        supports it.
+        """
+        known = self.backend.dtypes
+        dtype = torch.float32 if known is None or torch.float32 in known else key.dtype
+        query, key, value = query.float(), key.float(), value.float()
+        groups = query.shape[1] // key.shape[1]
+        scores = query @ key.repeat_interleave(groups, dim=1).transpose(-1, -2) * scaling
+        query = query * (_TARGET_SCORE / scores.abs().max().clamp(min=1e-6))
+        query, key, value = (one.to(dtype).float() for one in (query, key, value))
+        sinks = kwargs.get("s_aux")
+        extra = dict(kwargs)
+        if sinks is not None:
+            extra["s_aux"] = sinks.float()
+        expected = eager(
+            module,
+            query,
+            key,
+            value,
+            None if mask is None else mask.float(),
+            scaling=scaling,
+            **extra,
+        )[0][0].float()
+        params = AttentionParams(
+            scaling=scaling,
+            softcap=kwargs.get("softcap"),
+            sinks=None if sinks is None else sinks.float(),
+        )
+        self._check_backend(layer, module, params)
+        query, key, value = (one.to(dtype) for one in (query, key, value))
+        actual = _attend_alone(self.backend, query, key, value, self.shapes[layer], params).float()
+        error = (actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
+        if not error < _LAYER_TOLERANCE[dtype]:
+            raise ModelRefusedError(
+                f"{type(module).__name__}, layer {layer}: paged attention differs from the model's "
+                f"own by {error.item():.2%}; the layer does something that this engine does not "
+                "know"
+            )
+
+
+def _block_size(backend: AttentionBackend) -> int:
+    """The smallest block size that a backend supports, but no smaller than the usual one here."""
+    return math.lcm(_PROBE_BLOCK_SIZE, backend.block_multiple)
+
+
+def _attend_alone(
+    backend: AttentionBackend,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    shape: LayerShape,
+    params: AttentionParams,
+) -> torch.Tensor:
+    """Attend over one whole prompt, through its own cache: [T, Hq, Dv]."""
+    count, block_size = query.shape[2], _block_size(backend)
+    num_blocks = -(-count // block_size)
+    slots = (num_blocks + 1) * block_size
+    cache = LayerCache(
+        keys=key.new_zeros((slots, shape.num_kv_heads, shape.key_dim)),
+        values=value.new_zeros((slots, shape.num_kv_heads, shape.value_dim)),
+        group=0,
+    )
+    layout = BatchLayout(
+        starts=np.zeros(1, dtype=np.int64),
+        counts=np.array([count]),
+        num_decodes=0,
+        positions=np.arange(count),
+        tables=np.arange(1, num_blocks + 1, dtype=np.int32)[None, :],
+        block_size=block_size,
+    )
+    metadata = backend.prepare(layout, shape.window, cache.keys)
+    return backend.forward(query[0], key[0], value[0], cache, metadata, params)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProbe:
+    """What the probe found.
+
+    Attributes:
+        shapes: by layer.
+        dtype: the type of keys and values.
+        prompts: the two prompts.
+        logits: [V] each, the eager logits after each prompt's last token.
+    """
+
+    shapes: tuple[LayerShape, ...]
+    dtype: torch.dtype
+    prompts: tuple[tuple[TokenId, ...], ...]
+    logits: tuple[torch.Tensor, ...]
+
+
+def probe_layers(model: PreTrainedModel, backend: AttentionBackend, num_layers: int) -> ModelProbe:
+    """Run the model eagerly on two prompts and watch its attention.
+
+    Raises:
+        ModelRefusedError: a layer makes no attention call, several calls, or one that we would
+            compute wrongly.
+        AttentionUnavailableError: the backend does not support a layer.
+    """
+    probe = _Probe(backend, masks_of(model))
+    AttentionInterface.register(_PROBE_NAME, probe)
+    AttentionMaskInterface.register(_PROBE_NAME, probe.masks)
+    model.set_attn_implementation(_PROBE_NAME)
+    vocab_size = num_embeddings(model)
+    generator = torch.Generator().manual_seed(0)
+    prompts, logits = [], []
+    for count in _PROBE_TOKENS:
+        ids = torch.randint(0, vocab_size, (1, count), generator=generator)
+        probe.calls.clear()
+        output = eager_forward(model, ids.to(model.device))
+        logits.append(output.logits[0, -1].float())
+        prompts.append(tuple(TokenId(token) for token in ids[0].tolist()))
+        probe.check(model, num_layers)
+    if probe.users_own:
+        check_users_own(model, probe.users_own, zip(prompts, logits, strict=True))
+    return ModelProbe(
+        shapes=probe.all_shapes(),
+        dtype=probe.dtype(model),
+        prompts=tuple(prompts),
+        logits=tuple(logits),
+    )
+
+
+def num_embeddings(model: PreTrainedModel) -> int:
+    """How many token ids the model's input embeddings have."""
+    embeddings = model.get_input_embeddings()
+    # Reading a packed weight would unpack it.
+    count: int = getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0]
+    return count
+
+
+def self_check(
+    model: PreTrainedModel,
+    probe: ModelProbe,
+    backend: AttentionBackend,
+    device: torch.device,
+    decoder: CausalModel | None = None,
+    noise: float = 0.0,
+) -> None:
+    """Run both prompts paged, ragged and in chunks, and compare with the eager logits.
+
+    Leaves the model with our attention implementation. With a decoder, that is run instead of the
+    model. noise: the error of the packed model's eager logits, which is that of sums in another
+    order, and comes on top of what is allowed.
+
+    Raises:
+        ModelRefusedError: the logits differ.
+    """
+    model.set_attn_implementation(ATTENTION_NAME)
+    groups = make_groups(probe.shapes, probe.dtype)
+    block_size = _block_size(backend)
+    blocks = [sum(_PROBE_TOKENS) // block_size + 2] * len(groups)
+    caches = allocate_caches(probe.shapes, groups, blocks, block_size, probe.dtype, device)
+    kv = KVTensors(groups, caches, (), block_size)
+    forward = ModelForward(decoder or model, kv, backend)
+    runner = ModelRunner(forward, sampler=Sampler(1, device))
+    manager = KVCacheManager(groups, blocks, block_size)
+    requests = [_probe_request(index, prompt) for index, prompt in enumerate(probe.prompts)]
+    for request in requests:
+        manager.allocate(request.key, request.num_tokens)
+
+    def part(request: Request, start: int, end: int) -> ScheduledRequest:
+        # The last token of each part is requested: in one step a few of many rows, in another every
+        # row.
+        return ScheduledRequest(request, start, end - start, manager.tables(request.key), True)
+
+    long, short = requests
+    steps: Sequence[tuple[ScheduledRequest, ...]] = (
+        (part(long, 0, _PROBE_CHUNK),),
+        (part(long, _PROBE_CHUNK, long.num_tokens - 1), part(short, 0, short.num_tokens - 1)),
+        (part(long, long.num_tokens - 1, long.num_tokens),
+         part(short, short.num_tokens - 1, short.num_tokens)),
+    )  # fmt: skip
+    actual = torch.empty(0)
+    for step in steps:
+        actual = _paged_logits(model, runner, step)
+    for row, expected in enumerate(probe.logits):
+        error = logits_error(actual[row], expected)
+        if not error < logits_tolerance(probe.dtype) + noise:
+            raise ModelRefusedError(
+                f"{type(model).__name__}: logits through the paged cache differ from the model's "
+                f"own by {error:.2%}; it would be run wrongly"
+            )
+
+
+def packing_noise(model: PreTrainedModel, probe: ModelProbe) -> float:
+    """The error of a packed model's eager logits, relative to those before: how much other orders
+    of sums change what this model computes. Leaves the model with eager attention.
+    """
+    model.set_attn_implementation("eager")
+    return max(
+        logits_error(eager_forward(model, torch.tensor([prompt])).logits[0, -1], expected)
+        for prompt, expected in zip(probe.prompts, probe.logits, strict=True)
+    )
+
+
+def logits_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """|difference| / |reference| over all logits of a token, [V] each."""
+    return float((actual.float() - expected).norm() / expected.norm().clamp(min=1e-6))
+
+
+def logits_tolerance(dtype: torch.dtype) -> float:
+    """The error from which a model with keys and values of this type is refused."""
+    return _LOGITS_TOLERANCE.get(dtype, 8e-2)
+
+
+def _paged_logits(
+    model: PreTrainedModel, runner: ModelRunner, step: tuple[ScheduledRequest, ...]
+) -> torch.Tensor:
+    """The logits of a step's sampled rows, and no others."""
+    name = type(model).__name__
+    try:
+        logits = runner.logits(ScheduledBatch(step, sum(part.num_tokens for part in step)))
+    except NoStepError as error:
+        raise ModelRefusedError(
+            f"{name} does not hand the keyword arguments of its forward on to its attention, so "
+            "the paged KV cache cannot reach it"
+        ) from error
+    except (IndexError, TypeError, ValueError, RuntimeError) as error:
+        raise ModelRefusedError(f"{name} fails on a ragged batch: {error}") from error
+    sampled = sum(part.samples for part in step)
+    if logits.shape[0] != sampled:
+        raise ModelRefusedError(
+            f"{name} gives logits of {logits.shape[0]} tokens where {sampled} were asked for: it "
+            "does not know logits_to_keep"
+        )
+    return logits
+
+
+def _probe_request(index: int, prompt: tuple[TokenId, ...]) -> Request:
+    spec = GenerationRequest(
+        request_id=RequestId(f"probe-{index}"),
+        prompt=TokenIds.of(prompt),
+        sampling=SamplingParams(),
+        stop=StopParams(max_tokens=1),
+    )
+    return Request(spec=spec, arrival=0.0, max_total_tokens=len(prompt) + 1, key=RequestKey(index))

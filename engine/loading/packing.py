@@ -1,0 +1,353 @@
+"""Replaces a model's linear layers by packed ones, in place.
+
+    choose_packing ─▶ how: our kernel (as bfloat16 or as int8), oneDNN's, or not at all
+    pack_model     ─▶ for each weight: pack, compare, replace, free the original
+
+Only plain torch.nn.Linear layers on the CPU are replaced: those in bfloat16, and those in float32
+of a model in float32, where it is asked for. A weight that an embedding shares is packed once for
+both; a weight that anything else shares is copied. Only models that Headrace has loaded itself are
+packed; others belong to their owners.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn.functional import linear as torch_linear
+
+from engine.config import Quantization
+from engine.errors import ConfigError, ModelRefusedError
+from engine.loading.pages import Pages
+from engine.models.packed import (
+    PackedEmbedding,
+    PackedLinear,
+    native_library,
+    new_scales,
+    pack,
+    packed_size,
+    packed_view,
+    read_rows,
+    scales_size,
+)
+from engine.models.packed_onednn import OneDnnLinear
+from engine.native.library import NativeUnavailableError
+
+Packing = Literal["native", "onednn", "int8"]
+
+_SMALLEST = 16
+"""The smallest number of inputs and outputs of a packed layer."""
+_PROBE_ROWS = 3
+"""How many rows of random input a packed layer is compared on."""
+_TOLERANCE = 2e-2
+"""The tolerance of that comparison, relative to the largest element, for sums of bfloat16 products
+in another order.
+"""
+_SAMPLED_ROWS = 64
+"""How many rows of each packed weight are read back and must be equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackingReport:
+    """What was replaced.
+
+    Attributes:
+        linears, embeddings: how many layers.
+        how: what computes them.
+        copied_bytes: the size of weights that are held twice, because others use the original.
+    """
+
+    linears: int
+    embeddings: int
+    how: str
+    copied_bytes: int
+
+    def __str__(self) -> str:
+        """A line for the log."""
+        text = f"linear layers: {self.linears} packed for {self.how}"
+        if self.embeddings:
+            text += f", {self.embeddings} embedding reads the output layer's packed weights"
+        if self.copied_bytes:
+            text += f"; {self.copied_bytes / 2**20:.0f} MiB are held twice, others use them too"
+        return text
+
+
+def choose_packing(
+    device: torch.device,
+    dtype: torch.dtype,
+    wanted: bool | None,
+    quantization: Quantization = "none",
+) -> Packing | None:
+    """Choose how linear layers are packed for a device and dtype; None: not at all.
+
+    Args:
+        device, dtype: the model's.
+        wanted: True: pack or refuse; None: pack bfloat16 where it was measured to pay.
+        quantization: see LoadConfig.
+
+    Raises:
+        ConfigError: the layers are to be packed, or int8, and cannot be.
+    """
+    if quantization == "int8":
+        return _int8(device, dtype, wanted)
+    if wanted is False:
+        return None
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
+        reason = f"only bfloat16 and float32 on a CPU are packed, and this is {dtype} on {device}"
+        return _not_packed(reason, wanted)
+    if dtype is torch.float32 and wanted is None:
+        return None  # its layers keep their gradients
+    if dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        return "onednn"  # its tiles are faster than vectors for many rows
+    try:
+        isa = native_library().isa
+    except NativeUnavailableError as error:
+        if dtype is torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
+            return "onednn"
+        return _not_packed(str(error), wanted)
+    if isa == "portable":
+        return _not_packed("there is no kernel for this kind of processor", wanted)
+    return "native"
+
+
+def _int8(device: torch.device, dtype: torch.dtype, wanted: bool | None) -> Packing:
+    reason = None
+    if wanted is False:
+        reason = "pack_weights is False: weights are int8 only where they are packed"
+    elif device.type != "cpu" or dtype != torch.bfloat16:
+        reason = (
+            f"it is for bfloat16 on a CPU, and this is {dtype} on {device}; choose these, or none"
+        )
+    else:
+        try:
+            native_library()
+        except NativeUnavailableError as error:
+            reason = str(error)
+    if reason:
+        raise ConfigError("quantization", f"is int8, but {reason}")
+    return "int8"
+
+
+def _not_packed(reason: str, wanted: bool | None) -> Packing | None:
+    if wanted:
+        raise ConfigError("pack_weights", f"is True, but {reason}")
+    return None
+
+
+def pack_model(model: torch.nn.Module, how: Packing) -> PackingReport:
+    """Replace the model's linear layers.
+
+    Args:
+        model: in evaluation mode, not in use. Its modules are replaced in place, and its other
+            parameters moved.
+        how: see `choose_packing`.
+
+    Raises:
+        ModelRefusedError: a packed layer does not compute the same as the original.
+    """
+    groups = list(_shared_weights(model, how))
+    with torch.no_grad():
+        if how == "onednn":
+            report = _pack_for_onednn(model, groups)
+        else:
+            report = _pack_natively(model, groups, int8=how == "int8")
+        # The other parameters may be in a mapping of the checkpoint's file, and would keep all of
+        # it in memory.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+    return report
+
+
+@dataclass(slots=True)
+class _Group:
+    """The layers that share one weight, by name.
+
+    is_ours: whether nothing else holds the weight.
+    """
+
+    linears: dict[str, torch.nn.Linear]
+    embeddings: dict[str, torch.nn.Embedding]
+    is_ours: bool
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return next(iter(self.linears.values())).weight
+
+
+def _shared_weights(model: torch.nn.Module, how: Packing) -> Iterator[_Group]:
+    """The weights that can be packed, in the order in which their first layer is found."""
+    dtype = torch.bfloat16
+    if how == "native" and next(model.parameters()).dtype is torch.float32:
+        dtype = torch.float32
+    holders: dict[int, list[tuple[str, torch.nn.Module]]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append((name, module))
+    for found in holders.values():
+        linears = {
+            name: one
+            for name, one in found
+            if isinstance(one, torch.nn.Linear) and _is_plain_linear(one, dtype)
+        }
+        embeddings = {
+            name: one
+            for name, one in found
+            if isinstance(one, torch.nn.Embedding) and _is_plain_embedding(one)
+        }
+        # A bias is also a parameter.
+        weights = {id(one.weight) for one in linears.values()}
+        if len(weights) != 1 or holders.get(next(iter(weights))) is not found:
+            continue
+        yield _Group(linears, embeddings, len(found) == len(linears) + len(embeddings))
+
+
+def _is_plain_linear(module: torch.nn.Linear, dtype: torch.dtype) -> bool:
+    return (
+        type(module) is torch.nn.Linear
+        and module.weight.dtype == dtype
+        and module.weight.device.type in ("cpu", "meta")
+        and module.weight.stride(1) == 1
+        and min(module.weight.shape) >= _SMALLEST
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and set(dict(module.named_parameters())) <= {"weight", "bias"}
+    )
+
+
+def _is_plain_embedding(module: torch.nn.Embedding) -> bool:
+    return (
+        type(module) is torch.nn.Embedding
+        and module.max_norm is None
+        and not (module._forward_hooks or module._forward_pre_hooks)
+    )
+
+
+def held_bytes(model: torch.nn.Module, how: Packing | None) -> dict[str, int]:
+    """How many bytes each parameter takes once a model is packed, by its first name.
+
+    Args:
+        model: not packed; it may be on the meta device.
+        how: see `choose_packing`.
+    """
+    held = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    if how is None:
+        return held
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in _shared_weights(model, how):
+        weight, name = group.weight, names[id(group.weight)]
+        # What is shared with an embedding can be read from our packed weight, not from oneDNN's.
+        is_held_twice = not group.is_ours or (how == "onednn" and bool(group.embeddings))
+        if how == "onednn":
+            packed = weight.nbytes
+        else:
+            int8 = how == "int8"
+            packed = packed_size(*weight.shape, dtype=weight.dtype, int8=int8)
+            packed += scales_size(len(weight)) if int8 else 0
+        held[name] = packed + (weight.nbytes if is_held_twice else 0)
+    return held
+
+
+def _pack_natively(model: torch.nn.Module, groups: list[_Group], *, int8: bool) -> PackingReport:
+    sizes = [
+        packed_size(*group.weight.shape, dtype=group.weight.dtype, int8=int8) for group in groups
+    ]
+    # One allocation for all weights: its pages, which may be large ones, are filled while the
+    # originals are freed.
+    memory = torch.empty(sum(sizes), dtype=torch.uint8)
+    pages = Pages(itertools.chain(model.parameters(), model.buffers()))
+    copied = start = 0
+    for group, size in zip(groups, sizes, strict=True):
+        weight = group.weight
+        packed = packed_view(memory[start : start + size], weight.dtype)
+        scales = new_scales(len(weight)) if int8 else None
+        start += size
+        pack(weight, packed, scales)
+        rows = torch.linspace(0, len(weight) - 1, min(len(weight), _SAMPLED_ROWS)).long()
+        if not _holds(packed, scales, weight, rows):
+            raise ModelRefusedError(f"{next(iter(group.linears))}: {_WRONG.format('weights')}")
+        for name, linear in group.linears.items():
+            _exchange(model, name, linear, PackedLinear(packed, linear, scales))
+        if group.is_ours:
+            for name, embedding in group.embeddings.items():
+                table = PackedEmbedding(packed, embedding, scales)
+                expected = read_rows(packed, scales, rows, *weight.shape)
+                if not torch.equal(_bits(table(rows)), _bits(expected)):
+                    raise ModelRefusedError(f"{name}: {_WRONG.format('rows')}")
+                model.set_submodule(name, table)
+            pages.give_back(weight)
+        else:
+            copied += weight.nbytes
+        group.linears.clear()
+        group.embeddings.clear()
+    return PackingReport(
+        linears=_count(model, PackedLinear),
+        embeddings=_count(model, PackedEmbedding),
+        how=f"{native_library().isa}, as int8" if int8 else native_library().isa,
+        copied_bytes=copied,
+    )
+
+
+def _holds(
+    packed: torch.Tensor, scales: torch.Tensor | None, weight: torch.Tensor, rows: torch.Tensor
+) -> bool:
+    """Whether rows of a packed weight equal the original's, except for the rounding of int8."""
+    original, actual = weight[rows], read_rows(packed, scales, rows, *weight.shape)
+    if scales is None:
+        return torch.equal(_bits(actual), _bits(original))
+    # Rounded to the next multiple of the scale, and then to bfloat16.
+    bound = scales[rows, None] * 0.5 + original.float().abs() * 2**-7
+    return bool(((actual.float() - original.float()).abs() <= bound).all())
+
+
+def _pack_for_onednn(model: torch.nn.Module, groups: list[_Group]) -> PackingReport:
+    copied = 0
+    for group in groups:
+        if group.embeddings or not group.is_ours:
+            copied += group.weight.nbytes
+        for name, linear in group.linears.items():
+            _exchange(model, name, linear, OneDnnLinear(linear))
+        group.linears.clear()
+        group.embeddings.clear()
+    return PackingReport(
+        linears=_count(model, OneDnnLinear), embeddings=0, how="oneDNN", copied_bytes=copied
+    )
+
+
+_WRONG = (
+    "its packed {} are not those of the checkpoint; report it, and start with pack_weights off "
+    "meanwhile"
+)
+
+
+def _exchange(
+    model: torch.nn.Module,
+    name: str,
+    linear: torch.nn.Linear,
+    packed: PackedLinear | OneDnnLinear,
+) -> None:
+    """Replace a layer by another one, and check that it computes the same on random input."""
+    generator = torch.Generator().manual_seed(0)
+    weight = linear.weight
+    x = torch.randn((_PROBE_ROWS, linear.in_features), generator=generator).to(weight.dtype)
+    if isinstance(packed, PackedLinear) and packed.scales is not None:
+        weight = packed.weight  # with int8 rounding
+    expected = torch_linear(x, weight, linear.bias).float()
+    actual = packed(x).float()
+    scale = expected.abs().max().item()
+    if not torch.allclose(
+        actual, expected, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True
+    ):
+        raise ModelRefusedError(f"{name}: {_WRONG.format('results')}")
+    packed.train(linear.training)
+    model.set_submodule(name, packed)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of elements, so that NaN equals itself."""
+    return tensor.view(torch.int16)
+
+
+def _count(model: torch.nn.Module, kind: type[torch.nn.Module]) -> int:
+    return sum(isinstance(module, kind) for module in model.modules())

@@ -1,0 +1,218 @@
+"""Measures the memory that a step takes besides weights and KV cache, before the cache is sized.
+
+    largest step (max_batch_tokens, max_requests_per_batch) ─▶ run, with one block for a cache
+        ─▶ the most memory that it had at once ─▶ is left free (`engine.loading.memory.plan_cache`)
+
+If max_batch_tokens is not given, smaller steps are tried until one leaves most of the memory free.
+
+On CUDA the cache takes nearly all free memory, so the needs of a step must be known. On a CPU the
+cache is sized for the allowed concurrency and leaves half of the memory, so no step is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from engine.attention.base import AttentionBackend
+from engine.batch import ScheduledBatch, ScheduledRequest
+from engine.errors import InsufficientMemoryError
+from engine.kv_cache.groups import LayerGroup
+from engine.kv_cache.manager import KVCacheManager
+from engine.loading.gate import ModelProbe
+from engine.loading.memory import GIB, HostLimits, StepLimits
+from engine.request import GenerationRequest, Request
+from engine.runner.forward import CausalModel, ModelForward
+from engine.runner.kv_tensors import KVTensors, allocate_caches
+from engine.runner.model_runner import ModelRunner
+from engine.sampling.sampler import Sampler
+from engine.sampling_params import SamplingParams, StopParams
+from engine.token_ids import TokenIds
+from engine.types import RequestId, RequestKey, TokenId
+
+_SAMPLING = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, repetition_penalty=1.1)
+"""The usual sampling that needs the most memory: logits are sorted, and tokens are counted."""
+
+_STEP_SHARE = 0.25
+"""The part of the free memory that a step may take where its size is not given: the rest is for the
+KV cache, without which a large step has nothing to compute.
+"""
+_LEAST_BATCH_TOKENS = 512
+
+
+class DeviceMemory(Protocol):
+    """A device's memory, as one process sees it."""
+
+    def available(self) -> int:
+        """The bytes that a cache could take now."""
+
+    def peak(self, run: Callable[[], None]) -> int:
+        """How many bytes more than before were in use at most while `run` ran; 0, without calling
+        `run`, if this is not measured.
+
+        Raises:
+            torch.OutOfMemoryError: there was not enough memory.
+        """
+
+
+class HostMemory:
+    """The memory of the host, within the container's limit."""
+
+    def available(self) -> int:
+        """See DeviceMemory."""
+        return HostLimits.read().memory_available
+
+    def peak(self, run: Callable[[], None]) -> int:
+        """Nothing is measured."""
+        return 0
+
+
+class CudaMemory:
+    """The memory of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def available(self) -> int:
+        """See DeviceMemory. Unused memory that torch caches is freed first."""
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return int(free)
+
+    def peak(self, run: Callable[[], None]) -> int:
+        """See DeviceMemory. Counts what torch allocated from the device, including
+        fragmentation.
+        """
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        run()
+        torch.cuda.synchronize(self._device)
+        return int(torch.cuda.max_memory_reserved(self._device)) - before
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """The memory of a device."""
+    return CudaMemory(device) if device.type == "cuda" else HostMemory()
+
+
+def measure_step(
+    memory: DeviceMemory,
+    model: CausalModel,
+    backend: AttentionBackend,
+    probe: ModelProbe,
+    groups: tuple[LayerGroup, ...],
+    *,
+    device: torch.device,
+    limits: StepLimits,
+    block_size: int,
+    model_context: int,
+) -> int:
+    """How many bytes the largest step takes, besides weights and cache.
+
+    Args:
+        memory: the device's memory.
+        model, backend, probe, groups: the verified model, and its layer groups.
+        device: the model's.
+        limits: the largest step.
+        block_size: tokens in a block.
+        model_context: the longest request that the model allows, in tokens.
+
+    Raises:
+        InsufficientMemoryError: there is not even enough memory for that.
+    """
+    available = memory.available()
+
+    def run() -> None:
+        size, dtype = block_size, probe.dtype
+        caches = allocate_caches(probe.shapes, groups, (1,) * len(groups), size, dtype, device)
+        kv = KVTensors(groups, caches, (), size)
+        sampler = Sampler(probe.logits[0].shape[-1], device)
+        runner = ModelRunner(ModelForward(model, kv, backend), sampler=sampler)
+        batch = largest_batch(groups, limits, block_size, model_context, probe)
+        runner.launch(batch).result()
+
+    try:
+        return memory.peak(run)
+    except torch.OutOfMemoryError as error:
+        raise InsufficientMemoryError(
+            f"a step of {limits.max_batch_tokens} tokens of {limits.max_requests} requests needs "
+            f"more than the {available / GIB:.2f} GiB that are free on {device} beside the model, "
+            "before there is any KV cache; lower max_batch_tokens or max_requests_per_batch"
+        ).naming("max_batch_tokens", "max_requests_per_batch") from error
+
+
+def fitting_step(
+    measure: Callable[[StepLimits], int], limits: StepLimits, available: int
+) -> tuple[StepLimits, int]:
+    """Half as many tokens, again and again, until the largest step takes a quarter of the device's
+    memory at most; but no fewer than 512 tokens, with which it may take more.
+
+    Args:
+        measure: how many bytes the largest step takes; raises InsufficientMemoryError if there is
+            not enough memory for it.
+        limits: the largest step to begin with.
+        available: bytes that are free on the device.
+
+    Returns:
+        The largest step, and how many bytes it takes.
+
+    Raises:
+        InsufficientMemoryError: there is not enough memory for a step of 512 tokens.
+    """
+    tokens = limits.max_batch_tokens
+    while True:
+        fewer = max(tokens // 2, _LEAST_BATCH_TOKENS)
+        fitting = replace(limits, max_batch_tokens=tokens)
+        try:
+            needed = measure(fitting)
+        except InsufficientMemoryError:
+            if fewer >= tokens:
+                raise
+        else:
+            if fewer >= tokens or needed <= _STEP_SHARE * available:
+                return fitting, needed
+        tokens = fewer
+
+
+def largest_batch(
+    groups: tuple[LayerGroup, ...],
+    limits: StepLimits,
+    block_size: int,
+    model_context: int,
+    probe: ModelProbe,
+) -> ScheduledBatch:
+    """A step with the most requests and the most tokens, of which the first request has the
+    most.
+
+    All of their blocks are the null block. Every request samples.
+    """
+    vocab_size = probe.logits[0].shape[-1]
+    left, requests = limits.max_batch_tokens, min(limits.max_requests, limits.max_batch_tokens)
+    blocks = -(-limits.max_batch_tokens // block_size) + requests
+    manager = KVCacheManager(groups, [blocks] * len(groups), block_size)
+    parts = []
+    for index in range(requests):
+        count = max(1, min(model_context, left - (requests - 1 - index)))
+        left -= count
+        # Many different tokens, so that they are spread over the experts.
+        prompt = tuple(TokenId(token % vocab_size) for token in range(index, index + count))
+        spec = GenerationRequest(
+            request_id=RequestId(f"largest-{index}"),
+            prompt=TokenIds.of(prompt),
+            sampling=_SAMPLING,
+            stop=StopParams(max_tokens=1),
+        )
+        request = Request(spec=spec, arrival=0.0, max_total_tokens=count + 1, key=RequestKey(index))
+        manager.allocate(request.key, count)
+        tables = manager.tables(request.key)
+        for table in tables:
+            table.blocks[:] = 0
+        parts.append(ScheduledRequest(request, 0, count, tables, samples=True))
+    # Requests with one token come first.
+    parts.sort(key=lambda part: part.num_tokens > 1)
+    return ScheduledBatch(tuple(parts), sum(part.num_tokens for part in parts))

@@ -1,0 +1,102 @@
+"""The other ranks of a tensor-parallel model: they only compute what rank 0 tells them.
+
+receive ─▶ Begin, Plan    allocate this rank's part of a cache
+           Copies         copy its blocks
+           Step           the forward pass; rank 0 uses the logits
+           End            return
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from engine.errors import RanksLostError
+from engine.loading.loader import VerifiedModel, free_memory
+from engine.parallel.rank_messages import Begin, Copies, End, Plan, Step
+from engine.parallel.ranks import Ranks
+from engine.runner.block_copies import BlockCopier
+from engine.runner.forward import ModelForward
+from engine.runner.input_batch import InputBatch
+from engine.runner.kv_tensors import allocate_kv, make_groups
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Runner:
+    """This rank's part of one of rank 0's runners."""
+
+    forward: ModelForward
+    copier: BlockCopier
+
+
+class Follower:
+    """Computes for rank 0, on the thread that calls it."""
+
+    def __init__(self, verified: VerifiedModel, ranks: Ranks) -> None:
+        self._verified = verified
+        self._ranks = ranks
+        self._runners: dict[int, _Runner] = {}
+
+    def follow(self) -> None:
+        """Compute until rank 0 sends the end.
+
+        Raises:
+            RanksLostError: a rank has failed, or ended unexpectedly.
+        """
+        if self._verified.device.type == "cuda":
+            torch.cuda.set_device(self._verified.device)
+        try:
+            with torch.inference_mode():
+                while self._go_on():
+                    pass
+        except Exception as error:
+            raise RanksLostError(
+                f"rank {self._ranks.place.rank} ends: it has failed, or another rank has "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        finally:
+            self._ranks.leave()
+
+    def _go_on(self) -> bool:
+        match self._ranks.receive():
+            case Begin() as begin:
+                self._runners = {name: self._runners[name] for name in begin.live}
+                self._ranks.least(free_memory(self._verified))
+            case Plan() as plan:
+                self._ranks.least([self._allocate(plan)])
+            case Copies() as message:
+                self._runners[message.runner].copier.run(message.copies)
+            case Step() as step:
+                self._runners[step.runner].forward.as_it_comes(step.inputs(), _nothing_carried)
+            case End():
+                return False
+        return True
+
+    def _allocate(self, plan: Plan) -> bool:
+        """Allocate a runner's cache. False: it does not fit."""
+        verified = self._verified
+        groups = make_groups(verified.probe.shapes, verified.probe.dtype)
+        try:
+            kv = allocate_kv(
+                verified.probe.shapes,
+                groups,
+                plan,
+                verified.probe.dtype,
+                verified.device,
+            )
+        except (RuntimeError, MemoryError, OSError):
+            logger.exception("the KV cache does not fit")
+            return False
+        self._runners[plan.runner] = _Runner(
+            ModelForward(verified.model, kv, verified.backend),
+            BlockCopier(kv.groups, kv.caches, kv.host_caches, kv.block_size),
+        )
+        return True
+
+
+def _nothing_carried(inputs: InputBatch, token_ids: torch.Tensor) -> None:
+    """Do nothing: all tokens come with the message."""

@@ -1,0 +1,139 @@
+"""The messages of rank 0 to the other ranks of a tensor-parallel model: msgpack that is checked
+against its type on arrival. Nothing received is executed.
+
+Begin(1) ─▶ all report their free memory ─▶ Plan(1) ─▶ all allocate their part of the cache
+Copies(1), Step(1), Step(1), …            a step's block copies, and its inputs, laid out
+End
+
+A Begin without a Plan has no effect: rank 0 found that the cache does not fit.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from engine.attention.base import BatchLayout
+from engine.kv_cache.copies import StepCopies
+from engine.loading.memory import CachePlan
+from engine.runner.input_batch import InputBatch
+from engine.runner.runner_options import StepPath
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """A runner is being made. Runners that are not in the list of live ones are dropped, with their
+    caches.
+    """
+
+    runner: int
+    live: tuple[int, ...]
+
+
+class Plan(msgspec.Struct, frozen=True, tag=True):
+    """The size of the runner's cache; see CachePlan."""
+
+    runner: int
+    block_size: int
+    num_blocks: tuple[int, ...]
+    host_blocks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, runner: int, plan: CachePlan) -> Plan:
+        """The part of a plan that other ranks need."""
+        return cls(runner, plan.block_size, plan.num_blocks, plan.host_blocks)
+
+
+class Copies(msgspec.Struct, frozen=True, tag=True):
+    """Block copies, made before the next step computes anything."""
+
+    runner: int
+    copies: StepCopies
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """One step's inputs; arrays as the bytes of int64 elements, and int32 for the tables. Fields as
+    of InputBatch and BatchLayout; `tables` by layer group.
+    """
+
+    runner: int
+    path: StepPath
+    num_tokens: int
+    token_ids: bytes
+    positions: bytes
+    logit_rows: bytes
+    wants_all_rows: bool
+    starts: bytes
+    counts: bytes
+    num_decodes: int
+    tables: tuple[bytes, ...]
+    block_size: int
+    num_padding: int
+    kv_interval: int
+
+    @classmethod
+    def of(cls, runner: int, inputs: InputBatch) -> Step:
+        """The part of a step's inputs that the forward pass needs. None of its tokens may be
+        carried.
+        """
+        first = inputs.layouts[0]
+        return cls(
+            runner=runner,
+            path=inputs.path,
+            num_tokens=inputs.num_tokens,
+            token_ids=_bytes(inputs.token_ids),
+            positions=_bytes(inputs.positions),
+            logit_rows=_bytes(inputs.logit_rows),
+            wants_all_rows=inputs.wants_all_rows,
+            starts=_bytes(first.starts),
+            counts=_bytes(first.counts),
+            num_decodes=first.num_decodes,
+            tables=tuple(layout.tables.tobytes() for layout in inputs.layouts),
+            block_size=first.block_size,
+            num_padding=first.num_padding,
+            kv_interval=first.kv_interval,
+        )
+
+    def inputs(self) -> InputBatch:
+        """Recreate the inputs, without the parts that only sampling needs."""
+        positions = _array(self.positions)
+        starts = _array(self.starts)
+        counts = _array(self.counts)
+        return InputBatch(
+            path=self.path,
+            num_tokens=self.num_tokens,
+            token_ids=_array(self.token_ids),
+            positions=positions,
+            logit_rows=_array(self.logit_rows),
+            wants_all_rows=self.wants_all_rows,
+            sampling=(),
+            prompts=(),
+            layouts=tuple(
+                BatchLayout(
+                    starts=starts,
+                    counts=counts,
+                    num_decodes=self.num_decodes,
+                    positions=positions[: self.num_tokens],
+                    tables=np.frombuffer(table, dtype=np.int32).reshape(len(starts), -1).copy(),
+                    block_size=self.block_size,
+                    num_padding=self.num_padding,
+                    kv_interval=self.kv_interval,
+                )
+                for table in self.tables
+            ),
+        )
+
+
+class End(msgspec.Struct, frozen=True, tag=True):
+    """There is nothing more to compute: the other ranks end."""
+
+
+Message = Begin | Plan | Copies | Step | End
+
+
+def _bytes(array: npt.NDArray[np.int64]) -> bytes:
+    return array.astype(np.int64, copy=False).tobytes()
+
+
+def _array(raw: bytes) -> npt.NDArray[np.int64]:
+    return np.frombuffer(raw, dtype=np.int64).copy()  # torch accepts only writable memory

@@ -1,0 +1,288 @@
+"""Loading: what is refused before anything runs, and what is read from a model's directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig, LlamaConfig, PreTrainedModel, T5Config
+
+from engine.api.offline import load
+from engine.config import LoadConfig
+from engine.errors import ConfigError, InsufficientMemoryError, ModelRefusedError
+from engine.loading import loader
+from engine.loading.checkpoint import resolve_path
+from engine.loading.loader import VerifiedModel, load_model
+from engine.loading.memory import HostLimits
+from engine.loading.model_defaults import context_length, default_sampling, eos_token_ids
+from engine.sampling_params import SamplingParams
+from tests.tiny_models import CONTEXT, FAMILIES, VOCAB, make_model
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    make_model(FAMILIES["llama"]()).save_pretrained(path)
+    return path
+
+
+def _load(path: Path | str, **options: Any) -> VerifiedModel:
+    return load_model(str(path), LoadConfig(threads=1, **options), lambda line: None)
+
+
+def test_a_directory_loads(saved: Path) -> None:
+    lines: list[str] = []
+    verified = load_model(str(saved), LoadConfig(threads=1), lines.append)
+    assert verified.vocab_size == VOCAB
+    assert verified.context_length == CONTEXT
+    assert verified.eos_token_ids == (2,)
+    assert verified.path == saved
+    first = [line.split()[0].rstrip(":") for line in lines]
+    assert first == ["loading", "loaded", "decoder", "verified"]
+    assert (
+        load(str(saved), threads=1)
+        .generate_batch([[5]], num_blocks=4, block_size=8, max_new_tokens=2, progress_bar=False)[
+            "req_0"
+        ]
+        .is_finished()
+    )
+
+
+@pytest.mark.parametrize("path", ["/not/here", "./not-here", "~/not-here"])
+def test_a_directory_that_is_not_there(path: str) -> None:
+    with pytest.raises(ModelRefusedError, match="is not a directory"):
+        _load(path)
+
+
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    with pytest.raises(ModelRefusedError, match="is not a directory"):
+        resolve_path(str(file))
+
+
+def test_no_config(tmp_path: Path) -> None:
+    reason = r"not a model's directory: it has no config\.json; give"
+    with pytest.raises(ModelRefusedError, match=reason):
+        _load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"model_type": "nonsense"}', "{}"])
+def test_a_broken_config(saved: Path, text: str) -> None:
+    (saved / "config.json").write_text(text)
+    with pytest.raises(ModelRefusedError, match="no model config"):
+        _load(saved)
+
+
+def test_pickles_are_not_read(saved: Path) -> None:
+    weights = load_file(saved / "model.safetensors")
+    (saved / "model.safetensors").unlink()
+    torch.save(weights, saved / "pytorch_model.bin")
+    with pytest.raises(ModelRefusedError, match=r"only \*\.safetensors are read.*save_pretrained"):
+        _load(saved)
+
+
+def test_gguf_is_not_read_and_the_message_says_what_to_get(saved: Path) -> None:
+    file = saved / "model-q4.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(ModelRefusedError, match="GGUF files are not read here: give"):
+        resolve_path(str(file))
+    _load(saved)  # beside the model itself it does no harm
+    (saved / "model.safetensors").unlink()
+    (saved / "config.json").unlink()
+    with pytest.raises(ModelRefusedError, match="GGUF files are not read here: give"):
+        _load(saved)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes"])
+def test_weights_that_are_quantized_already_are_refused_by_name(saved: Path, method: str) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4}
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelRefusedError, match=f"quantized already .{method},.* --quantization"):
+        _load(saved)
+
+
+def test_missing_weights_are_not_made_up(saved: Path) -> None:
+    weights = load_file(saved / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelRefusedError, match=r"1 weights are not in.*layers\.1\.mlp\.up_proj"):
+        _load(saved)
+
+
+def test_weights_of_another_shape(saved: Path) -> None:
+    weights = load_file(saved / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(7)
+    save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelRefusedError, match="weights cannot be read"):
+        _load(saved)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 2000, -1])
+def test_a_truncated_file(saved: Path, kept: int) -> None:
+    file = saved / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(
+        ModelRefusedError, match=r"model\.safetensors: .* not copied to its end; download it again"
+    ):
+        _load(saved)
+
+
+def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
+    config = FAMILIES["llama"]()
+    config.tie_word_embeddings = True
+    make_model(config).save_pretrained(tmp_path)
+    assert _load(tmp_path).vocab_size == VOCAB
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3", "gpt_oss", "deepseek_v3", "mixtral"])
+def test_other_families_load_from_disk(tmp_path: Path, family: str) -> None:
+    make_model(FAMILIES[family]()).save_pretrained(tmp_path)
+    assert _load(tmp_path).vocab_size == VOCAB
+
+
+def test_code_of_the_directory_is_not_run(saved: Path) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "evil.Evil", "AutoConfig": "evil.EvilConfig"}
+    config["model_type"] = "evil"
+    (saved / "config.json").write_text(json.dumps(config))
+    marker = saved / "ran"
+    (saved / "evil.py").write_text(f"open({str(marker)!r}, 'w')")
+    with pytest.raises(ModelRefusedError):
+        _load(saved)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "right"),
+    [("auto", torch.float32), ("float32", torch.float32), ("bfloat16", torch.bfloat16)],
+)
+def test_dtype_acts(saved: Path, dtype: Any, right: torch.dtype) -> None:
+    verified = _load(saved, dtype=dtype)
+    assert verified.model.dtype is right
+    assert verified.probe.dtype is right
+
+
+def test_a_wrong_dtype() -> None:
+    with pytest.raises(ConfigError, match="dtype"):
+        load("/not/here", dtype="float8")
+
+
+def test_cuda_that_is_not_there(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ModelRefusedError, match="CUDA"):
+        _load(saved, device="cuda")
+    assert _load(saved, device="auto").device.type == "cpu"
+
+
+def test_threads_act(saved: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        load_model(str(saved), LoadConfig(threads=2), lambda line: None)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_encoder_decoder_models_are_refused(tmp_path: Path) -> None:
+    T5Config(vocab_size=VOCAB, d_model=16, num_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ModelRefusedError, match="'t5' has no causal language model"):
+        _load(tmp_path)
+
+
+def _rope(**rope: Any) -> LlamaConfig:
+    return LlamaConfig(max_position_embeddings=4096, rope_parameters={"rope_theta": 1e4, **rope})
+
+
+def test_length_dependent_rotary_embeddings_limit_the_context(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    longrope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 64,
+        "long_factor": [2.0] * 64,
+        "original_max_position_embeddings": 1024,
+    }
+    assert context_length(_rope(**longrope)) == 1024
+    assert "context limited to 1024 of 4096" in caplog.text
+    assert context_length(_rope(rope_type="default")) == 4096
+    assert context_length(_rope(rope_type="dynamic", factor=2.0)) == 4096
+
+
+def test_greedy_is_the_default() -> None:
+    assert default_sampling(None) == SamplingParams(top_k=50)
+    assert default_sampling(GenerationConfig()) == SamplingParams(top_k=50)
+    assert default_sampling(GenerationConfig()).is_greedy
+
+
+def test_sampling_from_a_generation_config() -> None:
+    config = GenerationConfig(
+        do_sample=True, temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.1
+    )
+    assert default_sampling(config) == SamplingParams(
+        temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.1
+    )
+
+
+def test_without_do_sample_it_is_greedy_and_sampling_has_the_configs_bounds() -> None:
+    config = GenerationConfig(repetition_penalty=1.1)
+    config.temperature, config.top_k, config.top_p = 0.6, 20, 0.9
+    assert default_sampling(config) == SamplingParams(
+        temperature=0.0, top_k=20, top_p=0.9, repetition_penalty=1.1
+    )
+
+
+def test_an_unusable_generation_config(caplog: pytest.LogCaptureFixture) -> None:
+    config = GenerationConfig(do_sample=True)
+    config.temperature = -3.0
+    assert default_sampling(config) == SamplingParams(top_k=50)
+    assert "not usable" in caplog.text
+
+
+def test_eos_ids(caplog: pytest.LogCaptureFixture) -> None:
+    model_config = FAMILIES["llama"]()
+    assert eos_token_ids(GenerationConfig(eos_token_id=[9, 3]), model_config, VOCAB) == (3, 9)
+    assert eos_token_ids(GenerationConfig(), model_config, VOCAB) == (2,)
+    assert eos_token_ids(None, model_config, VOCAB) == (2,)
+    assert eos_token_ids(GenerationConfig(eos_token_id=[3, 50256]), model_config, VOCAB) == (3,)
+    assert "50256" in caplog.text
+
+
+def test_the_context_of_a_model_without_a_limit() -> None:
+    class Endless:
+        max_position_embeddings = None
+
+    assert context_length(Endless()) == 1 << 20
+
+
+def test_make_model_is_a_pretrained_model(loaded: Callable[[str], Any]) -> None:
+    assert isinstance(loaded("llama").model, PreTrainedModel)
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ({}, 1.0),
+        ({"dtype": "bfloat16"}, 0.5),
+        ({"dtype": "bfloat16", "quantization": "int8"}, 0.25),
+    ],
+)
+def test_weights_for_which_there_is_no_memory(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], needed: float
+) -> None:
+    size = round((saved / "model.safetensors").stat().st_size * needed)
+
+    def read(available: int) -> Any:
+        return lambda: HostLimits(None, available, 1, "")
+
+    monkeypatch.setattr(loader.HostLimits, "read", read(size + 1))
+    assert _load(saved, **options).vocab_size == VOCAB
+    monkeypatch.setattr(loader.HostLimits, "read", read(size - 1))
+    with pytest.raises(InsufficientMemoryError, match=r"the weights take .* give more memory"):
+        _load(saved, **options)

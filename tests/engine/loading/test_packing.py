@@ -1,0 +1,302 @@
+"""Packing a model: what is exchanged, what it yields, and what is left alone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine.api.offline import from_model, load
+from engine.config import LoadConfig
+from engine.errors import ConfigError, ModelRefusedError
+from engine.loading import loader, packing
+from engine.loading.loader import load_model, verify_model
+from engine.loading.packing import Packing, choose_packing, pack_model
+from engine.models.packed import PackedEmbedding, PackedLinear
+from engine.models.packed_onednn import OneDnnLinear
+from engine.native.library import NativeUnavailableError
+from tests.families import EVERY_FAMILY
+from tests.model_recipes import RECIPES
+from tests.tiny_models import FAMILIES, make_model
+
+LINEARS = 3 * 7 + 1
+HOW: tuple[Packing, ...] = ("native", "onednn")
+
+
+def _model(family: str = "llama", *, tied: bool = False, seed: int = 0) -> PreTrainedModel:
+    config = FAMILIES[family]()
+    config.tie_word_embeddings = tied
+    model: PreTrainedModel = make_model(config, seed).to(torch.bfloat16)
+    return model
+
+
+def _logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=torch.arange(3, 40).unsqueeze(0)).logits
+    return logits.float()
+
+
+def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_yields_what_it_did(how: Packing, tied: bool) -> None:
+    model = _model(tied=tied)
+    expected, weights = _logits(model), copy.deepcopy(model.state_dict())
+    report = pack_model(model, how)
+    assert (report.linears, report.embeddings) == (LINEARS, int(tied and how == "native"))
+    assert not any(type(module) is torch.nn.Linear for module in model.modules())
+    assert _difference(_logits(model), expected) < 2e-2
+    packed = model.state_dict()
+    assert set(packed) == set(weights)
+    assert all(torch.equal(packed[name], weights[name]) for name in weights)
+    assert (model.dtype, model.device.type) == (torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_every_family_passes_the_gate_packed(family: str) -> None:
+    if not RECIPES[family].is_known:
+        pytest.skip("this version of transformers does not know it")
+    # In bfloat16, random weights may bring a router so near a tie that another expert is taken.
+    model = _model(family, seed=3 if family == "gemma4 with experts" else 0)
+    verify_model(model, Path(), lambda line: None, packing="native")
+    assert any(isinstance(module, PackedLinear) for module in model.modules())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_not_held_twice(tied: bool) -> None:
+    model = _model(tied=tied)
+    before = model.num_parameters() * 2
+    report = pack_model(model, "native")
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in (*model.parameters(), *model.buffers())
+        if tensor.numel()
+    }
+    assert report.copied_bytes == 0
+    assert sum(storages.values()) <= before * 1.02 + 4096
+
+
+def test_the_checkpoint_is_let_go_of(tmp_path: Path) -> None:
+    _model(tied=True).save_pretrained(tmp_path)
+    file = str(tmp_path / "model.safetensors")
+
+    def is_mapped() -> bool:
+        return file in Path("/proc/self/maps").read_text()
+
+    plain = load_model(str(tmp_path), LoadConfig(threads=1, pack_weights=False), lambda line: None)
+    was_mapped = is_mapped()
+    parameters = plain.model.num_parameters()
+    del plain
+    gc.collect()
+    assert not is_mapped()
+    packed = load_model(str(tmp_path), LoadConfig(threads=1), lambda line: None)
+    assert packed.parameters == parameters
+    gc.collect()
+    assert not is_mapped()
+    assert packed.model.device.type == "cpu"
+    if not was_mapped:
+        pytest.skip("this version of transformers maps no files")
+
+
+def test_a_weight_that_others_hold_is_copied_for_them() -> None:
+    class Scaled(torch.nn.Embedding):
+        pass
+
+    model = torch.nn.Module()
+    model.head = torch.nn.Linear(32, 40, bias=False).bfloat16()
+    model.table = Scaled(40, 32, _weight=model.head.weight)
+    model.table.weight = model.head.weight
+    expected = model.head.weight.detach().clone()
+    report = pack_model(model, "native")
+    assert report.copied_bytes == expected.nbytes
+    assert "held twice" in str(report)
+    assert isinstance(model.head, PackedLinear)
+    assert type(model.table) is Scaled
+    assert torch.equal(model.table.weight, expected)
+    assert torch.equal(model.head.weight, expected)
+
+
+def test_what_is_not_plainly_a_linear_layer_is_left_alone() -> None:
+    class Own(torch.nn.Linear):
+        pass
+
+    hooked = torch.nn.Linear(32, 32).bfloat16()
+    hooked.register_forward_hook(lambda *arguments: None)
+    model = torch.nn.Sequential(
+        Own(32, 32).bfloat16(),
+        torch.nn.Linear(32, 32),
+        torch.nn.Linear(32, 8).bfloat16(),
+        torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(32, 32).bfloat16()),
+        hooked,
+    )
+    kinds = [type(module) for module in model]
+    assert pack_model(model, "native").linears == 0
+    assert [type(module) for module in model] == kinds
+
+
+def test_a_model_from_disk_is_packed_and_generates(tmp_path: Path) -> None:
+    _model(tied=True).save_pretrained(tmp_path)
+    lines: list[str] = []
+    verified = load_model(str(tmp_path), LoadConfig(threads=1), lines.append)
+    assert f"linear layers: {LINEARS} packed for" in "\n".join(lines)
+    assert isinstance(verified.model.get_input_embeddings(), PackedEmbedding)
+    prompt = [5, 6, 7]
+    plain = load(str(tmp_path), threads=1, pack_weights=False)
+    packed = load(str(tmp_path), threads=1, pack_weights=True)
+    outputs = [
+        one.generate_batch([prompt], max_new_tokens=6, progress_bar=False)["req_0"].generated_tokens
+        for one in (plain, packed)
+    ]
+    assert outputs[0] == outputs[1]
+    model = packed.model
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([prompt])
+    own = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, 3:].tolist()
+    assert own == outputs[1]
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto")
+    original = plain.model.state_dict()
+    assert all(torch.equal(tensor, original[name]) for name, tensor in again.state_dict().items())
+
+
+def test_a_compiled_model_yields_the_same() -> None:
+    model = _model(tied=True)
+    pack_model(model, "native")
+    expected = _logits(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert _difference(_logits(compiled), expected) < 2e-2
+
+
+def test_a_users_model_is_left_alone() -> None:
+    model = _model()
+    kinds = [type(module) for module in model.modules()]
+    parameters = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
+    from_model(model).generate_batch([[5, 6]], max_new_tokens=2, progress_bar=False)
+    assert [type(module) for module in model.modules()] == kinds
+    assert {name: tensor.data_ptr() for name, tensor in model.named_parameters()} == parameters
+
+
+def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = PackedLinear.forward
+
+    def wrong(self: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+        y = right(self, x)
+        y[..., -1] += y.abs().max()
+        return y
+
+    monkeypatch.setattr(PackedLinear, "forward", wrong)
+    with pytest.raises(ModelRefusedError, match="packed results are not those"):
+        pack_model(_model(), "native")
+
+
+def test_wrong_packing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = packing.pack
+
+    def wrong(weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor | None) -> None:
+        right(weight, packed, scales)
+        packed[0] ^= 16
+
+    monkeypatch.setattr(packing, "pack", wrong)
+    for how in ("native", "int8"):
+        with pytest.raises(ModelRefusedError, match="packed weights are not those"):
+            pack_model(_model(), how)
+
+
+def test_a_wrong_table_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = PackedEmbedding.forward
+
+    def wrong(self: PackedEmbedding, token_ids: torch.Tensor) -> torch.Tensor:
+        return right(self, token_ids).roll(1, 0)
+
+    monkeypatch.setattr(PackedEmbedding, "forward", wrong)
+    with pytest.raises(ModelRefusedError, match="packed rows are not those"):
+        pack_model(_model(tied=True), "native")
+
+
+def test_the_packed_model_is_judged_by_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = []
+
+    def watch(model: PreTrainedModel, *arguments: object) -> None:
+        packed.append(isinstance(model.get_output_embeddings(), PackedLinear))
+
+    for stage in ("probe_layers", "self_check"):
+        right = getattr(loader, stage)
+        monkeypatch.setattr(
+            loader, stage, lambda *args, right=right: (watch(*args), right(*args))[1]
+        )
+    verify_model(_model(), Path(), lambda line: None, packing="native")
+    assert packed == [False, True]
+
+
+def test_choosing() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert choose_packing(cpu, torch.bfloat16, False) is None
+    assert choose_packing(cpu, torch.float32, None) is None
+    assert choose_packing(cuda, torch.bfloat16, None) is None
+    assert choose_packing(cpu, torch.bfloat16, None) == choose_packing(cpu, torch.bfloat16, True)
+    assert choose_packing(cpu, torch.float32, True) == "native", "only where it is asked for"
+    for device, dtype in ((cpu, torch.float16), (cuda, torch.bfloat16)):
+        with pytest.raises(ConfigError, match="pack_weights: is True, but only bfloat16 and float"):
+            choose_packing(device, dtype, True)
+
+
+def test_choosing_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    for wanted in (None, True):
+        assert choose_packing(cpu, torch.bfloat16, wanted, "int8") == "int8"
+    with pytest.raises(ConfigError, match="quantization: is int8, but pack_weights is False"):
+        choose_packing(cpu, torch.bfloat16, False, "int8")
+    for device, dtype in ((cpu, torch.float32), (cuda, torch.bfloat16)):
+        with pytest.raises(ConfigError, match="quantization: is int8, but it is for bfloat16"):
+            choose_packing(device, dtype, None, "int8")
+
+    def unavailable() -> None:
+        raise NativeUnavailableError("they were not built")
+
+    monkeypatch.setattr(packing, "native_library", unavailable)
+    with pytest.raises(ConfigError, match="quantization: is int8, but they were not built"):
+        choose_packing(cpu, torch.bfloat16, None, "int8")
+
+
+def test_a_model_is_loaded_as_int8(tmp_path: Path) -> None:
+    _model().save_pretrained(tmp_path)
+    lines: list[str] = []
+    loaded = load_model(
+        str(tmp_path), LoadConfig(threads=1, quantization="int8"), lines.append
+    ).model
+    layers = [one for one in loaded.modules() if isinstance(one, PackedLinear)]
+    assert layers
+    assert all(one.scales is not None for one in layers)
+    assert any("as int8" in line for line in lines)
+
+
+def test_choosing_by_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert choose_packing(cpu, torch.bfloat16, None) == "onednn"
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+
+    def unavailable() -> None:
+        raise NativeUnavailableError("they were not built")
+
+    monkeypatch.setattr(packing, "native_library", unavailable)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert choose_packing(cpu, torch.bfloat16, None) == "onednn"
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    assert choose_packing(cpu, torch.bfloat16, None) is None
+    with pytest.raises(ConfigError, match="not built"):
+        choose_packing(cpu, torch.bfloat16, True)
+
+
+def test_onednn_layers_compile() -> None:
+    layer = OneDnnLinear(torch.nn.Linear(32, 40).bfloat16())
+    x = torch.randn(3, 32).bfloat16()
+    with torch.inference_mode():
+        assert torch.equal(torch.compile(layer, backend="aot_eager")(x), layer(x))
