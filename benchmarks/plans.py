@@ -34,13 +34,11 @@ import headrace
 import psutil
 
 from benchmarks.models import DEMO, make_model
+from benchmarks.plan_table import KIND, ratio, render
 from benchmarks.processes import ROOT, high_water
 from benchmarks.records import commit, machine_record, rounded
 
-KIND = "plan"
 FORMAT = 1
-MEMORY_BOUND, TIME_BOUND = 0.10, 0.30
-"""How far a plan may be off, relative to the run."""
 _PROMPT, _OUTPUT, _REQUESTS = 256, 64, 16
 _PROMPTS = 3
 """Prompts that are timed alone."""
@@ -300,44 +298,6 @@ def measure(shape: Shape, folder: Path, say: Any) -> dict[str, Any]:
     }
     say(" ".join(f"{name} {ratio(row, name):.2f}" for name in planned))
     return row
-
-
-def ratio(row: dict[str, Any], name: str) -> float:
-    """Planned, relative to taken."""
-    found: float = row["planned"][name] / row["taken"][name]
-    return found
-
-
-def render(record: dict[str, Any], name: str) -> str:
-    """The record as text for a document."""
-    machine = record["machine"]
-    lines = [
-        f"{record['date'][:10]}, {machine['cpus']} CPUs ({machine['cpu']}), "
-        f"{machine['memory_bytes'] / 2**30:.0f} GiB; load average "
-        f"{min(row['load_average'] for row in record['rows']):.1f} to "
-        f"{max(row['load_average'] for row in record['rows']):.1f}. "
-        f"{record['requests']} requests of {record['prompt']} + {record['output']} tokens. Commit "
-        f"{record['commit']}. Record: [`{name}`](../{name}).",
-        "",
-        "| model | memory MiB | step of 1 request ms | step of 16 requests ms | prompt alone ms |",
-        "|---|---|---|---|---|",
-    ]
-    for row in record["rows"]:
-        cells = [row["name"], _cell(row, "memory_bytes", 2**-20, MEMORY_BOUND)]
-        cells += [
-            _cell(row, name, 1e3, TIME_BOUND) for name in ("decode_1_s", "decode_16_s", "prompt_s")
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _cell(row: dict[str, Any], name: str, unit: float, bound: float) -> str:
-    planned, taken = row["planned"][name] * unit, row["taken"][name] * unit
-    off = ratio(row, name) - 1
-    text = f"{planned:,.3g}, {taken:,.3g} ({off:+.0%})"
-    if planned >= 1000 or taken >= 1000:
-        text = f"{planned:,.0f}, {taken:,.0f} ({off:+.0%})"
-    return text if abs(off) <= bound else f"**{text}**"
 
 
 def main() -> None:

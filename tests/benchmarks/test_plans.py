@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.plans import FORMAT, KIND, render
+from benchmarks.plan_table import KIND, render
+from benchmarks.plans import FORMAT
 from benchmarks.report import render as render_any
 
 
