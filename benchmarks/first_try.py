@@ -23,7 +23,6 @@ import json
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -40,10 +39,11 @@ from tqdm import tqdm
 from benchmarks.processes import ROOT
 from benchmarks.records import commit, machine_record, rounded
 from benchmarks.stalled_readers import free_port
+from benchmarks.tables import FIRST_TRY, first_try
 
+FORMAT = 1
 WAIT_S = 600.0
 LARGEST = 8
-PARTS = ("environment", "resolve", "fetch", "link", "start", "first token")
 _OUTPUT = ROOT / "benchmarks" / "results" / "first_try.json"
 _UV = re.compile(r"(Resolved|Prepared|Installed) \d+ packages? in ")
 _BYTES = 2**20
@@ -243,6 +243,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="headrace-first-try-") as folder:
             runs.append(measure(Path(folder), arguments.again))
     record = {
+        "format": FORMAT,
+        "kind": FIRST_TRY,
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
         "machine": machine_record(),
@@ -250,24 +252,7 @@ def main() -> None:
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(rounded(record), indent=1) + "\n")
-    print(table(runs))
-
-
-def table(runs: list[dict[str, Any]]) -> str:
-    """What the documents show of a record's runs."""
-    numbers = " | ".join(f"run {number}" for number in range(1, len(runs) + 1))
-    rows = [f"| seconds | {numbers} |", "|---|" + "---|" * len(runs)]
-    for part in PARTS:
-        rows.append(
-            f"| {part} | " + " | ".join(f"{run['parts_s'][part]:.1f}" for run in runs) + " |"
-        )
-    told = [f"**{run['seconds']:.1f}**" for run in runs]
-    rows.append("| to the first token | " + " | ".join(told) + " |")
-    again = [f"{statistics.median(run['again_ready_s']):.1f}" for run in runs]
-    rows.append("| `make run` again, until ready (median) | " + " | ".join(again) + " |")
-    bytes_told = [f"{run['downloaded_mb']:,.0f} ({run['mb_per_s']:.0f} a second)" for run in runs]
-    rows.append("| MiB that came | " + " | ".join(bytes_told) + " |")
-    return "\n".join(rows)
+    print(first_try(record, arguments.output.name))
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ from typing import Any
 import headrace
 import psutil
 
+from benchmarks import tables
 from benchmarks.models import DEMO, make_model
-from benchmarks.plan_table import KIND, ratio, render
 from benchmarks.processes import ROOT, high_water
 from benchmarks.records import commit, machine_record, rounded
 
@@ -296,7 +296,7 @@ def measure(shape: Shape, folder: Path, say: Any) -> dict[str, Any]:
         "taken": taken,
         "load_average": os.getloadavg()[0],
     }
-    say(" ".join(f"{name} {ratio(row, name):.2f}" for name in planned))
+    say(" ".join(f"{name} {tables.ratio(row, name):.2f}" for name in planned))
     return row
 
 
@@ -317,7 +317,7 @@ def main() -> None:
     rows = [measure(shape, arguments.cache, say) for shape in wanted]
     record = {
         "format": FORMAT,
-        "kind": KIND,
+        "kind": tables.PLAN,
         "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "machine": machine_record(),
@@ -328,7 +328,7 @@ def main() -> None:
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(rounded(record), indent=1) + "\n")
-    print(f"\n{render(record, arguments.output.name)}")
+    print(f"\n{tables.plan(record, arguments.output.name)}")
 
 
 if __name__ == "__main__":

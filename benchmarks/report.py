@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plan_table
+from benchmarks import tables
 from benchmarks.gpu import tables as gpu_tables
 from benchmarks.measures import figure
 
@@ -78,8 +78,10 @@ def render(record: dict[str, Any], name: str) -> str:
     """The text of one record: what and where, a table for each case, the systems, the checks."""
     if record.get("kind") == KIND_GPU:
         return gpu_tables.render(record, name)
-    if record.get("kind") == plan_table.KIND:
-        return plan_table.render(record, name)
+    if record.get("kind") == tables.PLAN:
+        return tables.plan(record, name)
+    if record.get("kind") == tables.FIRST_TRY:
+        return tables.first_try(record, name)
     plot = name.removesuffix(".json") + ".svg"
     parts = [_heading(record, name), f"![Output tokens per second](../{plot})"]
     parts += [_case(record, case) for case in record["cases"]]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import first_try
-from benchmarks.first_try import PARTS, FirstTryFailure, Run, parts, running, sizes, table
+from benchmarks import tables
+from benchmarks.first_try import FirstTryFailure, Run, fresh_environment, parts, running, sizes
+from benchmarks.report import render
 
 
 def printed(*lines: tuple[float, str]) -> Run:
@@ -35,15 +36,25 @@ def test_the_parts_add_up_to_the_whole() -> None:
         "start": 5.0,
         "first token": 0.5,
     }
-    assert tuple(found) == PARTS
+    assert tuple(found) == tables.FIRST_TRY_PARTS
     one = {
         "parts_s": found,
         "seconds": 76.0,
         "downloaded_mb": 2742.0,
         "mb_per_s": 44.2,
         "again_ready_s": [3.0, 4.0, 3.5],
+        "environment_mb": 4804.0,
     }
-    rows = table([one, one]).splitlines()
+    record = {
+        "format": 1,
+        "kind": tables.FIRST_TRY,
+        "date": "2026-11-23",
+        "commit": "abc",
+        "machine": {"cpus": 2, "cpu": "a CPU", "memory_bytes": 2**34},
+        "runs": [one, one],
+    }
+    rows = render(record, "results/first_try.json").splitlines()
+    assert "4,804 MiB on disk" in rows[0]
     assert "| fetch | 62.0 | 62.0 |" in rows
     assert "| to the first token | **76.0** | **76.0** |" in rows
     assert "| `make run` again, until ready (median) | 3.5 | 3.5 |" in rows
@@ -90,7 +101,7 @@ def test_a_newcomer_has_no_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     monkeypatch.setenv("UV_CACHE_DIR", "/somewhere")
     monkeypatch.setenv("PIP_FIND_LINKS", "/wheels")
-    environment = first_try.fresh_environment(tmp_path)
+    environment = fresh_environment(tmp_path)
     assert environment["PATH"] == "/usr/bin"
     assert environment["HOME"] == str(tmp_path)
     assert environment["PIP_FIND_LINKS"] == "/wheels"
