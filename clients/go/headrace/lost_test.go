@@ -46,15 +46,8 @@ func TestALostSessionWithALeaseResumes(t *testing.T) {
 		return c.rest()
 	}})
 	ctx := soon(t)
-	session, err := client.Session(ctx, &headrace.SessionOptions{Lease: 10 * time.Second})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer session.Close()
-	h, err := session.Submit(ctx, &headrace.Request{Text: "x"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	session := openSession(t, ctx, client, &headrace.SessionOptions{Lease: 10 * time.Second})
+	h := submit(t, ctx, session, &headrace.Request{Text: "x"})
 	if got := text(t, ctx, h); got != "begun" {
 		t.Errorf("got %q", got)
 	}
@@ -78,16 +71,9 @@ func TestALostRequestWithoutALeaseTellsItsOutput(t *testing.T) {
 		return status.Error(codes.Unavailable, "going away")
 	}})
 	ctx := soon(t)
-	session, err := client.Session(ctx, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer session.Close()
-	h, err := session.Submit(ctx, &headrace.Request{Text: "x"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	_, err = h.Result(ctx)
+	session := openSession(t, ctx, client, nil)
+	h := submit(t, ctx, session, &headrace.Request{Text: "x"})
+	_, err := h.Result(ctx)
 	told := asError(t, err)
 	if told.Code != codes.Unavailable || told.Partial == nil || told.Partial.Text() != "part" {
 		t.Errorf("%+v", told)
@@ -109,16 +95,9 @@ func TestARequestThatMovedEnds(t *testing.T) {
 		return c.rest()
 	}})
 	ctx := soon(t)
-	session, err := client.Session(ctx, &headrace.SessionOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer session.Close()
-	h, err := session.Submit(ctx, &headrace.Request{Text: "x"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	_, err = h.Result(ctx)
+	session := openSession(t, ctx, client, &headrace.SessionOptions{})
+	h := submit(t, ctx, session, &headrace.Request{Text: "x"})
+	_, err := h.Result(ctx)
 	if !errors.Is(err, headrace.ErrMoved) || asError(t, err).Code != codes.Aborted || asError(t, err).Partial.Text() != "here" {
 		t.Errorf("got %v", err)
 	}
@@ -140,10 +119,7 @@ func TestClosingTheClientEndsItsHandles(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	h, err := session.Submit(ctx, &headrace.Request{Text: "x"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	h := submit(t, ctx, session, &headrace.Request{Text: "x"})
 	<-begun
 	if err := client.Close(); err != nil {
 		t.Fatal(err)

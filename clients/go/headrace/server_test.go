@@ -216,6 +216,28 @@ func soon(t testing.TB) context.Context {
 	return ctx
 }
 
+// openSession opens a session that the test's end closes.
+func openSession(
+	t *testing.T, ctx context.Context, client *headrace.Client, options *headrace.SessionOptions,
+) *headrace.Session {
+	t.Helper()
+	session, err := client.Session(ctx, options)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { session.Close() })
+	return session
+}
+
+func submit(t *testing.T, ctx context.Context, session *headrace.Session, request *headrace.Request) *headrace.Handle {
+	t.Helper()
+	h, err := session.Submit(ctx, request)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return h
+}
+
 func text(t *testing.T, ctx context.Context, h *headrace.Handle) string {
 	t.Helper()
 	var found strings.Builder

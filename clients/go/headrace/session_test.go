@@ -40,11 +40,7 @@ func TestManyRequestsShareOneStream(t *testing.T) {
 	s := &script{session: echo}
 	client := serve(t, s)
 	ctx := soon(t)
-	session, err := client.Session(ctx, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer session.Close()
+	session := openSession(t, ctx, client, nil)
 	var handles []*headrace.Handle
 	for i := range 64 {
 		h, err := session.Submit(ctx, &headrace.Request{Text: fmt.Sprintf("prompt %d", i)})
@@ -74,15 +70,8 @@ func TestManyRequestsShareOneStream(t *testing.T) {
 func TestARequestThatIsNotReadDelaysNoOther(t *testing.T) {
 	client := serve(t, &script{session: echo})
 	ctx := soon(t)
-	session, err := client.Session(ctx, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer session.Close()
-	slow, err := session.Submit(ctx, &headrace.Request{Text: "slow"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	session := openSession(t, ctx, client, nil)
+	slow := submit(t, ctx, session, &headrace.Request{Text: "slow"})
 	for range 100 {
 		h, err := session.Submit(ctx, &headrace.Request{Text: "quick"})
 		if err != nil {
@@ -158,15 +147,8 @@ func TestAWaitThatEndsLeavesTheRequest(t *testing.T) {
 		return c.rest()
 	}})
 	ctx := soon(t)
-	session, err := client.Session(ctx, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer session.Close()
-	h, err := session.Submit(ctx, &headrace.Request{Text: "x"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	session := openSession(t, ctx, client, nil)
+	h := submit(t, ctx, session, &headrace.Request{Text: "x"})
 	over, cancel := context.WithCancel(ctx)
 	cancel()
 	if _, err := h.Result(over); !errors.Is(err, context.Canceled) || asError(t, err).Code != codes.Canceled {
@@ -195,15 +177,8 @@ func TestARefusalForWantOfRoomIsTriedAgain(t *testing.T) {
 		return echo(c)
 	}})
 	ctx := soon(t)
-	session, err := client.Session(ctx, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer session.Close()
-	h, err := session.Submit(ctx, &headrace.Request{Text: "again"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	session := openSession(t, ctx, client, nil)
+	h := submit(t, ctx, session, &headrace.Request{Text: "again"})
 	if got := text(t, ctx, h); got != "again" {
 		t.Errorf("got %q", got)
 	}
@@ -219,16 +194,9 @@ func TestARefusalHasItsDetails(t *testing.T) {
 		return c.rest()
 	}})
 	ctx := soon(t)
-	session, err := client.Session(ctx, &headrace.SessionOptions{RoomTimeout: -1})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer session.Close()
-	h, err := session.Submit(ctx, &headrace.Request{ID: "r", Text: "x"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	_, err = h.Result(ctx)
+	session := openSession(t, ctx, client, &headrace.SessionOptions{RoomTimeout: -1})
+	h := submit(t, ctx, session, &headrace.Request{ID: "r", Text: "x"})
+	_, err := h.Result(ctx)
 	told := asError(t, err)
 	delay, has := told.RetryAfter()
 	if told.Code != codes.ResourceExhausted || told.Reason != "QUEUE_FULL" || told.Metadata["limit"] != "1" || !has ||
@@ -252,22 +220,12 @@ func TestAnEventThatIsMissingFailsTheRequestAlone(t *testing.T) {
 		return echo(c)
 	}})
 	ctx := soon(t)
-	session, err := client.Session(ctx, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer session.Close()
-	broken, err := session.Submit(ctx, &headrace.Request{Text: "broken"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	session := openSession(t, ctx, client, nil)
+	broken := submit(t, ctx, session, &headrace.Request{Text: "broken"})
 	if _, err := broken.Result(ctx); !errors.Is(err, headrace.ErrProtocol) || asError(t, err).Code != codes.DataLoss {
 		t.Errorf("got %v", err)
 	}
-	whole, err := session.Submit(ctx, &headrace.Request{Text: "whole"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	whole := submit(t, ctx, session, &headrace.Request{Text: "whole"})
 	if got := text(t, ctx, whole); got != "whole" {
 		t.Errorf("got %q", got)
 	}
@@ -301,15 +259,8 @@ func TestCreditsFollowTheReader(t *testing.T) {
 		return c.rest()
 	}})
 	ctx := soon(t)
-	session, err := client.Session(ctx, &headrace.SessionOptions{InitialCredit: 2})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer session.Close()
-	h, err := session.Submit(ctx, &headrace.Request{Text: "x"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	session := openSession(t, ctx, client, &headrace.SessionOptions{InitialCredit: 2})
+	h := submit(t, ctx, session, &headrace.Request{Text: "x"})
 	for range h.Chunks(ctx) {
 		break
 	}
@@ -327,11 +278,7 @@ func TestCreditsFollowTheReader(t *testing.T) {
 func TestWhatCannotBeSentLeavesTheSessionAlone(t *testing.T) {
 	client := serve(t, &script{session: echo}, headrace.WithMaxMessageBytes(1<<16))
 	ctx := soon(t)
-	session, err := client.Session(ctx, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer session.Close()
+	session := openSession(t, ctx, client, nil)
 	for text, code := range map[string]codes.Code{
 		"no UTF-8: \xff":                 codes.InvalidArgument,
 		strings.Repeat("too long ", 1e4): codes.ResourceExhausted,
@@ -343,10 +290,7 @@ func TestWhatCannotBeSentLeavesTheSessionAlone(t *testing.T) {
 	if _, err := session.Attach(ctx, "\xff", nil); asError(t, err).Code != codes.InvalidArgument {
 		t.Errorf("got %v", err)
 	}
-	h, err := session.Submit(ctx, &headrace.Request{Text: "whole"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	h := submit(t, ctx, session, &headrace.Request{Text: "whole"})
 	if got := text(t, ctx, h); got != "whole" {
 		t.Errorf("got %q", got)
 	}
@@ -368,11 +312,7 @@ func TestARequestOfASessionCarriesItsTraceContext(t *testing.T) {
 		}
 	}})
 	ctx := soon(t)
-	session, err := client.Session(ctx, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer session.Close()
+	session := openSession(t, ctx, client, nil)
 	state, err := trace.ParseTraceState("long=" + strings.Repeat("x", 200))
 	if err != nil {
 		t.Fatal(err)
