@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from tests.clients.python.scripted import WAIT, ScriptedServer
 
 Run = Callable[..., Result]
-COMMAND = [sys.executable, "-c", "from headrace.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from headrace_command import main; main()"]
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tests.clients.python.talking import ENDLESS, call, prompts, talking
 from tests.service.helpers import Harness, until
 
 WAIT_S = 20.0
-COMMAND = [sys.executable, "-c", "from headrace.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from headrace_command import main; main()"]
 FILE = '''
 from __future__ import annotations
 from dataclasses import dataclass

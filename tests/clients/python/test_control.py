@@ -28,7 +28,7 @@ from service.server import HeadraceServer
 from tests.service.fake_engine import FakeEngine, byte_tokenizer, model_info, says
 
 WAIT = 30.0
-COMMAND = [sys.executable, "-c", "from headrace.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from headrace_command import main; main()"]
 
 
 class Server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 from tests.service.certificates import make_certificate, needs_openssl
 
 pytestmark = needs_openssl
-_COMMAND = "from headrace.cli.app import main; main()"
+_COMMAND = "from headrace_command import main; main()"
 
 
 @pytest.fixture(scope="module")
@@ -104,4 +105,5 @@ def test_the_command_says_it_in_one_message(
         assert (found.returncode, found.stdout) == (3, "")
         assert words in found.stderr
         assert "Traceback" not in found.stderr
+        assert not re.search(r"^[IWE]\d{4} ", found.stderr, re.MULTILINE)  # gRPC's own lines
         assert "start one" not in found.stderr  # one is there

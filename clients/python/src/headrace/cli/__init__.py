@@ -3,7 +3,3 @@
 Exit codes: 0 done; 1 a request was refused or failed (or, in a batch, some were); 2 wrong usage;
 3 the server cannot be reached or is not ready; 130 interrupted by Ctrl-C.
 """
-
-from headrace.cli.app import main
-
-__all__ = ["main"]

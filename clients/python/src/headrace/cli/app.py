@@ -1,8 +1,9 @@
-"""The command's entry: the options before the subcommand, and the list of subcommands."""
+"""The command: the options before the subcommand, and the list of subcommands. `headrace_command`
+runs it.
+"""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -89,10 +90,3 @@ def connect(
         client_cert=client_cert,
         client_key=client_key,
     )
-
-
-def main() -> None:
-    """Runs the command."""
-    # Errors come as messages of ours: the lines of gRPC itself on stderr say less.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    app()
