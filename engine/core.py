@@ -9,6 +9,13 @@ scheduled and launched first: each request that samples then carries a PENDING_T
 the runner fills in on the device. If the token ends its request, the next step has computed one
 token too many for it; that one is dropped.
 
+Computing a step never needs the last step's tokens on the host; choosing its tokens may, for a
+grammar or for what depends on the history. Such a step is launched all the same, and chooses when
+the step before it is collected, while it is being computed:
+
+    launch 2 ──▶ collect 1: append, advance grammars ──▶ sample 2 ──▶ launch 3 ──▶ collect 2 …
+    device:   1 ─────────▶│ 2 ───────────────────────────────────▶ tokens of 2 ▶│ 3 …
+
 The runner is injected: a real one drives the device, a scripted one drives most tests. If the
 runner raises, only the requests of that batch end with an error. If it raises at launch, the
 results of the step before are still collected; if it raises in the results, the next step, already
@@ -222,8 +229,6 @@ class EngineCore:
         self._live.end_overdue(now)
         if self._outgrown:
             self._restart_outgrown()
-        if self._in_flight and self._must_wait():
-            self._collect()
         resting = form_budget.choose_resting(self.scheduler.running.values())
         batch = self.scheduler.schedule(now, is_step_pending=bool(self._in_flight), resting=resting)
         if batch is None:
@@ -295,13 +300,6 @@ class EngineCore:
                 self.scheduler.restart(request)
         self._outgrown.clear()
 
-    def _must_wait(self) -> bool:
-        """Whether the pending tokens are needed on the host before anything can be launched."""
-        return any(
-            request.num_pending_tokens and request.needs_host_tokens
-            for request in self.scheduler.running.values()
-        )
-
     def _launch(self, batch: ScheduledBatch, now: float) -> bool:
         """Launch a batch. If that raises, the batch's requests fail and the engine goes on.
 
@@ -329,15 +327,27 @@ class EngineCore:
         return True
 
     def _collect(self) -> None:
-        """Wait for the oldest step in flight and take its results."""
+        """Wait for the oldest step in flight and take its results. The next one then has all that
+        it may need to choose its tokens.
+        """
         step = self._in_flight.popleft()
         try:
             sampled = step.pending.result()
         except Exception as error:
             self._step_failed(step.batch, error)
-            return
-        self._steps += 1
-        self._take(step, sampled)
+        else:
+            self._steps += 1
+            self._take(step, sampled)
+        if self._in_flight:
+            self._sample()
+
+    def _sample(self) -> None:
+        """Have the oldest step in flight choose its tokens, if it has not yet."""
+        try:
+            self._in_flight[0].pending.sample()
+        except Exception as error:
+            step = self._in_flight.popleft()
+            self._step_failed(step.batch, error)
 
     def _step_failed(self, batch: ScheduledBatch, error: Exception) -> None:
         """End a failed batch's requests; requests whose blocks it should have copied start

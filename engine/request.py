@@ -243,7 +243,9 @@ class Request:
 
     @property
     def needs_host_tokens(self) -> bool:
-        """Whether its next token can be chosen only once the tokens before it are on the host."""
+        """Whether its next token can be chosen only once the tokens before it are on the host. It
+        can be computed before that.
+        """
         return self.matcher is not None or self.spec.sampling.needs_history
 
     @property

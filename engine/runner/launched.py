@@ -7,19 +7,20 @@
 
 A step's inputs are written to a set of buffers on the host. With two sets, a step can be launched
 while the previous one still runs. A request's next token is then not on the host yet, and is
-carried over on the device.
+carried over on the device. Where a step's own tokens can be chosen only once those are on the host,
+its work up to the logits is queued at its launch, and the rest by `LaunchedStep.sample`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from engine.outputs import TokenLogprobs
 from engine.request import Request
-from engine.runner.device import StepDevice
+from engine.runner.device import DeviceEvent, StepDevice
 from engine.runner.input_batch import InputBatch
 from engine.runner_protocol import SampledTokens
 from engine.sampling.sampler import SampledRows
@@ -88,21 +89,44 @@ class LaunchedStep:
         buffers: InputBuffers,
         index: int,
         device: StepDevice,
-        rows: SampledRows,
+        choose: Callable[[], SampledRows],
         prompt_logprobs: Mapping[RequestKey, Sequence[TokenLogprobs]],
     ) -> None:
-        """Queue the copies of the sampled tokens to the host, and mark the step's end."""
+        """Wrap a step whose logits are queued. It owns the buffers from now on.
+
+        Args:
+            buffers, index: the set of buffers that it uses.
+            device: queues copies.
+            choose: queues the choice of its tokens; called once, by `sample`.
+            prompt_logprobs: what its result says about prompts.
+        """
         self._buffers = buffers
         self._index = index
-        self._rows = rows.copied(device.download)
+        self._device = device
+        self._choose = choose
         self._prompt_logprobs = prompt_logprobs
-        self._end = device.record()
+        self._sampled: tuple[SampledRows, DeviceEvent] | None = None
+
+    def sample(self) -> None:
+        """Queue the choice of the tokens and their copies to the host, and mark the step's end."""
+        if self._sampled is not None:
+            return
+        try:
+            with torch.inference_mode():
+                rows = self._choose().copied(self._device.download)
+        except BaseException:
+            self._buffers.free(self._index)
+            raise
+        self._sampled = rows, self._device.record()
 
     def result(self) -> SampledTokens:
         """Wait for this step, but not for later ones."""
         try:
-            self._end.wait()
-            token_ids, logprobs = self._rows.result()
+            if self._sampled is None:
+                raise RuntimeError("a step's results were wanted before its tokens were chosen")
+            rows, end = self._sampled
+            end.wait()
+            token_ids, logprobs = rows.result()
             return SampledTokens(token_ids, logprobs, self._prompt_logprobs)
         finally:
             self._buffers.free(self._index)

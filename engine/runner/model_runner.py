@@ -3,6 +3,9 @@
 ScheduledBatch ─▶ block copies ─▶ InputBatch ─┬─▶ ModelForward, as it comes ──┬─▶ logits ─▶ Sampler
                                               └─▶ CapturedSteps, replayed ────┘               │
                   SampledTokens ◀── LaunchedStep.result ◀── queued copy to the host ◀─────────┘
+
+The sampler is called at the launch, or in LaunchedStep.sample if a request's options need a token
+that the step before is still computing.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from engine.runner.launched import CarriedTokens, InputBuffers, LaunchedStep
 from engine.runner.prompt_logprobs import report_prompts
 from engine.runner.runner_options import PLAIN, RunnerOptions, StepPath
 from engine.runner_protocol import PendingStep, SampledTokens
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import SampledRows, Sampler
 from engine.sampling_params import SamplingParams, StopParams
 from engine.token_ids import TokenIds
 from engine.types import RequestId, RequestKey
@@ -54,6 +57,9 @@ class StepKind(NamedTuple):
 
 class _NothingSampled:
     """A step that only has copies. They are queued before any later work."""
+
+    def sample(self) -> None:
+        """Nothing."""
 
     def result(self) -> SampledTokens:
         """Nothing."""
@@ -123,21 +129,32 @@ class ModelRunner:
                 return _NothingSampled()
             buffers = self._buffers.take()
             try:
-                return self._launch(self._builder.build(batch), buffers)
+                inputs = self._builder.build(batch)
+                step = self._compute(inputs, buffers)
             except BaseException:
                 self._buffers.free(buffers)
                 raise
+            if not any(one.num_pending_tokens and one.needs_host_tokens for one in inputs.sampling):
+                step.sample()
+            return step
 
-    def _launch(self, inputs: InputBatch, buffers: int) -> PendingStep:
+    def _compute(self, inputs: InputBatch, buffers: int) -> LaunchedStep:
+        """Queue a step's work up to its logits."""
         logits = self._logits(inputs, buffers)
         prompt_logprobs: dict[RequestKey, list[TokenLogprobs]] = {}
         if inputs.prompts:
             count = len(inputs.sampling)
             prompt_logprobs = report_prompts(self._sampler, logits[count:], inputs.prompts)
             logits = logits[:count]
-        rows = self._sampler.begin(logits, inputs.sampling)
-        self._carried.keep(inputs.sampling, rows.token_ids)
-        return LaunchedStep(self._buffers, buffers, self._device, rows, prompt_logprobs)
+        requests = inputs.sampling
+        lengths = [request.num_tokens for request in requests]
+
+        def choose() -> SampledRows:
+            rows = self._sampler.begin(logits, requests, lengths)
+            self._carried.keep(requests, rows.token_ids)
+            return rows
+
+        return LaunchedStep(self._buffers, buffers, self._device, choose, prompt_logprobs)
 
     def _logits(self, inputs: InputBatch, buffers: int) -> torch.Tensor:
         """The logits [S + P, V] of a step."""

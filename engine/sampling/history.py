@@ -29,9 +29,12 @@ class TokenCounts:
         self._places = dict(zip(self._ids.tolist(), range(len(self._ids)), strict=True))
         self._num_read = len(prompt)
 
-    def catch_up(self, token_ids: Sequence[int]) -> None:
-        """Count the tokens that were added since the last call; `token_ids`: prompt and output."""
-        for token in token_ids[self._num_read :]:
+    def catch_up(self, token_ids: Sequence[int], end: int) -> None:
+        """Count the tokens that were added since the last call; `token_ids`: prompt and output, of
+        which the first `end` count.
+        """
+        end = min(end, len(token_ids))  # fewer if the request has lost tokens since
+        for token in token_ids[self._num_read : end]:
             place = self._places.setdefault(token, len(self._places))
             if place == len(self._ids):
                 grown = max(16, place)
@@ -39,7 +42,7 @@ class TokenCounts:
                 self._counts = np.concatenate([self._counts, np.zeros(grown, np.float32)])
             self._ids[place] = token
             self._counts[place] += 1
-        self._num_read = len(token_ids)
+        self._num_read = end
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
@@ -74,10 +77,13 @@ class NgramIndex:
         self._dropped = pow(_BASE, self._width, _PRIME)
         self._num_read = 0
 
-    def catch_up(self, token_ids: Sequence[int]) -> None:
-        """Index the tokens that were added since the last call; `token_ids`: prompt and output."""
+    def catch_up(self, token_ids: Sequence[int], end: int) -> None:
+        """Index the tokens that were added since the last call; `token_ids`: prompt and output, of
+        which the first `end` count.
+        """
+        end = min(end, len(token_ids))  # fewer if the request has lost tokens since
         followers, width, value = self._followers, self._width, self._hash
-        for position in range(self._num_read, len(token_ids)):
+        for position in range(self._num_read, end):
             token = token_ids[position]
             if position >= width:
                 known = followers.setdefault(value, token)
@@ -90,7 +96,7 @@ class NgramIndex:
                 if position >= width:
                     value -= (token_ids[position - width] + 1) * self._dropped
                 value %= _PRIME
-        self._hash, self._num_read = value, len(token_ids)
+        self._hash, self._num_read = value, end
 
     def repeating(self) -> Sequence[int]:
         """The tokens that would complete a sequence of n tokens that already occurred."""

@@ -4,6 +4,8 @@ steps.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -17,11 +19,22 @@ ARGMAX = SamplingSteps()
 """Greedy, without any other operation."""
 
 
-def holds_back_endings(request: Request) -> bool:
-    """Whether min_tokens forbids ending tokens for the next token."""
-    return request.num_output_tokens < request.spec.stop.min_tokens and bool(
-        request.ending_token_ids
-    )
+class Row(NamedTuple):
+    """One row of a step's logits.
+
+    Attributes:
+        request: whose next token is chosen from it.
+        length: how many tokens come before that one, prompt and output.
+    """
+
+    request: Request
+    length: int
+
+
+def holds_back_endings(request: Request, length: int) -> bool:
+    """Whether min_tokens forbids ending tokens for the token after the first `length`."""
+    num_output_tokens = length - request.num_prompt_tokens
+    return num_output_tokens < request.spec.stop.min_tokens and bool(request.ending_token_ids)
 
 
 def has_lists(request: Request) -> bool:
@@ -30,14 +43,17 @@ def has_lists(request: Request) -> bool:
     return bool(params.allowed_token_ids) or bool(params.banned_token_ids)
 
 
-def steps_of(request: Request, vocab_size: int) -> SamplingSteps:
-    """The operations that a request's next token needs. Filters that keep everything are left out.
-    The part that never changes is computed once and stored in the request.
+def steps_of(request: Request, length: int, vocab_size: int) -> SamplingSteps:
+    """The operations that choosing a request's token after its first `length` needs. Filters that
+    keep everything are left out. The part that never changes is computed once and stored in the
+    request.
     """
+    if request.status.is_terminal:
+        return ARGMAX  # it has ended since its step was launched: nobody wants the token
     steps = request.sampling_steps
     if steps is None:
         steps = request.sampling_steps = _lasting_steps(request, vocab_size)
-    if request.spec.stop.min_tokens and not steps.edits and holds_back_endings(request):
+    if request.spec.stop.min_tokens and not steps.edits and holds_back_endings(request, length):
         return steps._replace(edits=True)
     return steps
 

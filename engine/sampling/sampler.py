@@ -31,12 +31,13 @@ from engine.sampling.logprobs import RowLogprobs, row_logprobs
 from engine.sampling.plan import (
     ARGMAX,
     ChoiceState,
+    Row,
     has_lists,
     holds_back_endings,
     steps_of,
 )
 from engine.sampling.random import uniform
-from engine.sampling_params import LogprobParams, SamplingSteps
+from engine.sampling_params import LogprobParams, SamplingParams, SamplingSteps
 from engine.transfer import to_device
 from engine.types import RequestKey, TokenId
 
@@ -122,38 +123,48 @@ class Sampler:
         """
         return self.begin(logits, requests).result()
 
-    def begin(self, logits: torch.Tensor, requests: Sequence[Request]) -> SampledRows:
+    def begin(
+        self,
+        logits: torch.Tensor,
+        requests: Sequence[Request],
+        lengths: Sequence[int] | None = None,
+    ) -> SampledRows:
         """Choose a token for each row, without waiting for the device; see `sample`.
 
-        Everything needed from the requests is read before this returns.
+        Everything needed from the requests is read before this returns. If they have got tokens or
+        ended since the step was launched, `lengths` says how many tokens come before the one that
+        is chosen; None: as many as they have.
         """
-        kinds = [steps_of(request, self._vocab_size) for request in requests]
+        if lengths is None:
+            lengths = [request.num_tokens for request in requests]
+        size = self._vocab_size
+        kinds = [steps_of(q, n, size) for q, n in zip(requests, lengths, strict=True)]
         if kinds.count(ARGMAX) == len(kinds):
             tokens = self._greedy(logits)
         else:
-            tokens = self._choose_by_kind(logits, requests, kinds)
+            tokens = self._choose_by_kind(logits, list(map(Row, requests, lengths)), kinds)
         return SampledRows(tokens, self._logprobs(logits, tokens, requests))
 
     def _choose_by_kind(
         self,
         logits: torch.Tensor,
-        requests: Sequence[Request],
+        rows: Sequence[Row],
         kinds: Sequence[SamplingSteps],
     ) -> torch.Tensor:
         """Each row's token, int64 [R]; rows with the same steps are computed together."""
-        tokens = torch.empty(len(requests), dtype=torch.int64, device=self._device)
+        tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         groups: dict[SamplingSteps, list[int]] = {}
-        for row, steps in enumerate(kinds):
-            groups.setdefault(steps, []).append(row)
-        for steps, rows in groups.items():
+        for place, steps in enumerate(kinds):
+            groups.setdefault(steps, []).append(place)
+        for steps, places in groups.items():
             if steps == ARGMAX:
-                index = self._upload(rows)
+                index = self._upload(places)
                 tokens.index_copy_(0, index, self._greedy(logits.index_select(0, index)))
                 continue
-            group = [requests[row] for row in rows]
+            group = [rows[place] for place in places]
             masks = self._masks(group) if steps.masks else None
-            for piece in _pieces(len(rows), self._chunk):
-                index = self._upload(rows[piece])
+            for piece in _pieces(len(places), self._chunk):
+                index = self._upload(places[piece])
                 part = logits.index_select(0, index).float()
                 self._process(part, group[piece], steps, None if masks is None else masks[piece])
                 chosen = self._choose(part, group[piece], steps)
@@ -184,42 +195,43 @@ class Sampler:
     def _process(
         self,
         logits: torch.Tensor,
-        requests: Sequence[Request],
+        rows: Sequence[Row],
         steps: SamplingSteps,
         masks: torch.Tensor | None,
     ) -> None:
         """Apply all steps before temperature, in place. logits: float32 [R, V], contiguous."""
         if steps.edits:
-            self._add_bias(logits, requests)
-            self._penalize(logits, requests)
-            self._forbid_repetition(logits, requests)
+            self._add_bias(logits, rows)
+            self._penalize(logits, rows)
+            self._forbid_repetition(logits, rows)
         if masks is not None:
             ops.apply_masks(logits, masks, self._mask_table)
         if steps.edits:
-            self._hold_back_endings(logits, requests)
+            self._hold_back_endings(logits, rows)
 
-    def _add_bias(self, logits: torch.Tensor, requests: Sequence[Request]) -> None:
-        biases = [request.spec.sampling.logit_bias for request in requests]
+    def _add_bias(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
+        biases = [row.request.spec.sampling.logit_bias for row in rows]
         if any(biases):
             _, places = self._places([bias.ids for bias in biases])
             values = np.concatenate([bias.values for bias in biases]).astype(np.float32)
             logits.view(-1).index_add_(0, places, self._upload(values))
 
-    def _penalize(self, logits: torch.Tensor, requests: Sequence[Request]) -> None:
-        rows = [row for row, q in enumerate(requests) if q.spec.sampling.has_penalties]
-        if not rows:
+    def _penalize(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
+        penalized = [i for i, row in enumerate(rows) if row.request.spec.sampling.has_penalties]
+        if not penalized:
             return
         histories = []
-        for row in rows:
-            history = self._state(requests[row]).counts
+        for i in penalized:
+            request, length = rows[i]
+            history = self._state(request).counts
             if history is not None:
-                history.catch_up(requests[row].token_ids)
+                history.catch_up(request.token_ids, length)
                 histories.append(history)
         lengths = [len(history.ids) for history in histories]
-        offsets = np.repeat(np.array(rows, dtype=np.int64) * self._vocab_size, lengths)
+        offsets = np.repeat(np.array(penalized, dtype=np.int64) * self._vocab_size, lengths)
         places = self._upload(np.concatenate([history.ids for history in histories]) + offsets)
         counts = self._upload(np.concatenate([history.counts for history in histories]))
-        params = [requests[row].spec.sampling for row in rows]
+        params = [rows[i].request.spec.sampling for i in penalized]
         factors = np.array(
             [
                 (
@@ -236,65 +248,68 @@ class Sampler:
         seen = flat.index_select(0, places)
         flat.index_copy_(0, places, ops.penalize(seen, counts, repetition, presence, frequency))
 
-    def _forbid_repetition(self, logits: torch.Tensor, requests: Sequence[Request]) -> None:
+    def _forbid_repetition(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         """Forbid tokens that would complete an n-gram that already occurred."""
         repeating: list[Sequence[int]] = []
-        for request in requests:
+        for request, length in rows:
             ngrams = None
             if request.spec.sampling.no_repeat_ngram_size:
                 ngrams = self._state(request).ngrams
             if ngrams is not None:
-                ngrams.catch_up(request.token_ids)
+                ngrams.catch_up(request.token_ids, length)
             repeating.append(ngrams.repeating() if ngrams is not None else ())
         if any(repeating):
             _, places = self._places(repeating)
             logits.view(-1).index_fill_(0, places, _FORBIDDEN)
 
-    def _hold_back_endings(self, logits: torch.Tensor, requests: Sequence[Request]) -> None:
+    def _hold_back_endings(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         """Forbid the ending tokens of requests that are still too short, unless a row has no other
         token left.
         """
-        endings = [tuple(q.ending_token_ids) if holds_back_endings(q) else () for q in requests]
+        endings = [
+            tuple(row.request.ending_token_ids) if holds_back_endings(*row) else () for row in rows
+        ]
         if not any(endings):
             return
-        rows, places = self._places(endings)
+        owners, places = self._places(endings)
         flat = logits.view(-1)
         before = flat.index_select(0, places)
         flat.index_fill_(0, places, _FORBIDDEN)
         nothing_left = logits.amax(dim=-1) == _FORBIDDEN
-        after = before.masked_fill(~nothing_left.index_select(0, rows), _FORBIDDEN)
+        after = before.masked_fill(~nothing_left.index_select(0, owners), _FORBIDDEN)
         flat.index_copy_(0, places, after)
 
-    def _masks(self, requests: Sequence[Request]) -> torch.Tensor:
+    def _masks(self, rows: Sequence[Row]) -> torch.Tensor:
         """The allowed ids of each row as bits: uint8 [R, 4 * ceil(V / 32)]."""
-        packed = np.zeros((len(requests), ops.mask_width(self._vocab_size)), dtype=np.int32)
-        for row, request in enumerate(requests):
+        packed = np.zeros((len(rows), ops.mask_width(self._vocab_size)), dtype=np.int32)
+        for bits, (request, _) in zip(packed, rows, strict=True):
             if request.matcher is None:
-                packed[row] = -1
+                bits[:] = -1
             else:
                 # Tokens that the matcher does not cover, because the tokenizer lacks them, stay 0.
-                request.matcher.fill_mask(packed[row])
+                request.matcher.fill_mask(bits)
             listed = self._state(request).mask if has_lists(request) else None
             if listed is not None:
-                packed[row] &= listed
+                bits &= listed
         return self._upload(packed.view(np.uint8))
 
     # ---- the choice ----------------------------------------------------------------------------
 
     def _choose(
-        self, logits: torch.Tensor, requests: Sequence[Request], steps: SamplingSteps
+        self, logits: torch.Tensor, rows: Sequence[Row], steps: SamplingSteps
     ) -> torch.Tensor:
         """Each row's token, int64 [R]. logits: float32 [R, V], processed; overwritten."""
         if not steps.draws:
             return self._greedy(logits)
         best = logits.amax(dim=-1, keepdim=True)
-        numbers = self._upload(np.array([self._numbers(q) for q in requests], dtype=np.float64))
+        numbers = self._upload(np.array([self._numbers(row) for row in rows], dtype=np.float64))
         uniforms, temperature, top_k, top_p, min_p, typical_p = torch.split(numbers, 1, dim=-1)
         # Subtracting the largest logit first avoids overflow with a small temperature.
         scaled = logits.sub_(best).div_(temperature.float())
-        highest_k = max(self._top_k(request) for request in requests)
-        has_top_k = any(0 < q.spec.sampling.top_k < self._vocab_size for q in requests)
-        has_top_p = any(q.spec.sampling.top_p < 1.0 for q in requests)
+        params = [row.request.spec.sampling for row in rows]
+        highest_k = max(map(self._top_k, params))
+        has_top_k = any(0 < p.top_k < self._vocab_size for p in params)
+        has_top_p = any(p.top_p < 1.0 for p in params)
         filters = Filters(
             top_k=top_k.to(torch.int64) if has_top_k else None,
             max_top_k=highest_k,
@@ -305,19 +320,20 @@ class Sampler:
         tokens = ops.draw(filtered_weights(scaled, filters), uniforms)
         return valid(tokens, best.squeeze(-1))
 
-    def _numbers(self, request: Request) -> tuple[float, ...]:
+    def _numbers(self, row: Row) -> tuple[float, ...]:
+        request, length = row
         params = request.spec.sampling
         return (
-            uniform(params.seed, request.choice, request.num_output_tokens),
+            uniform(params.seed, request.choice, length - request.num_prompt_tokens),
             max(params.temperature, _LEAST_TEMPERATURE),
-            self._top_k(request),
+            self._top_k(params),
             params.top_p,
             params.min_p,
             params.typical_p,
         )
 
-    def _top_k(self, request: Request) -> int:
-        return min(request.spec.sampling.top_k or self._vocab_size, self._vocab_size)
+    def _top_k(self, params: SamplingParams) -> int:
+        return min(params.top_k or self._vocab_size, self._vocab_size)
 
     # ---- log-probabilities ---------------------------------------------------------------------
 

@@ -484,11 +484,8 @@ class Scheduler(ABC):
         it has them, and may run.
 
         Raises:
-            StepPendingError: a step is pending, and there are not enough blocks or its last token
-                must be on the host.
+            StepPendingError: a step is pending, and there are not enough blocks.
         """
-        if not self._may_preempt and request.num_pending_tokens and request.needs_host_tokens:
-            raise StepPendingError
         del self._parked[request.key]  # it must not take blocks from itself
         has_room = False
         try:
@@ -547,14 +544,12 @@ class Scheduler(ABC):
         """Find a place for the requests that are no longer held.
 
         Raises:
-            StepPendingError: a step is pending, and there is no place or a token must be on the
-                host.
+            StepPendingError: a step is pending, and there is no place.
         """
         while self._returning:
             request = next(iter(self._returning.values()))
             has_place = len(self.running) < self.max_requests_per_batch
-            needs_token = request.num_pending_tokens > 0 and request.needs_host_tokens
-            if not self._may_preempt and (needs_token or not has_place):
+            if not self._may_preempt and not has_place:
                 raise StepPendingError
             if has_place:
                 self.running[request.key] = self._returning.pop(request.key)

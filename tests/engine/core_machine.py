@@ -216,14 +216,16 @@ class CoreMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.ledger.take(self.core.step())
 
-    @rule(late=st.booleans())
-    def failing_step(self, late: bool) -> None:
-        if late:
+    @rule(when=st.sampled_from(["launch", "choice", "result"]))
+    def failing_step(self, when: str) -> None:
+        if when == "result":
             self.runner.fail_results = 1
+        elif when == "choice":
+            self.runner.fail_samples = 1
         else:
             self.runner.fail = 1
         self.ledger.take(self.core.step())
-        self.runner.fail = self.runner.fail_results = 0
+        self.runner.fail = self.runner.fail_results = self.runner.fail_samples = 0
 
     @precondition(lambda self: self.ledger.live)
     @rule(data=st.data())

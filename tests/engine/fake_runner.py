@@ -7,7 +7,8 @@ violation: a block that was given to two requests, freed too early, copied too l
 a table.
 
 `late`: what a step does happens when its results are collected, from what was read at its launch,
-as on a device that is behind. Whatever is read of a batch's lists after its launch fails.
+as on a device that is behind. Whatever is read of a batch's lists after its launch fails. Only a
+step with a request that needs a pending token on the host reads masks later, when it samples.
 
 A violation is no Exception: the core ends a batch whose step raises, and would hide it.
 """
@@ -142,10 +143,11 @@ class _History:
 @dataclass(frozen=True)
 class _Part:
     """What a step needs of one request's part, read at its launch. `tail`: the tokens from position
-    `known` on.
+    `known` on. `live`: the core's own record, for what may be read later.
     """
 
     request: Request
+    live: Request
     history: _History
     start: int
     end: int
@@ -153,24 +155,63 @@ class _Part:
     blocks: tuple[npt.NDArray[np.int32], ...]
     known: int
     tail: list[int]
-    mask: npt.NDArray[np.int32] | None
 
 
 class _Step:
-    """A step that was launched; in a late runner it is not computed before its result."""
+    """A step that was launched; in a late runner it is not computed before its result.
+
+    Attributes:
+        waits: whether its tokens cannot be chosen at its launch.
+        masks: what the grammars allow; None: the tokens have not been chosen.
+    """
 
     def __init__(self, runner: FakeRunner, parts: list[_Part], copies: StepCopies) -> None:
         self.runner, self.parts, self.copies = runner, parts, copies
+        self.number = runner.steps
         self.is_tainted = False
         self.fails = False
+        self.fails_to_sample = False
+        self.waits = any(
+            part.samples and part.live.num_pending_tokens and part.live.needs_host_tokens
+            for part in parts
+        )
+        self.masks: list[npt.NDArray[np.int32] | None] | None = None
         self.sampled: SampledTokens | None = None
 
     def compute(self) -> None:
         self.sampled = self.runner.compute(self)
 
+    def sample(self) -> None:
+        runner = self.runner
+        if self.masks is not None:
+            return
+        if self.waits:
+            demand(runner.in_flight[0] is self, "the step before is collected first")
+        runner.events.append(("sample", self.number))
+        if self.fails_to_sample:
+            runner.in_flight.remove(self)
+            raise RuntimeError("scripted failure of a choice")
+        self.masks = [self._mask(part) for part in self.parts]
+        if not runner.late:
+            self.compute()
+
+    def _mask(self, part: _Part) -> npt.NDArray[np.int32] | None:
+        request = part.live
+        if not part.samples or not request.needs_host_tokens or request.status.is_terminal:
+            return None
+        known = request.num_tokens - (request.num_pending_tokens if self.waits else 0)
+        demand(self.is_tainted or known == part.end, "the tokens before must be on the host")
+        if request.matcher is None:
+            return None
+        mask = np.zeros((VOCAB + 31) // 32, dtype=np.int32)
+        request.matcher.fill_mask(mask)
+        return mask
+
     def result(self) -> SampledTokens:
         runner = self.runner
         demand(runner.in_flight[0] is self, "steps are collected in order, once")
+        demand(self.masks is not None, "tokens are chosen before they are collected")
+        runner.events.append(("result", self.number))
         del runner.in_flight[0]
         if self.fails:
             for later in runner.in_flight:
@@ -188,6 +229,8 @@ class FakeRunner:
     Attributes:
         fail: how many of the next steps raise when they are launched.
         fail_results: how many of the next steps raise when they are collected.
+        fail_samples: how many of the next steps that choose their tokens later raise then.
+        events: the calls, in order: (launch, sample or result, the step's number).
         invalid: requests whose next token cannot be sampled.
         hook: called at the start of each step, on the engine's thread.
         in_flight: the steps that were not collected.
@@ -210,6 +253,8 @@ class FakeRunner:
         self.late = late
         self.fail = 0
         self.fail_results = 0
+        self.fail_samples = 0
+        self.events: list[tuple[str, int]] = []
         self.invalid: set[RequestId] = set()
         self.hook: Callable[[ScheduledBatch], None] | None = None
         self.released: list[RequestKey] = []
@@ -232,6 +277,7 @@ class FakeRunner:
 
     def launch(self, batch: ScheduledBatch) -> _Step:
         self.steps += 1
+        self.events.append(("launch", self.steps))
         if self.hook is not None:
             self.hook(batch)
         demand(len(self.in_flight) < 2, "at most one other step is pending")
@@ -243,14 +289,19 @@ class FakeRunner:
             self.fail -= 1
             raise RuntimeError("scripted failure")
         view, expire = expiring(batch) if self.late else (batch, lambda: None)
-        step = _Step(self, [self._read_part(part) for part in view.requests], batch.copies)
+        seen = zip(view.requests, batch.requests, strict=True)
+        parts = [self._read_part(part, whole.request) for part, whole in seen]
+        step = _Step(self, parts, batch.copies)
         expire()
         if self.fail_results:
             self.fail_results -= 1
             step.fails = True
         self.in_flight.append(step)
-        if not self.late:
-            step.compute()
+        if not step.waits:
+            step.sample()
+        elif self.fail_samples:
+            self.fail_samples -= 1
+            step.fails_to_sample = True
         return step
 
     def release(self, key: RequestKey) -> None:
@@ -282,21 +333,17 @@ class FakeRunner:
             demand(not request.status.is_terminal, f"{request.request_id} has ended")
             pending = request.token_ids[part.start : end].count(PENDING_TOKEN)
             demand(pending in (0, part.num_tokens == 1), "a pending token among others")
-            demand(not (pending and request.needs_host_tokens), "the token must be on the host")
             demand(NULL_BLOCK not in [b for table in part.tables for b in table.held()], "null")
             for table in part.tables:
                 demand(table.length * self.kv_cache.block_size >= end, "the table is too short")
 
-    def _read_part(self, part: ScheduledRequest) -> _Part:
+    def _read_part(self, part: ScheduledRequest, live: Request) -> _Part:
         request, end = part.request, part.start + part.num_tokens
         history = self.histories.setdefault(request.key, _History())
         known = min(part.start, len(history.tokens))
-        mask = None
-        if request.matcher is not None and part.samples:
-            mask = np.zeros((VOCAB + 31) // 32, dtype=np.int32)
-            request.matcher.fill_mask(mask)
         return _Part(
             request=request,
+            live=live,
             history=history,
             start=part.start,
             end=end,
@@ -304,7 +351,6 @@ class FakeRunner:
             blocks=tuple(table.blocks[: table.length].copy() for table in part.tables),
             known=known,
             tail=list(request.token_ids[known:end]),
-            mask=mask,
         )
 
     # ---- on the device ---------------------------------------------------------------------------
@@ -320,7 +366,7 @@ class FakeRunner:
         tokens: list[TokenId] = []
         logprobs: list[TokenLogprobs | None] = []
         prompt_logprobs: dict[RequestKey, list[TokenLogprobs]] = {}
-        for part, is_right in zip(step.parts, right, strict=True):
+        for part, is_right, mask in zip(step.parts, right, step.masks or (), strict=True):
             request = part.request
             if request.spec.prompt_logprobs is not None and part.start < request.num_prompt_tokens:
                 prompt = request.spec.prompt
@@ -329,7 +375,7 @@ class FakeRunner:
                     for position in range(part.start + 1, min(part.end + 1, len(prompt)))
                 ]
             if part.samples:
-                token = self._sample(part) if is_right else POISON
+                token = self._sample(part, mask) if is_right else POISON
                 part.history.sampled = part.end, token
                 tokens.append(token)
                 asked = request.spec.logprobs is not None
@@ -405,12 +451,12 @@ class FakeRunner:
         demand(bool((blocks != NULL_BLOCK).all()), "the window's blocks must be there")
         return blocks * self.kv_cache.block_size + positions % self.kv_cache.block_size
 
-    def _sample(self, part: _Part) -> TokenId:
+    def _sample(self, part: _Part, mask: npt.NDArray[np.int32] | None) -> TokenId:
         if part.request.request_id in self.invalid:
             return INVALID_TOKEN
         token = next_token(part.history.tokens[part.end - 1], part.end - 1, part.request.choice)
-        if part.mask is not None:
-            while not int(part.mask[token // 32]) >> (token % 32) & 1:
+        if mask is not None:
+            while not int(mask[token // 32]) >> (token % 32) & 1:
                 token = TokenId((token + 1) % VOCAB)
         return token
 

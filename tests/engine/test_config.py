@@ -253,6 +253,9 @@ def test_use_async_batching_acts(llama: LoadedModel) -> None:
             most = max(most, open_steps)
 
             class Watched:
+                def sample(self) -> None:
+                    step.sample()
+
                 def result(self) -> Any:
                     nonlocal open_steps
                     open_steps -= 1

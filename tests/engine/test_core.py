@@ -538,12 +538,67 @@ def test_an_offloaded_request_goes_on_where_it_was(overlap: bool) -> None:
     assert runner.copied["restores"] == runner.copied["offloads"] > 0
 
 
-def test_requests_that_need_their_tokens_on_the_host_are_not_overlapped() -> None:
+def test_a_step_that_needs_pending_tokens_samples_once_they_are_collected() -> None:
+    """It is launched before that like any other; nobody's steps are more or later for it."""
     core, runner, _, ledger = overlapped()
-    add(core, ledger, make_request("a", [1, 2, 3], 6, history=True))
+    add(core, ledger, make_request("a", [1, 2, 3], 5, history=True), make_request("b", [4], 5))
     drain(core, ledger)
-    assert runner.overlapped == 0
-    assert ledger.text("a") == expected_tokens([1, 2, 3], 6)
+    assert runner.overlapped == 4
+    assert runner.steps == 5
+    assert runner.events == [
+        ("launch", 1),
+        ("sample", 1),
+        *(
+            event
+            for step in range(2, 6)
+            for event in (("launch", step), ("result", step - 1), ("sample", step))
+        ),
+        ("result", 5),
+    ]
+    assert ledger.text("a") == expected_tokens([1, 2, 3], 5)
+    assert ledger.text("b") == expected_tokens([4], 5)
+
+
+def test_a_step_that_needs_no_pending_token_samples_at_its_launch() -> None:
+    core, runner, _, ledger = overlapped()
+    add(core, ledger, make_request("b", [4], 3))
+    drain(core, ledger)
+    assert [event for event in runner.events if event[0] != "result"] == [
+        (what, step) for step in (1, 2, 3) for what in ("launch", "sample")
+    ]
+
+
+def test_grammars_do_not_end_the_overlap() -> None:
+    core, runner, kv_cache = make_core(overlap=True, late=True, num_blocks=64)
+    core.add(make_request("a", [1, 2, 3], 9), 100.0, lambda: Countdown(5))
+    core.add(make_request("b", [4], 9), 100.0)
+    tokens: dict[str, list[int]] = {"a": [], "b": []}
+    while core.has_work:
+        for output in core.step().outputs:
+            tokens[output.request_id] += output.token_ids
+    assert tokens == {"a": even_tokens([1, 2, 3], 5, 0), "b": expected_tokens([4], 9)}
+    assert runner.steps == 9
+    assert runner.overlapped == 8
+    assert kv_cache.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_choice_that_fails_ends_its_step_alone(late: bool) -> None:
+    """The step before it was collected, and a request that is in neither goes on."""
+    core, runner, kv_cache = make_core(overlap=True, late=late, max_requests=2, num_blocks=64)
+    ledger = Ledger()
+    add(core, ledger, make_request("a", [1, 2, 3], 8, history=True), make_request("b", [4], 8))
+    ledger.take(core.step())
+    add(core, ledger, make_request("c", [5, 6], 3))
+    runner.fail_samples = 1
+    ledger.take(core.step())
+    for name, prompt in (("a", [1, 2, 3]), ("b", [4])):
+        assert ledger.end(name).reason is FinishReason.ERROR
+        assert ledger.text(name) == expected_tokens(prompt, 1)
+    drain(core, ledger)
+    assert ledger.text("c") == expected_tokens([5, 6], 3)
+    assert kv_cache.num_used_blocks == 0
+    assert not runner.in_flight
 
 
 def test_a_result_that_is_collected_late_is_read_from_what_was_launched() -> None:

@@ -209,7 +209,7 @@ def test_a_request_without_finite_logits_fails_alone(
     runner: Any = near.manager._core.runner
     begin = runner._sampler.begin
 
-    def poisoned(logits: torch.Tensor, requests: Any) -> Any:
+    def poisoned(logits: torch.Tensor, requests: Any, lengths: Any) -> Any:
         logits = logits.clone()
         for row, request in enumerate(requests):
             if request.request_id == "poisoned":
@@ -218,7 +218,7 @@ def test_a_request_without_finite_logits_fails_alone(
                 logits[row, 3] = float("inf")
             if request.request_id == "sampled":
                 logits[row] = float("-inf")
-        return begin(logits, requests)
+        return begin(logits, requests, lengths)
 
     monkeypatch.setattr(runner._sampler, "begin", poisoned)
     near.manager.add_request([5], request_id="poisoned", max_new_tokens=3)

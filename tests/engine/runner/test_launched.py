@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -23,7 +26,7 @@ from engine.types import GroupId, RequestKey, TokenId
 from tests.engine.runner.fake_device import LateDevice
 from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.engine.runner.steps import build, make_core, make_request, run, tokens_of
-from tests.tiny_models import FAMILIES, greedy_reference, make_model, make_prompts
+from tests.tiny_models import FAMILIES, VOCAB, greedy_reference, make_model, make_prompts
 
 LENGTHS = (1, 2, 31, 64, 100)
 NEW = 12
@@ -46,6 +49,15 @@ def with_device(built: LoadedRunner, device: LateDevice, **options: Any) -> Mode
     )
 
 
+OF_HISTORY = SamplingParams(
+    temperature=1.3,
+    repetition_penalty=1.4,
+    frequency_penalty=0.3,
+    no_repeat_ngram_size=2,
+    seed=77,
+)
+
+
 def sampled(seed: int) -> SamplingParams:
     return SamplingParams(temperature=1.3, top_p=0.95, seed=seed)
 
@@ -53,12 +65,18 @@ def sampled(seed: int) -> SamplingParams:
 def generate(
     built: LoadedRunner, runner: ModelRunner | None = None, *, overlap: bool, **options: Any
 ) -> list[list[int]]:
-    """Greedy requests, then the same prompts sampled; more requests than fit at once."""
+    """Greedy requests, then the same prompts sampled, some of them with penalties; more requests
+    than fit at once.
+    """
     core = make_core(built, runner=runner, overlap=overlap)
     prompts = make_prompts(LENGTHS)
     requests = [make_request(f"g{i}", p, NEW, **options) for i, p in enumerate(prompts)]
     requests += [
         make_request(f"s{i}", p, NEW, sampling=sampled(i), **options) for i, p in enumerate(prompts)
+    ]
+    requests += [
+        make_request(f"h{i}", p, NEW, sampling=OF_HISTORY, **options)
+        for i, p in enumerate(prompts[1:3])
     ]
     outputs = run(core, requests)
     assert core.scheduler.kv_cache.num_used_blocks == 0
@@ -99,6 +117,59 @@ def test_overlap_changes_no_token(
     assert device.most_pending == 2
     assert device.pending == 0
     assert generate(built, overlap=True) == expected, "on a plain CPU too"
+
+
+class Alternating:
+    """Allows the tokens whose remainder by 3 is not that of the token before."""
+
+    is_free = is_complete = False
+    expected_s = spent_s = 0.0
+    failure: str | None = None
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+
+    def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
+        last = self.accepted[-1] % 3 if self.accepted else 0
+        bits = np.zeros(len(row) * 32, dtype=bool)
+        bits[:VOCAB] = np.arange(VOCAB) % 3 != last
+        row[:] = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def accept(self, token: TokenId) -> bool:
+        allowed = token % 3 != (self.accepted[-1] % 3 if self.accepted else 0)
+        self.accepted.append(token)
+        return allowed
+
+
+def test_grammars_overlap_and_change_no_token(loaded: Callable[[str], LoadedModel]) -> None:
+    """One greedy request and one sampled with penalties follow grammars, beside two without."""
+    prompts = make_prompts((9, 20, 5, 31))
+
+    def tokens(overlap: bool, device: LateDevice | None = None) -> list[list[int]]:
+        built = build(loaded("llama"), use_async_batching=overlap)
+        runner = None if device is None else with_device(built, device)
+        core = make_core(built, runner=runner, overlap=overlap)
+        outputs: dict[str, list[int]] = {}
+        for index, prompt in enumerate(prompts):
+            sampling = OF_HISTORY if index == 2 else sampled(index) if index else SamplingParams()
+            spec = make_request(str(index), prompt, NEW, sampling=sampling)
+            core.add(spec, 0.0, Alternating if index in (0, 2) else None)
+            outputs[str(index)] = []
+        while core.has_work:
+            for output in core.step().outputs:
+                assert output.finish is None or output.finish.reason is FinishReason.LENGTH
+                outputs[output.request_id] += output.token_ids
+        assert core.stats().steps == NEW
+        return list(outputs.values())
+
+    expected = tokens(overlap=False)
+    assert [len(one) for one in expected] == [NEW] * 4
+    for index in (0, 2):
+        assert all(a % 3 != b % 3 for a, b in pairwise(expected[index]))
+    assert tokens(overlap=True) == expected
+    device = LateDevice()
+    assert tokens(overlap=True, device=device) == expected
+    assert device.pending == 0
 
 
 def test_the_late_device_sees_a_buffer_that_is_overwritten(
@@ -166,10 +237,10 @@ def test_an_invalid_token_fails_its_request_alone(
     begin = sampler.begin
     calls = 0
 
-    def spoil(logits: torch.Tensor, requests: Any) -> Any:
+    def spoil(logits: torch.Tensor, requests: Any, lengths: Any) -> Any:
         nonlocal calls
         calls += 1
-        rows = begin(logits, requests)
+        rows = begin(logits, requests, lengths)
         if calls == 3:
             names = [request.request_id for request in requests]
             rows.token_ids[names.index("a")] = INVALID_TOKEN

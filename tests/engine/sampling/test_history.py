@@ -25,7 +25,7 @@ TEXT = st.lists(st.integers(0, 3).map(TokenId), max_size=40)
 def test_ngrams_are_those_of_transformers(text: list[TokenId], size: int, cuts: list[int]) -> None:
     index = NgramIndex(size)
     for end in (*sorted(cuts), len(text)):
-        index.catch_up(text[:end])
+        index.catch_up(text, end)
     right = NoRepeatNGramLogitsProcessor(size)(
         torch.tensor([text], dtype=torch.int64), torch.zeros(1, 4)
     )[0]
@@ -36,7 +36,7 @@ def test_ngrams_are_those_of_transformers(text: list[TokenId], size: int, cuts: 
 def test_the_ngram_index_takes_memory_by_tokens_not_by_size() -> None:
     index = NgramIndex(1024)
     text = [TokenId(i % 1500) for i in range(4000)]
-    index.catch_up(text)
+    index.catch_up(text, len(text))
     assert index.repeating() == (text[2500],)
     assert len(index._followers) == 1500
 
@@ -48,7 +48,7 @@ def test_counts_are_of_the_output(
 ) -> None:
     counts = TokenCounts(TokenIds.of(prompt))
     for end in (*sorted(max(cut, len(prompt)) for cut in cuts), len(prompt) + len(output)):
-        counts.catch_up([*prompt, *output][:end])
+        counts.catch_up([*prompt, *output], end)
     found = dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True))
     assert found == {token: output.count(token) for token in {*prompt, *output}}
 

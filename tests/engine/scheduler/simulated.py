@@ -54,6 +54,9 @@ class _Timed:
     def __init__(self, step: PendingStep, clock: Clock, end: float) -> None:
         self._step, self._clock, self._end = step, clock, end
 
+    def sample(self) -> None:
+        self._step.sample()
+
     def result(self) -> SampledTokens:
         self._clock.now = max(self._clock.now, self._end)
         return self._step.result()

@@ -36,6 +36,7 @@ _extend_all = Scheduler.extend_all
 _close = LiveRequests.close
 _append = EngineCore._append
 _schedule = Scheduler.schedule
+_launch_step = EngineCore._launch
 
 
 def plant(function: Plant) -> Plant:
@@ -184,6 +185,22 @@ def running_requests_are_preempted_while_a_step_is_pending(patch: pytest.MonkeyP
         return _schedule(self, now, resting=resting)
 
     patch.setattr(Scheduler, "schedule", schedule)
+
+
+@plant
+def tokens_are_chosen_before_the_step_before_is_collected(patch: pytest.MonkeyPatch) -> None:
+    def launch(self: EngineCore, batch: ScheduledBatch, now: float) -> bool:
+        is_launched = _launch_step(self, batch, now)
+        if is_launched:
+            self._in_flight[-1].pending.sample()
+        return is_launched
+
+    patch.setattr(EngineCore, "_launch", launch)
+
+
+@plant
+def tokens_are_never_chosen_later(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EngineCore, "_sample", lambda self: None)
 
 
 @plant
