@@ -136,6 +136,10 @@ image: ## Build the server's image by buildah, try it and record it (as root; AR
 model-table: $(DEV) ## Write the tables of docs/models.md from tests/model_recipes.py.
 	$(BIN)/python scripts/model_table.py
 
+.PHONY: launch-table
+launch-table: $(DEV) ## Write what a step of each family launches on CUDA, traced without a device: two minutes.
+	$(BIN)/python scripts/launch_table.py
+
 .PHONY: top-picture
 top-picture: $(DEV) $(NATIVE) ## Draw docs/top.svg, the picture of `headrace top` in README.md, from a real run.
 	$(BIN)/python scripts/draw_top.py

@@ -1,0 +1,150 @@
+"""What a step of each family launches on CUDA: a decode and a prefill in bfloat16, traced without a
+device (see `watch`), and compared with `launches.json`.
+
+A layer's launches are those from the begin of one layer's attention to that of the next, so what
+one kernel computes for two layers is counted once. Where layers differ, the most are told.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+
+from engine.attention.base import BatchLayout, LayerShape
+from engine.attention.registry import ATTENTION_NAME, register
+from engine.attention.torch_backend import TorchAttentionBackend
+from engine.loading.gate import probe_layers
+from engine.loading.view import ModelView
+from engine.runner.forward import CausalModel, ModelForward
+from engine.runner.kv_tensors import KVTensors, allocate_caches, make_groups
+from engine.runner.runner_options import StepPath
+from tests.engine.cuda.watch import CUDA, DeviceFault, Watch, fake_cuda, to_fake_cuda
+from tests.model_recipes import RECIPES, Recipe
+from tests.tiny_models import make_model
+
+TABLE = Path(__file__).with_name("launches.json")
+BLOCK = 64
+REQUESTS = 8
+DECODE_AT = 300
+"""The position of a decode step's tokens: behind it, a context is cut and merged again."""
+PREFILL = 40
+"""Tokens of each request."""
+KINDS = {"decode": "decode_kernel", "prefill": "prefill_kernel"}
+"""The kinds of steps, and the Triton kernel with which attention begins to read."""
+
+
+class Launches(NamedTuple):
+    """Launching operators: of a layer (see the module), and of the whole step."""
+
+    layer: int
+    step: int
+
+
+class Served(NamedTuple):
+    """What computes a model's steps, how to move it to the device, and the shapes of its layers'
+    keys and values.
+    """
+
+    model: CausalModel
+    move: Callable[[], None]
+    shapes: tuple[LayerShape, ...]
+
+
+def by_transformers(recipe: Recipe) -> Served:
+    """A family's tiny model as it is served where there is no decoder of ours for it."""
+    register()
+    model = make_model(recipe.config(eos_token_id=None))
+    view = ModelView.of(model).model
+    layers = view.config.get_text_config().num_hidden_layers
+    shapes = probe_layers(view, TorchAttentionBackend(), layers).shapes
+    view.set_attn_implementation(ATTENTION_NAME)
+    return Served(view, lambda: to_fake_cuda(view, torch.bfloat16), shapes)
+
+
+def trace(served: Served) -> dict[str, list[str]]:
+    """What a step of each kind launches, by name, in order.
+
+    Raises:
+        DeviceFault: it waits for the device, or copies from the host.
+    """
+    watch = Watch()
+    found: dict[str, list[str]] = {}
+    with fake_cuda(watch), torch.inference_mode():
+        from engine.attention.triton_backend import TritonAttentionBackend
+
+        served.move()
+        kv, backend = _cache(served.shapes), TritonAttentionBackend()
+        forward = ModelForward(served.model, kv, backend)
+        for kind in KINDS:
+            layout, is_decode = _layout(kind), kind == "decode"
+            metadata = [
+                backend.prepare(layout, group.window, kv.caches[group.layers[0]].keys)
+                for group in kv.groups
+            ]
+            shape = (2, len(layout.positions))
+            ids, positions = torch.zeros(shape, dtype=torch.int64, device=CUDA).unbind()
+            rows = None if is_decode else torch.zeros_like(ids[:REQUESTS])
+            path = StepPath.DECODE if is_decode else StepPath.VARLEN
+            watch.launches = []
+            with watch.watching(allows_copies=False):
+                forward(path, ids, positions, rows, metadata)
+            found[kind] = watch.launches
+    return found
+
+
+def count(launches: Sequence[str], kind: str) -> Launches:
+    """The launches of a layer and of the step."""
+    begins = [place for place, name in enumerate(launches) if name == KINDS[kind]]
+    return Launches(max(end - begin for begin, end in pairwise(begins)), len(launches))
+
+
+def measure(family: str) -> dict[str, Any]:
+    """A family's entry in the table."""
+    try:
+        found = trace(by_transformers(RECIPES[family]))
+    except DeviceFault as fault:
+        return {"waits": str(fault)}
+    return {kind: count(launches, kind)._asdict() for kind, launches in found.items()}
+
+
+def read_table() -> dict[str, Any]:
+    """The table: the version of transformers that it is of, and by family its launches by kind of
+    step, or why its steps wait.
+    """
+    table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return table
+
+
+def write_table() -> None:
+    """Write the table anew, from all families."""
+    families = {name: measure(name) for name, recipe in RECIPES.items() if recipe.is_known}
+    table = {"transformers": transformers.__version__, "families": families}
+    TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+
+
+def _cache(shapes: Sequence[LayerShape]) -> KVTensors:
+    groups = make_groups(shapes, torch.bfloat16)
+    blocks = [REQUESTS * (DECODE_AT // BLOCK + 1)] * len(groups)
+    caches = allocate_caches(shapes, groups, blocks, BLOCK, torch.bfloat16, CUDA)
+    return KVTensors(groups, caches, (), BLOCK)
+
+
+def _layout(kind: str) -> BatchLayout:
+    """Some requests, all alike."""
+    start, new = (DECODE_AT, 1) if kind == "decode" else (0, PREFILL)
+    width = DECODE_AT // BLOCK + 1
+    return BatchLayout(
+        starts=np.full(REQUESTS, start),
+        counts=np.full(REQUESTS, new),
+        num_decodes=REQUESTS if kind == "decode" else 0,
+        positions=np.tile(np.arange(start, start + new), REQUESTS),
+        tables=np.arange(1, REQUESTS * width + 1, dtype=np.int32).reshape(REQUESTS, width),
+        block_size=BLOCK,
+    )

@@ -1,0 +1,36 @@
+"""No family's steps launch more than the table says; those that wait for the device are known, with
+where they do. See `launches`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+
+from tests.engine.cuda.launches import KINDS, count, measure, read_table
+from tests.families import EVERY_FAMILY
+from tests.model_recipes import RECIPES
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_a_step_launches_no_more_than_the_table_says(family: str) -> None:
+    table = read_table()
+    if transformers.__version__ != table["transformers"]:
+        pytest.skip(f"the table is of transformers {table['transformers']}")
+    found, known = measure(family), table["families"][family]
+    if "waits" in known or "waits" in found:
+        assert found == known
+        return
+    for kind in KINDS:
+        for name, most in known[kind].items():
+            assert found[kind][name] <= most, f"{name} of a {kind} step"
+
+
+def test_every_family_is_in_the_table() -> None:
+    assert list(read_table()["families"]) == list(RECIPES), "run `make launch-table`"
+
+
+def test_a_layer_is_from_one_attention_to_the_next() -> None:
+    first, last = ["embedding", "mm", "decode_kernel"], ["mm", "argmax"]
+    launches = [*first, "merge_kernel", "mm", "decode_kernel", "mm", "decode_kernel", *last]
+    assert count(launches, "decode") == (3, 10)
