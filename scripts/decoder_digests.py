@@ -33,16 +33,15 @@ def main() -> None:
             if model.config.model_type in FAMILIES:
                 found[model.config.model_type].add(digest(model))
     versions = sorted({*VERSIONS, transformers.__version__})
-    lines = [HEAD, f"VERSIONS = ({', '.join(map(repr, versions))},)".replace("'", '"')]
+    lines = [HEAD, f"VERSIONS = {_tuple(versions)}"]
     lines += ['"""The versions of transformers that they were taken from."""', ""]
     lines += ["DIGESTS: dict[str, tuple[str, ...]] = {"]
-    for name in sorted(found):
-        lines.append(
-            f'    "{name}": ({", ".join(f"{one!r}" for one in sorted(found[name]))},),'.replace(
-                "'", '"'
-            )
-        )
+    lines += [f'    "{name}": {_tuple(sorted(found[name]))},' for name in sorted(found)]
     TARGET.write_text("\n".join([*lines, "}", ""]))
+
+
+def _tuple(texts: list[str]) -> str:
+    return str(tuple(texts)).replace("'", '"')
 
 
 if __name__ == "__main__":

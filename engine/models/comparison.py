@@ -101,11 +101,11 @@ def _compare_layer(
         )
     own = None if one.attention.rotary is None else tables[one.attention.rotary]
     steps = _Steps(layer, window, len(x))
-    for part in walk(layer, x, own, steps.attend, record.parts):
+    for part in walk(layer, x, own, steps.attend, layer.mix, record.parts):
         if part.name in record.parts:
             check(name.format(part.name), part.kind, part.made, record.parts[part.name])
     if record.magnitude == 1.0:
-        alone = walk(layer, x, own, steps.attend, {})[-1].made
+        alone = walk(layer, x, own, steps.attend, steps.mix, {})[-1].made
         check(name.format("in one call"), "exact", steps.compute(decoder, x, tables), alone)
 
 
@@ -140,6 +140,11 @@ class _Steps:
                 )
             )
         return torch.cat(made)
+
+    def mix(self, x: torch.Tensor) -> torch.Tensor:
+        """The experts of all steps; see `engine.models.parts.Mix`."""
+        ends = pairwise(self._ends)
+        return torch.cat([self._layer.mix(x[start:end]) for start, end in ends])
 
     def compute(
         self, decoder: NativeDecoder, x: torch.Tensor, tables: list[Tables]
@@ -239,6 +244,7 @@ _JUDGES: dict[Kind, Callable[[torch.Tensor, torch.Tensor], str | None]] = {
     "norm": _norm,
     "product": _product,
     "attention": _attention,
+    "experts": _attention,  # the model's own code: this shows that it got what it should
 }
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "relu_squared"]
 NormForm = Literal["plain", "from_one", "rounded_first", "centered"]
 """plain: x over the root of its mean square, times the weight. from_one: the weight's elements are
 distances from 1. rounded_first: x is rounded before it is multiplied by the weight. centered: a
@@ -78,6 +78,7 @@ class Attention:
             three.
         output: the path of its last linear layer.
         query_norm, key_norm: over each head, or over all heads together.
+        norms_last: queries and keys are normed after they were rotated, each head by itself.
         rotary: index of Decoder.rotaries; None: nothing is rotated.
         scaling: multiplies scores.
         softcap: scores become softcap · tanh(score / softcap); None: they do not.
@@ -91,6 +92,7 @@ class Attention:
     output: str
     query_norm: Norm | None
     key_norm: Norm | None
+    norms_last: bool
     rotary: int | None
     scaling: float
     softcap: float | None
@@ -115,6 +117,17 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in the place of an MLP. The model's own module computes it.
+
+    Attributes:
+        module: its path.
+    """
+
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """A decoder layer.
 
@@ -130,7 +143,7 @@ class Layer:
     module: str
     index: int
     attention: Attention
-    mlp: Mlp
+    mlp: Mlp | Experts
     before_attention: Norm | None
     after_attention: Norm | None
     before_mlp: Norm | None

@@ -2,13 +2,15 @@
 
     ids ─ embedding ─ x ─▶ layers(spec, spec, …) ─ y ─▶ norm ─ output ─▶ logits of the wanted tokens
 
-It stands where the transformers model stands in a step, and reads the same weights. Embedding and
-output layer are called as the model has them; everything else is computed here.
+It stands where the transformers model stands in a step, and reads the same weights. Embedding,
+output layer and mixtures of experts are called as the model has them; a call of the library ends
+before each of these. Everything else is computed here.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,7 +137,7 @@ class NativeDecoder:
         tables: list[Tables],
         context: AttentionContext,
     ) -> torch.Tensor:
-        """Compute some layers in one call: [T, K] → [T, K].
+        """Compute some layers, in one call up to each mixture of experts: [T, K] → [T, K].
 
         Args:
             layers: the layers.
@@ -146,6 +148,20 @@ class NativeDecoder:
         backend = context.backend
         if not isinstance(backend, NativeAttentionBackend):
             raise TypeError(f"another backend: {type(backend).__name__}")
+        for part in _up_to_experts(layers):
+            x = self._call(part, x, tables, context, backend)
+            if part[-1].experts is not None:
+                x = part[-1].add_experts(x)
+        return x
+
+    def _call(
+        self,
+        layers: tuple[BoundLayer, ...],
+        x: torch.Tensor,
+        tables: list[Tables],
+        context: AttentionContext,
+        backend: NativeAttentionBackend,
+    ) -> torch.Tensor:
         addresses = ctypes.c_void_p * len(layers)
         of_groups = [_address(one) for one in context.metadata]
         caches = [context.caches[one.description.index] for one in layers]
@@ -180,6 +196,15 @@ class NativeDecoder:
             call.attention_scratch = backend.scratch.data_ptr()
             call.attention_floats = backend.scratch.numel()
         return y
+
+
+def _up_to_experts(layers: tuple[BoundLayer, ...]) -> Iterator[tuple[BoundLayer, ...]]:
+    """Divide layers behind each whose MLP the kernels do not compute."""
+    start = 0
+    for index, one in enumerate(layers):
+        if one.experts is not None or index == len(layers) - 1:
+            yield layers[start : index + 1]
+            start = index + 1
 
 
 def _address(metadata: object) -> int:

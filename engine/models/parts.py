@@ -22,6 +22,7 @@ from engine.native.library import (
     FLOAT32,
     FROM_ONE,
     GELU_TANH,
+    RELU_SQUARED,
     ROUNDED_FIRST,
     SILU,
     HeadsCall,
@@ -36,16 +37,22 @@ _FORMS: dict[described.NormForm, int] = {
     "rounded_first": ROUNDED_FIRST,
     "centered": CENTERED,
 }
-_ACTIVATIONS: dict[described.Activation, int] = {"silu": SILU, "gelu_tanh": GELU_TANH}
+_ACTIVATIONS: dict[described.Activation, int] = {
+    "silu": SILU,
+    "gelu_tanh": GELU_TANH,
+    "relu_squared": RELU_SQUARED,
+}
 DTYPES = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
 """The types of models, with the kernels' codes."""
 
-Kind = Literal["exact", "norm", "product", "attention"]
+Kind = Literal["exact", "norm", "product", "attention", "experts"]
 """What a part computes, which tells how near it must be to the model's own."""
 Tables = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of a step's tokens, float32 [T, dim / 2] each."""
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention: queries [T, Hq, D], keys and values [T, Hkv, D] → [T, Hq, D]."""
+Mix = Callable[[torch.Tensor], torch.Tensor]
+"""A mixture of experts: [T, K] → [T, K]."""
 
 
 class UnboundError(Exception):
@@ -104,6 +111,15 @@ class Held:
             return [self._joined(layers, inputs, outputs)]
         return [self._linear(one) for one in layers]
 
+    def mlp(self, spec: LayerSpec, one: described.Mlp, width: int) -> None:
+        """Put an MLP into a layer's spec; width: of its inputs and outputs."""
+        down = self._model.get_submodule(one.down)
+        inner = down.in_features if isinstance(down, PackedLinear) else 0
+        weights = self.linears(one.inner, width, (1 + one.gated) * inner)
+        spec.inner = (LinearWeight * 2)(*weights)
+        spec.down = self.linears([one.down], inner, width)[0]
+        spec.gated, spec.activation = one.gated, _ACTIVATIONS[one.activation]
+
     def _linear(self, one: PackedLinear) -> LinearWeight:
         for tensor in (one.packed, one.scales, one.padded_bias):
             self.address(tensor)
@@ -147,6 +163,8 @@ class BoundLayer:
         spec: what the kernels read.
         dtype: of its elements.
         held: keeps the tensors alive that `spec` points to.
+        experts: the model's own module in the place of the MLP, [1, T, K] → [1, T, K]; None: the
+            MLP is in `spec`.
     """
 
     description: described.Layer
@@ -154,6 +172,7 @@ class BoundLayer:
     spec: LayerSpec
     dtype: torch.dtype
     held: Held
+    experts: torch.nn.Module | None
 
     @classmethod
     def of(
@@ -167,19 +186,19 @@ class BoundLayer:
             UnboundError: they are not packed, or not in the kernels' format.
         """
         dtype = next(model.parameters()).dtype
-        held, attention, mlp = Held(model, dtype), layer.attention, layer.mlp
+        held, attention = Held(model, dtype), layer.attention
         rotary = None if attention.rotary is None else decoder.rotaries[attention.rotary]
         query = attention.heads * attention.head_dim
         keys = attention.kv_heads * attention.head_dim
-        down = model.get_submodule(mlp.down)
-        inner = down.in_features if isinstance(down, PackedLinear) else 0
         query_norm, key_norm = attention.query_norm, attention.key_norm
         for norm, whole in ((query_norm, query), (key_norm, keys)):
             if norm is not None and norm.width not in (attention.head_dim, whole):
                 raise UnboundError(f"{norm.module} norms {norm.width} elements together")
         of_heads = query_norm is not None and query_norm.width == attention.head_dim
-        if of_heads and rotary is not None and rotary.paired:
+        if of_heads and rotary is not None and rotary.paired and not attention.norms_last:
             raise UnboundError("heads are normed, and rotated in pairs")
+        if attention.norms_last and not of_heads:
+            raise UnboundError("heads are normed together after they were rotated")
         spec = LayerSpec(
             before_attention=held.norm(layer.before_attention),
             after_attention=held.norm(layer.after_attention),
@@ -189,8 +208,6 @@ class BoundLayer:
                 *held.linears(attention.projection, width, query + 2 * keys)
             ),
             output=held.linears([attention.output], query, width)[0],
-            inner=(LinearWeight * 2)(*held.linears(mlp.inner, width, (1 + mlp.gated) * inner)),
-            down=held.linears([mlp.down], inner, width)[0],
             heads=HeadsCall(
                 num_heads=attention.heads,
                 num_kv_heads=attention.kv_heads,
@@ -200,17 +217,55 @@ class BoundLayer:
                 key_norm=held.norm(key_norm),
                 paired=rotary is not None and rotary.paired,
                 rounds=rotary is not None and rotary.rounds_products,
+                norms_last=attention.norms_last,
             ),
             rotary=attention.rotary or 0,
-            gated=mlp.gated,
             parallel=layer.parallel,
-            activation=_ACTIVATIONS[mlp.activation],
             dtype=DTYPES[dtype],
             residual=layer.residual,
             scaling=attention.scaling,
             softcap=attention.softcap or 0.0,
         )
-        return cls(layer, rotary, spec, dtype, held)
+        if isinstance(layer.mlp, described.Experts):
+            return cls(layer, rotary, spec, dtype, held, model.get_submodule(layer.mlp.module))
+        held.mlp(spec, layer.mlp, width)
+        return cls(layer, rotary, spec, dtype, held, None)
+
+    def mix(self, x: torch.Tensor) -> torch.Tensor:
+        """Its experts; see Mix."""
+        if self.experts is None:
+            raise TypeError(f"{self.description.module} has no experts")
+        made: torch.Tensor = self.experts(x.unsqueeze(0))
+        return made[0].contiguous()
+
+    def add_experts(self, x: torch.Tensor) -> torch.Tensor:
+        """The rest of a layer of which the kernels computed what comes before the MLP."""
+        spec = self.spec
+        made = _norm(spec, spec.before_mlp, x)
+        return _sum(spec, x, _norm(spec, spec.after_mlp, self.mix(made)))
+
+
+def _norm(spec: LayerSpec, norm: Any, x: torch.Tensor) -> torch.Tensor:
+    """A norm; x itself if there is none."""
+    if not norm.weight:
+        return x
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    native_library().norm(
+        ctypes.byref(norm), x.data_ptr(), y.data_ptr(), norm.width, x.numel() // norm.width,
+        spec.dtype, torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+def _sum(spec: LayerSpec, x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """x + residual · made, [T, K] each."""
+    y = torch.empty_like(x)
+    native_library().add(
+        x.data_ptr(), made.data_ptr(), spec.residual, y.data_ptr(), *x.shape, spec.dtype,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return y
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +288,7 @@ def walk(
     x: torch.Tensor,
     tables: Tables | None,
     attend: Attend,
+    mix: Mix,
     known: Mapping[str, torch.Tensor],
 ) -> list[Part]:
     """Compute a layer part by part.
@@ -242,13 +298,14 @@ def walk(
         x: its input, [T, K], contiguous.
         tables: for rotary embeddings, if it has any.
         attend: its attention.
+        mix: its experts, if it has any.
         known: the model's own results by the parts' names. A part's input is taken from these, and
             from our own results where there are none.
 
     Returns:
         the parts in order; the last one is the layer's output.
     """
-    return _Walk(layer, known, []).run(x, tables, attend)
+    return _Walk(layer, known, []).run(x, tables, attend, mix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,18 +314,21 @@ class _Walk:
     known: Mapping[str, torch.Tensor]
     parts: list[Part]
 
-    def run(self, x: torch.Tensor, tables: Tables | None, attend: Attend) -> list[Part]:
+    def run(self, x: torch.Tensor, tables: Tables | None, attend: Attend, mix: Mix) -> list[Part]:
         """See `walk`."""
         spec, one = self.layer.spec, self.layer.description
-        heads, mlp = spec.heads, one.mlp
+        heads = spec.heads
         query, keys = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         normed = self._norm("before_attention", spec.before_attention, x)
         projected = self._products("projection", spec.projection, normed)
         sizes = (query, keys, keys)
         q, k, v = (part.contiguous() for part in projected.split_with_sizes(sizes, -1))
-        q = self._norm("query_norm", heads.query_norm, q)
-        k = self._norm("key_norm", heads.key_norm, k)
-        q, k = self._turn(q, k, tables)
+        if one.attention.norms_last:
+            q, k = self._turn(q, k, tables)
+            q, k = self._norm_heads(q, k)
+        else:
+            q, k = self._norm_heads(q, k)
+            q, k = self._turn(q, k, tables)
         shape = (len(x), -1, heads.head_dim)
         attended = attend(q.view(shape), k.view(shape), v.view(shape)).reshape(len(x), -1)
         attended = self._add_part("attention", "attention", attended)
@@ -276,9 +336,12 @@ class _Walk:
         made = self._norm("after_attention", spec.after_attention, made)
         residual = self._sum("residual", x, made)
         between = normed if one.parallel else self._norm("before_mlp", spec.before_mlp, residual)
-        inner = self._products("inner", spec.inner, between)
-        gated = self._add_part("activation", "norm", self._gate(inner, mlp.gated))
-        made = self._products("down", [spec.down], gated)
+        if isinstance(one.mlp, described.Experts):
+            made = self._add_part("experts", "experts", mix(between))
+        else:
+            inner = self._products("inner", spec.inner, between)
+            gated = self._add_part("activation", "norm", self._gate(inner, one.mlp.gated))
+            made = self._products("down", [spec.down], gated)
         made = self._norm("after_mlp", spec.after_mlp, made)
         self._sum("result", residual, made)
         return self.parts
@@ -291,12 +354,12 @@ class _Walk:
     def _norm(self, name: str, norm: Any, x: torch.Tensor) -> torch.Tensor:
         if not norm.weight:
             return x
-        x, y = x.contiguous(), torch.empty_like(x)
-        native_library().norm(
-            ctypes.byref(norm), x.data_ptr(), y.data_ptr(), norm.width,
-            x.numel() // norm.width, self.layer.spec.dtype, torch.get_num_threads(),
-        )  # fmt: skip
-        return self._add_part(name, "norm", y)
+        return self._add_part(name, "norm", _norm(self.layer.spec, norm, x))
+
+    def _norm_heads(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        heads = self.layer.spec.heads
+        q = self._norm("query_norm", heads.query_norm, q)
+        return q, self._norm("key_norm", heads.key_norm, k)
 
     def _products(self, name: str, weights: Any, x: torch.Tensor) -> torch.Tensor:
         made = []
@@ -317,7 +380,7 @@ class _Walk:
             return self._add_part("queries", "exact", q), self._add_part("keys", "exact", k)
         q, k = q.clone(), k.clone()
         call = HeadsCall.from_buffer_copy(self.layer.spec.heads)
-        call.query_norm, call.key_norm = NormWeight(), NormWeight()
+        call.query_norm, call.key_norm, call.norms_last = NormWeight(), NormWeight(), 0
         call.query, call.key = q.data_ptr(), k.data_ptr()
         call.query_stride, call.key_stride = q.shape[1], k.shape[1]
         call.cos, call.sin = (one.data_ptr() for one in tables)
@@ -338,9 +401,4 @@ class _Walk:
         return y
 
     def _sum(self, name: str, x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-        y, spec = torch.empty_like(x), self.layer.spec
-        native_library().add(
-            x.data_ptr(), made.data_ptr(), spec.residual, y.data_ptr(), *x.shape, spec.dtype,
-            torch.get_num_threads(),
-        )  # fmt: skip
-        return self._add_part(name, "exact", y)
+        return self._add_part(name, "exact", _sum(self.layer.spec, x, made))

@@ -188,8 +188,9 @@ def _norms_of(layer: described.Layer) -> dict[str, described.Norm | None]:
 
 def _modules_of(layer: described.Layer) -> set[str]:
     attention, mlp = layer.attention, layer.mlp
-    linears = {*attention.projection, attention.output, *mlp.inner, mlp.down}
-    return linears | {one.module for one in _norms_of(layer).values() if one is not None}
+    own = {mlp.module} if isinstance(mlp, described.Experts) else {*mlp.inner, mlp.down}
+    linears = {*attention.projection, attention.output}
+    return own | linears | {one.module for one in _norms_of(layer).values() if one is not None}
 
 
 def _take(
@@ -204,13 +205,21 @@ def _take(
         "keys": taps.attention[1],
         "attention": given[attention.output],
         "output": made[attention.output],
-        "inner": torch.cat([made[path] for path in mlp.inner], -1),
-        "activation": given[mlp.down],
-        "down": made[mlp.down],
         "result": y,
     }
+    if isinstance(mlp, described.Experts):
+        first = mlp.module
+        parts["experts"] = made[mlp.module]
+    else:
+        first = mlp.inner[0]
+        parts["inner"] = torch.cat([made[path] for path in mlp.inner], -1)
+        parts["activation"] = given[mlp.down]
+        parts["down"] = made[mlp.down]
+    if attention.norms_last:
+        for name, norm in (("queries", attention.query_norm), ("keys", attention.key_norm)):
+            if norm is not None:
+                parts[name] = given[norm.module]
     if not layer.parallel:
-        first = mlp.inner[0] if layer.before_mlp is None else layer.before_mlp.module
-        parts["residual"] = given[first]
+        parts["residual"] = given[first if layer.before_mlp is None else layer.before_mlp.module]
     taps.forget()
     return LayerRecord(magnitude, x, parts, dict(taps.options))

@@ -23,6 +23,7 @@ from engine.models.description import (
     Activation,
     Attention,
     Decoder,
+    Experts,
     Layer,
     Mlp,
     Norm,
@@ -35,8 +36,9 @@ _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu_squared",
 }
-_FIXED_ROTARY = frozenset({"default", "linear", "llama3", "yarn"})
+_FIXED_ROTARY = frozenset({"default", "linear", "llama3", "yarn", "ntk_alpha"})
 """Kinds of rotary embeddings whose frequencies do not depend on the step."""
 _EPS = ("variance_epsilon", "eps")
 _SOURCE = "transformers."
@@ -51,13 +53,16 @@ class Family:
     """How the classes of a family name and combine their parts.
 
     Attributes:
-        norms: a layer's norms, before and after attention, before and after the MLP; None: there
-            is none.
+        norms: a layer's norms, before and after attention, before and after the MLP; None, or an
+            Identity: there is none.
         form: of all norms.
+        head_norms: those of queries and keys, if a model has any.
+        norms_last: see Attention.
         projection, inner, down: the linear layers of attention and of the MLP.
         gated, parallel: see Mlp and Layer.
         paired, rounds_tables, rounds_products: see Rotary.
         rotates: whether an attention layer rotates.
+        multiplies_logits: logits are multiplied by the config's logits_scaling, not divided.
     """
 
     norms: tuple[str | None, str | None, str | None, str | None] = (
@@ -67,6 +72,8 @@ class Family:
         None,
     )
     form: NormForm = "rounded_first"
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    norms_last: bool = False
     projection: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     inner: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
@@ -76,6 +83,7 @@ class Family:
     rounds_tables: bool = True
     rounds_products: bool = True
     rotates: Callable[[Any], bool] = lambda attention: True
+    multiplies_logits: bool = False
 
 
 _BOTH_SIDES = (
@@ -86,9 +94,11 @@ _BOTH_SIDES = (
 )
 _AFTER = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _GATE_UP = ("gate_up_proj",)
+_UP = ("up_proj",)
 _slides_or_all: Callable[[Any], bool] = lambda one: one.sliding_window is None or one.is_sliding  # noqa: E731
 
 FAMILIES: dict[str, Family] = {
+    "arcee": Family(inner=_UP, gated=False),
     "cohere": Family(
         norms=("input_layernorm", None, None, None),
         form="centered",
@@ -105,6 +115,7 @@ FAMILIES: dict[str, Family] = {
         rotates=lambda one: one.sliding_window is not None,
     ),
     "cwm": Family(),
+    "ernie4_5": Family(paired=True, rounds_tables=False, rounds_products=False),
     "exaone4": Family(norms=_AFTER, rotates=_slides_or_all),
     "gemma": Family(form="from_one"),
     "gemma2": Family(norms=_BOTH_SIDES, form="from_one"),
@@ -122,14 +133,23 @@ FAMILIES: dict[str, Family] = {
     ),
     "granite": Family(),
     "helium": Family(form="plain", paired=True),
+    "hunyuan_v1_dense": Family(head_norms=("query_layernorm", "key_layernorm"), norms_last=True),
+    "hyperclovax": Family(
+        norms=("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
+        multiplies_logits=True,
+    ),
+    "jais2": Family(form="centered", inner=_UP, gated=False),
     "llama": Family(),
     "ministral": Family(),
     "mistral": Family(),
+    "mixtral": Family(),
     "olmo2": Family(norms=_AFTER, form="plain", rounds_tables=False, rounds_products=False),
     "olmo3": Family(norms=_AFTER, form="plain", rounds_tables=False, rounds_products=False),
+    "olmoe": Family(),
     "phi3": Family(projection=("qkv_proj",), inner=_GATE_UP),
     "qwen2": Family(),
     "qwen3": Family(),
+    "qwen3_moe": Family(),
     "seed_oss": Family(),
     "smollm3": Family(rotates=lambda one: bool(one.use_rope)),
     "starcoder2": Family(form="centered", inner=("c_fc",), down="c_proj", gated=False),
@@ -209,6 +229,8 @@ class _Reader:
         """The whole description."""
         body, config = self.model.model, self.model.config
         rotaries = self._rotaries(body.rotary_emb)
+        scaling = getattr(config, "logits_scaling", None)
+        multiplies = self.family.multiplies_logits
         return Decoder(
             family=config.model_type,
             embedding="model.embed_tokens",
@@ -220,24 +242,28 @@ class _Reader:
             rotaries=tuple(rotaries.values()),
             norm=self._norm("model.norm", self.family.form),
             output="lm_head",
-            logits_factor=getattr(self.model, "logit_scale", None),
-            logits_divisor=getattr(config, "logits_scaling", None),
+            logits_factor=scaling if multiplies else getattr(self.model, "logit_scale", None),
+            logits_divisor=None if multiplies else scaling,
             logits_softcap=getattr(config, "final_logit_softcapping", None),
         )
 
     def _layer(self, path: str, index: int, layer: Any, rotaries: dict[str, Rotary]) -> Layer:
         family = self.family
-        norms = [name and self._norm(f"{path}.{name}", family.form) for name in family.norms]
-        before_attention, after_attention, before_mlp, after_mlp = norms
+        before_attention, after_attention, before_mlp, after_mlp = (
+            None
+            if name is None or type(getattr(layer, name)) is torch.nn.Identity
+            else self._norm(f"{path}.{name}", family.form)
+            for name in family.norms
+        )
         return Layer(
             module=path,
             index=index,
             attention=self._attention(f"{path}.self_attn", layer.self_attn, rotaries),
             mlp=self._mlp(f"{path}.mlp", layer.mlp),
-            before_attention=before_attention or None,
-            after_attention=after_attention or None,
-            before_mlp=before_mlp or None,
-            after_mlp=after_mlp or None,
+            before_attention=before_attention,
+            after_attention=after_attention,
+            before_mlp=before_mlp,
+            after_mlp=after_mlp,
             parallel=family.parallel,
             residual=float(getattr(layer, "residual_multiplier", 1.0)),
         )
@@ -245,11 +271,13 @@ class _Reader:
     def _attention(self, path: str, one: Any, rotaries: dict[str, Rotary]) -> Attention:
         family, config = self.family, self.model.config
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        if getattr(config, "clip_qkv", None) is not None:
+            raise NotDescribedError("it clips queries, keys and values")
         kinds = getattr(config, "layer_types", None)
         kind = kinds[one.layer_idx] if kinds and "" not in rotaries else ""
         query_norm, key_norm = (
             self._norm(f"{path}.{name}", family.form) if name in one._modules else None
-            for name in ("q_norm", "k_norm")
+            for name in family.head_norms
         )
         return Attention(
             module=path,
@@ -260,12 +288,15 @@ class _Reader:
             output=f"{path}.o_proj",
             query_norm=query_norm,
             key_norm=key_norm,
+            norms_last=family.norms_last,
             rotary=list(rotaries).index(kind) if family.rotates(one) else None,
             scaling=float(one.scaling),
             softcap=getattr(one, "attn_logit_softcapping", None),
         )
 
-    def _mlp(self, path: str, one: Any) -> Mlp:
+    def _mlp(self, path: str, one: Any) -> Mlp | Experts:
+        if "experts" in one._modules:
+            return Experts(path)
         config = self.model.config
         name = getattr(config, "hidden_activation", None) or config.hidden_act
         if name not in _ACTIVATIONS:

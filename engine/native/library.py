@@ -72,7 +72,7 @@ FROM_ONE, ROUNDED_FIRST, CENTERED = 1, 2, 4
 weight's elements are distances from 1. ROUNDED_FIRST: x is rounded before it is multiplied by the
 weight. CENTERED: a layer norm, x's mean is subtracted first.
 """
-SILU, GELU_TANH = 0, 1
+SILU, GELU_TANH, RELU_SQUARED = 0, 1, 2
 """Activations."""
 
 
@@ -93,7 +93,7 @@ class NormWeight(ctypes.Structure):
 
 
 class HeadsCall(ctypes.Structure):
-    """Queries and keys of one layer: normed, then rotated, in place. Mirrors the struct in
+    """Queries and keys of one layer: normed and rotated, in place. Mirrors the struct in
     src/calls.h.
 
     Attributes:
@@ -104,6 +104,7 @@ class HeadsCall(ctypes.Structure):
         paired: neighbouring elements are rotated together, and there are no norms over a head;
             else those of the two halves.
         rounds: products with cosines and sines are rounded before they are added.
+        norms_last: norms over a head come after the rotation.
     """
 
     _fields_ = (
@@ -113,7 +114,7 @@ class HeadsCall(ctypes.Structure):
         *((name, _INT) for name in ("tokens", "num_heads", "num_kv_heads")),
         *((name, _INT) for name in ("head_dim", "rotary_dim")),
         *((name, NormWeight) for name in ("query_norm", "key_norm")),
-        *((name, _INT) for name in ("paired", "rounds")),
+        *((name, _INT) for name in ("paired", "rounds", "norms_last")),
     )
 
 
@@ -140,12 +141,12 @@ class LayerSpec(ctypes.Structure):
         projection: queries, keys and values: one layer, or one for each.
         output: of attention.
         inner: the MLP's first layers: gate and up as one or as two, or one without a gate.
-        down: the MLP's last layer.
+        down: the MLP's last layer; without a weight, the layer ends before the MLP.
         heads: a HeadsCall without queries, keys, tokens, cosines and sines.
         rotary: which of the step's cosines and sines.
         gated: whether the MLP has a gate.
         parallel: whether the MLP reads what attention reads.
-        activation: SILU or GELU_TANH.
+        activation: SILU, GELU_TANH or RELU_SQUARED.
         dtype: FLOAT32 or BFLOAT16.
         residual: multiplies what attention and the MLP add.
         scaling, softcap: for attention; see AttentionCall.

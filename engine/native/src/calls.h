@@ -67,7 +67,7 @@ struct HeadsCall {
   const float* sin;
   int64_t tokens, num_heads, num_kv_heads, head_dim, rotary_dim;
   NormWeight query_norm, key_norm;
-  int64_t paired, rounds;
+  int64_t paired, rounds, norms_last;
 };
 
 // A whole decoder layer; see layer.cpp, and ../library.py for what each field means.

@@ -164,6 +164,12 @@ vf gelu_tanh(vf x) {
   return x / (1.0f + select(z < -44.0f, infinite, exp(-2.0f * z)));
 }
 
+// The square of what is positive; NaN stays.
+vf relu_squared(vf x) {
+  const vf positive = select(x < 0.0f, vf{}, x);
+  return positive * positive;
+}
+
 template <class T, vf (*ACTIVATION)(vf)>
 void gate_rows(const T* gate, const T* up, int64_t stride, T* y, int64_t y_stride, int64_t rows,
                int64_t width, int threads) {
@@ -269,10 +275,14 @@ void gate_of(int activation, const void* gate, const void* up, int64_t stride, v
   const T* left = static_cast<const T*>(gate);
   const T* right = static_cast<const T*>(up);
   T* to = static_cast<T*>(y);
-  if (activation == 0)
-    gate_rows<T, silu>(left, right, stride, to, y_stride, rows, width, threads);
-  else
-    gate_rows<T, gelu_tanh>(left, right, stride, to, y_stride, rows, width, threads);
+  switch (activation) {
+    case 0:
+      return gate_rows<T, silu>(left, right, stride, to, y_stride, rows, width, threads);
+    case 1:
+      return gate_rows<T, gelu_tanh>(left, right, stride, to, y_stride, rows, width, threads);
+    default:
+      return gate_rows<T, relu_squared>(left, right, stride, to, y_stride, rows, width, threads);
+  }
 }
 
 template <class T>
@@ -327,8 +337,23 @@ void gate(int activation, const void* gate, const void* up, int64_t stride, void
                                                       rows, width, threads);
 }
 
-// Queries and keys of some tokens, in place: normed, then turned; see HeadsCall.
+// Queries and keys of some tokens, in place: normed and turned; see HeadsCall.
 void heads(const HeadsCall& call, int dtype, int threads) {
+  if (call.norms_last) {
+    HeadsCall turned = call;
+    turned.query_norm = turned.key_norm = NormWeight{}, turned.norms_last = 0;
+    heads(turned, dtype, threads);
+    const int64_t step = call.head_dim * (dtype == FLOAT32 ? 4 : 2);
+    for (int64_t h = 0; h < call.num_heads; ++h) {
+      char* const head = static_cast<char*>(call.query) + h * step;
+      norm(call.query_norm, head, head, call.query_stride, call.tokens, dtype, threads);
+    }
+    for (int64_t h = 0; h < call.num_kv_heads; ++h) {
+      char* const head = static_cast<char*>(call.key) + h * step;
+      norm(call.key_norm, head, head, call.key_stride, call.tokens, dtype, threads);
+    }
+    return;
+  }
   const auto whole = [&](const NormWeight& one, void* x, int64_t stride) {
     if (one.weight && one.width != call.head_dim)
       norm(one, x, x, stride, call.tokens, dtype, threads);

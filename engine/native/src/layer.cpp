@@ -4,8 +4,8 @@
 //   x ─┬─ norm ─ q, k, v ─ norms, rotary ─ attention ─ output ─ norm ─ + ─┬─ norm ─ MLP ─ norm ─ + ─ y
 //      └──────────────────────────────────────────────────────────────────┘ └────────────────────┘
 //
-// Each norm may be missing. In parallel layers, the MLP reads what attention reads. Elements are
-// rounded where the modules round.
+// Each norm may be missing. In parallel layers, the MLP reads what attention reads. A layer without
+// `down` ends before the MLP, which others compute. Elements are rounded where the modules round.
 #include "kernels.h"
 
 namespace HEADRACE_ISA {
@@ -102,7 +102,10 @@ int64_t compute(const LayersCall& call, const void* x) {
   if (const int64_t needed = attend(call, layer, space)) return needed;
   linear(layer.output, space.attended, space.query, space.made, width, tokens, threads);
   normed(layer.after_attention, space.made, space.made);
-  add(x, space.made, layer.residual, space.residual, tokens, width, dtype, threads);
+  const bool is_whole = layer.down.packed;
+  void* const sum = is_whole ? space.residual : call.y;
+  add(x, space.made, layer.residual, sum, tokens, width, dtype, threads);
+  if (!is_whole) return 0;
   if (!layer.parallel) input = normed(layer.before_mlp, space.residual, space.normed);
   products(layer.inner, 2, input, space.inner, space.inner_width);
   const int64_t inner = layer.down.inputs;

@@ -66,6 +66,11 @@ def _embedding(model: Any) -> None:
         model.model.embed_tokens.weight.mul_(1.01)
 
 
+def _router(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[1].mlp.gate.weight.neg_()
+
+
 def _bias(model: Any) -> None:
     model.model.layers[0].self_attn.k_proj.padded_bias[3] += 0.5
 
@@ -77,6 +82,7 @@ def _bias(model: Any) -> None:
         ("qwen3", _one_norm, r"layer 2, before_mlp, .* by \d.*% .*, element 5; \d+ of"),
         ("qwen3", _last_norm, r"model\.norm differs .* element 3;"),
         ("qwen3", _embedding, r"embedding differs"),
+        ("mixtral", _router, r"layer 1, experts, with inputs times 1 differs"),
         ("qwen2", _bias, r"layer 0, projection, .* in output 67, 1 of"),
     ],
 )
@@ -145,6 +151,18 @@ YARN = {
         ("gemma2", {}, _layers(lambda layer: dataclasses.replace(layer, after_mlp=None)),
          "layer 0, result, "),
         ("smollm3", {}, _attention(rotary=0), "layer 3, queries, "),
+        ("hunyuan_v1_dense", {}, _attention(norms_last=False), "layer 0, query_norm, "),
+        ("ernie4_5", {}, _rotary(rounds_products=True), "layer 0, queries, "),
+        ("jais2", {}, _layers(lambda layer: dataclasses.replace(
+            layer, mlp=dataclasses.replace(layer.mlp, activation="silu"))),
+         "layer 0, activation, "),
+        ("hyperclovax", {"logits_scaling": 8.0},
+         lambda one: dataclasses.replace(one, logits_factor=None), "logits differs"),
+        ("hyperclovax", {"use_post_norm": True},
+         _layers(lambda layer: dataclasses.replace(layer, after_attention=None)),
+         "layer 0, residual, "),
+        ("qwen3_moe", {}, _layers(lambda layer: dataclasses.replace(layer, residual=0.5)),
+         "layer 0, residual, "),
     ],
 )  # fmt: skip
 def test_wrong_descriptions(

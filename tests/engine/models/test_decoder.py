@@ -219,7 +219,8 @@ def test_another_model_runs_as_it_was_written(change: Any, reason: str) -> None:
 @pytest.mark.parametrize(
     ("family", "settings", "reason"),
     [
-        ("mixtral", {}, "MixtralForCausalLM is not in the table of decoders"),
+        ("gpt2", {}, "GPT2LMHeadModel is not in the table of decoders"),
+        ("olmoe", {"clip_qkv": 8.0}, "it clips queries, keys and values"),
         ("llama", {"hidden_act": "relu"}, "its activation is relu"),
         (
             "llama",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import gelu, layer_norm, silu
+from torch.nn.functional import gelu, layer_norm, relu, silu
 
 from engine.models import comparison
 from engine.models.packed import native_library
@@ -17,6 +17,7 @@ from engine.native.library import (
     CENTERED,
     FROM_ONE,
     GELU_TANH,
+    RELU_SQUARED,
     ROUNDED_FIRST,
     SILU,
     HeadsCall,
@@ -138,10 +139,12 @@ def _gate(both: torch.Tensor, activation: int) -> torch.Tensor:
 
 
 def _active(gate: torch.Tensor, activation: int) -> torch.Tensor:
+    if activation == RELU_SQUARED:
+        return relu(gate).square()
     return silu(gate) if activation == SILU else gelu(gate, approximate="tanh")
 
 
-@pytest.mark.parametrize("activation", [SILU, GELU_TANH])
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH, RELU_SQUARED])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_gates(activation: int, width: int, dtype: torch.dtype) -> None:
     for magnitude in (1e-2, 1.0, 30.0):
@@ -151,7 +154,7 @@ def test_gates(activation: int, width: int, dtype: torch.dtype) -> None:
             assert _near(_gate(both, activation), expected)
 
 
-@pytest.mark.parametrize("activation", [SILU, GELU_TANH])
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH, RELU_SQUARED])
 def test_activations_of_every_number(activation: int) -> None:
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).view(64, 1024)
     y, threads = torch.empty_like(x), torch.get_num_threads()
@@ -161,6 +164,8 @@ def test_activations_of_every_number(activation: int) -> None:
     )  # fmt: skip
     expected = _active(x, activation)
     assert torch.equal(y.isnan(), expected.isnan())
+    if activation == RELU_SQUARED:
+        assert torch.equal(y.nan_to_num(), expected.nan_to_num())
     is_number = ~expected.isnan() & ~expected.isinf()
     difference = (y.float() - expected.float()).abs()[is_number]
     allowed = expected.float().abs() * 2.0**-7 + x.float().abs() * 2.0**-22
@@ -193,11 +198,12 @@ def _turned(
     ("width", "rotary"), [(2, 2), (16, 16), (34, 34), (64, 64), (80, 20), (96, 0), (128, 128)]
 )
 @pytest.mark.parametrize(("paired", "rounds"), [(False, True), (False, False), (True, True)])
+@pytest.mark.parametrize("norms_last", [False, True])
 def test_heads(
     width: int, rotary: int, form: int | None, tokens: int, paired: bool, rounds: bool,
-    dtype: torch.dtype,
+    norms_last: bool, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    if paired and form is not None:
+    if (form is None and norms_last) or (form is not None and paired and not norms_last):
         pytest.skip("not computed")
     if form == CENTERED and width < 5:
         pytest.skip("nothing is left of one element without its mean")
@@ -212,9 +218,12 @@ def test_heads(
     expected = []
     for x, weight in zip((query, key), weights, strict=True):
         heads = x.reshape(tokens, -1, width)
-        if form is not None:
+        if form is not None and not norms_last:
             heads = _norm(heads.contiguous(), weight, form)
-        expected.append(_turned(heads, cos, sin, paired=paired, rounds=rounds).flatten(1))
+        heads = _turned(heads, cos, sin, paired=paired, rounds=rounds)
+        if form is not None and norms_last:
+            heads = _norm(heads.contiguous(), weight, form)
+        expected.append(heads.flatten(1))
     norms: dict[str, Any] = {}
     if form is not None:
         norms = {
@@ -225,7 +234,7 @@ def test_heads(
         query=query.data_ptr(), key=key.data_ptr(), query_stride=7 * width + 5,
         key_stride=7 * width + 5, cos=cos.data_ptr(), sin=sin.data_ptr(), tokens=tokens,
         num_heads=3, num_kv_heads=2, head_dim=width, rotary_dim=rotary, paired=paired,
-        rounds=rounds, **norms,
+        rounds=rounds, norms_last=norms_last, **norms,
     )  # fmt: skip
     native_library().heads(ctypes.byref(call), DTYPES[dtype], torch.get_num_threads())
     assert torch.equal(query, expected[0])
