@@ -46,8 +46,9 @@ class System:
         python: str,
         log: Path,
         environment: Mapping[str, str],
+        root: Path = ROOT,
     ) -> None:
-        """Start it; `load` comes next."""
+        """Start it; `load` comes next. root: the checkout whose adapter it is."""
         self.name = name
         self.start_s = 0.0
         self.ready: dict[str, Any] = {}
@@ -57,7 +58,7 @@ class System:
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 [python, "-m", module],
-                cwd=ROOT,
+                cwd=root,
                 env={**os.environ, **environment},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

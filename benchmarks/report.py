@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tables
+from benchmarks import decoder_table, tables
 from benchmarks.gpu import tables as gpu_tables
 from benchmarks.measures import figure
 
@@ -82,6 +82,8 @@ def render(record: dict[str, Any], name: str) -> str:
         return tables.plan(record, name)
     if record.get("kind") == tables.FIRST_TRY:
         return tables.first_try(record, name)
+    if record.get("kind") == decoder_table.KIND:
+        return decoder_table.render(record, name)
     plot = name.removesuffix(".json") + ".svg"
     parts = [_heading(record, name), f"![Output tokens per second](../{plot})"]
     parts += [_case(record, case) for case in record["cases"]]
