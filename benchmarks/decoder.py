@@ -139,7 +139,10 @@ class Book:
             },
         )
         for name, found in case.turns.items():
-            print(f"  {case.name:16} {name:15} {figure(statistics.median(found))} {case.unit}")
+            print(
+                f"  {case.name:16} {name:15} {figure(statistics.median(found))} {case.unit}",
+                flush=True,
+            )
 
     def fail(self, case: Case, failure: SystemFailure) -> None:
         """Write down that a case could not be measured."""
