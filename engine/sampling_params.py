@@ -188,7 +188,7 @@ class SamplingSteps(NamedTuple):
         masks: allowed or banned ids, or a grammar, which may change all logits.
         draws: the token is drawn at random, not greedy.
         filters: top_k or top_p.
-        sorts: the filters must see the whole row in order.
+        whole: the filters look at the whole row, not only at its top.
         min_p, typical: the other filters.
     """
 
@@ -196,7 +196,7 @@ class SamplingSteps(NamedTuple):
     masks: bool = False
     draws: bool = False
     filters: bool = False
-    sorts: bool = False
+    whole: bool = False
     min_p: bool = False
     typical: bool = False
 

@@ -4,7 +4,7 @@ typical_p.
 Each filter keeps the tokens on one side of a threshold, as the warpers of transformers do; tokens
 exactly as likely as the last kept one are kept too. So the result does not depend on how a
 threshold is found, or on the order of equal entries. For a small top_k only the top of a row is
-searched; other rows are sorted.
+looked at; otherwise the threshold is selected (see `selection`). No row is sorted.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.sampling import ops
+from engine.sampling import ops, selection
 
 TOPK_LIMIT = 256
-"""Up to this top_k, only the k most likely tokens are searched for; above it, the row is sorted."""
+"""Up to this top_k, only the k most likely tokens are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,61 +46,81 @@ def filtered_weights(scaled: torch.Tensor, filters: Filters) -> torch.Tensor:
         int64 [R, V].
     """
     likelihood = torch.exp(scaled)
-    threshold = _threshold(scaled, filters)
-    if threshold is not None:
+    farthest = _farthest(scaled, likelihood, filters)
+    if farthest is not None:
         # A float32 mask of ones is computed and multiplied several times as fast as a boolean one.
         keep = torch.empty_like(scaled)
-        likelihood.mul_(torch.ge(scaled, threshold, out=keep))
+        likelihood.mul_(torch.ge(scaled, -farthest, out=keep))
     if filters.min_p is not None:
         keep = torch.empty_like(scaled)
         # Relative to the most likely token, which has 1.
         likelihood.mul_(torch.ge(likelihood, filters.min_p, out=keep))
     weights = ops.as_weights(likelihood)
     if filters.typical_p is not None:
-        weights.mul_(_is_typical(scaled, weights, filters.typical_p))
+        weights = weights.where(_is_typical(scaled, weights, filters.typical_p), 0)
     return weights
 
 
-def _threshold(scaled: torch.Tensor, filters: Filters) -> torch.Tensor | None:
-    """The smallest entry that top_k and top_p keep: float32 [R, 1]. None: all are kept."""
+def _farthest(
+    scaled: torch.Tensor, likelihood: torch.Tensor, filters: Filters
+) -> torch.Tensor | None:
+    """How far below a row's largest entry top_k and top_p cut: float32 [R, 1], 0 or more. None:
+    nowhere.
+
+    Args:
+        scaled, likelihood: float32 [R, V]; the second is the exponential of the first.
+    """
     top_k, top_p = filters.top_k, filters.top_p
-    if top_k is None:
-        if top_p is None:
-            return None
-        ordered = _sort(scaled)
-        return _nucleus(ordered, ops.weigh(ordered), torch.zeros_like(top_p), top_p)
-    # Ascending: the largest max_top_k entries, or all.
-    few = filters.max_top_k <= TOPK_LIMIT
-    ordered = _largest(scaled, filters.max_top_k) if few else _sort(scaled)
-    width = ordered.shape[-1]
-    kth = ordered.gather(-1, width - top_k)
+    if top_k is None and top_p is None:
+        return None
+    if top_k is not None and filters.max_top_k <= TOPK_LIMIT:
+        return _farthest_of_few(scaled, top_k, filters.max_top_k, top_p)
+    distance = scaled.abs()
+    kth = None
+    if top_k is not None:
+        ones = torch.ones((1, 1), dtype=torch.int64, device=scaled.device)
+        kth = selection.least_bound(distance, ones.expand(scaled.shape), top_k)
     if top_p is None:
         return kth
+    weights = ops.as_weights(likelihood)
+    if kth is None:
+        return _nucleus(distance, weights, top_p)
+    weights = weights.where(distance <= kth, 0)
+    return torch.minimum(_nucleus(distance, weights, top_p), kth)
+
+
+def _farthest_of_few(
+    scaled: torch.Tensor, top_k: torch.Tensor, max_top_k: int, top_p: torch.Tensor | None
+) -> torch.Tensor:
+    """The same, from the top of the rows: the largest `max_top_k` entries."""
+    ordered = _largest(scaled, max_top_k)
+    kth = ordered.gather(-1, top_k - 1)
+    if top_p is None:
+        return -kth
     weights = ops.weigh(ordered)
     # Other entries equal to the k-th are kept too, and count in the sum, wherever they are.
     tied = ops.count_least(scaled, kth).unsqueeze(-1) - top_k
-    tied_weight = tied * weights.gather(-1, width - top_k)
-    weights.mul_(torch.arange(width, 0, -1, device=scaled.device) <= top_k)
-    return torch.maximum(_nucleus(ordered, weights, tied_weight, top_p), kth)
+    weights.mul_(torch.arange(1, max_top_k + 1, device=scaled.device) <= top_k)
+    upto = torch.cumsum(weights, dim=-1)
+    total = upto[:, -1:] + tied * weights.gather(-1, top_k - 1)
+    # The first entry at which the limit is reached; if none, the tied ones are needed too.
+    last = torch.searchsorted(upto, _limit(top_p, total)).clamp_(max=max_top_k - 1)
+    return -torch.maximum(ordered.gather(-1, last), kth)
 
 
-def _nucleus(
-    ordered: torch.Tensor, weights: torch.Tensor, others: torch.Tensor, top_p: torch.Tensor
-) -> torch.Tensor:
-    """The smallest of the fewest largest entries that reach top_p of the sum: float32 [R, 1].
+def _nucleus(distance: torch.Tensor, weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """How far the fewest nearest entries go that reach top_p of the sum: float32 [R, 1].
 
     Args:
-        ordered: float32 [R, N], ascending. weights: int64 [R, N], their weights.
-        others: [R, 1], the weight of smaller entries that are not listed.
-        top_p: float64 [R, 1].
+        distance: float32 [R, V]. weights: int64 [R, V]. top_p: float64 [R, 1].
     """
-    upto = torch.cumsum(weights, dim=-1)
-    listed = upto[:, -1:]
-    limit = top_p * (listed + others)
-    # An entry is removed if the more likely ones already reach the limit. For integers, listed -
-    # upto >= limit is upto <= listed - ceil(limit).
-    last = torch.searchsorted(upto, listed - limit.ceil().to(torch.int64), right=True)
-    return ordered.gather(-1, last.clamp(max=ordered.shape[-1] - 1))
+    limit = _limit(top_p, weights.sum(dim=-1, keepdim=True))
+    return selection.least_bound(distance, weights, limit)
+
+
+def _limit(share: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """The least whole weight that is a share of the total: int64 [R, 1]."""
+    return (share * total).ceil_().to(torch.int64)
 
 
 def _is_typical(
@@ -122,32 +142,13 @@ def _is_typical(
     expected = parts.to(torch.int64).sum(dim=-1, keepdim=True).double() * 256.0
     entropy = (expected / total.double()).float()
     distance = (information - entropy).abs_().masked_fill_(weights == 0, float("inf"))
-    ordered, order = _sort_with_places(distance)
-    upto = torch.cumsum(weights.gather(-1, order), dim=-1)
-    last = (upto < typical_p * total).sum(dim=-1, keepdim=True)
-    return distance <= ordered.gather(-1, last.clamp(max=distance.shape[-1] - 1))
+    return distance <= _nucleus(distance, weights, typical_p)
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Each row's largest entries, ascending."""
+    """Each row's largest entries, descending."""
     size = values.shape[-1]
     if values.device.type == "cpu" and not ops.looks_at_blocks(size, count):
         apart = np.partition(values.numpy(), size - count, axis=-1)
-        return torch.from_numpy(np.sort(apart[:, size - count :], axis=-1))
-    return ops.top_values(values, count)[0].flip(-1)
-
-
-def _sort(values: torch.Tensor) -> torch.Tensor:
-    """Sort each row, ascending. On a CPU numpy sorts many times as fast as torch."""
-    if values.device.type == "cpu":
-        return torch.from_numpy(np.sort(values.numpy(), axis=-1))
-    return torch.sort(values, dim=-1).values
-
-
-def _sort_with_places(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort each row, ascending; also returns where the entries were."""
-    if values.device.type == "cpu":
-        order = torch.from_numpy(values.numpy().argsort(axis=-1))
-        return values.gather(-1, order), order
-    ordered, order = torch.sort(values, dim=-1)
-    return ordered, order
+        return torch.from_numpy(np.sort(apart[:, size - count :], axis=-1)).flip(-1)
+    return ops.top_values(values, count)[0]

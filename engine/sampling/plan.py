@@ -71,7 +71,7 @@ def _lasting_steps(request: Request, vocab_size: int) -> SamplingSteps:
         masks=masks,
         draws=True,
         filters=filters,
-        sorts=filters and not (top_k and params.top_k <= TOPK_LIMIT),
+        whole=filters and not (top_k and params.top_k <= TOPK_LIMIT),
         min_p=params.min_p > 0.0,
         typical=params.typical_p < 1.0,
     )

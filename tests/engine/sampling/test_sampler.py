@@ -152,7 +152,7 @@ def test_rows_without_finite_logits_are_alone(bad: float, options: dict[str, Any
     assert tokens == [right[0], INVALID_TOKEN, right[2]]
 
 
-def test_a_large_vocabulary_takes_the_sorted_path() -> None:
+def test_a_large_top_k_among_a_small_one() -> None:
     size = 3000
     logits = torch.randn(2, size, generator=torch.Generator().manual_seed(3))
     few = make("few", temperature=1.0, top_k=40, seed=8)

@@ -1,0 +1,50 @@
+"""Finds where a filter cuts a row, without sorting it: by radix selection.
+
+A float32 that is not negative is ordered like its bits. So the bound is found digit by digit, the
+highest first: the row's masses are added up by the digit's value, in a table of a row's own, and
+the value at which the sum reaches the target is the bound's digit; the next digits are those of the
+entries that begin with it.
+
+    bits of a float32:  0 eeeeeeee mmm | mmmmmmmmmm | mmmmmmmmmm      three passes over the row
+                          11 bits        10 bits      10 bits
+
+All sums are integer sums, which do not depend on the order, so the bound is exactly that of the
+sorted row. Nothing waits for the device, and shapes depend on no value: the work can be captured.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_DIGITS = ((20, 11), (10, 10), (0, 10))
+"""(lowest bit, number of bits) of each digit."""
+_INFINITY = 0x7F800000
+
+
+def least_bound(values: torch.Tensor, masses: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The smallest bound for which the mass of the entries up to it reaches the target.
+
+    Args:
+        values: float32 [R, V], none negative; infinity is allowed.
+        masses: int64 [R, V], none negative, with a sum below 2^63.
+        target: int64 [R, 1], at least 1.
+
+    Returns:
+        float32 [R, 1]: one of the row's values; infinity if the target is not reached. Of a row
+        with a NaN, anything.
+    """
+    bits = values.view(torch.int32)
+    known = torch.zeros_like(target, dtype=torch.int32)
+    for lowest, count in _DIGITS:
+        size = 1 << count
+        begin = bits >> lowest
+        # Also masked in the first pass: the index of a NaN's digit, too, must be in the table.
+        digits = (begin & (size - 1)).to(torch.int64)
+        parts = masses if lowest == _DIGITS[0][0] else masses.where(begin >> count == known, 0)
+        sums = torch.zeros((len(values), size), dtype=torch.int64, device=values.device)
+        sums.scatter_add_(-1, digits, parts)
+        upto = torch.cumsum(sums, dim=-1)
+        digit = torch.searchsorted(upto, target).clamp_(max=size - 1)
+        target = target - (upto - sums).gather(-1, digit)
+        known = known << count | digit.to(torch.int32)
+    return known.clamp_(max=_INFINITY).view(torch.float32)
