@@ -121,6 +121,17 @@ class StaticShape:
     block_size: int
 
 
+@dataclass(frozen=True, slots=True)
+class StepSlots:
+    """Where a step's keys and values go in the cache of a layer group.
+
+    where: int64 [T], each token's slot. padding: slots below this are for padding tokens.
+    """
+
+    where: torch.Tensor
+    padding: int
+
+
 class AttentionMetadata:
     """One group's metadata for one step, in its backend's own form. Opaque to other code."""
 
@@ -216,6 +227,30 @@ class AttentionBackend(ABC):
         Returns:
             [T, Hq, Dv].
         """
+
+    def slots(self, metadata: AttentionMetadata) -> StepSlots | None:
+        """Where a step's keys and values go, if the caller may put them there itself and call
+        `attend`; None: only `forward` is supported.
+        """
+        return None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+    ) -> None:
+        """Attend where the step's keys and values are in the cache already.
+
+        Args:
+            query: [Hq, T, D].
+            output: [T, Hq, Dv], contiguous; what is written. Rows of padding tokens are left as
+                they are.
+            cache, metadata, params: see `forward`.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from engine.attention.base import (
     BatchLayout,
     LayerCache,
     StaticShape,
+    StepSlots,
 )
 from engine.attention.torch_layout import slots_of
 from engine.attention.triton_launch import triton_attention
@@ -157,31 +158,66 @@ class TritonAttentionBackend(AttentionBackend):
         params: AttentionParams,
     ) -> torch.Tensor:
         """Attend; see the base class."""
-        if not isinstance(metadata, TritonMetadata):
-            raise TypeError(f"metadata of another backend: {type(metadata).__name__}")
-        output: torch.Tensor = triton_attention(
+        output = query.new_empty((query.shape[1], query.shape[0], value.shape[-1]))
+        self._launch(query, key, value, output, cache, metadata, params)
+        return output
+
+    def slots(self, metadata: AttentionMetadata) -> StepSlots:
+        """See the base class."""
+        step = _ours(metadata)
+        return StepSlots(step.slot_mapping, step.block_size)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+    ) -> None:
+        """See the base class."""
+        self._launch(query, None, None, output, cache, metadata, params)
+
+    def _launch(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        output: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+    ) -> None:
+        step = _ours(metadata)
+        triton_attention(
             query,
             key,
             value,
             cache.keys,
             cache.values,
-            metadata.slot_mapping,
-            metadata.cu_seqlens,
-            metadata.starts,
-            metadata.counts,
-            metadata.table_offsets,
-            metadata.blocks,
+            output,
+            step.slot_mapping,
+            step.cu_seqlens,
+            step.starts,
+            step.counts,
+            step.table_offsets,
+            step.blocks,
             params.sinks,
-            metadata.block_size,
-            metadata.window,
-            metadata.decode_rows,
-            metadata.prefill_row,
-            metadata.prefill_rows,
-            metadata.longest,
+            step.block_size,
+            step.window,
+            step.decode_rows,
+            step.prefill_row,
+            step.prefill_rows,
+            step.longest,
             params.scaling,
             params.softcap,
         )
-        return output
+
+
+def _ours(metadata: AttentionMetadata) -> TritonMetadata:
+    if not isinstance(metadata, TritonMetadata):
+        raise TypeError(f"metadata of another backend: {type(metadata).__name__}")
+    return metadata
 
 
 def _table_entries(shape: StaticShape) -> int:

@@ -35,10 +35,11 @@ request.
 _SHARED_SLACK = 8 << 10
 """Bytes of shared memory that the compiler may need besides the tiles."""
 _SCHEMA = (
-    "(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
-    "Tensor slot_mapping, Tensor cu_seqlens, Tensor starts, Tensor counts, Tensor table_offsets, "
-    "Tensor blocks, Tensor? sinks, int block_size, int window, int decode_rows, int prefill_row, "
-    "int prefill_rows, int longest, float scaling, float? softcap) -> Tensor"
+    "(Tensor query, Tensor? key, Tensor? value, Tensor(a!) keys, Tensor(b!) values, "
+    "Tensor(c!) output, Tensor slot_mapping, Tensor cu_seqlens, Tensor starts, Tensor counts, "
+    "Tensor table_offsets, Tensor blocks, Tensor? sinks, int block_size, int window, "
+    "int decode_rows, int prefill_row, int prefill_rows, int longest, float scaling, "
+    "float? softcap) -> ()"
 )
 
 
@@ -158,14 +159,15 @@ def device_size(device: torch.device) -> DeviceSize:
 
 
 @torch.library.custom_op(
-    "headrace::triton_attention", mutates_args=("keys", "values"), schema=_SCHEMA
+    "headrace::triton_attention", mutates_args=("keys", "values", "output"), schema=_SCHEMA
 )
 def triton_attention(
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
     keys: torch.Tensor,
     values: torch.Tensor,
+    output: torch.Tensor,
     slot_mapping: torch.Tensor,
     cu_seqlens: torch.Tensor,
     starts: torch.Tensor,
@@ -181,12 +183,14 @@ def triton_attention(
     longest: int,
     scaling: float,
     softcap: float | None,
-) -> torch.Tensor:
-    """Write the step's keys and values, and attend: → [T, Hq, Dv].
+) -> None:
+    """Write the step's keys and values, and attend.
 
     Args:
-        query: [Hq, T, D]. key: [Hkv, T, D]. value: [Hkv, T, Dv]. All in the cache's dtype.
+        query: [Hq, T, D]. key: [Hkv, T, D]. value: [Hkv, T, Dv]. All in the cache's dtype. Without
+            key and value nothing is written into the cache, and padding's output is left as it is.
         keys, values: the layer's cache, [num_slots, Hkv, D] and [num_slots, Hkv, Dv].
+        output: [T, Hq, Dv], contiguous.
         slot_mapping, cu_seqlens, starts, counts, table_offsets, blocks: see `triton_kernels`.
         sinks: [Hq].
         block_size: tokens in a block.
@@ -197,10 +201,9 @@ def triton_attention(
         longest: no request has a longer context, in tokens.
         scaling, softcap: see AttentionParams.
     """
-    query, key, value = (_rows_in_one_piece(tensor) for tensor in (query, key, value))
-    heads, tokens, dim = query.shape
-    kv_heads, value_dim = key.shape[0], value.shape[-1]
-    output = query.new_empty((tokens, heads, value_dim))
+    query = _rows_in_one_piece(query)
+    heads, _, dim = query.shape
+    kv_heads, value_dim = values.shape[1:]
     sizes = {
         "BLOCK_SIZE": block_size,
         "KV_HEADS": kv_heads,
@@ -226,18 +229,19 @@ def triton_attention(
         layer=layer,
     )
     with _on_its_device(query):
-        write_kernel[(tokens,)](
-            *(key, value, keys, values, output, slot_mapping),
-            *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
-            HEADS=heads,
-            BLOCK_H=_padded(kv_heads),
-            **sizes,
-        )
+        if key is not None and value is not None:
+            key, value = _rows_in_one_piece(key), _rows_in_one_piece(value)
+            write_kernel[(key.shape[1],)](
+                *(key, value, keys, values, output, slot_mapping),
+                *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
+                HEADS=heads,
+                BLOCK_H=_padded(kv_heads),
+                **sizes,
+            )
         if decode_rows:
             attention.decode(decode_rows, longest)
         if prefill_rows:
             attention.prefill(prefill_row, prefill_rows)
-    return output
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,10 +327,8 @@ class _Attention:
 
 
 @triton_attention.register_fake
-def _shape_of_result(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: object
-) -> torch.Tensor:
-    return query.new_empty((query.shape[1], query.shape[0], value.shape[-1]))
+def _write_nothing(*given: object) -> None:
+    """What is done with tensors without elements."""
 
 
 def try_out(device: torch.device) -> None:

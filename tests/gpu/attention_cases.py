@@ -158,8 +158,13 @@ class Case:
         device: torch.device,
         cache: LayerCache | None = None,
         shape: StaticShape | None = None,
+        *,
+        is_written: bool = False,
     ) -> torch.Tensor:
-        """[T, Hq, Dv], padding included, on the host; as the step comes, or at fixed places."""
+        """[T, Hq, Dv], padding included, on the host; as the step comes, or at fixed places.
+
+        is_written: the cache has the step's keys and values already; what is not attended is -1.
+        """
         backend, layout, window = TritonAttentionBackend(), self.layout, self.layer.window
         cache = self.cache(device) if cache is None else cache
         padding = layout.num_padding
@@ -184,6 +189,11 @@ class Case:
             sinks=None if self.sinks is None else self.sinks.to(device, self.dtype),
         )
         with torch.inference_mode():
-            output = backend.forward(query, key, value, cache, metadata, params)
+            if is_written:
+                made = (query.shape[1], self.layer.heads, self.layer.value_dim)
+                output = query.new_full(made, -1.0)
+                backend.attend(query, output, cache, metadata, params)
+            else:
+                output = backend.forward(query, key, value, cache, metadata, params)
         assert output.dtype is self.dtype
         return output.cpu()

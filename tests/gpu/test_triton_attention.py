@@ -57,6 +57,20 @@ def check(case: Case, output: torch.Tensor) -> None:
     assert not output[count:].any(), "padding is zero"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_over_a_cache_that_is_written_already(dtype: torch.dtype, device: torch.device) -> None:
+    """The same, bit by bit; padding is left alone."""
+    layout = make_layout([(5, 1), (300, 1), (0, 9), (7, 20)], 16, padding=2)
+    case = Case(layout, Layer(4, 2, 64, 64, window=100), dtype)
+    cache = case.cache(device)
+    expected = case.run(device, cache)
+    kept = cache.keys.clone()
+    output = case.run(device, cache, is_written=True)
+    assert torch.equal(output[:-2], expected[:-2])
+    assert bool((output[-2:] == -1.0).all())
+    assert torch.equal(cache.keys, kept)
+
+
 @SETTINGS
 @given(
     parts=parts,
