@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,12 +47,15 @@ def cuda(device: torch.device) -> torch.device:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _products_of_bfloat16() -> Iterator[None]:
-    """The interpreter keeps bfloat16 as 16-bit integers, and multiplies these."""
+def _bfloat16() -> Iterator[None]:
+    """The interpreter keeps bfloat16 as 16-bit integers: it multiplies these in products, and cuts
+    float32 off, where a device rounds to the nearest.
+    """
     if not INTERPRETED:
         yield
         return
     import triton.language as tl
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def widen(handle: TensorHandle) -> TensorHandle:
@@ -60,11 +64,20 @@ def _products_of_bfloat16() -> Iterator[None]:
         wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
         return TensorHandle(wide, tl.float32)
 
-    original = InterpreterBuilder.create_dot
+    original, convert = InterpreterBuilder.create_dot, interpreter._convert_float
 
     def create_dot(self: object, a: TensorHandle, b: TensorHandle, *others: object) -> object:
         return original(self, widen(a), widen(b), *others)
 
+    def convert_float(data: Any, given: Any, wanted: Any, rounding: Any) -> Any:
+        if (given, wanted) == (tl.bfloat16, tl.float32):
+            return data.astype(np.uint32) << 16
+        if (given, wanted) == (tl.float32, tl.bfloat16):
+            rounded = torch.from_numpy(np.array(data, dtype=np.float32)).to(torch.bfloat16)
+            return rounded.view(torch.int16).numpy().view(np.uint16)
+        return convert(data, given, wanted, rounding)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpreterBuilder, "create_dot", create_dot)
+        patch.setattr(interpreter, "_convert_float", convert_float)
         yield

@@ -1,0 +1,248 @@
+"""What stands between a decoder's matrix products and its attention, as few operations as can be:
+
+    add_norm  x + norm(made) ─ norm ─▶    the sum, and what the next product reads
+    turn      queries, keys, values ─▶    norms, rotary embeddings, the write into the KV cache
+    gate      activation(gate) · up ─▶    what the last product of an MLP reads
+
+`TorchOperations` computes them plainly, on any device, and says what they are:
+`engine.models.triton_operations` computes the same on a CUDA device, with one kernel for each.
+Elements are computed in float32, and rounded wherever the models' own operations round; only the
+order of sums and the last bits of e^x are open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.models import description as described
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of a step's tokens, [T, dim / 2] each."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundNorm:
+    """A norm with its tensors.
+
+    Attributes:
+        weight: [width].
+        bias: the same; None: there is none.
+        eps, form: see `engine.models.description.Norm`.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    eps: float
+    form: described.NormForm
+
+    @property
+    def width(self) -> int:
+        """How many elements are normed together."""
+        return len(self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What is done to queries and keys before attention.
+
+    Attributes:
+        heads, kv_heads, head_dim: Hq, Hkv, D.
+        query_norm, key_norm: of each head, or of all heads together; None: there is none.
+        norms_last: they follow the rotation.
+        rotary_dim: how many elements of a head are rotated, the first ones.
+        paired, rounds_products: see `engine.models.description.Rotary`.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    query_norm: BoundNorm | None = None
+    key_norm: BoundNorm | None = None
+    norms_last: bool = False
+    rotary_dim: int = 0
+    paired: bool = False
+    rounds_products: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where keys and values are put.
+
+    Attributes:
+        keys, values: [S, Hkv, D] each: a layer's cache, or tensors for the step's tokens alone.
+        slots: int64 [T], a token's place in them; None: tokens in their order.
+        output: [T, Hq, D], what attention will write. Rows of padding, whose slots are below
+            `padding`, are set to 0, because attention leaves them out. None: there is nothing to
+            set.
+        padding: how many slots there are for padding.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    slots: torch.Tensor | None = None
+    output: torch.Tensor | None = None
+    padding: int = 0
+
+
+class Operations(Protocol):
+    """See the module. Tensors are contiguous, and of one type. Nothing that is given is changed but
+    what `Places` has.
+    """
+
+    def add_norm(
+        self,
+        x: torch.Tensor,
+        made: Sequence[torch.Tensor] = (),
+        after: BoundNorm | None = None,
+        factor: float = 1.0,
+        before: BoundNorm | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add to x what attention or an MLP made, and norm the sum for what comes next.
+
+        Args:
+            x: [T, K].
+            made: at most two, [T, K] each, which are added in this order.
+            after: a norm of what was made.
+            factor: multiplies what was made.
+            before: the norm of the sum.
+
+        Returns:
+            The sum (x itself if nothing was made), and its norm (the sum itself without a norm).
+        """
+        ...
+
+    def turn(
+        self, projected: torch.Tensor, heads: Heads, tables: Tables | None, places: Places
+    ) -> torch.Tensor:
+        """Norm and rotate queries and keys, and put keys and values where they belong.
+
+        Args:
+            projected: [T, (Hq + 2 Hkv) · D], queries first, then keys, then values.
+            heads: what is done.
+            tables: for the rotation; None: nothing is rotated.
+            places: where keys and values are put.
+
+        Returns:
+            The queries, [T, Hq, D].
+        """
+        ...
+
+    def gate(
+        self, inner: torch.Tensor, activation: described.Activation, *, gated: bool
+    ) -> torch.Tensor:
+        """The activation of what an MLP's first product made.
+
+        Args:
+            inner: [T, N]; if gated [T, 2 N], gate first, then up.
+            activation: of the gate, or of all.
+            gated: whether it is multiplied by `up`.
+
+        Returns:
+            [T, N].
+        """
+        ...
+
+
+class TorchOperations:
+    """See the module."""
+
+    def add_norm(
+        self,
+        x: torch.Tensor,
+        made: Sequence[torch.Tensor] = (),
+        after: BoundNorm | None = None,
+        factor: float = 1.0,
+        before: BoundNorm | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Operations."""
+        for one in made:
+            added = one if after is None else normed(one, after)
+            x = x + (added if factor == 1.0 else added * factor)
+        return x, x if before is None else normed(x, before)
+
+    def turn(
+        self, projected: torch.Tensor, heads: Heads, tables: Tables | None, places: Places
+    ) -> torch.Tensor:
+        """See Operations."""
+        tokens, dim = len(projected), heads.head_dim
+        sizes = (heads.heads * dim, heads.kv_heads * dim, heads.kv_heads * dim)
+        query, key, value = projected.split_with_sizes(sizes, -1)
+        query = self._turned(query.reshape(tokens, -1, dim), heads.query_norm, heads, tables)
+        key = self._turned(key.reshape(tokens, -1, dim), heads.key_norm, heads, tables)
+        value = value.reshape(tokens, -1, dim)
+        if places.slots is None:
+            places.keys.copy_(key)
+            places.values.copy_(value)
+        else:
+            places.keys.index_copy_(0, places.slots, key)
+            places.values.index_copy_(0, places.slots, value)
+            if places.output is not None:
+                is_padding = (places.slots < places.padding)[:, None, None]
+                places.output.masked_fill_(is_padding, 0.0)
+        return query.contiguous()
+
+    def gate(
+        self, inner: torch.Tensor, activation: described.Activation, *, gated: bool
+    ) -> torch.Tensor:
+        """See Operations."""
+        if not gated:
+            return _activated(inner, activation)
+        gate, up = inner.chunk(2, -1)
+        return _activated(gate, activation) * up
+
+    def _turned(
+        self, x: torch.Tensor, norm: BoundNorm | None, heads: Heads, tables: Tables | None
+    ) -> torch.Tensor:
+        """[T, H, D] → [T, H, D]."""
+        if heads.norms_last:
+            x = _rotated(x, heads, tables)
+        if norm is not None:
+            together = x if norm.width == x.shape[-1] else x.flatten(1)
+            x = normed(together, norm).view(x.shape)
+        return x if heads.norms_last else _rotated(x, heads, tables)
+
+
+def normed(x: torch.Tensor, norm: BoundNorm) -> torch.Tensor:
+    """The norm of x's rows: [..., width] → [..., width]."""
+    wide, weight = x.float(), norm.weight.float()
+    if norm.form == "centered":
+        wide = wide - wide.mean(-1, keepdim=True)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+    if norm.form == "rounded_first":
+        wide = wide.to(x.dtype).float()
+    made = wide * (1.0 + weight if norm.form == "from_one" else weight)
+    return (made if norm.bias is None else made + norm.bias.float()).to(x.dtype)
+
+
+def _rotated(x: torch.Tensor, heads: Heads, tables: Tables | None) -> torch.Tensor:
+    """[T, H, D] → [T, H, D]."""
+    if tables is None:
+        return x
+
+    def product(one: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        made = one.float() * table.float()[:, None]
+        return made.to(x.dtype).float() if heads.rounds_products else made
+
+    turned, rest = x[..., : heads.rotary_dim], x[..., heads.rotary_dim :]
+    if heads.paired:
+        left, right = turned[..., ::2], turned[..., 1::2]
+    else:
+        left, right = turned.chunk(2, -1)
+    cos, sin = tables
+    first = (product(left, cos) - product(right, sin)).to(x.dtype)
+    second = (product(right, cos) + product(left, sin)).to(x.dtype)
+    if heads.paired:
+        return torch.cat((torch.stack((first, second), -1).flatten(-2), rest), -1)
+    return torch.cat((first, second, rest), -1)
+
+
+def _activated(x: torch.Tensor, activation: described.Activation) -> torch.Tensor:
+    if activation == "silu":
+        return torch.nn.functional.silu(x)
+    if activation == "relu_squared":
+        return torch.nn.functional.relu(x).square()
+    return torch.nn.functional.gelu(x, approximate="tanh")

@@ -1,0 +1,379 @@
+"""What stands between a decoder's matrix products and its attention, in Triton: one kernel for each
+of `engine.models.operations`.
+
+    add_norm  one program a token
+    turn      one program a (token, some heads of queries, keys or values)
+    gate      one program a (token, some elements)
+
+A kernel reads and writes each element once. Where its plain counterpart rounds, so does it:
+products and sums of what is not rounded between them may not be fused, so these kernels are
+launched with enable_fp_fusion off. Offsets of rows are int64.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+PLAIN = tl.constexpr(1)
+FROM_ONE = tl.constexpr(2)
+ROUNDED_FIRST = tl.constexpr(3)
+CENTERED = tl.constexpr(4)
+"""Forms of norms; 0: none. See `engine.models.description.NormForm`."""
+SILU = tl.constexpr(0)
+GELU_TANH = tl.constexpr(1)
+RELU_SQUARED = tl.constexpr(2)
+
+
+@triton.jit
+def _scaled(normed, weight, bias, FORM: tl.constexpr, BIASED: tl.constexpr, T: tl.constexpr):
+    """Elements by a norm's weight, and rounded; what is given is float32."""
+    if FORM == ROUNDED_FIRST:
+        normed = normed.to(T).to(tl.float32)
+    if FORM == FROM_ONE:
+        weight = weight + 1.0
+    made = normed * weight
+    if BIASED:
+        made = made + bias
+    return made.to(T).to(tl.float32)
+
+
+@triton.jit
+def _row_norm(
+    x,
+    weights,
+    biases,
+    eps,
+    place,
+    inside,
+    FORM: tl.constexpr,
+    BIASED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    T: tl.constexpr,
+):
+    """The norm of a row, float32 [BLOCK]."""
+    if FORM == CENTERED:
+        x = tl.where(inside, x - tl.sum(x, 0) / WIDTH, 0.0)
+    normed = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
+    weight = tl.load(weights + place, mask=inside, other=0.0).to(tl.float32)
+    bias = weight
+    if BIASED:
+        bias = tl.load(biases + place, mask=inside, other=0.0).to(tl.float32)
+    return _scaled(normed, weight, bias, FORM, BIASED, T)
+
+
+@triton.jit
+def add_norm_kernel(
+    x,
+    made,
+    also,
+    total,
+    normed,
+    after_weight,
+    after_bias,
+    before_weight,
+    before_bias,
+    after_eps,
+    before_eps,
+    factor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MADE: tl.constexpr,
+    SCALED: tl.constexpr,
+    AFTER: tl.constexpr,
+    AFTER_BIASED: tl.constexpr,
+    BEFORE: tl.constexpr,
+    BEFORE_BIASED: tl.constexpr,
+):
+    """Grid [T]. MADE: how many of `made` and `also` are added; `total` is written if any is, and
+    `normed` if there is a norm before what comes next.
+    """
+    row = tl.program_id(0).to(tl.int64) * WIDTH
+    place = tl.arange(0, BLOCK)
+    inside = place < WIDTH
+    T: tl.constexpr = x.dtype.element_ty
+    value = tl.load(x + row + place, mask=inside, other=0.0).to(tl.float32)
+    for which in tl.static_range(0, MADE):
+        source = made if which == 0 else also
+        added = tl.load(source + row + place, mask=inside, other=0.0).to(tl.float32)
+        if AFTER:
+            added = _row_norm(
+                added, after_weight, after_bias, after_eps, place, inside,
+                AFTER, AFTER_BIASED, WIDTH, T,
+            )  # fmt: skip
+        if SCALED:
+            added = (added * factor).to(T).to(tl.float32)
+        value = (value + added).to(T).to(tl.float32)
+    if MADE > 0:
+        tl.store(total + row + place, value.to(T), mask=inside)
+    if BEFORE:
+        value = _row_norm(
+            value, before_weight, before_bias, before_eps, place, inside,
+            BEFORE, BEFORE_BIASED, WIDTH, T,
+        )  # fmt: skip
+        tl.store(normed + row + place, value.to(T), mask=inside)
+
+
+@triton.jit
+def _product(x, table, ROUNDS: tl.constexpr, T: tl.constexpr):
+    made = x * table
+    if ROUNDS:
+        made = made.to(T).to(tl.float32)
+    return made
+
+
+@triton.jit
+def _turned(left, right, cos, sin, ROUNDS: tl.constexpr, T: tl.constexpr):
+    """What is rotated together, float32 [BLOCK_H, BLOCK_HALF] each."""
+    first = _product(left, cos, ROUNDS, T) - _product(right, sin, ROUNDS, T)
+    second = _product(right, cos, ROUNDS, T) + _product(left, sin, ROUNDS, T)
+    return first.to(T).to(tl.float32), second.to(T).to(tl.float32)
+
+
+@triton.jit
+def _part_norm(
+    x,
+    inverse,
+    weights,
+    biases,
+    place,
+    inside,
+    FORM: tl.constexpr,
+    BIASED: tl.constexpr,
+    T: tl.constexpr,
+):
+    """A part of heads whose norm's root is known."""
+    weight = tl.load(weights + place, mask=inside, other=0.0).to(tl.float32)
+    bias = weight
+    if BIASED:
+        bias = tl.load(biases + place, mask=inside, other=0.0).to(tl.float32)
+    return _scaled(x * inverse, weight, bias, FORM, BIASED, T)
+
+
+@triton.jit
+def _sums(left, right, rest, WHOLE: tl.constexpr, HAS_REST: tl.constexpr):
+    """Sums over each head, or over all: [BLOCK_H, 1] or [1, 1]."""
+    found = tl.sum(left, 1) + tl.sum(right, 1)
+    if HAS_REST:
+        found += tl.sum(rest, 1)
+    found = found[:, None]
+    if WHOLE:
+        found = tl.sum(found, 0)[:, None]
+    return found
+
+
+@triton.jit
+def _heads_norm(
+    left,
+    right,
+    rest,
+    weights,
+    biases,
+    eps,
+    left_place,
+    right_place,
+    rest_place,
+    inside,
+    inside_rest,
+    FORM: tl.constexpr,
+    BIASED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_REST: tl.constexpr,
+    T: tl.constexpr,
+):
+    """The norm of heads in three parts, each by itself or all together."""
+    if FORM == CENTERED:
+        mean = _sums(left, right, rest, WHOLE, HAS_REST) / WIDTH
+        left = tl.where(inside, left - mean, 0.0)
+        right = tl.where(inside, right - mean, 0.0)
+        if HAS_REST:
+            rest = tl.where(inside_rest, rest - mean, 0.0)
+    squares = _sums(left * left, right * right, rest * rest, WHOLE, HAS_REST)
+    inverse = tl.rsqrt(squares / WIDTH + eps)
+    left = _part_norm(left, inverse, weights, biases, left_place, inside, FORM, BIASED, T)
+    right = _part_norm(right, inverse, weights, biases, right_place, inside, FORM, BIASED, T)
+    if HAS_REST:
+        rest = _part_norm(rest, inverse, weights, biases, rest_place, inside_rest, FORM, BIASED, T)
+    return left, right, rest
+
+
+@triton.jit
+def _turn_heads(
+    source,
+    target,
+    first,
+    weights,
+    biases,
+    eps,
+    cos,
+    sin,
+    COUNT: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRED: tl.constexpr,
+    TURNS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    FORM: tl.constexpr,
+    BIASED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    LAST: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """Up to BLOCK_H heads of one token from `first` on, from source [COUNT, DIM] to target. cos,
+    sin: the token's, [HALF].
+    """
+    T: tl.constexpr = source.dtype.element_ty
+    REST: tl.constexpr = DIM - 2 * HALF
+    heads = (first + tl.arange(0, BLOCK_H))[:, None]
+    there = heads < COUNT
+    dims = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = there & (dims < HALF)
+    if PAIRED:
+        left_dims, right_dims = 2 * dims, 2 * dims + 1
+    else:
+        left_dims, right_dims = dims, HALF + dims
+    rest_dims = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+    inside_rest = there & (rest_dims < DIM)
+    left = tl.load(source + heads * DIM + left_dims, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(source + heads * DIM + right_dims, mask=inside, other=0.0).to(tl.float32)
+    rest = left
+    if REST > 0:
+        rest = tl.load(source + heads * DIM + rest_dims, mask=inside_rest, other=0.0)
+        rest = rest.to(tl.float32)
+    if TURNS:
+        cosines = tl.load(cos + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+        sines = tl.load(sin + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+        if LAST:
+            left, right = _turned(left, right, cosines, sines, ROUNDS, T)
+    if FORM:
+        origin = heads * DIM if WHOLE else heads * 0
+        left, right, rest = _heads_norm(
+            left, right, rest, weights, biases, eps,
+            origin + left_dims, origin + right_dims, origin + rest_dims, inside, inside_rest,
+            FORM, BIASED, WHOLE, COUNT * DIM if WHOLE else DIM, REST > 0, T,
+        )  # fmt: skip
+    if TURNS and not LAST:
+        left, right = _turned(left, right, cosines, sines, ROUNDS, T)
+    tl.store(target + heads * DIM + left_dims, left.to(T), mask=inside)
+    tl.store(target + heads * DIM + right_dims, right.to(T), mask=inside)
+    if REST > 0:
+        tl.store(target + heads * DIM + rest_dims, rest.to(T), mask=inside_rest)
+
+
+@triton.jit
+def turn_kernel(
+    projected,
+    queries,
+    keys,
+    values,
+    output,
+    slots,
+    cos,
+    sin,
+    query_weight,
+    query_bias,
+    key_weight,
+    key_bias,
+    query_eps,
+    key_eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRED: tl.constexpr,
+    TURNS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    LAST: tl.constexpr,
+    QUERY_FORM: tl.constexpr,
+    QUERY_BIASED: tl.constexpr,
+    QUERY_WHOLE: tl.constexpr,
+    KEY_FORM: tl.constexpr,
+    KEY_BIASED: tl.constexpr,
+    KEY_WHOLE: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    PADDING: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """Grid [T, query parts + 2 · key parts], where parts are of BLOCK_H heads. PADDING: how many
+    slots are for padding, whose rows of `output` are set to 0.
+    """
+    QUERY_PARTS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    KEY_PARTS: tl.constexpr = (KV_HEADS + BLOCK_H - 1) // BLOCK_H
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    slot = token
+    if HAS_SLOTS:
+        slot = tl.load(slots + token)
+    row = projected + token * ((HEADS + 2 * KV_HEADS) * DIM)
+    if TURNS:
+        cos += token * HALF
+        sin += token * HALF
+    if part < QUERY_PARTS:
+        first = part * BLOCK_H
+        target = queries + token * (HEADS * DIM)
+        _turn_heads(
+            row, target, first, query_weight, query_bias, query_eps, cos, sin, HEADS, DIM, HALF,
+            PAIRED, TURNS, ROUNDS, QUERY_FORM, QUERY_BIASED, QUERY_WHOLE, LAST,
+            BLOCK_H, BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
+        if PADDING > 0:  # noqa: SIM102 - known when it is compiled, the other is not
+            if slot < PADDING:
+                padded = output + token * (HEADS * DIM) + first * DIM
+                count = tl.minimum(HEADS - first, BLOCK_H) * DIM
+                for begin in range(0, count, 256):
+                    place = begin + tl.arange(0, 256)
+                    zeros = tl.zeros([256], dtype=output.dtype.element_ty)
+                    tl.store(padded + place, zeros, mask=place < count)
+    elif part < QUERY_PARTS + KEY_PARTS:
+        _turn_heads(
+            row + HEADS * DIM, keys + slot * (KV_HEADS * DIM), (part - QUERY_PARTS) * BLOCK_H,
+            key_weight, key_bias, key_eps, cos, sin, KV_HEADS, DIM, HALF,
+            PAIRED, TURNS, ROUNDS, KEY_FORM, KEY_BIASED, KEY_WHOLE, LAST,
+            BLOCK_H, BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
+    else:
+        _turn_heads(
+            row + (HEADS + KV_HEADS) * DIM, values + slot * (KV_HEADS * DIM),
+            (part - QUERY_PARTS - KEY_PARTS) * BLOCK_H,
+            key_weight, key_bias, key_eps, cos, sin, KV_HEADS, DIM, HALF,
+            False, False, False, 0, False, False, False,
+            BLOCK_H, BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
+
+
+@triton.jit
+def gate_kernel(
+    inner,
+    output,
+    WIDTH: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid [T, parts of BLOCK elements]."""
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < WIDTH
+    T: tl.constexpr = inner.dtype.element_ty
+    source = inner + token * (2 * WIDTH if GATED else WIDTH)
+    x = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION == RELU_SQUARED:
+        x = tl.where(x < 0.0, 0.0, x)
+        x = x * x
+    else:
+        z = x
+        if ACTIVATION == GELU_TANH:
+            # x / 2 · (1 + tanh y) is x / (1 + e^-2y).
+            z = 1.5957691216057308 * (x + 0.044715 * (x * x * x))
+        # x / (1 + e^-z), where e^z may be infinite.
+        power = tl.exp(-tl.abs(z))
+        x = x * tl.where(z < 0.0, power, 1.0) / (1.0 + power)
+    if GATED:
+        up = tl.load(source + WIDTH + place, mask=inside, other=0.0).to(tl.float32)
+        x = x.to(T).to(tl.float32) * up
+    tl.store(output + token * WIDTH + place, x.to(T), mask=inside)

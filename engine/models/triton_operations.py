@@ -1,0 +1,282 @@
+"""Launches the kernels of `engine.models.triton_kernels`, each as one torch operation
+(`headrace::add_norm`, `headrace::turn`, `headrace::gate`), so that a stand-in for CUDA graphs sees
+a single call and what it writes.
+
+The constants of a launch depend on a layer's sizes alone, never on the step: a kernel is compiled
+once for each kind of layer, and a token's result does not depend on its neighbours. Sizes that
+would not fit in a program's registers are computed by torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.models import description as described
+from engine.models.operations import BoundNorm, Heads, Places, Tables, TorchOperations
+from engine.models.triton_kernels import (
+    CENTERED,
+    FROM_ONE,
+    GELU_TANH,
+    PLAIN,
+    RELU_SQUARED,
+    ROUNDED_FIRST,
+    SILU,
+    add_norm_kernel,
+    gate_kernel,
+    turn_kernel,
+)
+
+_FORMS: dict[described.NormForm, int] = {
+    "plain": PLAIN.value,
+    "from_one": FROM_ONE.value,
+    "rounded_first": ROUNDED_FIRST.value,
+    "centered": CENTERED.value,
+}
+_ACTIVATIONS: dict[described.Activation, int] = {
+    "silu": SILU.value,
+    "gelu_tanh": GELU_TANH.value,
+    "relu_squared": RELU_SQUARED.value,
+}
+_WIDEST = 1 << 14
+"""The most elements of a program."""
+_PART = 1 << 11
+"""About as many elements of heads has a program, if heads are not normed together."""
+_GATE_BLOCK = 1 << 10
+_ELEMENTS_PER_THREAD = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The constants of a launch.
+
+    Attributes:
+        constants: of the kernel.
+        warps: how many warps compute a program.
+        parts: how many programs compute a token.
+    """
+
+    constants: Mapping[str, int]
+    warps: int
+    parts: int
+
+
+def add_norm_launch(
+    width: int, made: int, after: BoundNorm | None, factor: float, before: BoundNorm | None
+) -> Launch | None:
+    """How a sum of [T, width] is launched; None: not at all. See `Operations.add_norm`."""
+    block = _padded(width)
+    if block > _WIDEST:
+        return None
+    constants = {
+        "WIDTH": width,
+        "BLOCK": block,
+        "MADE": made,
+        "SCALED": int(factor != 1.0),
+        **_norm_constants("AFTER", after, ""),
+        **_norm_constants("BEFORE", before, ""),
+    }
+    return Launch(constants, _warps(block), 1)
+
+
+def turn_launch(heads: Heads, *, turns: bool, has_slots: bool, padding: int) -> Launch | None:
+    """How queries and keys are turned; None: not by a kernel. See `Operations.turn`."""
+    dim = heads.head_dim
+    # As for a rotation where there is none, so that the sums of norms have one order.
+    half = (heads.rotary_dim or dim) // 2
+    wide = [one is not None and one.width != dim for one in (heads.query_norm, heads.key_norm)]
+    block_half, block_rest = _padded(half), _padded(max(1, dim - 2 * half))
+    width = 2 * block_half + (block_rest if dim > 2 * half else 0)
+    most = _padded(heads.heads)
+    block = most if any(wide) else min(most, max(1, _PART // width))
+    if half == 0 or block * width > _WIDEST:
+        return None
+    constants = {
+        "HEADS": heads.heads,
+        "KV_HEADS": heads.kv_heads,
+        "DIM": dim,
+        "HALF": half,
+        "PAIRED": int(heads.paired),
+        "TURNS": int(turns),
+        "ROUNDS": int(heads.rounds_products),
+        "LAST": int(heads.norms_last),
+        **_norm_constants("QUERY", heads.query_norm, "_FORM"),
+        "QUERY_WHOLE": int(wide[0]),
+        **_norm_constants("KEY", heads.key_norm, "_FORM"),
+        "KEY_WHOLE": int(wide[1]),
+        "HAS_SLOTS": int(has_slots),
+        "PADDING": padding,
+        "BLOCK_H": block,
+        "BLOCK_HALF": block_half,
+        "BLOCK_REST": block_rest,
+    }
+    parts = -(-heads.heads // block) + 2 * -(-heads.kv_heads // block)
+    return Launch(constants, _warps(block * width), parts)
+
+
+def gate_launch(width: int, activation: described.Activation, *, gated: bool) -> Launch:
+    """How an activation of [T, width] is launched. See `Operations.gate`."""
+    constants = {
+        "WIDTH": width,
+        "GATED": int(gated),
+        "ACTIVATION": _ACTIVATIONS[activation],
+        "BLOCK": _GATE_BLOCK,
+    }
+    return Launch(constants, 4, -(-width // _GATE_BLOCK))
+
+
+def _norm_constants(name: str, norm: BoundNorm | None, suffix: str) -> dict[str, int]:
+    form = 0 if norm is None else _FORMS[norm.form]
+    return {
+        f"{name}{suffix}": form,
+        f"{name}_BIASED": int(norm is not None and norm.bias is not None),
+    }
+
+
+def _warps(elements: int) -> int:
+    return min(16, max(1, elements // (32 * _ELEMENTS_PER_THREAD)))
+
+
+def _padded(size: int) -> int:
+    """The next power of two, as required for a block."""
+    return 1 << (size - 1).bit_length()
+
+
+class TritonOperations:
+    """See the module, and `engine.models.operations`."""
+
+    def __init__(self) -> None:
+        self._plain = TorchOperations()
+
+    def add_norm(
+        self,
+        x: torch.Tensor,
+        made: Sequence[torch.Tensor] = (),
+        after: BoundNorm | None = None,
+        factor: float = 1.0,
+        before: BoundNorm | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Operations."""
+        launch = add_norm_launch(x.shape[-1], len(made), after, factor, before)
+        if launch is None:
+            return self._plain.add_norm(x, made, after, factor, before)
+        total = torch.empty_like(x) if made else None
+        normed = None if before is None else torch.empty_like(x)
+        first, second = (*made, None, None)[:2]
+        _add_norm(
+            *(x, first, second, total, normed),
+            *(*_tensors(after), *_tensors(before), _eps(after), _eps(before), factor),
+            *_pairs(launch),
+        )
+        result = x if total is None else total
+        return result, result if normed is None else normed
+
+    def turn(
+        self, projected: torch.Tensor, heads: Heads, tables: Tables | None, places: Places
+    ) -> torch.Tensor:
+        """See Operations."""
+        turns = tables is not None and heads.rotary_dim > 0
+        launch = turn_launch(
+            heads,
+            turns=turns,
+            has_slots=places.slots is not None,
+            padding=0 if places.output is None else places.padding,
+        )
+        if launch is None:
+            return self._plain.turn(projected, heads, tables, places)
+        queries = projected.new_empty((len(projected), heads.heads, heads.head_dim))
+        cos, sin = tables if tables is not None and turns else (None, None)
+        query_norm, key_norm = heads.query_norm, heads.key_norm
+        _turn(
+            *(projected, queries, places.keys, places.values, places.output, places.slots),
+            *(cos, sin, *_tensors(query_norm), *_tensors(key_norm)),
+            *(_eps(query_norm), _eps(key_norm), *_pairs(launch)),
+        )
+        return queries
+
+    def gate(
+        self, inner: torch.Tensor, activation: described.Activation, *, gated: bool
+    ) -> torch.Tensor:
+        """See Operations."""
+        width = inner.shape[-1] // (1 + gated)
+        made = inner.new_empty((len(inner), width))
+        _gate(inner, made, *_pairs(gate_launch(width, activation, gated=gated)))
+        return made
+
+
+def _tensors(norm: BoundNorm | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (None, None) if norm is None else (norm.weight, norm.bias)
+
+
+def _eps(norm: BoundNorm | None) -> float:
+    return 0.0 if norm is None else norm.eps
+
+
+def _pairs(launch: Launch) -> tuple[list[str], list[int], int, int]:
+    """A launch in types that operations may have."""
+    constants = launch.constants
+    return list(constants), list(constants.values()), launch.warps, launch.parts
+
+
+_LAUNCH = "str[] names, int[] values_of, int warps, int parts"
+
+
+@torch.library.custom_op(
+    "headrace::add_norm",
+    mutates_args=("total", "normed"),
+    schema=(
+        "(Tensor x, Tensor? made, Tensor? also, Tensor(a!)? total, Tensor(b!)? normed, "
+        "Tensor? after_weight, Tensor? after_bias, Tensor? before_weight, Tensor? before_bias, "
+        f"float after_eps, float before_eps, float factor, {_LAUNCH}) -> ()"
+    ),
+)
+def _add_norm(*given: Any) -> None:
+    _launch(add_norm_kernel, *given)
+
+
+@torch.library.custom_op(
+    "headrace::turn",
+    mutates_args=("queries", "keys", "values", "output"),
+    schema=(
+        "(Tensor projected, Tensor(a!) queries, Tensor(b!) keys, Tensor(c!) values, "
+        "Tensor(d!)? output, Tensor? slots, Tensor? cos, Tensor? sin, Tensor? query_weight, "
+        "Tensor? query_bias, Tensor? key_weight, Tensor? key_bias, float query_eps, "
+        f"float key_eps, {_LAUNCH}) -> ()"
+    ),
+)
+def _turn(*given: Any) -> None:
+    _launch(turn_kernel, *given)
+
+
+@torch.library.custom_op(
+    "headrace::gate",
+    mutates_args=("made",),
+    schema=f"(Tensor inner, Tensor(a!) made, {_LAUNCH}) -> ()",
+)
+def _gate(*given: Any) -> None:
+    _launch(gate_kernel, *given)
+
+
+def _launch(kernel: Any, *given: Any) -> None:
+    """Launch a kernel for each token of its first argument, [T, …]."""
+    *arguments, names, values, warps, parts = given
+    first = arguments[0]
+    # Triton launches on the current device.
+    with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
+        kernel[(len(first), parts)](
+            *arguments,
+            **dict(zip(names, values, strict=True)),
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
+
+
+def _write_nothing(*given: Any) -> None:
+    """What these operations make of tensors without elements."""
+
+
+for _operation in (_add_norm, _turn, _gate):
+    _operation.register_fake(_write_nothing)
