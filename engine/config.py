@@ -24,7 +24,7 @@ CPU_TARGET_STEP_TIME = 0.25
 CUDA_TARGET_STEP_TIME = 0.05
 """The default of target_step_time on CUDA, in seconds."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTIONS = ("auto", "torch", "native", "triton", "varlen")
+ATTENTIONS = ("auto", "torch", "native", "triton")
 Quantization = Literal["none", "int8"]
 QUANTIZATIONS = ("none", "int8")
 DecoderChoice = Literal["own", "transformers"]
@@ -312,12 +312,10 @@ class LoadConfig:
             its affinity and its container's quota.
         attention: what computes attention. "torch": plain torch, the reference, on any device;
             "native": the C++ kernels for CPUs, refused if they were not built; "triton": the
-            kernels for CUDA devices, refused if Triton does not work; "varlen": torch's own
-            FlashAttention for CUDA devices, which needs torch 2.12, 16-bit types, blocks of a
-            multiple of 256 tokens, heads of one size up to 256, and layers without softcap or
-            sinks; "package.module:Class": a subclass of `engine.attention.base.AttentionBackend`,
-            made without arguments; "auto": native on a CPU; on CUDA triton, else varlen; torch if
-            none of these is available. A line in the log says which.
+            kernels for CUDA devices, refused if Triton does not work; "package.module:Class": a
+            subclass of `engine.attention.base.AttentionBackend`, made without arguments; "auto":
+            native on a CPU, triton on CUDA, or torch if that is not available. A line in the log
+            says which.
         quantization: "int8": on a CPU, the weights of bfloat16 linear layers are stored as integers
             from -127 to 127 with a scale for each output. This takes half the memory and makes a
             single request up to twice as fast; results differ a little (docs/performance.md).
@@ -364,10 +362,9 @@ class LoadConfig:
         "auto",
         "The attention implementation: `torch`, `native` (the C++ kernels for CPUs), `triton` "
         "(the kernels for CUDA devices; [what is known of "
-        "them](architecture.md#kernels-for-cuda-devices)), `varlen` (torch's own FlashAttention "
-        "for CUDA devices: torch 2.12 or newer, 16-bit types, `--block-size` a multiple of 256, "
-        "no softcaps or sinks), or `auto`: native on a CPU; on CUDA triton, else varlen; torch "
-        "if none of these is available; or a backend of your own, as `package.module:Class`.",
+        "them](architecture.md#kernels-for-cuda-devices)), or `auto`: native on a CPU, triton on "
+        "CUDA, or torch if that is not available; or a backend of your own, as "
+        "`package.module:Class`.",
         more="An unavailable one is refused.",
         group=GROUP,
         choices=ATTENTIONS,

@@ -108,9 +108,7 @@ class LocalEngineClient:
         if self._owns_process:
             gc.freeze()
             gc.enable()
-        verified = load_model(
-            self._model, self._load_config, stages, block_size=self._config.block_size
-        )
+        verified = load_model(self._model, self._load_config, stages)
         self._verified = verified
         engine, limits, plan = build_loop(
             verified,

@@ -95,7 +95,7 @@ def serve(given: flags.Given) -> None:
             output.say(f"headrace-server {_version()}: rank {rank} follows rank 0")
             from service.follower import follow_to_the_end
 
-            follow_to_the_end(model, load, batching.block_size, rank, output)
+            follow_to_the_end(model, load, rank, output)
         output.say(f"headrace-server {_version()}: starting")
         from service.process import run_to_the_end
 

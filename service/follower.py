@@ -25,9 +25,7 @@ from service.logs.output import Output
 from service.process import end
 
 
-def follow_to_the_end(
-    model: str, load_config: LoadConfig, block_size: int, rank: int, output: Output
-) -> NoReturn:
+def follow_to_the_end(model: str, load_config: LoadConfig, rank: int, output: Output) -> NoReturn:
     """Follow rank 0, then end the process with the exit code. `rank`: this process's, for
     messages.
     """
@@ -42,7 +40,7 @@ def follow_to_the_end(
         signal.signal(number, on_signal)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        follow(model, load_config, block_size, is_loaded.set)
+        follow(model, load_config, is_loaded.set)
     except HeadraceError as error:
         output.say(f"headrace-server: {describe(error)}")
         end(1, output)

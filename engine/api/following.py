@@ -26,14 +26,13 @@ def is_follower(load_config: LoadConfig) -> bool:
 def follow(
     model: str,
     load_config: LoadConfig,
-    block_size: int,
     on_loaded: Callable[[], None] = lambda: None,
 ) -> None:
     """Load this rank's part of a model, and compute for rank 0 until that ends.
 
     Args:
         model: a directory, or a hub id.
-        load_config, block_size: the same as rank 0's.
+        load_config: the same as rank 0's.
         on_loaded: called, on another thread, when this rank has its part.
 
     Raises:
@@ -46,7 +45,7 @@ def follow(
         from engine.loading.loader import load_model
         from engine.parallel.follower import Follower
 
-        verified = load_model(model, load_config, logger.info, block_size)
+        verified = load_model(model, load_config, logger.info)
         on_loaded()
         if verified.ranks is not None:
             Follower(verified, verified.ranks).follow()

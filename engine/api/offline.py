@@ -265,12 +265,11 @@ def load(
         RanksLostError: the model is split, and another rank has ended or failed.
     """
     load_config = _load_config(options)
-    block_size = (config or ContinuousBatchingConfig()).block_size
     if is_follower(load_config):
-        follow(path, load_config, block_size)
+        follow(path, load_config)
         raise SystemExit(0)
     verified = call_on_own_thread(
-        lambda: load_model(path, load_config, logger.info, block_size), "headrace-load"
+        lambda: load_model(path, load_config, logger.info), "headrace-load"
     )
     if verified.leader is not None:
         atexit.register(verified.end)
@@ -335,7 +334,6 @@ def from_model(
         directory or Path(),
         logger.info,
         attention,
-        block_size=(config or ContinuousBatchingConfig()).block_size,
     )
     return LoadedModel(verified, config, directory, telemetry)
 

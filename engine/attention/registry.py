@@ -20,7 +20,6 @@ from engine.attention.base import AttentionBackend, AttentionContext, AttentionP
 from engine.attention.native_backend import DTYPES, NativeAttentionBackend
 from engine.attention.opaque import attend_by_call_id
 from engine.attention.torch_backend import TorchAttentionBackend
-from engine.config import DEFAULT_BLOCK_SIZE
 from engine.errors import ConfigError, NoStepError
 from engine.native.library import NativeUnavailableError, load_library
 from engine.plugins import is_outside, outside_class
@@ -93,15 +92,13 @@ def choose_backend(
     device: torch.device,
     dtype: torch.dtype,
     wanted: str = "auto",
-    block_size: int = DEFAULT_BLOCK_SIZE,
 ) -> AttentionBackend:
-    """Choose the requested attention. With "auto", the first available one for the device: native
-    on a CPU, triton and then varlen on CUDA; else torch.
+    """Choose the requested attention. With "auto", the fastest for the device: native on a CPU,
+    triton on CUDA; torch where that is not available.
 
     Args:
         device, dtype: the model's.
         wanted: see LoadConfig.
-        block_size: tokens in a block of the cache.
 
     Raises:
         ConfigError: the requested attention is not available.
@@ -114,7 +111,7 @@ def choose_backend(
     reasons = []
     for name in names:
         try:
-            backend = _MAKE[name](device, dtype, block_size)
+            backend = _MAKE[name](device, dtype)
         except (NativeUnavailableError, AttentionUnavailableError) as error:
             if wanted != "auto":
                 raise ConfigError("attention", f"is {wanted}, but {error}") from error
@@ -166,7 +163,7 @@ def _torch_because(reason: str) -> AttentionBackend:
     return TorchAttentionBackend()
 
 
-def _native(device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionBackend:
+def _native(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
     """Raises NativeUnavailableError."""
     if device.type != "cpu":
         raise NativeUnavailableError(f"the native kernels are for CPUs, and the device is {device}")
@@ -191,7 +188,7 @@ def _check_device(device: torch.device, what: str, need: str) -> None:
         )
 
 
-def _triton(device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionBackend:
+def _triton(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
     """Raises AttentionUnavailableError."""
     _check_device(device, "the Triton kernels are", "the Triton kernels need")
     try:
@@ -210,43 +207,15 @@ def _triton(device: torch.device, dtype: torch.dtype, block_size: int) -> Attent
     return triton_backend.TritonAttentionBackend()
 
 
-def _varlen(device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionBackend:
-    """Raises AttentionUnavailableError."""
-    _check_device(device, "torch's varlen attention is", "torch's varlen attention needs")
-    from engine.attention import varlen_backend  # its import registers torch operations
-
-    lacking = varlen_backend.missing()
-    if lacking is not None:
-        raise AttentionUnavailableError(
-            f"the varlen attention of torch {torch.__version__} does not know {lacking}, which "
-            "that of torch 2.12 does"
-        )
-    if dtype not in varlen_backend.DTYPES:
-        raise AttentionUnavailableError(f"torch's varlen attention does not compute in {dtype}")
-    if block_size % varlen_backend.BLOCK_MULTIPLE:
-        raise AttentionUnavailableError(
-            "torch's varlen attention takes blocks of a multiple of "
-            f"{varlen_backend.BLOCK_MULTIPLE} tokens, and block_size is {block_size}"
-        )
-    try:
-        varlen_backend.try_out(device)
-    except Exception as error:  # a build without FlashAttention may raise anything
-        raise AttentionUnavailableError(
-            f"torch's varlen attention does not work here ({_describe(error)})"
-        ) from error
-    return varlen_backend.VarlenAttentionBackend()
-
-
 def _describe(error: Exception) -> str:
     """An error's type and first line."""
     first, _, _ = str(error).strip().partition("\n")
     return f"{type(error).__name__}: {first}"
 
 
-_BY_DEVICE: dict[str, tuple[str, ...]] = {"cpu": ("native",), "cuda": ("triton", "varlen")}
+_BY_DEVICE: dict[str, tuple[str, ...]] = {"cpu": ("native",), "cuda": ("triton",)}
 """The backends that "auto" tries, in this order."""
-_MAKE: dict[str, Callable[[torch.device, torch.dtype, int], AttentionBackend]] = {
+_MAKE: dict[str, Callable[[torch.device, torch.dtype], AttentionBackend]] = {
     "native": _native,
     "triton": _triton,
-    "varlen": _varlen,
 }

@@ -1,5 +1,6 @@
 """The torch backend's metadata for steps with fixed addresses: two such steps differ only in the
-contents of int64 arrays, and everything else is computed from these on the device.
+contents of int64 arrays, and everything else is computed from these on the device. So decode steps
+are captured on a CUDA device without Triton too, and captured steps are tested without a device.
 
 decode   the requests are one bucket; each reads `context` tokens from where its window begins:
          slot_mapping [T] fresh [T] blocks [T · B] base [T] last [T]

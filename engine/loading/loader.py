@@ -35,7 +35,6 @@ from engine.attention.registry import (
     register,
 )
 from engine.config import (
-    DEFAULT_BLOCK_SIZE,
     ContinuousBatchingConfig,
     LoadConfig,
     RankPlace,
@@ -172,13 +171,9 @@ class LoadedRunner:
 
 
 def load_model(
-    model: str,
-    load_config: LoadConfig,
-    progress: Callable[[str], None],
-    block_size: int = DEFAULT_BLOCK_SIZE,
+    model: str, load_config: LoadConfig, progress: Callable[[str], None]
 ) -> VerifiedModel:
-    """Load and verify a model. `progress` gets one line for each stage. Attention is chosen for
-    caches with this `block_size`.
+    """Load and verify a model. `progress` gets one line for each stage.
 
     Raises:
         ModelRefusedError: the model cannot be loaded, or would be run wrongly.
@@ -191,16 +186,15 @@ def load_model(
 
         ranks = join(load_config, RankPlace.read())
     if ranks is None:
-        return _load(model, load_config, progress, block_size, None)
+        return _load(model, load_config, progress, None)
     with ranks.together():
-        return _load(model, load_config, progress, block_size, ranks)
+        return _load(model, load_config, progress, ranks)
 
 
 def _load(
     model: str,
     load_config: LoadConfig,
     progress: Callable[[str], None],
-    block_size: int,
     ranks: Ranks | None,
 ) -> VerifiedModel:
     device = _device(load_config) if ranks is None else ranks.device
@@ -215,10 +209,8 @@ def _load(
     size = loaded.num_parameters() / 1e6
     progress(f"loaded {size:.1f} M parameters ({loaded.dtype}) in {seconds:.1f} s")
     if ranks is not None:
-        return verify_model(
-            loaded, path, progress, load_config.attention, block_size=block_size, ranks=ranks
-        )
-    return prepare_model(loaded, path, load_config, progress, block_size)
+        return verify_model(loaded, path, progress, load_config.attention, ranks=ranks)
+    return prepare_model(loaded, path, load_config, progress)
 
 
 def prepare_model(
@@ -226,7 +218,6 @@ def prepare_model(
     path: Path,
     load_config: LoadConfig,
     progress: Callable[[str], None],
-    block_size: int = DEFAULT_BLOCK_SIZE,
 ) -> VerifiedModel:
     """Pack and verify a model whose weights are already on their device, as `load_model`
     does. Changes the model's modules.
@@ -246,7 +237,6 @@ def prepare_model(
         packing,
         own_decoder=load_config.decoder == "own",
         join=load_config.decoder == "own" and model.device.type == "cuda",
-        block_size=block_size,
     )
 
 
@@ -259,7 +249,6 @@ def verify_model(
     *,
     own_decoder: bool = False,
     join: bool = False,
-    block_size: int = DEFAULT_BLOCK_SIZE,
     ranks: Ranks | None = None,
 ) -> VerifiedModel:
     """Put a model that is in memory through the load gate. Its steps run on our decoder, or on a
@@ -275,7 +264,6 @@ def verify_model(
             as it was before; with int8, which changes results, with the packed model.
         own_decoder: whether our decoder computes its steps if it can.
         join: whether products of the same input are joined.
-        block_size: tokens in a block of the cache; attention is chosen for it.
         ranks: the processes across which it is split; all of them call this. The gate then compares
             with the results of the whole model.
 
@@ -287,7 +275,7 @@ def verify_model(
     register()
     check_config(model.config, type(model))
     text_config = model.config.get_text_config()
-    backend = choose_backend(model.device, model.dtype, attention, block_size)
+    backend = choose_backend(model.device, model.dtype, attention)
     parameters = model.num_parameters()  # packed weights are no longer parameters
     if packing == "int8":
         progress(str(pack_model(model, packing)))

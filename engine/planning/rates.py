@@ -169,7 +169,7 @@ def _packed_products(*, int8: bool) -> Products:
 
 def _attention(outline: Outline, load_config: LoadConfig, block_size: int) -> tuple[float, float]:
     """Bytes of KV read in a second in decode steps, and operations of a prompt in a second."""
-    backend = choose_backend(outline.device, outline.kv_dtype, load_config.attention, block_size)
+    backend = choose_backend(outline.device, outline.kv_dtype, load_config.attention)
     shape, heads, dtype = outline.shapes[0], outline.heads[0], outline.kv_dtype
     params = AttentionParams(scaling=shape.key_dim**-0.5)
     reason = backend.why_not(shape, params)

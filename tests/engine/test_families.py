@@ -90,9 +90,7 @@ def _run(
 
 def _with_our_decoder(model: PreTrainedModel) -> LoadedModel:
     """Packs the model's linear layers."""
-    verified = verify_model(
-        model, Path(), lambda line: None, packing="native", own_decoder=True, block_size=BLOCK
-    )
+    verified = verify_model(model, Path(), lambda line: None, packing="native", own_decoder=True)
     assert verified.decoder is not None
     return LoadedModel(verified)
 

@@ -73,7 +73,7 @@ def test_a_plan_is_what_the_engine_then_has(
     outline = read_outline(path, load_config)
     planned = plan_memory(outline, config, 4 << 30)
 
-    verified = load_model(str(path), load_config, lambda line: None, block_size=8)
+    verified = load_model(str(path), load_config, lambda line: None)
     loaded = build_runner(verified, config, lambda line: None)
     assert outline.groups == loaded.groups
     assert outline.shapes == verified.probe.shapes
@@ -115,7 +115,7 @@ def test_a_context_that_rotary_embeddings_extend(tmp_path: Path) -> None:
     path = _saved(tmp_path / "model", "llama", rope_parameters=rope)
     outline = read_outline(path, LoadConfig())
     assert outline.context_length == CONTEXT
-    verified = load_model(str(path), LoadConfig(threads=1), lambda line: None, block_size=8)
+    verified = load_model(str(path), LoadConfig(threads=1), lambda line: None)
     assert verified.context_length == CONTEXT
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 import transformers
 
@@ -74,13 +75,14 @@ def trace(served: Served) -> dict[str, list[str]]:
     Raises:
         DeviceFault: it waits for the device, or copies from the host.
     """
+    pytest.importorskip("triton", reason="Triton is not installed here")
     watch = Watch()
     found: dict[str, list[str]] = {}
     with fake_cuda(watch), torch.inference_mode():
         from engine.attention.triton_backend import TritonAttentionBackend
 
         served.move()
-        kv, backend = _cache(served.shapes), TritonAttentionBackend()
+        kv, backend = cache_of(served.shapes), TritonAttentionBackend()
         forward = ModelForward(served.model, kv, backend)
         for kind in KINDS:
             layout, is_decode = _layout(kind), kind == "decode"
@@ -129,7 +131,8 @@ def write_table() -> None:
     TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
-def _cache(shapes: Sequence[LayerShape]) -> KVTensors:
+def cache_of(shapes: Sequence[LayerShape]) -> KVTensors:
+    """A cache on the device, for REQUESTS requests. Call it within `fake_cuda`."""
     groups = make_groups(shapes, torch.bfloat16)
     blocks = [REQUESTS * (DECODE_AT // BLOCK + 1)] * len(groups)
     caches = allocate_caches(shapes, groups, blocks, BLOCK, torch.bfloat16, CUDA)
