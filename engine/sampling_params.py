@@ -200,6 +200,11 @@ class SamplingSteps(NamedTuple):
     min_p: bool = False
     typical: bool = False
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no filter takes tokens away."""
+        return not (self.filters or self.min_p or self.typical)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopParams:

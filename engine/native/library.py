@@ -29,6 +29,10 @@ _FUNCTIONS = {
         *(_INT, _INT, ctypes.c_int, ctypes.c_int),
     ),
     "headrace_greedy": (_POINTER, _INT, _INT, _INT, _POINTER, ctypes.c_int),
+    "headrace_draw": (
+        *(_POINTER, _INT, _POINTER, _INT, _INT, ctypes.c_int),
+        *(_POINTER, _POINTER, _POINTER, ctypes.c_int),
+    ),
 }
 _REBUILD = "run `make setup`, or `python -m engine.native.build`"
 
@@ -207,6 +211,7 @@ class NativeLibrary:
         layers: takes a LayersCall by reference. Returns 0, or how many floats of scratch the
             attention of the next layer needs; then call it again with these.
         greedy: the most likely tokens; see src/greedy.cpp, and `engine.sampling.greedy`.
+        draw: tokens drawn at a temperature; see src/draw.cpp, and `engine.sampling.drawing`.
     """
 
     isa: str
@@ -222,6 +227,7 @@ class NativeLibrary:
     layer_scratch: Any
     layers: Any
     greedy: Any
+    draw: Any
 
 
 class NativeUnavailableError(Exception):
@@ -276,4 +282,5 @@ def load_library(path: Path = LIBRARY) -> NativeLibrary:
         layer_scratch=library.headrace_layer_scratch,
         layers=library.headrace_layers,
         greedy=library.headrace_greedy,
+        draw=library.headrace_draw,
     )

@@ -1,8 +1,9 @@
 """The steps of sampling as pure tensor functions. R is rows (requests), V the vocabulary.
 
 Each row's result depends only on that row, bit for bit. Sums along a row are integer sums, which do
-not depend on the order. So the number of rows, the device and the number of threads cannot change a
-draw.
+not depend on the order. So the number of rows and of threads cannot change a draw. Another device,
+or on a CPU the kernel (see `drawing`), computes e^x with another last bit now and then: a draw then
+differs once in some ten million.
 """
 
 from __future__ import annotations

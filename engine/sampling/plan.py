@@ -17,6 +17,8 @@ from engine.sampling_params import SamplingParams, SamplingSteps
 
 ARGMAX = SamplingSteps()
 """Greedy, without any other operation."""
+DRAW = SamplingSteps(draws=True)
+"""A draw at a temperature, without any other operation."""
 
 
 class Row(NamedTuple):

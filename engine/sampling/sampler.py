@@ -9,8 +9,9 @@ filtered. Among the steps that only forbid tokens the order makes no difference,
 min_tokens comes last: it forbids ending tokens only if another token is left.
 
 Rows that need the same steps are computed together; a greedy row that needs nothing else is one
-argmax. How rows are grouped and split does not change their tokens (see `engine.sampling.ops`).
-Log-probabilities are taken from the model's unchanged logits.
+argmax, and on a CPU a draw without filters is one kernel (see `engine.sampling.drawing`). How rows
+are grouped and split does not change their tokens (see `engine.sampling.ops`). Log-probabilities
+are taken from the model's unchanged logits.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ import torch
 from engine.outputs import TokenLogprobs
 from engine.request import Request
 from engine.sampling import ops
+from engine.sampling.drawing import choose_draw
 from engine.sampling.filters import Filters, filtered_weights
 from engine.sampling.greedy import choose_greedy, valid
 from engine.sampling.logprobs import RowLogprobs, row_logprobs
 from engine.sampling.plan import (
     ARGMAX,
+    DRAW,
     ChoiceState,
     Row,
     has_lists,
@@ -100,6 +103,7 @@ class Sampler:
         self._device = device
         self._states: dict[RequestKey, ChoiceState] = {}
         self._greedy = choose_greedy(device)
+        self._draw = choose_draw(device)
         self._mask_table = ops.mask_table(device)
         entries = _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK_ON_DEVICE
         self._chunk = max(1, entries // vocab_size)
@@ -162,6 +166,10 @@ class Sampler:
                 tokens.index_copy_(0, index, self._greedy(logits.index_select(0, index)))
                 continue
             group = [rows[place] for place in places]
+            if steps == DRAW and self._draw is not None:
+                index = self._upload(places)
+                tokens.index_copy_(0, index, self._draw(logits, index, *_chances(group)))
+                continue
             masks = self._masks(group) if steps.masks else None
             for piece in _pieces(len(places), self._chunk):
                 index = self._upload(places[piece])
@@ -301,6 +309,8 @@ class Sampler:
         """Each row's token, int64 [R]. logits: float32 [R, V], processed; overwritten."""
         if not steps.draws:
             return self._greedy(logits)
+        if self._draw is not None and steps.keeps_all:
+            return self._draw(logits, torch.arange(len(logits)), *_chances(rows))
         best = logits.amax(dim=-1, keepdim=True)
         numbers = self._upload(np.array([self._numbers(row) for row in rows], dtype=np.float64))
         uniforms, temperature, top_k, top_p, min_p, typical_p = torch.split(numbers, 1, dim=-1)
@@ -321,11 +331,9 @@ class Sampler:
         return valid(tokens, best.squeeze(-1))
 
     def _numbers(self, row: Row) -> tuple[float, ...]:
-        request, length = row
-        params = request.spec.sampling
+        params = row.request.spec.sampling
         return (
-            uniform(params.seed, request.choice, length - request.num_prompt_tokens),
-            max(params.temperature, _LEAST_TEMPERATURE),
+            *_chance(row),
             self._top_k(params),
             params.top_p,
             params.min_p,
@@ -375,6 +383,19 @@ class Sampler:
     def _upload(self, values: npt.ArrayLike) -> torch.Tensor:
         """Copy to the device, without waiting for it."""
         return to_device(values, self._device)
+
+
+def _chance(row: Row) -> tuple[float, float]:
+    """The uniform number and the temperature of a row's draw."""
+    request, length = row
+    params = request.spec.sampling
+    number = uniform(params.seed, request.choice, length - request.num_prompt_tokens)
+    return number, max(params.temperature, _LEAST_TEMPERATURE)
+
+
+def _chances(rows: Sequence[Row]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
+    uniforms, temperatures = zip(*map(_chance, rows), strict=True)
+    return np.array(uniforms, dtype=np.float64), np.array(temperatures, dtype=np.float32)
 
 
 def _pieces(count: int, size: int) -> Iterator[slice]:

@@ -20,6 +20,8 @@ struct Variant {
   int64_t (*layer_scratch)(const LayerSpec&, int64_t);
   int64_t (*layers)(LayersCall&);
   void (*greedy)(const void*, int64_t, int64_t, int64_t, int64_t*, int);
+  void (*draw)(const void*, int64_t, const int64_t*, int64_t, int64_t, int, const double*,
+               const float*, int64_t*, int);
 };
 
 }  // namespace
@@ -45,8 +47,11 @@ struct Variant {
   int64_t layers(LayersCall& call);                                                              \
   void greedy(const void* logits, int64_t stride, int64_t rows, int64_t width, int64_t* tokens,  \
               int threads);                                                                      \
+  void draw(const void* logits, int64_t stride, const int64_t* rows, int64_t count,              \
+            int64_t width, int dtype, const double* uniforms, const float* temperatures,         \
+            int64_t* tokens, int threads);                                                       \
   const Variant VARIANT = {#isa, attention, linear_size, linear_pack, linear_rows, linear, norm, \
-                           gate, heads,     add,         layer_scratch, layers,    greedy};      \
+                           gate, heads,     add,         layer_scratch, layers, greedy,  draw};  \
   }
 
 #if defined(__x86_64__)
@@ -167,4 +172,12 @@ HEADRACE_ENTRY int64_t headrace_layers(LayersCall* call) { return variant.layers
 HEADRACE_ENTRY void headrace_greedy(const void* logits, int64_t stride, int64_t rows, int64_t width,
                                     int64_t* tokens, int threads) {
   variant.greedy(logits, stride, rows, width, tokens, threads);
+}
+
+// See `draw` in draw.cpp.
+HEADRACE_ENTRY void headrace_draw(const void* logits, int64_t stride, const int64_t* rows,
+                                  int64_t count, int64_t width, int dtype,
+                                  const double* uniforms, const float* temperatures,
+                                  int64_t* tokens, int threads) {
+  variant.draw(logits, stride, rows, count, width, dtype, uniforms, temperatures, tokens, threads);
 }

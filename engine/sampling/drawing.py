@@ -1,0 +1,76 @@
+"""A random token for each row with a temperature and no filters, which most sampled requests are.
+
+    choose_draw(device) ─▶ the kernel on a CPU ─▶ tokens
+                        └▶ none, otherwise: the sampler's own steps
+
+The steps in tensors convert a row to float32 and then pass over it about ten times; the kernel
+reads it twice, as it is. Their results are the same, except that e^x may differ in its last bit:
+then a draw may fall on the other side of the border between two tokens, once in some ten million.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.native.library import (
+    BFLOAT16,
+    FLOAT32,
+    NativeLibrary,
+    NativeUnavailableError,
+    load_library,
+)
+
+Draw = Callable[
+    [torch.Tensor, torch.Tensor, npt.NDArray[np.float64], npt.NDArray[np.float32]], torch.Tensor
+]
+"""Takes logits [R, V], the rows that are drawn, int64 [N], and for each a uniform number in [0, 1)
+and a temperature above 0. Returns tokens, int64 [N]: the first at which the cumulative
+weight exceeds the number times the total, see `engine.sampling.ops`; INVALID_TOKEN if the largest
+logit is not finite, or the row has a NaN.
+"""
+
+
+def choose_draw(device: torch.device) -> Draw | None:
+    """The kernel, if it runs on a device."""
+    if device.type != "cpu":
+        return None
+    try:
+        return InLibrary(load_library())
+    except NativeUnavailableError:
+        return None
+
+
+class InLibrary:
+    """See Draw."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._draw = library.draw
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        uniforms: npt.NDArray[np.float64],
+        temperatures: npt.NDArray[np.float32],
+    ) -> torch.Tensor:
+        """See Draw."""
+        if logits.dtype not in (torch.float32, torch.bfloat16) or logits.stride(1) != 1:
+            logits, rows = logits.index_select(0, rows).float(), torch.arange(len(rows))
+        tokens = torch.empty(len(rows), dtype=torch.int64)
+        self._draw(
+            logits.data_ptr(),
+            logits.stride(0),
+            rows.data_ptr(),
+            len(rows),
+            logits.shape[1],
+            BFLOAT16 if logits.dtype is torch.bfloat16 else FLOAT32,
+            uniforms.ctypes.data,
+            temperatures.ctypes.data,
+            tokens.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return tokens
