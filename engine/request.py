@@ -242,13 +242,6 @@ class Request:
         return self.num_pending_tokens > 0 and len(self.token_ids) >= self.max_total_tokens
 
     @property
-    def needs_host_tokens(self) -> bool:
-        """Whether its next token can be chosen only once the tokens before it are on the host. It
-        can be computed before that.
-        """
-        return self.matcher is not None or self.spec.sampling.needs_history
-
-    @property
     def num_tokens_to_compute(self) -> int:
         """How many tokens have no KV in the cache yet: 1 for a decoding request, more during
         prefill.

@@ -61,9 +61,9 @@ class Runner(Protocol):
         The batch's lists and tables may change as soon as this returns, so the runner reads what it
         needs before. At most one other step is pending. If a part's only token is PENDING_TOKEN, it
         stands for the token that the previous step samples for the same request; the runner takes
-        it over on the device. If choosing the token after that one needs it on the host
-        (`Request.needs_host_tokens`), the step is computed all the same, and its tokens are chosen
-        in `PendingStep.sample`. May raise anything; no result of the step is then used.
+        it over on the device. If choosing the token after that one needs it on the host,
+        as a grammar does, the step is computed all the same, and its tokens are chosen in
+        `PendingStep.sample`. May raise anything; no result of the step is then used.
         """
         ...
 

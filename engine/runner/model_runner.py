@@ -134,9 +134,13 @@ class ModelRunner:
             except BaseException:
                 self._buffers.free(buffers)
                 raise
-            if not any(one.num_pending_tokens and one.needs_host_tokens for one in inputs.sampling):
+            if not any(map(self._lacks_tokens, inputs.sampling)):
                 step.sample()
             return step
+
+    def _lacks_tokens(self, request: Request) -> bool:
+        """Whether choosing a request's next token needs one that is being computed."""
+        return request.num_pending_tokens > 0 and self._sampler.needs_host_tokens(request)
 
     def _compute(self, inputs: InputBatch, buffers: int) -> LaunchedStep:
         """Queue a step's work up to its logits."""

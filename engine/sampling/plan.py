@@ -12,7 +12,7 @@ import numpy.typing as npt
 from engine.request import Request
 from engine.sampling import ops
 from engine.sampling.filters import TOPK_LIMIT
-from engine.sampling.history import NgramIndex, TokenCounts
+from engine.sampling.history import NgramIndex
 from engine.sampling_params import SamplingParams, SamplingSteps
 
 ARGMAX = SamplingSteps()
@@ -83,15 +83,14 @@ class ChoiceState:
     """The state of one live choice, as far as its parameters need it.
 
     Attributes:
-        counts: for penalties. ngrams: for no_repeat_ngram_size.
+        ngrams: for no_repeat_ngram_size.
         mask: the allowed ids without the banned ones, see `ops.pack`; None: all ids.
     """
 
-    __slots__ = ("counts", "mask", "ngrams")
+    __slots__ = ("mask", "ngrams")
 
     def __init__(self, request: Request, vocab_size: int) -> None:
         params = request.spec.sampling
-        self.counts = TokenCounts(request.spec.prompt) if params.has_penalties else None
         size = params.no_repeat_ngram_size
         self.ngrams = NgramIndex(size) if size else None
         self.mask = _listed(params, vocab_size)

@@ -16,7 +16,6 @@ are taken from the model's unchanged logits.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -27,18 +26,11 @@ from engine.outputs import TokenLogprobs
 from engine.request import Request
 from engine.sampling import ops
 from engine.sampling.drawing import choose_draw
+from engine.sampling.edits import LogitEdits
 from engine.sampling.filters import Filters, filtered_weights
 from engine.sampling.greedy import choose_greedy, valid
 from engine.sampling.logprobs import RowLogprobs, row_logprobs
-from engine.sampling.plan import (
-    ARGMAX,
-    DRAW,
-    ChoiceState,
-    Row,
-    has_lists,
-    holds_back_endings,
-    steps_of,
-)
+from engine.sampling.plan import ARGMAX, DRAW, Row, steps_of
 from engine.sampling.random import uniform
 from engine.sampling_params import LogprobParams, SamplingParams, SamplingSteps
 from engine.transfer import to_device
@@ -47,11 +39,8 @@ from engine.types import RequestKey, TokenId
 _CHUNK_ON_CPU = 1 << 19
 """How many logits are processed at a time on a CPU, so that they fit in its caches."""
 _CHUNK_ON_DEVICE = 1 << 25
-"""The same on other devices; limits the memory of intermediate results, some 30 bytes per logit."""
+"""The same on other devices; limits the memory of intermediate results, some 45 bytes per logit."""
 _LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)
-_LEAST_REPETITION_PENALTY = 1e-30
-"""A smaller one has the same effect, and divided by it a logit is no finite float32."""
-_FORBIDDEN = float("-inf")
 
 
 class SampledRows:
@@ -101,16 +90,21 @@ class Sampler:
         """vocab_size: the logits' width."""
         self._vocab_size = vocab_size
         self._device = device
-        self._states: dict[RequestKey, ChoiceState] = {}
+        self._edits = LogitEdits(vocab_size, device)
         self._greedy = choose_greedy(device)
         self._draw = choose_draw(device)
-        self._mask_table = ops.mask_table(device)
         entries = _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK_ON_DEVICE
         self._chunk = max(1, entries // vocab_size)
 
+    def needs_host_tokens(self, request: Request) -> bool:
+        """Whether a request's next token can be chosen only once the tokens before it are on the
+        host.
+        """
+        return self._edits.needs_host_tokens(request)
+
     def release(self, key: RequestKey) -> None:
         """Drop the state of a choice. Harmless if it has none."""
-        self._states.pop(key, None)
+        self._edits.release(key)
 
     def sample(
         self, logits: torch.Tensor, requests: Sequence[Request]
@@ -160,6 +154,8 @@ class Sampler:
         groups: dict[SamplingSteps, list[int]] = {}
         for place, steps in enumerate(kinds):
             groups.setdefault(steps, []).append(place)
+        edited = [row for row, steps in zip(rows, kinds, strict=True) if steps.edits]
+        self._edits.prepare(edited)
         for steps, places in groups.items():
             if steps == ARGMAX:
                 index = self._upload(places)
@@ -170,12 +166,15 @@ class Sampler:
                 index = self._upload(places)
                 tokens.index_copy_(0, index, self._draw(logits, index, *_chances(group)))
                 continue
-            masks = self._masks(group) if steps.masks else None
+            masks = self._edits.masks(group) if steps.masks else None
             for piece in _pieces(len(places), self._chunk):
                 index = self._upload(places[piece])
                 part = logits.index_select(0, index).float()
-                self._process(part, group[piece], steps, None if masks is None else masks[piece])
+                mask = None if masks is None else masks[piece]
+                self._edits.apply(part, group[piece], steps, mask)
                 chosen = self._choose(part, group[piece], steps)
+                if steps.edits:
+                    self._edits.chosen(group[piece], chosen)
                 tokens.index_copy_(0, index, chosen)
         return tokens
 
@@ -197,109 +196,6 @@ class Sampler:
             computed = row_logprobs(logits[piece].float(), self._upload(part), top_n, none)
             entries += computed.entries([top_n] * len(part), [()] * len(part))
         return entries
-
-    # ---- what changes logits -------------------------------------------------------------------
-
-    def _process(
-        self,
-        logits: torch.Tensor,
-        rows: Sequence[Row],
-        steps: SamplingSteps,
-        masks: torch.Tensor | None,
-    ) -> None:
-        """Apply all steps before temperature, in place. logits: float32 [R, V], contiguous."""
-        if steps.edits:
-            self._add_bias(logits, rows)
-            self._penalize(logits, rows)
-            self._forbid_repetition(logits, rows)
-        if masks is not None:
-            ops.apply_masks(logits, masks, self._mask_table)
-        if steps.edits:
-            self._hold_back_endings(logits, rows)
-
-    def _add_bias(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        biases = [row.request.spec.sampling.logit_bias for row in rows]
-        if any(biases):
-            _, places = self._places([bias.ids for bias in biases])
-            values = np.concatenate([bias.values for bias in biases]).astype(np.float32)
-            logits.view(-1).index_add_(0, places, self._upload(values))
-
-    def _penalize(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        penalized = [i for i, row in enumerate(rows) if row.request.spec.sampling.has_penalties]
-        if not penalized:
-            return
-        histories = []
-        for i in penalized:
-            request, length = rows[i]
-            history = self._state(request).counts
-            if history is not None:
-                history.catch_up(request.token_ids, length)
-                histories.append(history)
-        lengths = [len(history.ids) for history in histories]
-        offsets = np.repeat(np.array(penalized, dtype=np.int64) * self._vocab_size, lengths)
-        places = self._upload(np.concatenate([history.ids for history in histories]) + offsets)
-        counts = self._upload(np.concatenate([history.counts for history in histories]))
-        params = [rows[i].request.spec.sampling for i in penalized]
-        factors = np.array(
-            [
-                (
-                    max(p.repetition_penalty, _LEAST_REPETITION_PENALTY),
-                    p.presence_penalty,
-                    p.frequency_penalty,
-                )
-                for p in params
-            ],
-            dtype=np.float32,
-        )
-        repetition, presence, frequency = self._upload(np.repeat(factors, lengths, axis=0).T)
-        flat = logits.view(-1)
-        seen = flat.index_select(0, places)
-        flat.index_copy_(0, places, ops.penalize(seen, counts, repetition, presence, frequency))
-
-    def _forbid_repetition(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        """Forbid tokens that would complete an n-gram that already occurred."""
-        repeating: list[Sequence[int]] = []
-        for request, length in rows:
-            ngrams = None
-            if request.spec.sampling.no_repeat_ngram_size:
-                ngrams = self._state(request).ngrams
-            if ngrams is not None:
-                ngrams.catch_up(request.token_ids, length)
-            repeating.append(ngrams.repeating() if ngrams is not None else ())
-        if any(repeating):
-            _, places = self._places(repeating)
-            logits.view(-1).index_fill_(0, places, _FORBIDDEN)
-
-    def _hold_back_endings(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        """Forbid the ending tokens of requests that are still too short, unless a row has no other
-        token left.
-        """
-        endings = [
-            tuple(row.request.ending_token_ids) if holds_back_endings(*row) else () for row in rows
-        ]
-        if not any(endings):
-            return
-        owners, places = self._places(endings)
-        flat = logits.view(-1)
-        before = flat.index_select(0, places)
-        flat.index_fill_(0, places, _FORBIDDEN)
-        nothing_left = logits.amax(dim=-1) == _FORBIDDEN
-        after = before.masked_fill(~nothing_left.index_select(0, owners), _FORBIDDEN)
-        flat.index_copy_(0, places, after)
-
-    def _masks(self, rows: Sequence[Row]) -> torch.Tensor:
-        """The allowed ids of each row as bits: uint8 [R, 4 * ceil(V / 32)]."""
-        packed = np.zeros((len(rows), ops.mask_width(self._vocab_size)), dtype=np.int32)
-        for bits, (request, _) in zip(packed, rows, strict=True):
-            if request.matcher is None:
-                bits[:] = -1
-            else:
-                # Tokens that the matcher does not cover, because the tokenizer lacks them, stay 0.
-                request.matcher.fill_mask(bits)
-            listed = self._state(request).mask if has_lists(request) else None
-            if listed is not None:
-                bits &= listed
-        return self._upload(packed.view(np.uint8))
 
     # ---- the choice ----------------------------------------------------------------------------
 
@@ -367,18 +263,6 @@ class Sampler:
         return pieces
 
     # ---- helpers -------------------------------------------------------------------------------
-
-    def _state(self, request: Request) -> ChoiceState:
-        state = self._states.get(request.key)
-        if state is None:
-            state = self._states[request.key] = ChoiceState(request, self._vocab_size)
-        return state
-
-    def _places(self, ids: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of the given tokens, and their indices in the flattened logits."""
-        rows = np.repeat(np.arange(len(ids)), [len(row_ids) for row_ids in ids])
-        tokens = np.fromiter(itertools.chain.from_iterable(ids), np.int64, len(rows))
-        return self._upload(rows), self._upload(rows * self._vocab_size + tokens)
 
     def _upload(self, values: npt.ArrayLike) -> torch.Tensor:
         """Copy to the device, without waiting for it."""

@@ -172,7 +172,7 @@ class _Step:
         self.fails = False
         self.fails_to_sample = False
         self.waits = any(
-            part.samples and part.live.num_pending_tokens and part.live.needs_host_tokens
+            part.samples and part.live.num_pending_tokens and _needs_host_tokens(part.live)
             for part in parts
         )
         self.masks: list[npt.NDArray[np.int32] | None] | None = None
@@ -197,7 +197,7 @@ class _Step:
 
     def _mask(self, part: _Part) -> npt.NDArray[np.int32] | None:
         request = part.live
-        if not part.samples or not request.needs_host_tokens or request.status.is_terminal:
+        if not part.samples or not _needs_host_tokens(request) or request.status.is_terminal:
             return None
         known = request.num_tokens - (request.num_pending_tokens if self.waits else 0)
         demand(self.is_tainted or known == part.end, "the tokens before must be on the host")
@@ -459,6 +459,11 @@ class FakeRunner:
             while not int(mask[token // 32]) >> (token % 32) & 1:
                 token = TokenId((token + 1) % VOCAB)
         return token
+
+
+def _needs_host_tokens(request: Request) -> bool:
+    """Whether this runner chooses a request's token only once those before it are on the host."""
+    return request.matcher is not None or request.spec.sampling.needs_history
 
 
 class Clock:

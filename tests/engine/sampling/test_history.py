@@ -103,11 +103,11 @@ def test_histories_grow_through_chunks_and_preemptions(seed: int) -> None:
             if chance.random() < 0.2:
                 request.num_computed_tokens = 0
                 request.preemptions += 1
-    assert len(sampler._states) == 4
+    assert len(sampler._edits._states) == 4
     for request in requests:
         sampler.release(request.key)
         sampler.release(request.key)
-    assert not sampler._states
+    assert not sampler._edits._states
 
 
 def test_nothing_of_a_released_request_is_left() -> None:
@@ -143,7 +143,7 @@ def test_greedy_requests_keep_nothing() -> None:
     sampler = Sampler(VOCAB, CPU)
     requests = [make(), make(temperature=1.0, top_k=3, min_p=0.1), make(min_tokens=3)]
     sampler.sample(torch.randn(3, VOCAB), requests)
-    assert not sampler._states
+    assert not sampler._edits._states
 
 
 @pytest.mark.parametrize("penalty", [1e-45, 1e-300])

@@ -1,0 +1,152 @@
+"""What changes a row's logits before a token is chosen from them: bias, penalties, repeated
+n-grams, lists, grammars, min_tokens; and the state that this needs between steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from engine.request import Request
+from engine.sampling import ops
+from engine.sampling.penalties import choose_penalties
+from engine.sampling.plan import ChoiceState, Row, has_lists, holds_back_endings
+from engine.sampling_params import SamplingSteps
+from engine.transfer import to_device
+from engine.types import RequestKey
+
+_FORBIDDEN = float("-inf")
+
+
+class LogitEdits:
+    """See the module. Keeps the state of each live choice until its `release`."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        """vocab_size: the logits' width."""
+        self._vocab_size = vocab_size
+        self._device = device
+        self._states: dict[RequestKey, ChoiceState] = {}
+        self._penalties = choose_penalties(vocab_size, device)
+        self._mask_table = ops.mask_table(device)
+
+    def needs_host_tokens(self, request: Request) -> bool:
+        """Whether a request's next token can be chosen only once the tokens before it are on the
+        host.
+        """
+        if request.matcher is not None or request.spec.sampling.no_repeat_ngram_size:
+            return True
+        return self._penalties.needs_host_tokens and request.spec.sampling.has_penalties
+
+    def release(self, key: RequestKey) -> None:
+        """Drop the state of a choice. Harmless if it has none."""
+        self._states.pop(key, None)
+        self._penalties.release(key)
+
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """Begin a step. `rows`: all that need edits."""
+        penalized = [row for row in rows if row.request.spec.sampling.has_penalties]
+        if penalized:
+            self._penalties.prepare(penalized)
+
+    def apply(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[Row],
+        steps: SamplingSteps,
+        masks: torch.Tensor | None,
+    ) -> None:
+        """Apply all steps before temperature, in place.
+
+        Args:
+            logits: float32 [R, V], contiguous.
+            rows: R rows of a step that `prepare` has begun.
+            steps: what they need.
+            masks: of the rows, see `masks`; None: they need none.
+        """
+        if steps.edits:
+            self._add_bias(logits, rows)
+            penalized = [i for i, row in enumerate(rows) if row.request.spec.sampling.has_penalties]
+            if penalized:
+                self._penalties.apply(logits, penalized, [rows[i] for i in penalized])
+            self._forbid_repetition(logits, rows)
+        if masks is not None:
+            ops.apply_masks(logits, masks, self._mask_table)
+        if steps.edits:
+            self._hold_back_endings(logits, rows)
+
+    def chosen(self, rows: Sequence[Row], tokens: torch.Tensor) -> None:
+        """Remember the tokens that were chosen for rows: int64 [R]."""
+        penalized = [i for i, row in enumerate(rows) if row.request.spec.sampling.has_penalties]
+        if len(penalized) == len(rows):
+            self._penalties.chosen(rows, tokens)
+        elif penalized:
+            index = to_device(np.array(penalized, dtype=np.int64), self._device)
+            self._penalties.chosen([rows[i] for i in penalized], tokens.index_select(0, index))
+
+    def masks(self, rows: Sequence[Row]) -> torch.Tensor:
+        """The allowed ids of each row as bits: uint8 [R, 4 * ceil(V / 32)]."""
+        packed = np.zeros((len(rows), ops.mask_width(self._vocab_size)), dtype=np.int32)
+        for bits, (request, _) in zip(packed, rows, strict=True):
+            if request.matcher is None:
+                bits[:] = -1
+            else:
+                # Tokens that the matcher does not cover, because the tokenizer lacks them, stay 0.
+                request.matcher.fill_mask(bits)
+            listed = self._state(request).mask if has_lists(request) else None
+            if listed is not None:
+                bits &= listed
+        return to_device(packed.view(np.uint8), self._device)
+
+    def _add_bias(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
+        biases = [row.request.spec.sampling.logit_bias for row in rows]
+        if any(biases):
+            _, places = self._places([bias.ids for bias in biases])
+            values = np.concatenate([bias.values for bias in biases]).astype(np.float32)
+            logits.view(-1).index_add_(0, places, to_device(values, self._device))
+
+    def _forbid_repetition(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
+        """Forbid tokens that would complete an n-gram that already occurred."""
+        repeating: list[Sequence[int]] = []
+        for request, length in rows:
+            ngrams = None
+            if request.spec.sampling.no_repeat_ngram_size:
+                ngrams = self._state(request).ngrams
+            if ngrams is not None:
+                ngrams.catch_up(request.token_ids, length)
+            repeating.append(ngrams.repeating() if ngrams is not None else ())
+        if any(repeating):
+            _, places = self._places(repeating)
+            logits.view(-1).index_fill_(0, places, _FORBIDDEN)
+
+    def _hold_back_endings(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
+        """Forbid the ending tokens of requests that are still too short, unless a row has no other
+        token left.
+        """
+        endings = [
+            tuple(row.request.ending_token_ids) if holds_back_endings(*row) else () for row in rows
+        ]
+        if not any(endings):
+            return
+        owners, places = self._places(endings)
+        flat = logits.view(-1)
+        before = flat.index_select(0, places)
+        flat.index_fill_(0, places, _FORBIDDEN)
+        nothing_left = logits.amax(dim=-1) == _FORBIDDEN
+        after = before.masked_fill(~nothing_left.index_select(0, owners), _FORBIDDEN)
+        flat.index_copy_(0, places, after)
+
+    def _state(self, request: Request) -> ChoiceState:
+        state = self._states.get(request.key)
+        if state is None:
+            state = self._states[request.key] = ChoiceState(request, self._vocab_size)
+        return state
+
+    def _places(self, ids: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of the given tokens, and their indices in the flattened logits."""
+        rows = np.repeat(np.arange(len(ids)), [len(row_ids) for row_ids in ids])
+        tokens = np.fromiter(itertools.chain.from_iterable(ids), np.int64, len(rows))
+        flat = rows * self._vocab_size + tokens
+        return to_device(rows, self._device), to_device(flat, self._device)

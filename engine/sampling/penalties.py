@@ -1,0 +1,237 @@
+"""Repetition, presence and frequency penalties, by what each choice has seen.
+
+choose_penalties ─┬▶ OnHost     on a CPU: a list of the tokens that were seen; only their logits are
+                  │             touched
+                  └▶ OnDevice   elsewhere: a table of counts on the device, [slots, V], to which a
+                                step adds the tokens that it samples
+
+On a device the host need not know a token before the next one is chosen, and a step's work on the
+host does not grow with what was seen.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.request import Request
+from engine.sampling import ops
+from engine.sampling.history import TokenCounts
+from engine.sampling.plan import Row
+from engine.transfer import to_device
+from engine.types import RequestKey
+
+_LEAST_REPETITION_PENALTY = 1e-30
+"""A smaller one has the same effect, and divided by it a logit is no finite float32."""
+_FIRST_SLOTS = 8
+"""The slots of a table that grows for the first time."""
+
+
+class Penalties(Protocol):
+    """See the module. All rows are of requests with penalties.
+
+    Attributes:
+        needs_host_tokens: whether the tokens before the one that is chosen must be on the host.
+    """
+
+    needs_host_tokens: bool
+
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """Count what was seen before. Called once for each step, with all its rows, before the
+        others.
+        """
+        ...
+
+    def apply(self, logits: torch.Tensor, places: Sequence[int], rows: Sequence[Row]) -> None:
+        """Change logits in place: float32 [R, V]; `places`: the rows' indices in it."""
+        ...
+
+    def chosen(self, rows: Sequence[Row], tokens: torch.Tensor) -> None:
+        """Count the tokens that were chosen for rows: int64, INVALID_TOKEN for none."""
+        ...
+
+    def release(self, key: RequestKey) -> None:
+        """Drop what is known of a choice. Harmless if that is nothing."""
+        ...
+
+
+def choose_penalties(vocab_size: int, device: torch.device) -> Penalties:
+    """The one for a device."""
+    return OnHost(vocab_size) if device.type == "cpu" else OnDevice(vocab_size, device)
+
+
+class OnHost:
+    """See the module. The logits are on a CPU."""
+
+    needs_host_tokens = True
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._counts: dict[RequestKey, TokenCounts] = {}
+
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """See Penalties."""
+        for request, length in rows:
+            counts = self._counts.get(request.key)
+            if counts is None:
+                counts = self._counts[request.key] = TokenCounts(request.spec.prompt)
+            counts.catch_up(request.token_ids, length)
+
+    def apply(self, logits: torch.Tensor, places: Sequence[int], rows: Sequence[Row]) -> None:
+        """See Penalties."""
+        histories = [self._counts[row.request.key] for row in rows]
+        lengths = [len(history.ids) for history in histories]
+        offsets = np.repeat(np.array(places, dtype=np.int64) * self._vocab_size, lengths)
+        ids = torch.from_numpy(np.concatenate([history.ids for history in histories]) + offsets)
+        counts = torch.from_numpy(np.concatenate([history.counts for history in histories]))
+        repetition, presence, frequency = torch.from_numpy(
+            np.repeat(_factors(rows), lengths, axis=0).T
+        )
+        flat = logits.view(-1)
+        seen = flat.index_select(0, ids)
+        flat.index_copy_(0, ids, ops.penalize(seen, counts, repetition, presence, frequency))
+
+    def chosen(self, rows: Sequence[Row], tokens: torch.Tensor) -> None:
+        """See Penalties. Nothing: they are counted when they are in the requests."""
+
+    def release(self, key: RequestKey) -> None:
+        """See Penalties."""
+        self._counts.pop(key, None)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A choice's row of the table.
+
+    Attributes:
+        index: the row.
+        request: the choice.
+        length: how many of its tokens are counted, prompt and output.
+    """
+
+    index: int
+    request: Request
+    length: int
+
+
+class OnDevice:
+    """See the module. A token's entry is 2 for each time it was in the output, and 1 more if it
+    was in the prompt.
+
+    A choice's slot is filled from the host's tokens when it first has one, or if the slot has
+    counted other tokens than the choice has now: a step that failed had sampled one. Slots of
+    choices that are not in a step are given to others if need be, as long as all their tokens are
+    on the host; so there are at most as many slots as there are rows in two steps.
+    """
+
+    needs_host_tokens = False
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._table = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self._slots: OrderedDict[RequestKey, _Slot] = OrderedDict()  # least recently used first
+        self._free: list[int] = []
+
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """See Penalties."""
+        missing = []
+        for row in rows:
+            slot = self._slots.get(row.request.key)
+            if slot is None:
+                missing.append(row)
+                continue
+            self._slots.move_to_end(row.request.key)
+            if slot.length != row.length:
+                self._fill(slot, row.length)
+        if missing:
+            self._make_room(len(missing), {row.request.key for row in rows})
+        for request, length in missing:
+            slot = self._slots[request.key] = _Slot(self._free.pop(), request, length)
+            self._fill(slot, length)
+
+    def apply(self, logits: torch.Tensor, places: Sequence[int], rows: Sequence[Row]) -> None:
+        """See Penalties."""
+        slots = [self._slots[row.request.key].index for row in rows]
+        where = to_device(np.array([places, slots], dtype=np.int64), self._device)
+        factors = to_device(_factors(rows), self._device)
+        repetition, presence, frequency = torch.split(factors, 1, dim=-1)
+        entries = self._table.index_select(0, where[1])
+        part = logits.index_select(0, where[0])
+        counts = (entries >> 1).float()
+        penalized = ops.penalize(part, counts, repetition, presence, frequency)
+        logits.index_copy_(0, where[0], torch.where(entries > 0, penalized, part))
+
+    def chosen(self, rows: Sequence[Row], tokens: torch.Tensor) -> None:
+        """See Penalties."""
+        slots = []
+        for request, length in rows:
+            slot = self._slots[request.key]
+            slot.length = length + 1
+            slots.append(slot.index)
+        offsets = to_device(np.array(slots, dtype=np.int64) * self._table.shape[1], self._device)
+        # A request without a valid token ends; what its slot holds does not matter any more.
+        added = torch.full_like(tokens, 2, dtype=torch.int32)
+        self._table.view(-1).index_add_(0, offsets + tokens.clamp(min=0), added)
+
+    def release(self, key: RequestKey) -> None:
+        """See Penalties."""
+        slot = self._slots.pop(key, None)
+        if slot is not None:
+            self._free.append(slot.index)
+
+    def _make_room(self, count: int, wanted: set[RequestKey]) -> None:
+        """Have `count` free slots; `wanted`: choices that keep theirs."""
+        for key, slot in list(self._slots.items()):
+            if len(self._free) >= count:
+                return
+            if key not in wanted and not slot.request.num_pending_tokens:
+                self.release(key)
+        have, size = self._table.shape
+        needed = have + count - len(self._free)
+        if needed > have:
+            grown = max(needed, 2 * have, _FIRST_SLOTS)
+            table = torch.zeros((grown, size), dtype=torch.int32, device=self._device)
+            table[:have] = self._table
+            self._table = table
+            self._free += range(have, grown)
+
+    def _fill(self, slot: _Slot, length: int) -> None:
+        """Count a choice's first `length` tokens, which are all on the host."""
+        ids, entries = _entries(slot.request, length)
+        row = self._table[slot.index]
+        row.zero_()
+        row.index_copy_(0, to_device(ids, self._device), to_device(entries, self._device))
+        slot.length = length
+
+
+def _entries(request: Request, length: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """The tokens that were seen, without duplicates, and their entries in the table."""
+    tokens = np.array(request.token_ids[:length], dtype=np.int64)
+    end = request.num_prompt_tokens
+    ids, places = np.unique(tokens, return_inverse=True)
+    entries = np.zeros(len(ids), dtype=np.int32)
+    entries[places[:end]] = 1
+    np.add.at(entries, places[end:], 2)
+    return ids, entries
+
+
+def _factors(rows: Sequence[Row]) -> npt.NDArray[np.float32]:
+    """Repetition, presence and frequency penalty of each row: [R, 3]."""
+    params = [row.request.spec.sampling for row in rows]
+    return np.array(
+        [
+            (
+                max(p.repetition_penalty, _LEAST_REPETITION_PENALTY),
+                p.presence_penalty,
+                p.frequency_penalty,
+            )
+            for p in params
+        ],
+        dtype=np.float32,
+    )

@@ -1,0 +1,118 @@
+"""What the sampler asks of a CUDA device, where there is none: nothing waits, whatever the options
+and whoever comes and goes; and what an option launches does not grow with the requests.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from engine.request import PENDING_TOKEN, Request
+from engine.runner.device import CudaDevice
+from engine.runner.launched import InputBuffers, LaunchedStep
+from engine.sampling.sampler import Sampler
+from engine.types import TokenId
+from tests.engine.cuda.watch import CUDA, DeviceFault, Watch, fake_cuda
+from tests.engine.sampling.helpers import make
+
+VOCAB = 3000
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature": {"temperature": 0.8},
+    "top_k": {"temperature": 0.8, "top_k": 50},
+    "large top_k": {"temperature": 0.8, "top_k": 700},
+    "top_p": {"temperature": 0.8, "top_p": 0.9},
+    "top_k and top_p": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+    "all of a row": {"temperature": 0.8, "top_k": 700, "top_p": 0.9, "min_p": 0.1},
+    "min_p": {"temperature": 0.8, "min_p": 0.1},
+    "typical_p": {"temperature": 0.8, "typical_p": 0.9},
+    "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.1},
+    "n-grams": {"no_repeat_ngram_size": 2},
+    "bias": {"logit_bias": {5: 1.0}},
+    "banned ids": {"banned_token_ids": (5, 6)},
+    "min_tokens": {"min_tokens": 50},
+    "a grammar": {"grammar": range(9)},
+    "log-probabilities": {"logprobs": 0},
+    "candidates": {"logprobs": 20, "logprob_ids": (4, 5)},
+}
+
+
+@pytest.fixture
+def watch() -> Iterator[Watch]:
+    watch = Watch()
+    with fake_cuda(watch):
+        yield watch
+
+
+def _sample(watch: Watch, sampler: Sampler, requests: list[Request]) -> int:
+    """A step behind another one, up to the copies to the host; how many launches it takes."""
+    logits = torch.empty((len(requests), VOCAB), dtype=torch.bfloat16, device=CUDA)
+    device, buffers = CudaDevice(CUDA), InputBuffers(1)
+    lengths = [request.num_tokens for request in requests]
+    before = len(watch.launches)
+    step = LaunchedStep(
+        buffers, buffers.take(), device, lambda: sampler.begin(logits, requests, lengths), {}
+    )
+    with watch.watching():
+        step.sample()
+    return len(watch.launches) - before
+
+
+def _make(name: str, options: dict[str, Any]) -> Request:
+    return make(name, prompt=(3, 4, 4, 5, 3, 4), output=(9, 9), **options)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_option_waits_or_launches_more_for_more_requests(name: str, watch: Watch) -> None:
+    def launches(count: int) -> int:
+        sampler = Sampler(VOCAB, CUDA)
+        requests = [_make(str(index), OPTIONS[name]) for index in range(count)]
+        _sample(watch, sampler, requests)  # penalties: first what was seen is counted
+        for request in requests:
+            request.token_ids.append(PENDING_TOKEN if _may_be_behind(sampler, request) else 7)
+        return _sample(watch, sampler, requests)
+
+    assert launches(1) == launches(9)
+    assert not watch.faults
+
+
+def _may_be_behind(sampler: Sampler, request: Request) -> bool:
+    return not sampler.needs_host_tokens(request)
+
+
+def test_nothing_waits_whoever_comes_and_goes(watch: Watch) -> None:
+    chance = random.Random(3)
+    sampler = Sampler(VOCAB, CUDA)
+    live: list[Request] = []
+    for step in range(25):
+        options = chance.choice(list(OPTIONS.values()))
+        live.append(_make(f"{step}", options))
+        if chance.random() < 0.3:
+            gone = live.pop(chance.randrange(len(live)))
+            sampler.release(gone.key)
+        rows = [request for request in live if chance.random() < 0.8]
+        if rows:
+            _sample(watch, sampler, rows)
+        for request in rows:
+            request.token_ids.append(TokenId(chance.randrange(VOCAB)))
+    assert not watch.faults
+    assert watch.copies > 25
+
+
+def test_waiting_would_be_seen(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.sampling import selection
+
+    bound = selection.least_bound
+
+    def waits(values: torch.Tensor, masses: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if bool((target > 5).any()):
+            return bound(values, masses, target)
+        return values[:, :1]
+
+    monkeypatch.setattr(selection, "least_bound", waits)
+    with pytest.raises(DeviceFault, match="waits"):
+        _sample(watch, Sampler(VOCAB, CUDA), [_make("a", OPTIONS["top_p"])])
