@@ -322,9 +322,9 @@ class LoadConfig:
             Refused if it is not possible. "none": the weights are those of the checkpoint.
         pack_weights: whether, on a CPU, the weights of bfloat16 and float32 linear layers are
             stored in the order in which the kernel reads them. Values and memory use do not change.
-            True: packed, or refused if that is not possible; None: those of bfloat16 if it pays,
-            which a line in the log says. Only models that are loaded from disk are packed; packed
-            layers have no gradients.
+            True: packed, or refused if that is not possible; None: packed if it pays, which a line
+            in the log says. Only models that are loaded from disk are packed. Packed layers have no
+            gradients: to train a model that is loaded here, set it to False.
         decoder: what computes a model's steps. "own": our decoder if the model's class is one that
             it knows and the model is on a CPU with packed weights; else the model as
             transformers wrote it. A line in the log says which, and why. At load, our decoder is
@@ -386,7 +386,7 @@ class LoadConfig:
         more="Values and memory use do not change. Refused if requested where it is not possible.",
         switch=True,
         group=GROUP,
-        shown="for bfloat16, where it pays",
+        shown="where it pays",
     )
     decoder: DecoderChoice = option(
         "own",

@@ -207,6 +207,17 @@ class NoStepError(ModelRefusedError):
         )
 
 
+class NoGradientsError(ModelRefusedError):
+    """Gradients are asked for of a model whose weights were packed."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the linear layers of this model are packed for the engine's kernels, and have no "
+            "gradients; to train it, load it with pack_weights=False, or hand a model that you "
+            "loaded yourself to engine.from_model"
+        )
+
+
 class InsufficientMemoryError(HeadraceError):
     """The KV cache does not fit in the allowed memory. The message gives the sizes and the option
     to change.

@@ -4,7 +4,7 @@
     pack_model     ─▶ for each weight: pack, compare, replace, free the original
 
 Only plain torch.nn.Linear layers on the CPU are replaced: those in bfloat16, and those in float32
-of a model in float32, where it is asked for. A weight that an embedding shares is packed once for
+of a model in float32. A weight that an embedding shares is packed once for
 both; a weight that anything else shares is copied. Only models that Headrace has loaded itself are
 packed; others belong to their owners.
 """
@@ -48,6 +48,8 @@ in another order.
 """
 _SAMPLED_ROWS = 64
 """How many rows of each packed weight are read back and must be equal."""
+_OF_LIBRARY = "transformers.models."
+"""Where the library's own classes are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ def choose_packing(
 
     Args:
         device, dtype: the model's.
-        wanted: True: pack or refuse; None: pack bfloat16 where it was measured to pay.
+        wanted: True: pack or refuse; None: pack where it was measured to pay.
         quantization: see LoadConfig.
 
     Raises:
@@ -98,8 +100,6 @@ def choose_packing(
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
         reason = f"only bfloat16 and float32 on a CPU are packed, and this is {dtype} on {device}"
         return _not_packed(reason, wanted)
-    if dtype is torch.float32 and wanted is None:
-        return None  # its layers keep their gradients
     if dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported():
         return "onednn"  # its tiles are faster than vectors for many rows
     try:
@@ -217,8 +217,12 @@ def _is_plain_linear(module: torch.nn.Linear, dtype: torch.dtype) -> bool:
 
 
 def _is_plain_embedding(module: torch.nn.Embedding) -> bool:
+    """Whether it is torch's own, or one of those of Gemma, which multiply rows by a buffer; that
+    they do nothing else is seen when they are replaced.
+    """
+    is_scaled = list(module._buffers) == ["embed_scale"] and _OF_LIBRARY in type(module).__module__
     return (
-        type(module) is torch.nn.Embedding
+        (type(module) is torch.nn.Embedding or is_scaled)
         and module.max_norm is None
         and not (module._forward_hooks or module._forward_pre_hooks)
     )
@@ -272,7 +276,9 @@ def _pack_natively(model: torch.nn.Module, groups: list[_Group], *, int8: bool) 
         if group.is_ours:
             for name, embedding in group.embeddings.items():
                 table = PackedEmbedding(packed, embedding, scales)
-                expected = read_rows(packed, scales, rows, *weight.shape)
+                expected = embedding(rows)
+                if int8:
+                    expected = table.scaled(read_rows(packed, scales, rows, *weight.shape))
                 if not torch.equal(_bits(table(rows)), _bits(expected)):
                     raise ModelRefusedError(f"{name}: {_WRONG.format('rows')}")
                 model.set_submodule(name, table)

@@ -2,7 +2,8 @@
 
 Packing moves elements without changing them, except with int8. Reading a layer's `weight` unpacks
 it. With int8, elements are multiples of their row's scale, which is its largest element / 127.
-These layers have no gradients. A packed weight is a tensor whose type says what its elements are:
+These layers have no gradients: a backward pass through one is refused, so that nobody trains the
+rest of a model without noticing. A packed weight is a tensor whose type says what its elements are:
 int32, each float32; uint8, parts of bfloat16, or int8 if there are scales. Both are types that a
 conversion of the model leaves alone.
 """
@@ -11,13 +12,17 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 
+from engine.errors import NoGradientsError
 from engine.native.library import BFLOAT16, FLOAT32, LinearWeight, NativeLibrary, load_library
 
+_UNPACKED = "_headrace_unpacked"
+"""Where a tensor of a state dict has the packed weight that it was made of."""
 PANEL = 64
 """A bias is padded to a multiple of this many elements, so that the kernel reads whole vectors."""
 
@@ -257,6 +262,32 @@ def _shape_of_rows(
     return packed.new_empty((*rows.shape, inputs), dtype=type_of(packed))
 
 
+class _NoGradients(torch.autograd.Function):
+    """A layer's results in a graph whose backward pass is refused."""
+
+    @staticmethod
+    def forward(
+        _: Any, x: torch.Tensor, bias: torch.Tensor | None, run: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        return run()
+
+    @staticmethod
+    def backward(_: Any, *gradients: torch.Tensor) -> None:
+        raise NoGradientsError
+
+
+def without_gradients(
+    x: torch.Tensor, bias: torch.Tensor | None, run: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """What `run` makes of a layer's input and bias; a backward pass through it raises
+    NoGradientsError.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        made: torch.Tensor = _NoGradients.apply(x, bias, run)  # type: ignore[no-untyped-call]
+        return made
+    return run()
+
+
 class _Packed(torch.nn.Module):
     """The common part of both: the packed weight, [N, K]."""
 
@@ -285,12 +316,19 @@ class _Packed(torch.nn.Module):
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         del destination[f"{prefix}_dtype"]
-        destination[f"{prefix}weight"] = self.weight
+        # One tensor for all that share a packed weight, so that it is saved once.
+        shared = (one for one in destination.values() if vars(one).get(_UNPACKED) is self.packed)
+        weight = next(shared, None)
+        if weight is None:
+            weight = self.weight
+            setattr(weight, _UNPACKED, self.packed)
+        destination[f"{prefix}weight"] = weight
 
 
 class PackedLinear(_Packed):
     """Stands for a torch.nn.Linear."""
 
+    bias: torch.nn.Parameter | None
     padded_bias: torch.Tensor | None
 
     def __init__(
@@ -312,7 +350,8 @@ class PackedLinear(_Packed):
         """[..., K] → [..., N]."""
         run = _multiply_opaquely if torch.compiler.is_compiling() else multiply
         sizes = (self.out_features, self.in_features)
-        return run(x, self.packed, self.scales, self.padded_bias, *sizes)
+        tensors = (self.packed, self.scales, self.padded_bias)
+        return without_gradients(x, self.bias, lambda: run(x, *tensors, *sizes))
 
     def extra_repr(self) -> str:
         """The arguments that str() shows."""
@@ -321,7 +360,11 @@ class PackedLinear(_Packed):
 
 
 class PackedEmbedding(_Packed):
-    """Stands for a torch.nn.Embedding that shares its weight with a linear layer."""
+    """Stands for a torch.nn.Embedding that shares its weight with a linear layer, or for a Gemma's,
+    which multiplies rows by its `embed_scale`.
+    """
+
+    embed_scale: torch.Tensor | None
 
     def __init__(
         self,
@@ -340,12 +383,18 @@ class PackedEmbedding(_Packed):
         self.num_embeddings = embedding.num_embeddings
         self.embedding_dim = embedding.embedding_dim
         self.padding_idx = embedding.padding_idx
+        factor = embedding._buffers.get("embed_scale")
+        self.register_buffer("embed_scale", factor, persistent=False)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[...] → [..., K]."""
         run = _read_rows_opaquely if torch.compiler.is_compiling() else read_rows
         sizes = (self.num_embeddings, self.embedding_dim)
-        return run(self.packed, self.scales, token_ids, *sizes)
+        return self.scaled(run(self.packed, self.scales, token_ids, *sizes))
+
+    def scaled(self, rows: torch.Tensor) -> torch.Tensor:
+        """What it makes of rows of its weight."""
+        return rows if self.embed_scale is None else rows * self.embed_scale.to(rows.dtype)
 
     def extra_repr(self) -> str:
         """The arguments that str() shows."""

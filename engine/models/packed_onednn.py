@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from engine.models.packed import without_gradients
+
 _TYPICAL_ROWS = 16
 """The expected number of rows, on which oneDNN's packed form may depend; any number can be
 computed.
@@ -16,6 +18,8 @@ computed.
 
 class OneDnnLinear(torch.nn.Module):
     """Stands for a torch.nn.Linear of bfloat16."""
+
+    bias: torch.nn.Parameter | None
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         """Make a layer that computes the same as `linear`, without keeping its weight."""
@@ -37,10 +41,9 @@ class OneDnnLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] → [..., N]."""
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._packed, self.bias, "none", [], ""
-        )
-        return y
+        packed, bias = self._packed, self.bias
+        linear = torch.ops.mkldnn._linear_pointwise
+        return without_gradients(x, bias, lambda: linear(x, packed, bias, "none", [], ""))
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

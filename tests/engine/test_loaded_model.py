@@ -20,7 +20,7 @@ from engine.api.offline import LoadedModel, from_model, load
 from engine.api.results import GenerationOutput
 from engine.attention.registry import ATTENTION_NAME
 from engine.config import ContinuousBatchingConfig
-from engine.errors import ModelChangedError, ModelRefusedError, NoStepError
+from engine.errors import ModelChangedError, ModelRefusedError, NoGradientsError, NoStepError
 from engine.outputs import FinishReason
 from tests.model_recipes import FAST
 from tests.tiny_models import FAMILIES, greedy_reference, make_model, make_prompts
@@ -172,16 +172,24 @@ def test_a_model_that_was_handed_in_is_its_owners(family: str, tmp_path: Path) -
     assert _batch(loaded) == right
 
 
-def test_a_model_that_was_loaded_is_the_checkpoints(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pack_weights", [None, False])
+def test_a_model_that_was_loaded_is_the_checkpoints(
+    pack_weights: bool | None, tmp_path: Path
+) -> None:
     plain = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
-    loaded = load(str(DEMO), dtype="float32")
+    loaded = load(str(DEMO), dtype="float32", pack_weights=pack_weights)
     outputs = _batch(loaded)
     assert _implementations(loaded.model) == _implementations(plain)
     assert _free(loaded.model) == _free(plain)
     assert _files(loaded.model, tmp_path / "loaded") == _files(plain, tmp_path / "plain")
-    expected = _gradients(plain)
-    for name, gradient in _gradients(loaded.model).items():
-        assert torch.equal(gradient, expected[name]), name
+    if pack_weights is None:
+        with pytest.raises(NoGradientsError, match="pack_weights=False"):
+            _gradients(loaded.model)
+        loaded.model.eval()
+    else:
+        expected = _gradients(plain)
+        for name, gradient in _gradients(loaded.model).items():
+            assert torch.equal(gradient, expected[name]), name
     assert _batch(loaded) == outputs == _batch(from_model(plain))
 
 

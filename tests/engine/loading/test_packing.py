@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.api.offline import from_model, load
 from engine.config import LoadConfig
-from engine.errors import ConfigError, ModelRefusedError
+from engine.errors import ConfigError, ModelRefusedError, NoGradientsError
 from engine.loading import loader, packing
 from engine.loading.loader import load_model, verify_model
 from engine.loading.packing import Packing, choose_packing, pack_model
@@ -25,6 +25,8 @@ from tests.tiny_models import FAMILIES, make_model
 
 LINEARS = 3 * 7 + 1
 HOW: tuple[Packing, ...] = ("native", "onednn")
+TIED = (("llama", False), ("llama", True), ("gemma3", True))
+"""Families with and without tied weights. Gemma's embedding scales what it reads."""
 
 
 def _model(family: str = "llama", *, tied: bool = False, seed: int = 0) -> PreTrainedModel:
@@ -45,12 +47,13 @@ def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_model_yields_what_it_did(how: Packing, tied: bool) -> None:
-    model = _model(tied=tied)
+@pytest.mark.parametrize(("family", "tied"), TIED)
+def test_a_model_yields_what_it_did(how: Packing, family: str, tied: bool) -> None:
+    model = _model(family, tied=tied)
     expected, weights = _logits(model), copy.deepcopy(model.state_dict())
     report = pack_model(model, how)
-    assert (report.linears, report.embeddings) == (LINEARS, int(tied and how == "native"))
+    assert report.embeddings == int(tied and how == "native")
+    assert report.linears == 7 * model.config.num_hidden_layers + 1
     assert not any(type(module) is torch.nn.Linear for module in model.modules())
     assert _difference(_logits(model), expected) < 2e-2
     packed = model.state_dict()
@@ -69,9 +72,9 @@ def test_every_family_passes_the_gate_packed(family: str) -> None:
     assert any(isinstance(module, PackedLinear) for module in model.modules())
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_weights_are_not_held_twice(tied: bool) -> None:
-    model = _model(tied=tied)
+@pytest.mark.parametrize(("family", "tied"), TIED)
+def test_weights_are_not_held_twice(family: str, tied: bool) -> None:
+    model = _model(family, tied=tied)
     before = model.num_parameters() * 2
     report = pack_model(model, "native")
     storages = {
@@ -220,6 +223,23 @@ def test_a_wrong_table_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         pack_model(_model(tied=True), "native")
 
 
+def test_a_scale_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PackedEmbedding, "scaled", lambda _, rows: rows)
+    with pytest.raises(ModelRefusedError, match="packed rows are not those"):
+        pack_model(_model("gemma3", tied=True), "native")
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_gradients_are_refused(how: Packing) -> None:
+    """They would be those of norms and biases alone. Without a backward pass nothing is refused."""
+    model = _model("qwen2")
+    pack_model(model, how)
+    made = model(input_ids=torch.tensor([[5, 6, 7]]))
+    with pytest.raises(NoGradientsError, match="pack_weights=False"):
+        made.logits.sum().backward()
+    assert all(one.grad is None for one in model.parameters())
+
+
 def test_the_packed_model_is_judged_by_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = []
 
@@ -238,10 +258,11 @@ def test_the_packed_model_is_judged_by_the_model_as_it_was(monkeypatch: pytest.M
 def test_choosing() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert choose_packing(cpu, torch.bfloat16, False) is None
-    assert choose_packing(cpu, torch.float32, None) is None
+    assert choose_packing(cpu, torch.float32, False) is None
     assert choose_packing(cuda, torch.bfloat16, None) is None
     assert choose_packing(cpu, torch.bfloat16, None) == choose_packing(cpu, torch.bfloat16, True)
-    assert choose_packing(cpu, torch.float32, True) == "native", "only where it is asked for"
+    for wanted in (None, True):
+        assert choose_packing(cpu, torch.float32, wanted) == "native"
     for device, dtype in ((cpu, torch.float16), (cuda, torch.bfloat16)):
         with pytest.raises(ConfigError, match="pack_weights: is True, but only bfloat16 and float"):
             choose_packing(device, dtype, True)
