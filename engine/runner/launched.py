@@ -13,19 +13,18 @@ its work up to the logits is queued at its launch, and the rest by `LaunchedStep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from engine.outputs import TokenLogprobs
 from engine.request import Request
 from engine.runner.device import DeviceEvent, StepDevice
 from engine.runner.input_batch import InputBatch
+from engine.runner.prompt_logprobs import PromptReport
 from engine.runner_protocol import SampledTokens
 from engine.sampling.sampler import SampledRows
 from engine.transfer import to_device
-from engine.types import RequestKey
 
 
 class InputBuffers:
@@ -90,7 +89,7 @@ class LaunchedStep:
         index: int,
         device: StepDevice,
         choose: Callable[[], SampledRows],
-        prompt_logprobs: Mapping[RequestKey, Sequence[TokenLogprobs]],
+        prompts: PromptReport,
     ) -> None:
         """Wrap a step whose logits are queued. It owns the buffers from now on.
 
@@ -98,22 +97,24 @@ class LaunchedStep:
             buffers, index: the set of buffers that it uses.
             device: queues copies.
             choose: queues the choice of its tokens; called once, by `sample`.
-            prompt_logprobs: what its result says about prompts.
+            prompts: what its result says about prompts.
         """
         self._buffers = buffers
         self._index = index
         self._device = device
-        self._choose = choose
-        self._prompt_logprobs = prompt_logprobs
+        self._choose: Callable[[], SampledRows] | None = choose  # None: it was called
+        self._prompts = prompts
         self._sampled: tuple[SampledRows, DeviceEvent] | None = None
 
     def sample(self) -> None:
         """Queue the choice of the tokens and their copies to the host, and mark the step's end."""
-        if self._sampled is not None:
+        if self._choose is None:
             return
+        choose, self._choose = self._choose, None  # it keeps the logits
         try:
             with torch.inference_mode():
-                rows = self._choose().copied(self._device.download)
+                rows = choose().copied(self._device.download)
+                self._prompts = self._prompts.copied(self._device.download)
         except BaseException:
             self._buffers.free(self._index)
             raise
@@ -127,6 +128,6 @@ class LaunchedStep:
             rows, end = self._sampled
             end.wait()
             token_ids, logprobs = rows.result()
-            return SampledTokens(token_ids, logprobs, self._prompt_logprobs)
+            return SampledTokens(token_ids, logprobs, self._prompts.result())
         finally:
             self._buffers.free(self._index)

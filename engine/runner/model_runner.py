@@ -20,7 +20,6 @@ import torch
 from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.errors import ConfigError
 from engine.kv_cache.manager import KVCacheManager
-from engine.outputs import TokenLogprobs
 from engine.request import GenerationRequest, Request
 from engine.rope import RopeLengths
 from engine.runner.block_copies import BlockCopier
@@ -119,8 +118,7 @@ class ModelRunner:
         """Start to compute a batch and to sample. Raises whatever the model or the device
         raises.
 
-        On an asynchronous device this does not wait for the step, unless a request asks for prompt
-        log-probabilities.
+        On an asynchronous device this does not wait for the step.
         """
         with torch.inference_mode():
             if not batch.copies.is_empty:
@@ -145,11 +143,9 @@ class ModelRunner:
     def _compute(self, inputs: InputBatch, buffers: int) -> LaunchedStep:
         """Queue a step's work up to its logits."""
         logits = self._logits(inputs, buffers)
-        prompt_logprobs: dict[RequestKey, list[TokenLogprobs]] = {}
-        if inputs.prompts:
-            count = len(inputs.sampling)
-            prompt_logprobs = report_prompts(self._sampler, logits[count:], inputs.prompts)
-            logits = logits[:count]
+        count = len(inputs.sampling)
+        prompts = report_prompts(self._sampler, logits[count:], inputs.prompts)
+        logits = logits[:count]
         requests = inputs.sampling
         lengths = [request.num_tokens for request in requests]
 
@@ -158,7 +154,7 @@ class ModelRunner:
             self._carried.keep(requests, rows.token_ids)
             return rows
 
-        return LaunchedStep(self._buffers, buffers, self._device, choose, prompt_logprobs)
+        return LaunchedStep(self._buffers, buffers, self._device, choose, prompts)
 
     def _logits(self, inputs: InputBatch, buffers: int) -> torch.Tensor:
         """The logits [S + P, V] of a step."""

@@ -61,6 +61,31 @@ class RowLogprobs:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class GivenLogprobs:
+    """Log-probabilities of given tokens, such as a prompt's, still on the device.
+
+    Attributes:
+        pieces: those of consecutive tokens.
+        top_n: how many candidates to report with each.
+    """
+
+    pieces: tuple[RowLogprobs, ...]
+    top_n: int
+
+    def copied(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> GivenLogprobs:
+        """The same, with every tensor replaced by its copy."""
+        return GivenLogprobs(tuple(piece.copied(copy) for piece in self.pieces), self.top_n)
+
+    def entries(self) -> list[TokenLogprobs]:
+        """What to report for each token; waits for the device."""
+        found: list[TokenLogprobs] = []
+        for piece in self.pieces:
+            count = len(piece.logprobs)
+            found += piece.entries([self.top_n] * count, [()] * count)
+        return found
+
+
 def row_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, top_n: int, requested: torch.Tensor
 ) -> RowLogprobs:

@@ -29,7 +29,7 @@ from engine.sampling.drawing import choose_draw
 from engine.sampling.edits import LogitEdits
 from engine.sampling.filters import Filters, filtered_weights
 from engine.sampling.greedy import choose_greedy, valid
-from engine.sampling.logprobs import RowLogprobs, row_logprobs
+from engine.sampling.logprobs import GivenLogprobs, RowLogprobs, row_logprobs
 from engine.sampling.plan import ARGMAX, DRAW, Row, steps_of
 from engine.sampling.random import uniform
 from engine.sampling_params import LogprobParams, SamplingParams, SamplingSteps
@@ -180,8 +180,9 @@ class Sampler:
 
     def token_logprobs(
         self, logits: torch.Tensor, token_ids: Sequence[int], top_n: int
-    ) -> list[TokenLogprobs]:
-        """The log-probabilities of given tokens, such as a prompt's.
+    ) -> GivenLogprobs:
+        """The log-probabilities of given tokens, such as a prompt's, without waiting for the
+        device.
 
         Args:
             logits: [R, V] from the model, on the device; row i belongs to the position before token
@@ -189,13 +190,12 @@ class Sampler:
             token_ids: R ids below V.
             top_n: how many most likely candidates to report with each.
         """
-        entries: list[TokenLogprobs] = []
+        pieces: list[RowLogprobs] = []
         for piece in _pieces(len(token_ids), self._chunk):
             part = token_ids[piece]
             none = torch.empty((len(part), 0), dtype=torch.int64, device=self._device)
-            computed = row_logprobs(logits[piece].float(), self._upload(part), top_n, none)
-            entries += computed.entries([top_n] * len(part), [()] * len(part))
-        return entries
+            pieces.append(row_logprobs(logits[piece].float(), self._upload(part), top_n, none))
+        return GivenLogprobs(tuple(pieces), top_n)
 
     # ---- the choice ----------------------------------------------------------------------------
 

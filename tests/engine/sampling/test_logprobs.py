@@ -59,7 +59,7 @@ def test_of_given_tokens(dtype: torch.dtype, chunk: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(sampler_module, "_CHUNK_ON_CPU", chunk)
     logits = (torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(3)) * 5).to(dtype)
     ids = [5, 1, 59, 0, 5, 5, 8, 9, 10]
-    entries = Sampler(VOCAB, CPU).token_logprobs(logits, ids, 3)
+    entries = Sampler(VOCAB, CPU).token_logprobs(logits, ids, 3).entries()
     own = torch.log_softmax(logits.double(), dim=-1)
     assert len(entries) == 9
     for row, (token, entry) in enumerate(zip(ids, entries, strict=True)):
@@ -69,8 +69,8 @@ def test_of_given_tokens(dtype: torch.dtype, chunk: int, monkeypatch: pytest.Mon
             own[row].topk(3).values.tolist(), abs=1e-5
         )
         assert entry.requested == ()
-    assert Sampler(VOCAB, CPU).token_logprobs(logits[:0], [], 3) == []
-    (alone,) = Sampler(VOCAB, CPU).token_logprobs(logits[2:3], [59], 0)
+    assert Sampler(VOCAB, CPU).token_logprobs(logits[:0], [], 3).entries() == []
+    (alone,) = Sampler(VOCAB, CPU).token_logprobs(logits[2:3], [59], 0).entries()
     assert alone.candidates == ()
     assert alone.logprob == entries[2].logprob
 
@@ -78,7 +78,7 @@ def test_of_given_tokens(dtype: torch.dtype, chunk: int, monkeypatch: pytest.Mon
 def test_large_logits_lose_no_digits() -> None:
     """Of logits in the thousands, the difference to the largest is what counts."""
     logits = torch.tensor([[3000.0, 3000.25, 2999.5, -5000.0]])
-    (entry,) = Sampler(4, CPU).token_logprobs(logits, [2], 4)
+    (entry,) = Sampler(4, CPU).token_logprobs(logits, [2], 4).entries()
     own = torch.log_softmax(logits.double(), dim=-1)[0]
     assert entry.logprob == pytest.approx(own[2].item(), abs=1e-5)
     assert dict(entry.candidates)[3] == pytest.approx(own[3].item(), rel=1e-6)
@@ -87,7 +87,7 @@ def test_large_logits_lose_no_digits() -> None:
 def test_an_impossible_token_has_minus_infinity() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 3] = float("-inf")
-    (entry,) = Sampler(VOCAB, CPU).token_logprobs(logits, [3], 0)
+    (entry,) = Sampler(VOCAB, CPU).token_logprobs(logits, [3], 0).entries()
     assert entry.logprob == float("-inf")
     assert entry.rank == VOCAB
 
@@ -95,6 +95,6 @@ def test_an_impossible_token_has_minus_infinity() -> None:
 def test_a_row_of_nan_does_not_disturb_another() -> None:
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(3))
     sampler = Sampler(VOCAB, CPU)
-    (_, right) = sampler.token_logprobs(logits, [4, 5], 6)
+    (_, right) = sampler.token_logprobs(logits, [4, 5], 6).entries()
     logits[0] = float("nan")
-    assert sampler.token_logprobs(logits, [4, 5], 6)[1] == right
+    assert sampler.token_logprobs(logits, [4, 5], 6).entries()[1] == right

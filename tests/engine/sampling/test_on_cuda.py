@@ -13,9 +13,11 @@ import torch
 
 from engine.request import PENDING_TOKEN, Request
 from engine.runner.device import CudaDevice
+from engine.runner.input_batch import PromptRows
 from engine.runner.launched import InputBuffers, LaunchedStep
+from engine.runner.prompt_logprobs import PromptReport, report_prompts
 from engine.sampling.sampler import Sampler
-from engine.types import TokenId
+from engine.types import RequestKey, TokenId
 from tests.engine.cuda.watch import CUDA, DeviceFault, Watch, fake_cuda
 from tests.engine.sampling.helpers import make
 
@@ -55,7 +57,11 @@ def _sample(watch: Watch, sampler: Sampler, requests: list[Request]) -> int:
     lengths = [request.num_tokens for request in requests]
     before = len(watch.launches)
     step = LaunchedStep(
-        buffers, buffers.take(), device, lambda: sampler.begin(logits, requests, lengths), {}
+        buffers,
+        buffers.take(),
+        device,
+        lambda: sampler.begin(logits, requests, lengths),
+        PromptReport({}),
     )
     with watch.watching():
         step.sample()
@@ -101,6 +107,24 @@ def test_nothing_waits_whoever_comes_and_goes(watch: Watch) -> None:
             request.token_ids.append(TokenId(chance.randrange(VOCAB)))
     assert not watch.faults
     assert watch.copies > 25
+
+
+def test_prompts_do_not_wait(watch: Watch) -> None:
+    sampler, device, buffers = Sampler(VOCAB, CUDA), CudaDevice(CUDA), InputBuffers(1)
+    logits = torch.empty((9, VOCAB), dtype=torch.bfloat16, device=CUDA)
+    prompts = [
+        PromptRows(RequestKey(1), 0, (TokenId(5),) * 3),
+        PromptRows(RequestKey(2), 7, (TokenId(6),) * 5),
+    ]
+    with watch.watching():
+        report = report_prompts(sampler, logits[1:], prompts)
+        step = LaunchedStep(
+            buffers, buffers.take(), device, lambda: sampler.begin(logits[:1], [make()]), report
+        )
+        step.sample()
+    found = step.result().prompt_logprobs
+    assert [(key, len(entries)) for key, entries in found.items()] == [(1, 3), (2, 5)]
+    assert [len(entry.candidates) for entry in found[RequestKey(2)]] == [7] * 5
 
 
 def test_waiting_would_be_seen(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
