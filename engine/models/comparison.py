@@ -20,11 +20,8 @@ import numpy as np
 import torch
 
 from engine.attention.base import AttentionContext, AttentionParams, BatchLayout, LayerCache
-from engine.attention.native_backend import NativeAttentionBackend
 from engine.errors import ModelRefusedError
-from engine.models.native_decoder import NativeDecoder
-from engine.models.packed import native_library
-from engine.models.parts import BoundLayer, Kind, Tables, walk
+from engine.models.parts import Kind, LayerParts, OurDecoder, Tables, walk
 from engine.models.recording import LayerRecord, Record
 
 _MOST_NEIGHBOURS = 0.01
@@ -44,7 +41,7 @@ _FLOOR_OF_OUTPUT = 2.0**-11
 _BLOCK_SIZE = 4
 
 
-def compare(decoder: NativeDecoder, record: Record, windows: Sequence[int | None]) -> None:
+def compare(decoder: OurDecoder, record: Record, windows: Sequence[int | None]) -> None:
     """Compare; see the module.
 
     Args:
@@ -66,10 +63,10 @@ def compare(decoder: NativeDecoder, record: Record, windows: Sequence[int | None
 
 
 def _compare(
-    decoder: NativeDecoder, record: Record, windows: Sequence[int | None], check: _Check
+    decoder: OurDecoder, record: Record, windows: Sequence[int | None], check: _Check
 ) -> None:
     one = decoder.description
-    tables = decoder.tables(torch.arange(len(record.token_ids)))
+    tables = decoder.tables(torch.arange(len(record.token_ids), device=decoder.device))
     with torch.inference_mode():
         check("embedding", "exact", decoder.embed(record.token_ids), record.layers[0][0].x)
         for layer, window, records in zip(decoder.layers, windows, record.layers, strict=True):
@@ -83,10 +80,10 @@ def _compare(
 
 def _compare_layer(
     check: _Check,
-    decoder: NativeDecoder,
-    layer: BoundLayer,
+    decoder: OurDecoder,
+    layer: LayerParts,
     window: int | None,
-    tables: list[Tables],
+    tables: Sequence[Tables],
     record: LayerRecord,
 ) -> None:
     one, x = layer.description, record.x.contiguous()
@@ -100,27 +97,30 @@ def _compare_layer(
             f"and {ours} in ours"
         )
     own = None if one.attention.rotary is None else tables[one.attention.rotary]
-    steps = _Steps(layer, window, len(x))
+    steps = _Steps(decoder, layer, window, len(x))
     for part in walk(layer, x, own, steps.attend, layer.mix, record.parts):
         if part.name in record.parts:
             check(name.format(part.name), part.kind, part.made, record.parts[part.name])
     if record.magnitude == 1.0:
         alone = walk(layer, x, own, steps.attend, steps.mix, {})[-1].made
-        check(name.format("in one call"), "exact", steps.compute(decoder, x, tables), alone)
+        check(name.format("in one call"), decoder.one_call, steps.compute(x, tables), alone)
 
 
 class _Steps:
     """A prompt over a small paged cache in three steps: it begins, goes on, and decodes a token."""
 
-    def __init__(self, layer: BoundLayer, window: int | None, tokens: int) -> None:
+    def __init__(
+        self, decoder: OurDecoder, layer: LayerParts, window: int | None, tokens: int
+    ) -> None:
+        self._decoder = decoder
         self._layer = layer
         attention = layer.description.attention
         self._ends = (0, tokens // 2, tokens - 1, tokens)
         blocks = -(-tokens // _BLOCK_SIZE)
         shape = ((blocks + 1) * _BLOCK_SIZE, attention.kv_heads, attention.head_dim)
-        keys, values = torch.zeros((2, *shape), dtype=layer.dtype)
+        keys, values = torch.zeros((2, *shape), dtype=decoder.dtype, device=decoder.device)
         self._cache = LayerCache(keys, values, group=0)
-        self._backend = NativeAttentionBackend(native_library())
+        self._backend = decoder.backend
         self._metadata = [
             self._backend.prepare(_layout(start, end, blocks), window, self._cache.keys)
             for start, end in pairwise(self._ends)
@@ -128,8 +128,8 @@ class _Steps:
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """The attention of all steps; see `engine.models.parts.Attend`."""
-        one = self._layer.spec
-        params = AttentionParams(one.scaling, one.softcap or None)
+        one = self._layer.description.attention
+        params = AttentionParams(one.scaling, one.softcap)
         query, key, value = (one.transpose(0, 1) for one in (query, key, value))
         made = []
         for (start, end), metadata in zip(pairwise(self._ends), self._metadata, strict=True):
@@ -146,16 +146,14 @@ class _Steps:
         ends = pairwise(self._ends)
         return torch.cat([self._layer.mix(x[start:end]) for start, end in ends])
 
-    def compute(
-        self, decoder: NativeDecoder, x: torch.Tensor, tables: list[Tables]
-    ) -> torch.Tensor:
+    def compute(self, x: torch.Tensor, tables: Sequence[Tables]) -> torch.Tensor:
         """The whole layer, one call a step: [T, K] → [T, K]."""
         made = []
         caches = {self._layer.description.index: self._cache}
         for (start, end), metadata in zip(pairwise(self._ends), self._metadata, strict=True):
             context = AttentionContext(self._backend, caches, [metadata])  # type: ignore[arg-type]  # by index
             own = [(cos[start:end], sin[start:end]) for cos, sin in tables]
-            made.append(decoder.run((self._layer,), x[start:end], own, context))
+            made.append(self._decoder.run((self._layer,), x[start:end], own, context))
         return torch.cat(made)
 
 

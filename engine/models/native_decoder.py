@@ -21,7 +21,7 @@ from engine.attention.native_backend import NativeAttentionBackend, NativeMetada
 from engine.attention.registry import CONTEXT_KEYWORD
 from engine.models import description as described
 from engine.models.packed import native_library
-from engine.models.parts import BoundLayer, Held, Tables
+from engine.models.parts import BoundLayer, Held, Kind, Tables
 from engine.native.library import LayersCall
 
 
@@ -51,7 +51,13 @@ class NativeDecoder:
     Attributes:
         description: what it computes.
         layers: its layers with their tensors.
+        dtype, device: of its elements.
+        backend: computes attention when it is compared.
+        one_call: how near a step is to its parts alone: equal to them.
     """
+
+    one_call: Kind = "exact"
+    device = torch.device("cpu")
 
     def __init__(self, model: torch.nn.Module, decoder: described.Decoder) -> None:
         """Bind a description to the tensors of a model whose linear layers are packed.
@@ -62,8 +68,9 @@ class NativeDecoder:
         self.description = decoder
         width = decoder.norm.width
         self.layers = tuple(BoundLayer.of(model, decoder, one, width) for one in decoder.layers)
-        self._dtype = self.layers[0].dtype
-        self._held = Held(model, self._dtype)
+        self.dtype = self.layers[0].dtype
+        self.backend = NativeAttentionBackend(native_library())
+        self._held = Held(model, self.dtype)
         self._norm = self._held.norm(decoder.norm)
         self._embedding: Any = model.get_submodule(decoder.embedding)
         self._output: Any = model.get_submodule(decoder.output)
@@ -99,8 +106,8 @@ class NativeDecoder:
         for one, frequencies in zip(self.description.rotaries, self._frequencies, strict=True):
             angles = positions[:, None].float() * frequencies
             tables = (angles.cos() * one.scaling, angles.sin() * one.scaling)
-            if one.rounds_tables and self._dtype is not torch.float32:
-                tables = (tables[0].to(self._dtype).float(), tables[1].to(self._dtype).float())
+            if one.rounds_tables and self.dtype is not torch.float32:
+                tables = (tables[0].to(self.dtype).float(), tables[1].to(self.dtype).float())
             found.append(tables)
         return found
 

@@ -1,7 +1,8 @@
 """A described layer with its tensors, and its kernels one by one.
 
 `BoundLayer` holds what the kernels read: a LayerSpec for a whole layer in one call. `walk` computes
-the same part by part, so that each part can be compared with the model's own.
+the same part by part, so that each part can be compared with the model's own; it takes the layers
+of any decoder of ours (`LayerParts`).
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import ctypes
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
+from engine.attention.base import AttentionBackend, AttentionContext
 from engine.models import description as described
 from engine.models.packed import PANEL, PackedLinear, linear_weight, native_library, type_of
 from engine.native.library import (
@@ -53,6 +55,101 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention: queries [T, Hq, D], keys and values [T, Hkv, D] → [T, Hq, D]."""
 Mix = Callable[[torch.Tensor], torch.Tensor]
 """A mixture of experts: [T, K] → [T, K]."""
+
+
+class LayerParts(Protocol):
+    """A layer of a decoder of ours, part by part. All tensors are contiguous rows of tokens."""
+
+    @property
+    def description(self) -> described.Layer:
+        """The layer."""
+        ...
+
+    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """By the layer's norm of that name: [T, H * width] → the same."""
+        ...
+
+    def multiply(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """By the layer's products of that name, side by side: [T, K] → [T, N]."""
+        ...
+
+    def turn(
+        self, q: torch.Tensor, k: torch.Tensor, tables: Tables
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate queries and keys, without norms: [T, H * D] each."""
+        ...
+
+    def gate(self, inner: torch.Tensor) -> torch.Tensor:
+        """The activation of an MLP's first product."""
+        ...
+
+    def add(self, x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        """x + residual · made, [T, K] each."""
+        ...
+
+    def mix(self, x: torch.Tensor) -> torch.Tensor:
+        """Its experts; see Mix."""
+        ...
+
+
+class OurDecoder(Protocol):
+    """A decoder of ours, as it is compared; see `engine.models.native_decoder`."""
+
+    @property
+    def description(self) -> described.Decoder:
+        """What it computes."""
+        ...
+
+    @property
+    def layers(self) -> Sequence[LayerParts]:
+        """Its layers with their tensors."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its elements."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        ...
+
+    @property
+    def backend(self) -> AttentionBackend:
+        """What computes its attention."""
+        ...
+
+    @property
+    def one_call(self) -> Kind:
+        """How near a step is to its parts alone."""
+        ...
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T] → [T, K]."""
+        ...
+
+    def tables(self, positions: torch.Tensor) -> Sequence[Tables]:
+        """Cosines and sines of tokens at these positions, for each of the rotary embeddings."""
+        ...
+
+    def run(
+        self, layers: Any, x: torch.Tensor, tables: Any, context: AttentionContext
+    ) -> torch.Tensor:
+        """Compute some of its layers: [T, K] → [T, K]."""
+        ...
+
+    def norm(self, x: torch.Tensor) -> torch.Tensor:
+        """The last norm: [L, K] → [L, K]."""
+        ...
+
+    def output(self, x: torch.Tensor) -> torch.Tensor:
+        """The output layer: [L, K] → [L, V]."""
+        ...
+
+    def finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """What is done to the output layer's results: [L, V] → [L, V]."""
+        ...
 
 
 class UnboundError(Exception):
@@ -238,6 +335,55 @@ class BoundLayer:
         made: torch.Tensor = self.experts(x.unsqueeze(0))
         return made[0].contiguous()
 
+    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """See LayerParts."""
+        heads = name in ("query_norm", "key_norm")
+        return _norm(self.spec, getattr(self.spec.heads if heads else self.spec, name), x)
+
+    def multiply(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """See LayerParts."""
+        weights = getattr(self.spec, name)
+        made = []
+        for one in [weights] if isinstance(weights, LinearWeight) else weights:
+            if one.outputs:
+                y = x.new_empty((len(x), one.outputs))
+                native_library().linear(
+                    ctypes.byref(one), x.data_ptr(), one.inputs, y.data_ptr(), one.outputs,
+                    len(x), torch.get_num_threads(),
+                )  # fmt: skip
+                made.append(y)
+        return torch.cat(made, -1)
+
+    def turn(
+        self, q: torch.Tensor, k: torch.Tensor, tables: Tables
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See LayerParts."""
+        q, k = q.clone(), k.clone()
+        call = HeadsCall.from_buffer_copy(self.spec.heads)
+        call.query_norm, call.key_norm, call.norms_last = NormWeight(), NormWeight(), 0
+        call.query, call.key = q.data_ptr(), k.data_ptr()
+        call.query_stride, call.key_stride = q.shape[1], k.shape[1]
+        call.cos, call.sin = (one.data_ptr() for one in tables)
+        call.tokens = len(q)
+        native_library().heads(ctypes.byref(call), self.spec.dtype, torch.get_num_threads())
+        return q, k
+
+    def gate(self, inner: torch.Tensor) -> torch.Tensor:
+        """See LayerParts."""
+        tokens, width = inner.shape
+        count = width // 2 if self.spec.gated else width
+        y = inner.new_empty((tokens, count))
+        up = inner.data_ptr() + count * inner.element_size() if self.spec.gated else None
+        native_library().gate(
+            self.spec.activation, inner.data_ptr(), up, width, y.data_ptr(), count, tokens, count,
+            self.spec.dtype, torch.get_num_threads(),
+        )  # fmt: skip
+        return y
+
+    def add(self, x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        """See LayerParts."""
+        return _sum(self.spec, x, made)
+
     def add_experts(self, x: torch.Tensor) -> torch.Tensor:
         """The rest of a layer of which the kernels computed what comes before the MLP."""
         spec = self.spec
@@ -284,7 +430,7 @@ class Part:
 
 
 def walk(
-    layer: BoundLayer,
+    layer: LayerParts,
     x: torch.Tensor,
     tables: Tables | None,
     attend: Attend,
@@ -310,17 +456,17 @@ def walk(
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    layer: BoundLayer
+    layer: LayerParts
     known: Mapping[str, torch.Tensor]
     parts: list[Part]
 
     def run(self, x: torch.Tensor, tables: Tables | None, attend: Attend, mix: Mix) -> list[Part]:
         """See `walk`."""
-        spec, one = self.layer.spec, self.layer.description
-        heads = spec.heads
-        query, keys = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        normed = self._norm("before_attention", spec.before_attention, x)
-        projected = self._products("projection", spec.projection, normed)
+        one = self.layer.description
+        heads = one.attention
+        query, keys = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
+        normed = self._norm("before_attention", one.before_attention, x)
+        projected = self._products("projection", normed)
         sizes = (query, keys, keys)
         q, k, v = (part.contiguous() for part in projected.split_with_sizes(sizes, -1))
         if one.attention.norms_last:
@@ -332,17 +478,17 @@ class _Walk:
         shape = (len(x), -1, heads.head_dim)
         attended = attend(q.view(shape), k.view(shape), v.view(shape)).reshape(len(x), -1)
         attended = self._add_part("attention", "attention", attended)
-        made = self._products("output", [spec.output], attended)
-        made = self._norm("after_attention", spec.after_attention, made)
+        made = self._products("output", attended)
+        made = self._norm("after_attention", one.after_attention, made)
         residual = self._sum("residual", x, made)
-        between = normed if one.parallel else self._norm("before_mlp", spec.before_mlp, residual)
+        between = normed if one.parallel else self._norm("before_mlp", one.before_mlp, residual)
         if isinstance(one.mlp, described.Experts):
             made = self._add_part("experts", "experts", mix(between))
         else:
-            inner = self._products("inner", spec.inner, between)
-            gated = self._add_part("activation", "norm", self._gate(inner, one.mlp.gated))
-            made = self._products("down", [spec.down], gated)
-        made = self._norm("after_mlp", spec.after_mlp, made)
+            inner = self._products("inner", between)
+            gated = self._add_part("activation", "norm", self.layer.gate(inner))
+            made = self._products("down", gated)
+        made = self._norm("after_mlp", one.after_mlp, made)
         self._sum("result", residual, made)
         return self.parts
 
@@ -351,54 +497,24 @@ class _Walk:
         known = self.known.get(name, made)
         return known.contiguous() if known.shape == made.shape else made
 
-    def _norm(self, name: str, norm: Any, x: torch.Tensor) -> torch.Tensor:
-        if not norm.weight:
+    def _norm(self, name: str, norm: described.Norm | None, x: torch.Tensor) -> torch.Tensor:
+        if norm is None:
             return x
-        return self._add_part(name, "norm", _norm(self.layer.spec, norm, x))
+        return self._add_part(name, "norm", self.layer.norm(name, x.contiguous()))
 
     def _norm_heads(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        heads = self.layer.spec.heads
-        q = self._norm("query_norm", heads.query_norm, q)
-        return q, self._norm("key_norm", heads.key_norm, k)
+        one = self.layer.description.attention
+        return self._norm("query_norm", one.query_norm, q), self._norm("key_norm", one.key_norm, k)
 
-    def _products(self, name: str, weights: Any, x: torch.Tensor) -> torch.Tensor:
-        made = []
-        for one in weights:
-            if one.outputs:
-                y = x.new_empty((len(x), one.outputs))
-                native_library().linear(
-                    ctypes.byref(one), x.data_ptr(), one.inputs, y.data_ptr(), one.outputs,
-                    len(x), torch.get_num_threads(),
-                )  # fmt: skip
-                made.append(y)
-        return self._add_part(name, "product", torch.cat(made, -1))
+    def _products(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self._add_part(name, "product", self.layer.multiply(name, x))
 
     def _turn(
         self, q: torch.Tensor, k: torch.Tensor, tables: Tables | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.layer.rotary is None or tables is None:
-            return self._add_part("queries", "exact", q), self._add_part("keys", "exact", k)
-        q, k = q.clone(), k.clone()
-        call = HeadsCall.from_buffer_copy(self.layer.spec.heads)
-        call.query_norm, call.key_norm, call.norms_last = NormWeight(), NormWeight(), 0
-        call.query, call.key = q.data_ptr(), k.data_ptr()
-        call.query_stride, call.key_stride = q.shape[1], k.shape[1]
-        call.cos, call.sin = (one.data_ptr() for one in tables)
-        call.tokens = len(q)
-        native_library().heads(ctypes.byref(call), self.layer.spec.dtype, torch.get_num_threads())
+        if tables is not None:
+            q, k = self.layer.turn(q, k, tables)
         return self._add_part("queries", "exact", q), self._add_part("keys", "exact", k)
 
-    def _gate(self, inner: torch.Tensor, gated: bool) -> torch.Tensor:
-        tokens, width = inner.shape
-        count = width // 2 if gated else width
-        y = inner.new_empty((tokens, count))
-        up = inner.data_ptr() + count * inner.element_size() if gated else None
-        spec = self.layer.spec
-        native_library().gate(
-            spec.activation, inner.data_ptr(), up, width, y.data_ptr(), count, tokens, count,
-            spec.dtype, torch.get_num_threads(),
-        )  # fmt: skip
-        return y
-
     def _sum(self, name: str, x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-        return self._add_part(name, "exact", _sum(self.layer.spec, x, made))
+        return self._add_part(name, "exact", self.layer.add(x, made))

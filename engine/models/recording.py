@@ -131,7 +131,7 @@ def record(model: PreTrainedModel, decoder: described.Decoder, token_ids: Sequen
     AttentionMaskInterface.register(_NAME, eager_mask)
     before = model.config._attn_implementation
     model.set_attn_implementation(_NAME)
-    ids = torch.tensor([token_ids])
+    ids = torch.tensor([token_ids], device=model.device)
     layers: list[tuple[LayerRecord, ...]] = []
     try:
         with torch.inference_mode(), ExitStack() as hooks:
