@@ -326,11 +326,9 @@ class LoadConfig:
             in the log says. Only models that are loaded from disk are packed. Packed layers have no
             gradients: to train a model that is loaded here, set it to False.
         decoder: what computes a model's steps. "own": our decoder if the model's class is one that
-            it knows and the model is on a CPU with packed weights; else the model as
+            it knows and the model is on CUDA, or on a CPU with packed weights; else the model as
             transformers wrote it. A line in the log says which, and why. At load, our decoder is
             compared with the unmodified model, part by part, and the load fails if they differ.
-            On CUDA, "own" computes queries, keys and values as one matrix product, and so the two
-            halves of a gated layer, where a check at load shows that nothing else changes.
             "transformers": the model as transformers wrote it. Only models that are loaded from
             disk have the choice.
         tensor_parallel: "auto": the model is split across the processes that torchrun started, by
@@ -391,8 +389,8 @@ class LoadConfig:
     decoder: DecoderChoice = option(
         "own",
         "What computes a model's steps. `own`: our decoder, for the models that it knows "
-        "([which](models.md)), on a CPU with packed weights; elsewhere transformers' modules, on "
-        "CUDA with joined matrix products. `transformers`: its modules as they are.",
+        "([which](models.md)), on CUDA and on a CPU with packed weights; elsewhere transformers' "
+        "modules. `transformers`: its modules as they are.",
         more="The log says which it is, and why. Our decoder is compared with the unmodified model "
         "when it is loaded; a difference ends the start.",
         group=GROUP,

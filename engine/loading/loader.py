@@ -50,14 +50,12 @@ from engine.loading.gate import (
     probe_layers,
     self_check,
 )
-from engine.loading.joining import join_products
 from engine.loading.memory import GIB, CachePlan, HostLimits, StepLimits, plan_cache, step_limits
 from engine.loading.model_defaults import context_length, default_sampling, eos_token_ids
 from engine.loading.packing import Packing, choose_packing, pack_model
 from engine.loading.profiling import DeviceMemory, device_memory, fitting_step, measure_step
 from engine.loading.view import ModelView
-from engine.models.choosing import NOT_ASKED, make_decoder, plan_decoder
-from engine.models.native_decoder import NativeDecoder
+from engine.models.choosing import NOT_ASKED, CausalDecoder, make_decoder, plan_decoder
 from engine.parallel.sharding import check_plan, sharding, whole_logits
 from engine.rope import RopeLengths
 from engine.runner.buckets import Sizes
@@ -123,7 +121,7 @@ class VerifiedModel:
     step_bytes: dict[tuple[StepLimits, int], int] = field(default_factory=dict)
     view: ModelView | None = None
     rope: RopeLengths | None = None
-    decoder: NativeDecoder | None = None
+    decoder: CausalDecoder | None = None
 
     @property
     def steps(self) -> CausalModel:
@@ -236,7 +234,6 @@ def prepare_model(
         load_config.attention,
         packing,
         own_decoder=load_config.decoder == "own",
-        join=load_config.decoder == "own" and model.device.type == "cuda",
     )
 
 
@@ -248,22 +245,20 @@ def verify_model(
     packing: Packing | None = None,
     *,
     own_decoder: bool = False,
-    join: bool = False,
     ranks: Ranks | None = None,
 ) -> VerifiedModel:
     """Put a model that is in memory through the load gate. Its steps run on our decoder, or on a
     view of it (see `engine.loading.view`), which has our attention.
 
     Args:
-        model: the model; its modules are replaced if its weights are packed, otherwise it is not
-            changed.
+        model: the model. Its modules are replaced if its weights are packed; on CUDA our decoder
+            makes some of its parameters views of longer ones. Otherwise it is not changed.
         path: its local directory.
         progress: gets a line for each stage.
         attention: see LoadConfig.
         packing: how its weights are packed, if they are. What is packed is compared with the model
             as it was before; with int8, which changes results, with the packed model.
         own_decoder: whether our decoder computes its steps if it can.
-        join: whether products of the same input are joined.
         ranks: the processes across which it is split; all of them call this. The gate then compares
             with the results of the whole model.
 
@@ -301,10 +296,8 @@ def verify_model(
         model = view.model
         rope = _read_rope(model)
         noise = packing_noise(model, probe)
-    if join:
-        progress(str(join_products(model)))
     enter(progress, VERIFY)
-    decoder = make_decoder(model, plan, [shape.window for shape in probe.shapes], progress)
+    decoder = make_decoder(model, plan, backend, [shape.window for shape in probe.shapes], progress)
     if ranks is not None:
         probe = replace(probe, logits=whole_logits(model, probe))
     self_check(model, probe, backend, model.device, decoder, noise)

@@ -1,4 +1,5 @@
-"""Chooses what computes a model's steps: our decoder, or the model as transformers wrote it.
+"""Chooses what computes a model's steps: our decoder, on the native kernels or in torch, or the
+model as transformers wrote it.
 
 plan_decoder ─▶ describe, record the unmodified model ─▶ (weights are packed) ─▶ make_decoder
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from transformers import PreTrainedModel
 
 from engine.attention.base import AttentionBackend
@@ -14,10 +16,15 @@ from engine.attention.native_backend import NativeAttentionBackend
 from engine.models.comparison import compare
 from engine.models.description import Decoder
 from engine.models.native_decoder import NativeDecoder
+from engine.models.operations import Operations, TorchOperations
 from engine.models.parts import DTYPES, UnboundError
 from engine.models.recording import Record, record
 from engine.models.table import NotDescribedError, describe
+from engine.models.torch_decoder import TorchDecoder
 
+CausalDecoder = NativeDecoder | TorchDecoder
+TORCH_DEVICES = frozenset({"cuda"})
+"""The types of devices on which our decoder is the one in torch; on a CPU it is the native one."""
 Plan = tuple[Decoder, Record] | str
 """What our decoder is to compute, and what the model computed; or why it cannot compute the model.
 """
@@ -41,10 +48,11 @@ def plan_decoder(
         prompt: token ids.
         is_packed: whether its linear layers are, or will be, packed for our kernels.
     """
-    if not is_packed:
-        return "its weights are not packed for our kernels"
-    if not isinstance(backend, NativeAttentionBackend):
-        return "attention does not run on our kernels"
+    if model.device.type not in TORCH_DEVICES:
+        if not is_packed:
+            return "its weights are not packed for our kernels"
+        if not isinstance(backend, NativeAttentionBackend):
+            return "attention does not run on our kernels"
     if model.dtype not in DTYPES:
         return f"there are no kernels for {model.dtype}"
     try:
@@ -57,14 +65,15 @@ def plan_decoder(
 def make_decoder(
     model: PreTrainedModel,
     plan: Plan,
+    backend: AttentionBackend,
     windows: Sequence[int | None],
     progress: Callable[[str], None],
-) -> NativeDecoder | None:
+) -> CausalDecoder | None:
     """Make our decoder for a model and compare it; None: there is none.
 
     Args:
-        model: packed.
-        plan: see `plan_decoder`.
+        model: packed, if it is on a CPU. On another device its products are joined.
+        plan, backend: see `plan_decoder`.
         windows: those of its layers.
         progress: gets a line that says what computes its steps, and why.
 
@@ -75,7 +84,7 @@ def make_decoder(
     if not isinstance(plan, str):
         described, recorded = plan
         try:
-            decoder = NativeDecoder(model, described)
+            decoder = _bind(model, described, backend)
         except UnboundError as error:
             reason = str(error)
         else:
@@ -84,3 +93,20 @@ def make_decoder(
             return decoder
     progress(f"decoder: transformers', because {reason}")
     return None
+
+
+def _bind(model: PreTrainedModel, described: Decoder, backend: AttentionBackend) -> CausalDecoder:
+    if model.device.type in TORCH_DEVICES:
+        return TorchDecoder(model, described, operations_for(model.device), backend)
+    return NativeDecoder(model, described)
+
+
+def operations_for(device: torch.device) -> Operations:
+    """What computes small operations on a device: Triton's kernels, where there is Triton."""
+    if device.type != "cuda":
+        return TorchOperations()
+    try:
+        from engine.models.triton_operations import TritonOperations
+    except ImportError:
+        return TorchOperations()
+    return TritonOperations()

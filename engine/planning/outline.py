@@ -30,12 +30,13 @@ from engine.errors import ConfigError, ModelRefusedError
 from engine.kv_cache.groups import LayerGroup
 from engine.loading.checkpoint import Checkpoint, read_checkpoint
 from engine.loading.gate import num_embeddings
-from engine.loading.joining import Operations
 from engine.loading.model_defaults import context_length
 from engine.loading.packing import Packing, choose_packing, held_bytes
 from engine.loading.watching import LayerWatch, masks_of
+from engine.models.choosing import TORCH_DEVICES
 from engine.models.parts import DTYPES
 from engine.models.table import NotDescribedError, describe
+from engine.planning.operations import Operations
 from engine.runner.kv_tensors import make_groups
 from engine.runner.rope import read_rope
 
@@ -181,7 +182,8 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(checkpoint.config, dtype=dtype).eval()
     ours: list[torch.nn.Module] = []
-    if packing in ("native", "int8") and load_config.decoder == "own" and dtype in DTYPES:
+    is_ours = packing in ("native", "int8") or device.type in TORCH_DEVICES
+    if is_ours and load_config.decoder == "own" and dtype in DTYPES:
         ours = _computed_by_ours(model)
     watch, work = _watch(model, ours)
     text_config = model.config.get_text_config()

@@ -1,4 +1,4 @@
-"""What is done when a model is loaded on a device: products are joined, the largest step is run."""
+"""What is done when a model is loaded on a device: our decoder is compared, a large step is run."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
+from engine.attention.triton_backend import TritonAttentionBackend
 from engine.config import ContinuousBatchingConfig
-from engine.loading.joining import join_products
 from engine.loading.loader import build_runner, verify_model
 from engine.loading.profiling import CudaMemory
+from engine.models.table import describe
+from engine.models.torch_decoder import TorchDecoder
+from engine.models.triton_operations import TritonOperations
 from tests.engine.runner.steps import build_verified, make_core, make_request, run, tokens_of
 from tests.tiny_models import FAMILIES, greedy_reference, make_model, make_prompts
 
@@ -20,31 +25,45 @@ NEW = 12
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
-def test_joined_products_equal_generate_on_a_cpu(family: str, graphs: bool) -> None:
+@pytest.mark.parametrize("attention", ["triton", "torch"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3", "olmo2", "cohere2"])
+def test_our_decoder_equals_generate_on_a_cpu(family: str, attention: str, graphs: bool) -> None:
     prompts = make_prompts((1, 31, 100))
     reference = [
         greedy_reference(make_model(FAMILIES[family]()), prompt, NEW) for prompt in prompts
     ]
     lines: list[str] = []
     model = make_model(FAMILIES[family]()).to("cuda")
-    verified = verify_model(model, Path(), lines.append, "torch", join=True)
-    assert any(line.startswith("joined: ") for line in lines)
+    verified = verify_model(model, Path(), lines.append, attention, own_decoder=True)
+    assert isinstance(verified.steps, TorchDecoder)
     built = build_verified(verified, use_cuda_graph=graphs, max_requests_per_batch=6)
     built.runner.warmup()
     requests = [make_request(str(i), p, NEW) for i, p in enumerate(prompts)]
     outputs = run(make_core(built, overlap=built.overlap), requests)
-    assert [tokens_of(outputs[request.request_id]) for request in requests] == reference
+    for request, expected in zip(requests, reference, strict=True):
+        assert tokens_of(outputs[request.request_id])[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "olmo2", "phi3"])
+def test_our_decoder_in_bfloat16(family: str) -> None:
+    """It passes the comparison with the model on this device, and is taken."""
+    lines: list[str] = []
+    model = make_model(FAMILIES[family]()).to("cuda", torch.bfloat16)
+    verified = verify_model(model, Path(), lines.append, "triton", own_decoder=True)
+    assert f"decoder: our own, for {model.config.model_type}" in lines
+    assert isinstance(verified.steps, TorchDecoder)
 
 
 def test_joining_holds_no_weight_twice() -> None:
-    """What torch has taken from the device grows by a module's weights at most, and goes back."""
+    """What torch has taken from the device grows by a layer's weights at most, and goes back."""
     config = FAMILIES["llama"](hidden_size=1024, intermediate_size=4096, num_hidden_layers=8)
     model = make_model(config).to("cuda", torch.bfloat16)
+    described = describe(model)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
-    assert join_products(model).gates == 8
+    decoder = TorchDecoder(model, described, TritonOperations(), TritonAttentionBackend())
+    assert len(decoder.layers) == 8
     one = 2 * 4096 * 1024 * 2
     assert torch.cuda.max_memory_reserved() - before <= 4 * one
     torch.cuda.empty_cache()

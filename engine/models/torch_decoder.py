@@ -1,0 +1,444 @@
+"""A described decoder in torch, with the products of one input joined and one operation for each
+run of small ones: for CUDA devices.
+
+    ids ─ embedding ─ x ─ norm ─▶ layer ─▶ … ─▶ layer ─▶ output ─▶ logits of the wanted tokens
+
+    layer:  [q k v] ─ turn ─ attention ─ output ─ add, norm ─ [gate up] ─ gate ─ down ─ add, norm
+
+The norm before what comes next is computed with the sum before it. So a layer launches 9 operations
+in a step of prompts, and 9 or 10 in a decode step, whose attention may have two; see
+`engine.models.operations`. There is no state between calls, and no tensor is looked at, so that
+steps can be captured.
+
+It reads the weights of the transformers model. [Wq Wk Wv] and [Wgate Wup] are made layer by layer,
+and the model's parameters become views of them, so that they are held once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from engine.attention.base import AttentionBackend, AttentionContext, AttentionParams
+from engine.attention.registry import CONTEXT_KEYWORD
+from engine.models import description as described
+from engine.models.operations import BoundNorm, Heads, Operations, Places, Tables
+from engine.models.parts import Kind, UnboundError
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderOutput:
+    """What a forward pass returns. logits: [1, L, V]."""
+
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Linear layers of one input. weight: [N, K]; bias: [N]; None: there is none."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, K] → [T, N]."""
+        return linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchMlp:
+    """The products of an MLP."""
+
+    inner: Product
+    down: Product
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLayer:
+    """A layer with its tensors.
+
+    Attributes:
+        description: the layer.
+        projection, output: the products of its attention.
+        mlp: its MLP, or the model's own module of experts.
+        before_attention, after_attention, before_mlp, after_mlp: its norms.
+        heads: what is done to queries and keys.
+        params: of its attention.
+        operations: what computes the rest.
+    """
+
+    description: described.Layer
+    projection: Product
+    output: Product
+    mlp: TorchMlp | torch.nn.Module
+    before_attention: BoundNorm | None
+    after_attention: BoundNorm | None
+    before_mlp: BoundNorm | None
+    after_mlp: BoundNorm | None
+    heads: Heads
+    params: AttentionParams
+    operations: Operations
+
+    # ---- part by part, for a comparison: see `engine.models.parts.LayerParts`
+
+    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """See LayerParts."""
+        if name not in ("query_norm", "key_norm"):
+            return self.operations.add_norm(x, before=getattr(self, name))[1]
+        width = self.heads.head_dim * (
+            self.heads.heads if name == "query_norm" else self.heads.kv_heads
+        )
+        plain = replace(self.heads, query_norm=None, key_norm=None)
+        other = x.new_zeros((len(x), self._width - width))
+        q, k = (x, other) if name == "query_norm" else (other, x)
+        own = replace(plain, **{name: getattr(self.heads, name)})
+        return self._turn(q, k, own, None)[name == "key_norm"]
+
+    def multiply(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """See LayerParts."""
+        product: Product = getattr(self if name in ("projection", "output") else self.mlp, name)
+        return product(x)
+
+    def turn(
+        self, q: torch.Tensor, k: torch.Tensor, tables: Tables
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See LayerParts."""
+        return self._turn(q, k, replace(self.heads, query_norm=None, key_norm=None), tables)
+
+    def gate(self, inner: torch.Tensor) -> torch.Tensor:
+        """See LayerParts."""
+        one = self.description.mlp
+        if not isinstance(one, described.Mlp):
+            raise TypeError(f"{one.module} has no gate of ours")
+        return self.operations.gate(inner, one.activation, gated=one.gated)
+
+    def add(self, x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        """See LayerParts."""
+        return self.operations.add_norm(x, (made,), factor=self.description.residual)[0]
+
+    def mix(self, x: torch.Tensor) -> torch.Tensor:
+        """See LayerParts."""
+        if isinstance(self.mlp, TorchMlp):
+            raise TypeError(f"{self.description.module} has no experts")
+        made: torch.Tensor = self.mlp(x.unsqueeze(0))
+        return made[0].contiguous()
+
+    @property
+    def _width(self) -> int:
+        """Of queries and keys together."""
+        return (self.heads.heads + self.heads.kv_heads) * self.heads.head_dim
+
+    def _turn(
+        self, q: torch.Tensor, k: torch.Tensor, heads: Heads, tables: Tables | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys by the operation that is also used for whole layers."""
+        keys, values = k.new_empty((2, len(k), heads.kv_heads, heads.head_dim)).unbind(0)
+        projected = torch.cat((q, k, torch.zeros_like(k)), -1)
+        queries = self.operations.turn(projected, heads, tables, Places(keys, values))
+        return queries.flatten(1), keys.flatten(1)
+
+
+class TorchDecoder:
+    """See the module.
+
+    Attributes:
+        description: what it computes.
+        layers: its layers with their tensors.
+        dtype: of its elements.
+        device: where they are.
+        backend: computes attention when it is compared.
+        one_call: how near a step is to its parts alone. The sums of a product may have another
+            order where there are other rows.
+    """
+
+    one_call: Kind = "attention"
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        decoder: described.Decoder,
+        operations: Operations,
+        backend: AttentionBackend,
+    ) -> None:
+        """Bind a description to the tensors of a model, some of which are joined.
+
+        Raises:
+            UnboundError: its tensors are not as this decoder needs them. Nothing is joined then.
+        """
+        self.description = decoder
+        first = next(model.parameters())
+        self.dtype, self.device = first.dtype, first.device
+        self.backend = backend
+        self._operations = operations
+        binding = _Binding(model, self.dtype, operations)
+        for one in decoder.layers:
+            binding.check(one)
+        self.layers = tuple(binding.layer(decoder, one) for one in decoder.layers)
+        self._norm = binding.norm(decoder.norm)
+        self._embedding: Any = model.get_submodule(decoder.embedding)
+        self._output: Any = model.get_submodule(decoder.output)
+        self._frequencies = [
+            model.get_submodule(one.module).get_buffer(one.frequencies).float()
+            for one in decoder.rotaries
+        ]
+
+    def __call__(self, **inputs: Any) -> DecoderOutput:
+        """A step's logits; see `engine.runner.forward.CausalModel`."""
+        x = self.embed(inputs["input_ids"][0])
+        tables = self.tables(inputs["position_ids"][0])
+        _, x = self._run(self.layers, x, tables, inputs[CONTEXT_KEYWORD], self._norm)
+        rows = inputs["logits_to_keep"]
+        if isinstance(rows, torch.Tensor):
+            x = x.index_select(0, rows)
+        return DecoderOutput(self.finish(self.output(x)).unsqueeze(0))
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T] → [T, K]."""
+        x: torch.Tensor = self._embedding(token_ids)
+        factor = self.description.embedding_factor
+        return x.contiguous() if factor is None else x * factor
+
+    def tables(self, positions: torch.Tensor) -> list[Tables]:
+        """Cosines and sines of tokens at these positions, for each of the rotary embeddings."""
+        found = []
+        for one, frequencies in zip(self.description.rotaries, self._frequencies, strict=True):
+            angles = positions[:, None].float() * frequencies
+            cos, sin = angles.cos(), angles.sin()
+            if one.scaling != 1.0:
+                cos, sin = cos * one.scaling, sin * one.scaling
+            if one.rounds_tables:
+                cos, sin = cos.to(self.dtype), sin.to(self.dtype)
+            found.append((cos, sin))
+        return found
+
+    def norm(self, x: torch.Tensor) -> torch.Tensor:
+        """The last norm: [L, K] → [L, K]."""
+        return self._operations.add_norm(x, before=self._norm)[1]
+
+    def output(self, x: torch.Tensor) -> torch.Tensor:
+        """The output layer: [L, K] → [L, V]."""
+        logits: torch.Tensor = self._output(x)
+        return logits
+
+    def finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """What is done to the output layer's results: [L, V] → [L, V]."""
+        one = self.description
+        if one.logits_factor is not None:
+            logits = logits * one.logits_factor
+        if one.logits_divisor is not None:
+            logits = logits / one.logits_divisor
+        if one.logits_softcap is not None:
+            logits = torch.tanh(logits / one.logits_softcap) * one.logits_softcap
+        return logits
+
+    def run(
+        self,
+        layers: Sequence[TorchLayer],
+        x: torch.Tensor,
+        tables: Sequence[Tables],
+        context: AttentionContext,
+    ) -> torch.Tensor:
+        """Compute some layers: [T, K] → [T, K].
+
+        Args:
+            layers: the layers.
+            x: contiguous, of the model's type.
+            tables: see `tables`.
+            context: the step's.
+        """
+        return self._run(layers, x, tables, context, None)[0]
+
+    def _run(
+        self,
+        layers: Sequence[TorchLayer],
+        x: torch.Tensor,
+        tables: Sequence[Tables],
+        context: AttentionContext,
+        last: BoundNorm | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Some layers' result, and that by the norm of what comes next."""
+        add_norm = self._operations.add_norm
+        norms = [*(one.before_attention for one in layers), last]
+        x, normed = add_norm(x, before=norms[0])
+        for layer, following in zip(layers, norms[1:], strict=True):
+            one = layer.description
+            attended = layer.output(self._attend(layer, normed, tables, context))
+            if one.parallel:
+                both = (attended, self._mlp(layer, normed))
+                x, normed = add_norm(x, both, None, one.residual, following)
+                continue
+            x, normed = add_norm(
+                x, (attended,), layer.after_attention, one.residual, layer.before_mlp
+            )
+            made = self._mlp(layer, normed)
+            x, normed = add_norm(x, (made,), layer.after_mlp, one.residual, following)
+        return x, normed
+
+    def _attend(
+        self,
+        layer: TorchLayer,
+        x: torch.Tensor,
+        tables: Sequence[Tables],
+        context: AttentionContext,
+    ) -> torch.Tensor:
+        """A layer's attention, before its output layer: [T, K] → [T, Hq · D]."""
+        heads, turn = layer.heads, self._operations.turn
+        projected = layer.projection(x)
+        rotary = layer.description.attention.rotary
+        own = None if rotary is None else tables[rotary]
+        cache = context.caches[layer.description.index]
+        metadata, backend = context.metadata[cache.group], context.backend
+        slots = backend.slots(metadata)
+        if slots is None:
+            shape = (len(x), heads.kv_heads, heads.head_dim)
+            keys, values = projected.new_empty(shape), projected.new_empty(shape)
+            query = turn(projected, heads, own, Places(keys, values))
+            query, keys, values = (one.transpose(0, 1) for one in (query, keys, values))
+            return backend.forward(query, keys, values, cache, metadata, layer.params).flatten(1)
+        output = projected.new_empty((len(x), heads.heads, heads.head_dim))
+        places = Places(cache.keys, cache.values, slots.where, output, slots.padding)
+        query = turn(projected, heads, own, places).transpose(0, 1)
+        backend.attend(query, output, cache, metadata, layer.params)
+        return output.flatten(1)
+
+    def _mlp(self, layer: TorchLayer, x: torch.Tensor) -> torch.Tensor:
+        """[T, K] → [T, K]."""
+        one = layer.mlp
+        return one.down(layer.gate(one.inner(x))) if isinstance(one, TorchMlp) else layer.mix(x)
+
+
+class _Binding:
+    """Finds and joins a model's tensors."""
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, operations: Operations) -> None:
+        self._model = model
+        self._dtype = dtype
+        self._operations = operations
+        holders: dict[int, int] = {}
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+        self._shared = {key for key, count in holders.items() if count > 1}
+
+    def check(self, layer: described.Layer) -> None:
+        """Raise UnboundError if a layer's tensors are not as they must be."""
+        attention, mlp = layer.attention, layer.mlp
+        query = attention.heads * attention.head_dim
+        keys = attention.kv_heads * attention.head_dim
+        self._check_linears(attention.projection, query + 2 * keys)
+        self._check_linears([attention.output], None)
+        if isinstance(mlp, described.Mlp):
+            down = self._check_linears([mlp.down], None)
+            self._check_linears(mlp.inner, (1 + mlp.gated) * down[0].in_features)
+        for norm, whole in ((attention.query_norm, query), (attention.key_norm, keys)):
+            if norm is not None and norm.width not in (attention.head_dim, whole):
+                raise UnboundError(f"{norm.module} norms {norm.width} elements together")
+            self._norm_or_none(norm)
+        for norm in _norms_of(layer):
+            self._norm_or_none(norm)
+        if attention.head_dim % 2:
+            raise UnboundError("heads have an odd number of elements")
+        if layer.parallel and any(_norms_of(layer)[1:]):
+            raise UnboundError("layers in parallel have norms of their own")
+
+    def _check_linears(self, paths: Sequence[str], outputs: int | None) -> list[torch.nn.Linear]:
+        """Linear layers of one input; outputs: how many they have together."""
+        layers = []
+        for path in paths:
+            module = self._model.get_submodule(path)
+            if type(module) is not torch.nn.Linear:
+                raise UnboundError(f"{path} is {type(module).__name__}, not Linear")
+            for parameter in module.parameters():
+                if parameter.dtype != self._dtype or not parameter.is_contiguous():
+                    raise UnboundError(f"{path} is {parameter.dtype}, not {self._dtype}")
+                if len(paths) > 1 and id(parameter) in self._shared:
+                    raise UnboundError(f"{path} shares a parameter with another layer")
+            layers.append(module)
+        if len({one.in_features for one in layers}) != 1 or outputs not in (
+            None,
+            sum(one.out_features for one in layers),
+        ):
+            raise UnboundError(f"{paths[0]} has other sizes than its neighbours")
+        return layers
+
+    def layer(self, decoder: described.Decoder, layer: described.Layer) -> TorchLayer:
+        """Bind a layer, whose products are joined."""
+        attention = layer.attention
+        rotary = None if attention.rotary is None else decoder.rotaries[attention.rotary]
+        return TorchLayer(
+            description=layer,
+            projection=self._product(attention.projection),
+            output=self._product([attention.output]),
+            mlp=self._mlp(layer.mlp),
+            before_attention=self._norm_or_none(layer.before_attention),
+            after_attention=self._norm_or_none(layer.after_attention),
+            before_mlp=self._norm_or_none(layer.before_mlp),
+            after_mlp=self._norm_or_none(layer.after_mlp),
+            heads=Heads(
+                heads=attention.heads,
+                kv_heads=attention.kv_heads,
+                head_dim=attention.head_dim,
+                query_norm=self._norm_or_none(attention.query_norm),
+                key_norm=self._norm_or_none(attention.key_norm),
+                norms_last=attention.norms_last,
+                rotary_dim=0 if rotary is None else rotary.dim,
+                paired=rotary is not None and rotary.paired,
+                rounds_products=rotary is not None and rotary.rounds_products,
+            ),
+            params=AttentionParams(attention.scaling, attention.softcap),
+            operations=self._operations,
+        )
+
+    def norm(self, one: described.Norm) -> BoundNorm:
+        """A norm with its tensors."""
+        parameters = self._model.get_submodule(one.module)._parameters
+        weight, bias = parameters["weight"], parameters.get("bias")
+        if weight is None or weight.shape != (one.width,) or weight.dtype != self._dtype:
+            raise UnboundError(f"{one.module} has no weight of {one.width} x {self._dtype}")
+        return BoundNorm(
+            weight.detach(), None if bias is None else bias.detach(), one.eps, one.form
+        )
+
+    def _mlp(self, one: described.Mlp | described.Experts) -> TorchMlp | torch.nn.Module:
+        if isinstance(one, described.Experts):
+            return self._model.get_submodule(one.module)
+        return TorchMlp(self._product(one.inner), self._product([one.down]))
+
+    def _norm_or_none(self, one: described.Norm | None) -> BoundNorm | None:
+        return None if one is None else self.norm(one)
+
+    def _product(self, paths: Sequence[str]) -> Product:
+        layers: list[Any] = [self._model.get_submodule(path) for path in paths]
+        weights = [one.weight for one in layers]
+        if len(layers) == 1:
+            bias = layers[0].bias
+            return Product(weights[0].detach(), None if bias is None else bias.detach())
+        biases = None
+        if any(one.bias is not None for one in layers):
+            biases = _joined(
+                [weight.new_zeros(len(weight)) if one.bias is None else one.bias
+                 for one, weight in zip(layers, weights, strict=True)]
+            )  # fmt: skip
+        product = Product(_joined(weights), biases)
+        if product.weight.is_cuda:
+            # Free the originals' memory, which neither the next joined weight nor the KV cache
+            # could reuse.
+            torch.cuda.empty_cache()
+        return product
+
+
+def _norms_of(layer: described.Layer) -> tuple[described.Norm | None, ...]:
+    return (layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One tensor of parts, which become views of it."""
+    with torch.no_grad():
+        whole = torch.cat([one.detach() for one in parts])
+    for part, view in zip(parts, whole.split_with_sizes([len(one) for one in parts]), strict=True):
+        part.data = view
+    return whole

@@ -1,0 +1,146 @@
+"""Our decoder in torch, as it runs on a CUDA device, here on a CPU with plain operations: what it
+yields, and how it holds the weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.loading.loader import VerifiedModel, verify_model
+from engine.models import choosing
+from engine.models.torch_decoder import TorchDecoder, TorchMlp
+from engine.runner.runner_options import StepPath
+from tests.engine.models.test_decoder import OURS, _gaps, make
+from tests.engine.runner.fake_graphs import RecordingBackend
+from tests.engine.runner.steps import build_verified, make_core, make_request, run, tokens_of
+from tests.tiny_models import WINDOW, greedy_reference, make_prompts
+
+LENGTHS = (1, 31, WINDOW + 20)
+PROMPTS = make_prompts(LENGTHS)
+NEW = 6
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(choosing, "TORCH_DEVICES", frozenset({"cpu"}))
+    return
+
+
+def verify(model: PreTrainedModel, lines: list[str] | None = None) -> VerifiedModel:
+    """Through the load gate, with our decoder if it can be."""
+    told = [] if lines is None else lines
+    return verify_model(model, Path(), told.append, "torch", own_decoder=True)
+
+
+def generate(verified: VerifiedModel, **options: Any) -> tuple[list[list[int]], Any]:
+    """The tokens of PROMPTS, and the runner that made them."""
+    built = build_verified(
+        verified, max_batch_tokens=40, max_requests_per_batch=6, q_padding_interval_size=8,
+        kv_padding_interval_size=48, **options,
+    )  # fmt: skip
+    requests = [make_request(str(i), p, NEW) for i, p in enumerate(PROMPTS)]
+    outputs = run(make_core(built), requests)
+    return [tokens_of(outputs[request.request_id]) for request in requests], built.runner
+
+
+@pytest.mark.parametrize("family", OURS)
+def test_every_family_of_the_table(family: str) -> None:
+    """It passes the comparison with the model, and yields its tokens: in float32 the same ones, in
+    bfloat16 such as the model finds most likely.
+    """
+    model, lines = make(family), []
+    judge = copy.deepcopy(model).float()
+    verified = verify(model, lines)
+    assert f"decoder: our own, for {model.config.model_type}" in lines
+    assert isinstance(verified.steps, TorchDecoder)
+    for prompt, tokens in zip(PROMPTS, generate(verified)[0], strict=True):
+        assert _gaps(judge, prompt, tokens).max() <= 0.15
+    expected = [greedy_reference(judge, prompt, NEW) for prompt in PROMPTS]
+    verified = verify(judge)
+    assert isinstance(verified.steps, TorchDecoder)
+    for tokens, wanted in zip(generate(verified)[0], expected, strict=True):
+        assert tokens[: len(wanted)] == wanted, "up to the end of sequence, where it stops"
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3"])
+def test_captured_steps_equal_generate(family: str) -> None:
+    """There is no state, and no tensor is looked at: everything is replayed."""
+    model = make(family).float()
+    expected = [greedy_reference(model, prompt, NEW) for prompt in PROMPTS]
+    graphs = RecordingBackend()
+    tokens, runner = generate(verify(model), graphs=graphs, use_cuda_graph=(True, True))
+    assert tokens == expected
+    assert {kind.path for kind in runner.steps if kind.is_replayed} == set(StepPath)
+
+
+# ---- weights -----------------------------------------------------------------------------------
+
+
+def held(model: nn.Module) -> int:
+    """Bytes of all that a model holds."""
+    tensors = [*model.parameters(), *model.buffers()]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
+    return sum(one.nbytes() for one in storages.values())
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi3"])
+def test_weights_are_held_once(family: str) -> None:
+    model = make(family)
+    size, before = held(model), {name: one.clone() for name, one in model.state_dict().items()}
+    decoder = verify(model).steps
+    assert isinstance(decoder, TorchDecoder)
+    assert held(model) == size
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], one) for name, one in before.items())
+    of_model = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    for layer in decoder.layers:
+        assert isinstance(layer.mlp, TorchMlp)
+        for product in (layer.projection, layer.output, layer.mlp.inner, layer.mlp.down):
+            assert product.weight.untyped_storage().data_ptr() in of_model
+            if product.bias is not None:
+                assert product.bias.untyped_storage().data_ptr() in of_model
+
+
+def test_what_is_written_in_place_is_computed() -> None:
+    model = make("llama")
+    verified = verify(model)
+    before, _ = generate(verified)
+    with torch.no_grad():
+        model.get_submodule("model.layers.1.self_attn.q_proj").weight.neg_()
+        model.get_submodule("model.layers.0.mlp.up_proj").weight.neg_()
+    assert generate(verified)[0] != before
+
+
+# ---- which models it takes ---------------------------------------------------------------------
+
+
+def _shared(model: PreTrainedModel) -> None:
+    mlp: Any = model.get_submodule("model.layers.1.mlp")
+    mlp.up_proj.weight = mlp.gate_proj.weight
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_shared, "model.layers.1.mlp.gate_proj shares a parameter with another layer"),
+    ],
+)
+def test_another_model_runs_as_it_was_written(change: Any, reason: str) -> None:
+    """Nothing is joined then."""
+    model, lines = make("llama"), []
+    change(model)
+    places = [one.data_ptr() for one in model.parameters()]
+    verified = verify(model, lines)
+    assert verified.decoder is None
+    assert f"decoder: transformers', because {reason}" in lines
+    assert [one.data_ptr() for one in model.parameters()] == places
+    generate(verified)
