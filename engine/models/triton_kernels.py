@@ -263,7 +263,7 @@ def _turn_heads(
         tl.store(target + heads * DIM + rest_dims, rest.to(T), mask=inside_rest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])  # a part of an array, at any address
 def turn_kernel(
     projected,
     queries,

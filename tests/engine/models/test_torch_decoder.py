@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from engine.attention.base import AttentionContext, BatchLayout, LayerCache
 from engine.loading.loader import VerifiedModel, verify_model
 from engine.models import choosing
+from engine.models.parts import walk
 from engine.models.torch_decoder import TorchDecoder, TorchMlp
 from engine.runner.runner_options import StepPath
 from tests.engine.models.test_decoder import OURS, _gaps, make
@@ -79,6 +82,51 @@ def test_captured_steps_equal_generate(family: str) -> None:
     tokens, runner = generate(verify(model), graphs=graphs, use_cuda_graph=(True, True))
     assert tokens == expected
     assert {kind.path for kind in runner.steps if kind.is_replayed} == set(StepPath)
+
+
+@pytest.mark.parametrize("family", ["cohere2", "gemma2", "olmo2", "qwen3"])
+def test_a_step_is_its_parts(family: str) -> None:
+    """Bit by bit, where its products have the same rows."""
+    verified = verify(make(family))
+    decoder, tokens = verified.steps, 7
+    assert isinstance(decoder, TorchDecoder)
+    backend, positions = decoder.backend, torch.arange(tokens)
+    tables = decoder.tables(positions)
+    with torch.inference_mode():
+        expected = x = decoder.embed(positions + 3)
+        caches = []
+        for layer, shape in zip(decoder.layers, verified.probe.shapes, strict=True):
+            size = (2 * 8, shape.num_kv_heads, shape.key_dim)
+            keys, values = torch.zeros((2, *size), dtype=decoder.dtype)
+            caches.append(LayerCache(keys, values, layer.description.index))
+        metadata = [
+            backend.prepare(_whole_prompt(tokens), shape.window, caches[0].keys)
+            for shape in verified.probe.shapes
+        ]
+
+        for layer, cache in zip(decoder.layers, caches, strict=True):
+
+            def attend(*given: torch.Tensor, layer: Any = layer, cache: Any = cache) -> Any:
+                query, key, value = (one.transpose(0, 1) for one in given)
+                own = metadata[cache.group]
+                return backend.forward(query, key, value, cache, own, layer.params)
+
+            rotary = layer.description.attention.rotary
+            own = None if rotary is None else tables[rotary]
+            expected = walk(layer, expected, own, attend, layer.mix, {})[-1].made
+        context = AttentionContext(backend, caches, metadata)
+        assert torch.equal(decoder.run(decoder.layers, x, tables, context), expected)
+
+
+def _whole_prompt(tokens: int) -> BatchLayout:
+    return BatchLayout(
+        starts=np.zeros(1, dtype=np.int64),
+        counts=np.array([tokens]),
+        num_decodes=0,
+        positions=np.arange(tokens),
+        tables=np.ones((1, 1), dtype=np.int32),
+        block_size=8,
+    )
 
 
 # ---- weights -----------------------------------------------------------------------------------

@@ -26,9 +26,17 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.timeout(400)
-def test_by_the_interpreter() -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "test_triton_operations.py",
+        # A whole engine, with our decoder.
+        pytest.param("test_triton_decoder.py", marks=pytest.mark.slow),
+    ],
+)
+def test_by_the_interpreter(name: str) -> None:
     """In a process of its own: triton is imported as an interpreter, or it is not."""
-    tests = ROOT / "tests" / "gpu" / "test_triton_operations.py"
+    tests = ROOT / "tests" / "gpu" / name
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
         cwd=ROOT,
