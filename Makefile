@@ -140,6 +140,10 @@ model-table: $(DEV) ## Write the tables of docs/models.md from tests/model_recip
 launch-table: $(DEV) ## Write what a step of each family launches on CUDA, traced without a device: two minutes.
 	$(BIN)/python scripts/launch_table.py
 
+.PHONY: kernels
+kernels: $(DEV) ## Compile every Triton kernel for an H100, without one, in all sizes, block sizes and types: ten minutes.
+	$(BIN)/python scripts/compile_kernels.py
+
 .PHONY: top-picture
 top-picture: $(DEV) $(NATIVE) ## Draw docs/top.svg, the picture of `headrace top` in README.md, from a real run.
 	$(BIN)/python scripts/draw_top.py

@@ -1,0 +1,222 @@
+"""The sizes for which every Triton kernel is compiled: those of real models' layers, by block size
+and type. See `kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.attention.base import AttentionParams, BatchLayout, LayerCache
+from engine.models.description import Activation, NormForm
+from engine.models.operations import BoundNorm, Heads, Places
+from tests.engine.cuda.kernels import SHARED_MEMORY, Found
+from tests.engine.cuda.watch import CUDA
+
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+WIDE = 64
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+_REQUESTS = 8
+_CONTEXT = 1100
+_PROMPT = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """An attention layer.
+
+    Attributes:
+        name: whose.
+        heads, kv_heads, dim, value_dim: how many heads, and their sizes.
+        window, softcap, sinks: 0, None and False: it has none.
+        narrow: a prefill's products are narrower than they should be, because its tiles are.
+        spilled: bytes that a prefill's tiles spill.
+    """
+
+    name: str
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    window: int = 0
+    softcap: float | None = None
+    sinks: bool = False
+    narrow: bool = False
+    spilled: int = 0
+
+
+LAYERS = (
+    Layer("Qwen3-8B", 32, 8, 128, 128),
+    Layer("Llama-3.2-1B", 32, 8, 64, 64),
+    Layer("gpt-oss", 64, 8, 64, 64, window=128, sinks=True),
+    Layer("Phi-3-mini", 32, 32, 96, 96),
+    Layer("Gemma-2-9B", 16, 8, 256, 256, window=4096, softcap=50.0, narrow=True),
+    Layer("Gemma-3-4B", 8, 4, 256, 256, window=1024, narrow=True),
+    Layer("DeepSeek-V3", 128, 128, 192, 128, narrow=True),
+    Layer("Gemma-4, full", 16, 2, 512, 512, narrow=True, spilled=88),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is compiled together.
+
+    Attributes:
+        name: for messages.
+        run: launches its kernels; call it by `kernels.compile_all`.
+        dtype: of its tensors.
+        layer: if it is attention.
+    """
+
+    name: str
+    run: Callable[[], object]
+    dtype: torch.dtype
+    layer: Layer | None = None
+
+
+def attention(layer: Layer, block_size: int, dtype: torch.dtype, kind: str) -> Case:
+    """A layer's kernels: of a decode, or of a prefill."""
+
+    def run() -> None:
+        from engine.attention.triton_backend import TritonAttentionBackend
+
+        def zeros(count: int, heads: int, dim: int) -> torch.Tensor:
+            return torch.zeros((count, heads, dim), dtype=dtype, device=CUDA)
+
+        start, new = (_CONTEXT, 1) if kind == "decode" else (0, _PROMPT)
+        width = -(-(start + new) // block_size)
+        slots = (_REQUESTS * width + 1) * block_size
+        cache = LayerCache(
+            zeros(slots, layer.kv_heads, layer.dim),
+            zeros(slots, layer.kv_heads, layer.value_dim),
+            group=0,
+        )
+        layout = BatchLayout(
+            starts=np.full(_REQUESTS, start),
+            counts=np.full(_REQUESTS, new),
+            num_decodes=_REQUESTS if kind == "decode" else 0,
+            positions=np.tile(np.arange(start, start + new), _REQUESTS),
+            tables=np.ones((_REQUESTS, width), dtype=np.int32),
+            block_size=block_size,
+        )
+        tokens = _REQUESTS * new
+        sinks = torch.zeros(layer.heads, dtype=dtype, device=CUDA) if layer.sinks else None
+        backend = TritonAttentionBackend()
+        backend.forward(
+            zeros(tokens, layer.heads, layer.dim).transpose(0, 1),
+            zeros(tokens, layer.kv_heads, layer.dim).transpose(0, 1),
+            zeros(tokens, layer.kv_heads, layer.value_dim).transpose(0, 1),
+            cache,
+            backend.prepare(layout, layer.window or None, cache.keys),
+            AttentionParams(layer.dim**-0.5, layer.softcap, sinks),
+        )
+
+    name = f"{layer.name}, {kind}, blocks of {block_size}, {_word(dtype)}"
+    return Case(name, run, dtype, layer)
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What stands between a layer's products and its attention: whose, the widths of its residual
+    stream and of its MLP, its heads, and the forms of its norms.
+    """
+
+    name: str
+    width: int
+    inner: int
+    heads: int
+    kv_heads: int
+    dim: int
+    form: NormForm
+    normed_heads: bool = False
+    normed_after: bool = False
+    activation: Activation = "silu"
+
+
+RESTS = (
+    Rest("Qwen3-8B", 4096, 12288, 32, 8, 128, "rounded_first", normed_heads=True),
+    Rest("Llama-3.1-70B", 8192, 28672, 64, 8, 128, "rounded_first"),
+    Rest(
+        "Gemma-2-9B", 3584, 14336, 16, 8, 256, "from_one", normed_after=True, activation="gelu_tanh"
+    ),
+)
+
+
+def between(rest: Rest, dtype: torch.dtype) -> Case:
+    """The kernels between a layer's products and its attention."""
+
+    def run() -> None:
+        from engine.models.triton_operations import TritonOperations
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=CUDA)
+
+        def norm(width: int) -> BoundNorm:
+            return BoundNorm(zeros(width), None, 1e-6, rest.form)
+
+        tokens, operations = _REQUESTS, TritonOperations()
+        after = norm(rest.width) if rest.normed_after else None
+        operations.add_norm(
+            zeros(tokens, rest.width), [zeros(tokens, rest.width)], after, 1.0, norm(rest.width)
+        )
+        of_heads = norm(rest.dim) if rest.normed_heads else None
+        heads = Heads(rest.heads, rest.kv_heads, rest.dim, of_heads, of_heads, rotary_dim=rest.dim)
+        cos, sin = torch.zeros((2, tokens, rest.dim // 2), device=CUDA).unbind()
+        places = Places(
+            zeros(256, rest.kv_heads, rest.dim),
+            zeros(256, rest.kv_heads, rest.dim),
+            torch.zeros(tokens, dtype=torch.int64, device=CUDA),
+            zeros(tokens, rest.heads, rest.dim),
+            64,
+        )
+        width = (rest.heads + 2 * rest.kv_heads) * rest.dim
+        operations.turn(zeros(tokens, width), heads, (cos, sin), places)
+        operations.gate(zeros(tokens, 2 * rest.inner), rest.activation, gated=True)
+
+    return Case(f"{rest.name}, between products and attention, {_word(dtype)}", run, dtype)
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def every_case() -> Iterator[Case]:
+    """All of them."""
+    for dtype in TYPES:
+        for layer in LAYERS:
+            for block_size in BLOCK_SIZES:
+                for kind in ("decode", "prefill"):
+                    yield attention(layer, block_size, dtype, kind)
+        for rest in RESTS:
+            yield between(rest, dtype)
+
+
+def faults(case: Case, found: Found) -> list[str]:
+    """What is wrong with a compiled kernel; nothing if it is as it should be.
+
+    Shared memory is bounded for every kernel. Kernels for 16-bit types keep everything in
+    registers; the attention's read keys and values 16 bytes at a time, and block tables 8; a
+    prefill multiplies by tensor cores, 64 keys or elements at once.
+    """
+    wrong = []
+    if found.shared > SHARED_MEMORY:
+        wrong.append(f"{found.shared} bytes of shared memory, and there are {SHARED_MEMORY}")
+    if case.dtype is torch.float32:
+        return wrong
+    is_prefill = found.kernel == "prefill_kernel"
+    layer = case.layer
+    if found.spilled > (layer.spilled if layer is not None and is_prefill else 0):
+        wrong.append(f"{found.spilled} bytes of a thread's registers are spilled")
+    reads_cache = layer is not None and found.kernel in ("decode_kernel", "prefill_kernel")
+    if reads_cache and not {16} <= set(found.copies) <= {8, 16}:
+        wrong.append(f"its copies have {found.copies} bytes")
+    if layer is not None and is_prefill:
+        narrowest = min(found.products, default=0)
+        if narrowest < WIDE and not layer.narrow:
+            wrong.append(f"its products are {found.products} wide")
+        if narrowest >= WIDE and layer.narrow:
+            wrong.append("its products are wide now: the layer is no longer `narrow`")
+    return wrong

@@ -1,0 +1,132 @@
+"""Triton kernels as they would be launched on an H100, compiled without one.
+
+    row of the table ─▶ its operation, on tensors without contents (see `watch`)
+                     ─▶ each kernel that it launches, with its very arguments ─▶ machine code
+                     ─▶ Found: shared memory, spills, widths of matrix products and of copies
+
+Who adds a kernel adds rows: `engine` operations that launch it, with the sizes of real layers.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.engine.cuda.watch import HOPPER, Watch, fake_cuda
+
+CAPABILITY = 90
+SHARED_MEMORY: int = HOPPER.shared_memory_per_block_optin
+"""The most bytes of a program."""
+_PRODUCT = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k")
+_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*?\], \[[^\]]*\], (?:0x)?([0-9a-f]+)")
+_LOCAL = re.compile(r"\b(?:STACK|LOCAL):(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A compiled kernel.
+
+    Attributes:
+        kernel: its name.
+        shared: bytes of shared memory.
+        spilled: bytes of registers that are kept in memory, for each thread.
+        products: N of its warp group matrix products (64 × N), each once; empty: it has none.
+        copies: bytes of its asynchronous copies, each once.
+    """
+
+    kernel: str
+    shared: int
+    spilled: int
+    products: tuple[int, ...]
+    copies: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    kernel: Any
+    grid: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def compile_all(run: Callable[[], object]) -> list[Found]:
+    """Every kernel that `run` launches. `run` makes its tensors itself, on `watch.CUDA`.
+
+    Raises whatever Triton's compiler raises.
+    """
+    from triton.runtime.jit import MockTensor
+
+    launches: list[_Launch] = []
+
+    def mocked(value: object) -> object:
+        return MockTensor(value.dtype) if isinstance(value, torch.Tensor) else value
+
+    def note(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        given = {name: mocked(value) for name, value in kwargs.items()}
+        launches.append(_Launch(kernel, grid, tuple(mocked(one) for one in args), given))
+
+    with fake_cuda(Watch(), note), torch.inference_mode():
+        run()
+    with _driver():
+        return [_compile(launch) for launch in launches]
+
+
+def _compile(launch: _Launch) -> Found:
+    made = launch.kernel.run(*launch.args, grid=launch.grid, warmup=True, **launch.kwargs)
+    ptx: str = made.asm["ptx"]
+    return Found(
+        kernel=launch.kernel.fn.__name__,
+        shared=made.metadata.shared,
+        spilled=_spilled(made.asm["cubin"]),
+        products=tuple(sorted({int(found) for found in _PRODUCT.findall(ptx)})),
+        copies=tuple(sorted({int(found, 16) for found in _COPY.findall(ptx)})),
+    )
+
+
+def _spilled(cubin: bytes) -> int:
+    """Bytes of local memory of each thread, which spilled registers take."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        )
+    return max(int(found) for found in _LOCAL.findall(told.stdout))
+
+
+class _Driver:
+    """Triton's driver of a device that is not here."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> object:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", CAPABILITY, 32)
+
+
+@contextmanager
+def _driver() -> Iterator[None]:
+    from triton.runtime import driver
+
+    before = driver._active
+    driver.set_active(_Driver())
+    try:
+        yield
+    finally:
+        driver._active = before

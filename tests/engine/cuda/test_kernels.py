@@ -1,0 +1,86 @@
+"""Every Triton kernel, compiled for an H100: it fits, spills nothing, and reads and multiplies in
+wide pieces. `make kernels` compiles for all sizes; here are some, and a few in every run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.engine.cuda.kernel_cases import LAYERS, RESTS, Case, attention, between, faults
+from tests.engine.cuda.kernels import compile_all
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+HALF = torch.bfloat16
+QWEN = LAYERS[0]
+FEW = [
+    *(attention(QWEN, 64, HALF, kind) for kind in ("decode", "prefill")),
+    attention(LAYERS[3], 32, torch.float16, "prefill"),
+    between(RESTS[0], HALF),
+]
+MORE = [
+    *(
+        attention(layer, block_size, HALF, kind)
+        for layer in LAYERS
+        for block_size in (32, 256)
+        for kind in ("decode", "prefill")
+    ),
+    *(attention(layer, 64, torch.float32, "prefill") for layer in LAYERS),
+    *(between(rest, dtype) for rest in RESTS for dtype in (HALF, torch.float32)),
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, id=case.name) for case in FEW),
+        *(
+            pytest.param(case, id=case.name, marks=pytest.mark.slow)
+            for case in MORE
+            if case.name not in {one.name for one in FEW}
+        ),
+    ],
+)
+def test_a_kernel_is_as_it_should_be(case: Case) -> None:
+    found = compile_all(case.run)
+    assert found
+    wrong = {one.kernel: faults(case, one) for one in found}
+    assert not any(wrong.values()), wrong
+
+
+@pytest.mark.parametrize(
+    ("tiles", "fault"),
+    [
+        ({"rows": 64, "keys": 16, "depth": 2}, "its products are (8, 64) wide"),
+        ({"rows": 16, "keys": 64, "depth": 2}, "its products are () wide"),
+        ({"rows": 128, "keys": 128, "depth": 4}, "bytes of shared memory, and there are 232448"),
+        pytest.param(
+            {"rows": 256, "keys": 128, "depth": 1, "warps": 4},
+            "registers are spilled",
+            marks=pytest.mark.slow,  # a minute
+        ),
+    ],
+)
+def test_a_wrong_tile_is_seen(
+    tiles: dict[str, int], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine.attention import triton_launch
+
+    wrong = triton_launch.Tiles(**{"warps": 8, **tiles})
+    monkeypatch.setattr(triton_launch, "choose_tiles", lambda **size: wrong)
+    case = attention(QWEN, 64, HALF, "prefill")
+    [found] = [one for one in compile_all(case.run) if one.kernel == "prefill_kernel"]
+    assert any(fault in one for one in faults(case, found)), faults(case, found)
+
+
+def test_narrow_copies_and_spills_are_seen() -> None:
+    case = attention(QWEN, 64, HALF, "decode")
+    [found] = [one for one in compile_all(case.run) if one.kernel == "decode_kernel"]
+    assert not faults(case, found)
+    narrow = dataclasses.replace(found, copies=(4, 8))
+    assert faults(case, narrow) == ["its copies have (4, 8) bytes"]
+    spilled = dataclasses.replace(found, spilled=8)
+    assert faults(case, spilled) == ["8 bytes of a thread's registers are spilled"]
