@@ -46,7 +46,6 @@ from engine.loading.gate import (
     ModelProbe,
     check_config,
     num_embeddings,
-    packing_noise,
     probe_layers,
     self_check,
 )
@@ -288,19 +287,18 @@ def verify_model(
     if own_decoder:
         is_packed = packing in ("native", "int8")
         plan = plan_decoder(model, backend, probe.prompts[-1], is_packed=is_packed)
-    noise = 0.0
+    was_packed = packing not in (None, "int8")
     if packing not in (None, "int8"):
         view, model = None, original  # the view would hold the originals of packed weights
         progress(str(pack_model(original, packing)))
         view = ModelView.of(original)
         model = view.model
         rope = _read_rope(model)
-        noise = packing_noise(model, probe)
     enter(progress, VERIFY)
     decoder = make_decoder(model, plan, backend, [shape.window for shape in probe.shapes], progress)
     if ranks is not None:
         probe = replace(probe, logits=whole_logits(model, probe))
-    self_check(model, probe, backend, model.device, decoder, noise)
+    self_check(model, probe, backend, model.device, decoder, was_packed=was_packed)
     progress(f"verified: paged attention ({backend.name}) equals the model's own in every layer")
     vocab_size = min(num_embeddings(model), probe.logits[0].shape[-1])
     leader = None

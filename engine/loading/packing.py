@@ -23,6 +23,7 @@ from engine.config import Quantization
 from engine.errors import ConfigError, ModelRefusedError
 from engine.loading.pages import Pages
 from engine.models.packed import (
+    PANEL,
     PackedEmbedding,
     PackedLinear,
     native_library,
@@ -47,7 +48,11 @@ _TOLERANCE = 2e-2
 in another order.
 """
 _SAMPLED_ROWS = 64
-"""How many rows of each packed weight are read back and must be equal."""
+"""How many rows of each slice of a packed weight are read back and must be equal."""
+_SLICE_BYTES = 32 << 20
+"""Large weights are packed and given back in slices of about this size, so that both forms of one
+are never completely in memory.
+"""
 _OF_LIBRARY = "transformers.models."
 """Where the library's own classes are."""
 
@@ -267,22 +272,20 @@ def _pack_natively(model: torch.nn.Module, groups: list[_Group], *, int8: bool) 
         packed = packed_view(memory[start : start + size], weight.dtype)
         scales = new_scales(len(weight)) if int8 else None
         start += size
-        pack(weight, packed, scales)
-        rows = torch.linspace(0, len(weight) - 1, min(len(weight), _SAMPLED_ROWS)).long()
-        if not _holds(packed, scales, weight, rows):
-            raise ModelRefusedError(f"{next(iter(group.linears))}: {_WRONG.format('weights')}")
+        name, rows = next(iter(group.linears)), _some_rows(weight)
+        tables = {name: embedding(rows) for name, embedding in group.embeddings.items()}
+        products = _pack_slices(name, weight, packed, scales, pages if group.is_ours else None)
         for name, linear in group.linears.items():
-            _exchange(model, name, linear, PackedLinear(packed, linear, scales))
+            _exchange(model, name, linear, PackedLinear(packed, linear, scales), products)
         if group.is_ours:
             for name, embedding in group.embeddings.items():
                 table = PackedEmbedding(packed, embedding, scales)
-                expected = embedding(rows)
+                expected = tables[name]
                 if int8:
                     expected = table.scaled(read_rows(packed, scales, rows, *weight.shape))
                 if not torch.equal(_bits(table(rows)), _bits(expected)):
                     raise ModelRefusedError(f"{name}: {_WRONG.format('rows')}")
                 model.set_submodule(name, table)
-            pages.give_back(weight)
         else:
             copied += weight.nbytes
         group.linears.clear()
@@ -293,6 +296,46 @@ def _pack_natively(model: torch.nn.Module, groups: list[_Group], *, int8: bool) 
         how=f"{native_library().isa}, as int8" if int8 else native_library().isa,
         copied_bytes=copied,
     )
+
+
+def _pack_slices(
+    name: str,
+    weight: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor | None,
+    pages: Pages | None,
+) -> torch.Tensor:
+    """Pack a weight slice by slice; see `pack`. Each slice must hold what it was made from, and is
+    then given back to `pages`, if there are any.
+
+    Returns:
+        what `_random_products` is of the original, or of its rounding to int8.
+    """
+    outputs, inputs = weight.shape
+    rows = max(1, _SLICE_BYTES // (PANEL * inputs * weight.itemsize)) * PANEL
+    products, start = [], 0
+    for first in range(0, outputs, rows):
+        part = weight[first : first + rows]
+        size = packed_size(*part.shape, dtype=weight.dtype, int8=scales is not None)
+        own = packed[start : start + size // packed.itemsize]
+        own_scales = None if scales is None else scales[first : first + rows]
+        start += len(own)
+        pack(part, own, own_scales)
+        if not _holds(own, own_scales, part, _some_rows(part)):
+            raise ModelRefusedError(f"{name}: {_WRONG.format('weights')}")
+        if own_scales is None:
+            products.append(_random_products(part))
+        else:
+            rounded = read_rows(own, own_scales, torch.arange(len(part)), *part.shape)
+            products.append(_random_products(rounded))
+        if pages is not None:
+            pages.give_back(part)
+    return torch.cat(products, -1)
+
+
+def _some_rows(weight: torch.Tensor) -> torch.Tensor:
+    """The indices of a sample of rows."""
+    return torch.linspace(0, len(weight) - 1, min(len(weight), _SAMPLED_ROWS)).long()
 
 
 def _holds(
@@ -313,7 +356,8 @@ def _pack_for_onednn(model: torch.nn.Module, groups: list[_Group]) -> PackingRep
         if group.embeddings or not group.is_ours:
             copied += group.weight.nbytes
         for name, linear in group.linears.items():
-            _exchange(model, name, linear, OneDnnLinear(linear))
+            products = _random_products(linear.weight)
+            _exchange(model, name, linear, OneDnnLinear(linear), products)
         group.linears.clear()
         group.embeddings.clear()
     return PackingReport(
@@ -327,20 +371,30 @@ _WRONG = (
 )
 
 
+def _random_input(weight: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((_PROBE_ROWS, weight.shape[1]), generator=generator)
+    return x.to(weight.dtype)
+
+
+def _random_products(weight: torch.Tensor) -> torch.Tensor:
+    """What a weight [N, K] makes of random input, with torch: float32 [rows, N]."""
+    return torch_linear(_random_input(weight), weight).float()
+
+
 def _exchange(
     model: torch.nn.Module,
     name: str,
     linear: torch.nn.Linear,
     packed: PackedLinear | OneDnnLinear,
+    products: torch.Tensor,
 ) -> None:
-    """Replace a layer by another one, and check that it computes the same on random input."""
-    generator = torch.Generator().manual_seed(0)
-    weight = linear.weight
-    x = torch.randn((_PROBE_ROWS, linear.in_features), generator=generator).to(weight.dtype)
-    if isinstance(packed, PackedLinear) and packed.scales is not None:
-        weight = packed.weight  # with int8 rounding
-    expected = torch_linear(x, weight, linear.bias).float()
-    actual = packed(x).float()
+    """Replace a layer by another one, and check that it computes the same: products of random
+    input, see `_random_products`, and its bias.
+    """
+    bias = linear._parameters["bias"]
+    expected = products if bias is None else products + bias.float()
+    actual = packed(_random_input(linear.weight)).float()
     scale = expected.abs().max().item()
     if not torch.allclose(
         actual, expected, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True

@@ -1,28 +1,38 @@
 """Compares a decoder of ours with what the unmodified model computed, layer by layer and part by
 part.
 
-    Record ─▶ each layer, each magnitude: each part on the model's own input of that part
-           ─▶ the whole layer in one call, in steps over a paged cache: equal to its parts
+    Record ─▶ each layer: each part on the model's own input of that part, in all magnitudes
+           ─▶ the whole layer in one call a step, over a paged cache: equal to its parts
            ─▶ embedding, last norm, output layer, logits
 
 Parts without a sum must be equal, bit for bit. Norms and activations may differ by one neighbouring
 number in at most 1 % of places: their sums are in another order, and e^x has other last bits. In a
 product, each output's error over the tokens must be below half a percent of that output, apart from
 single elements that are rounded the other way; an error of 1 % in one row of one weight is found.
+
+Loading waits for this, so each weight is read but three times: once for all magnitudes together,
+once for each step of the layer in one call. Judging runs on one thread: what is judged is so small
+that on a busy machine threads would only wait for each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
-from engine.attention.base import AttentionContext, AttentionParams, BatchLayout, LayerCache
+from engine.attention.base import (
+    AttentionContext,
+    AttentionMetadata,
+    AttentionParams,
+    BatchLayout,
+    LayerCache,
+)
 from engine.errors import ModelRefusedError
 from engine.models.parts import Kind, LayerParts, OurDecoder, Tables, walk
-from engine.models.recording import LayerRecord, Record
+from engine.models.recording import MAGNITUDES, LayerRecord, Record
 
 _MOST_NEIGHBOURS = 0.01
 """The part of a norm's elements that may be rounded the other way."""
@@ -52,29 +62,16 @@ def compare(decoder: OurDecoder, record: Record, windows: Sequence[int | None]) 
     Raises:
         ModelRefusedError: a part differs; the message says which, in which layer, and how far.
     """
-    check = _Check(decoder.description.family)
-    threads = torch.get_num_threads()
-    # The work of each part is so small that on a busy machine threads would only wait.
-    torch.set_num_threads(1)
-    try:
-        _compare(decoder, record, windows, check)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _compare(
-    decoder: OurDecoder, record: Record, windows: Sequence[int | None], check: _Check
-) -> None:
-    one = decoder.description
-    tables = decoder.tables(torch.arange(len(record.token_ids), device=decoder.device))
+    one, check = decoder.description, _Check(decoder.description.family)
+    tokens = len(record.token_ids)
     with torch.inference_mode():
-        check("embedding", "exact", decoder.embed(record.token_ids), record.layers[0][0].x)
-        for layer, window, records in zip(decoder.layers, windows, record.layers, strict=True):
-            for found in records:
-                _compare_layer(check, decoder, layer, window, tables, found)
-        last = record.layers[-1][0].parts["result"].contiguous()
-        check(f"{one.norm.module}", "norm", decoder.norm(last), record.normed)
-        check(f"{one.output}", "product", decoder.output(record.normed), record.product)
+        check("embedding", "exact", decoder.embed(record.token_ids), record.layers[0].x[:tokens])
+        tables = decoder.tables(torch.arange(tokens, device=decoder.device))
+        for layer, window, found in zip(decoder.layers, windows, record.layers, strict=True):
+            _compare_layer(check, decoder, layer, window, tables, found)
+        last = record.layers[-1].parts["result"][:tokens].contiguous()
+        check(one.norm.module, "norm", decoder.norm(last), record.normed)
+        check(one.output, "product", decoder.output(record.normed), record.product)
         check("logits", "exact", decoder.finish(record.product), record.logits)
 
 
@@ -86,8 +83,7 @@ def _compare_layer(
     tables: Sequence[Tables],
     record: LayerRecord,
 ) -> None:
-    one, x = layer.description, record.x.contiguous()
-    name = f"layer {one.index}, {{}}, with inputs times {record.magnitude:g}"
+    one = layer.description
     scaling, softcap, sinks = (record.options.get(key) for key in ("scaling", "softcap", "s_aux"))
     given = (one.attention.head_dim**-0.5 if scaling is None else scaling, softcap, sinks)
     ours = (one.attention.scaling, one.attention.softcap, None)
@@ -96,76 +92,107 @@ def _compare_layer(
             f"layer {one.index}, attention: scaling, softcap and sinks are {given} in the model, "
             f"and {ours} in ours"
         )
+    tokens = len(record.x) // len(MAGNITUDES)
+    # A part's input is the model's own in each magnitude; in one copy more it is our own.
+    x = torch.cat([record.x, record.x[:tokens]])
+    copies = len(MAGNITUDES) + 1
     own = None if one.attention.rotary is None else tables[one.attention.rotary]
-    steps = _Steps(decoder, layer, window, len(x))
-    for part in walk(layer, x, own, steps.attend, layer.mix, record.parts):
-        if part.name in record.parts:
-            check(name.format(part.name), part.kind, part.made, record.parts[part.name])
-    if record.magnitude == 1.0:
-        alone = walk(layer, x, own, steps.attend, steps.mix, {})[-1].made
-        check(name.format("in one call"), decoder.one_call, steps.compute(x, tables), alone)
+    turned = None if own is None else (own[0].repeat(copies, 1), own[1].repeat(copies, 1))
+    prompts, alone = (_Prompts(decoder, layer, window, tokens, count) for count in (copies, 1))
+
+    def mix(between: torch.Tensor) -> torch.Tensor:
+        recorded, ours = between[: len(record.x)], between[len(record.x) :]
+        return torch.cat([layer.mix(recorded), alone.mix(ours)])
+
+    parts = walk(layer, x, turned, prompts.attend, mix, record.parts)
+    made = alone.compute(record.x[:tokens], tables)
+    with _one_thread():
+        for part in parts:
+            if part.name in record.parts:
+                actual = part.made[: len(record.x)].chunk(len(MAGNITUDES))
+                expected = record.parts[part.name].chunk(len(MAGNITUDES))
+                for magnitude, *both in zip(MAGNITUDES, actual, expected, strict=True):
+                    name = f"layer {one.index}, {part.name}, with inputs times {magnitude:g}"
+                    check(name, part.kind, *both)
+        name = f"layer {one.index}, in one call, with inputs times 1"
+        check(name, decoder.one_call, made, parts[-1].made[len(record.x) :])
 
 
-class _Steps:
-    """A prompt over a small paged cache in three steps: it begins, goes on, and decodes a token."""
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Prompts:
+    """Copies of a prompt over a small paged cache, computed in two steps. In the first one each
+    begins, and goes on as another request: all of a step's keys are written before any is read. In
+    the second one each decodes a token.
+    """
 
     def __init__(
-        self, decoder: OurDecoder, layer: LayerParts, window: int | None, tokens: int
+        self,
+        decoder: OurDecoder,
+        layer: LayerParts,
+        window: int | None,
+        tokens: int,
+        copies: int,
     ) -> None:
-        self._decoder = decoder
-        self._layer = layer
+        self._decoder, self._layer = decoder, layer
         attention = layer.description.attention
-        self._ends = (0, tokens // 2, tokens - 1, tokens)
         blocks = -(-tokens // _BLOCK_SIZE)
-        shape = ((blocks + 1) * _BLOCK_SIZE, attention.kv_heads, attention.head_dim)
+        shape = ((copies * blocks + 1) * _BLOCK_SIZE, attention.kv_heads, attention.head_dim)
         keys, values = torch.zeros((2, *shape), dtype=decoder.dtype, device=decoder.device)
         self._cache = LayerCache(keys, values, group=0)
-        self._backend = decoder.backend
-        self._metadata = [
-            self._backend.prepare(_layout(start, end, blocks), window, self._cache.keys)
-            for start, end in pairwise(self._ends)
-        ]
+        self._steps: list[tuple[torch.Tensor, AttentionMetadata]] = []
+        """The rows of each step's tokens among those of all copies, and its metadata."""
+        for spans in (((tokens // 2, tokens - 1), (0, tokens // 2)), ((tokens - 1, tokens),)):
+            places = [np.arange(*span) for span in spans for _ in range(copies)]
+            of_copies = [copy for _ in spans for copy in range(copies)]
+            layout = BatchLayout(
+                starts=np.array([one[0] for one in places]),
+                counts=np.array([len(one) for one in places]),
+                num_decodes=sum(len(one) == 1 for one in places),
+                positions=np.concatenate(places),
+                tables=np.array(
+                    [np.arange(blocks) + copy * blocks + 1 for copy in of_copies], dtype=np.int32
+                ),
+                block_size=_BLOCK_SIZE,
+            )
+            rows = np.concatenate(
+                [one + copy * tokens for one, copy in zip(places, of_copies, strict=True)]
+            )
+            metadata = decoder.backend.prepare(layout, window, keys)
+            self._steps.append((torch.from_numpy(rows).to(decoder.device), metadata))
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """The attention of all steps; see `engine.models.parts.Attend`."""
-        one = self._layer.description.attention
+        """Attention alone; see `engine.models.parts.Attend`."""
+        one, made = self._layer.description.attention, torch.empty_like(query)
         params = AttentionParams(one.scaling, one.softcap)
-        query, key, value = (one.transpose(0, 1) for one in (query, key, value))
-        made = []
-        for (start, end), metadata in zip(pairwise(self._ends), self._metadata, strict=True):
-            step = slice(start, end)
-            made.append(
-                self._backend.forward(
-                    query[:, step], key[:, step], value[:, step], self._cache, metadata, params
-                )
-            )
-        return torch.cat(made)
+        for rows, metadata in self._steps:
+            q, k, v = (given[rows].transpose(0, 1) for given in (query, key, value))
+            made[rows] = self._decoder.backend.forward(q, k, v, self._cache, metadata, params)
+        return made
 
     def mix(self, x: torch.Tensor) -> torch.Tensor:
-        """The experts of all steps; see `engine.models.parts.Mix`."""
-        ends = pairwise(self._ends)
-        return torch.cat([self._layer.mix(x[start:end]) for start, end in ends])
+        """Experts, whose results may depend on the rows beside; see `engine.models.parts.Mix`."""
+        made = torch.empty_like(x)
+        for rows, _ in self._steps:
+            made[rows] = self._layer.mix(x[rows])
+        return made
 
     def compute(self, x: torch.Tensor, tables: Sequence[Tables]) -> torch.Tensor:
         """The whole layer, one call a step: [T, K] → [T, K]."""
-        made = []
-        caches = {self._layer.description.index: self._cache}
-        for (start, end), metadata in zip(pairwise(self._ends), self._metadata, strict=True):
-            context = AttentionContext(self._backend, caches, [metadata])  # type: ignore[arg-type]  # by index
-            own = [(cos[start:end], sin[start:end]) for cos, sin in tables]
-            made.append(self._decoder.run((self._layer,), x[start:end], own, context))
-        return torch.cat(made)
-
-
-def _layout(start: int, end: int, blocks: int) -> BatchLayout:
-    return BatchLayout(
-        starts=np.array([start], dtype=np.int64),
-        counts=np.array([end - start], dtype=np.int64),
-        num_decodes=int(end - start == 1),
-        positions=np.arange(start, end),
-        tables=np.arange(1, blocks + 1, dtype=np.int32)[None, :],
-        block_size=_BLOCK_SIZE,
-    )
+        made, caches = torch.empty_like(x), {self._layer.description.index: self._cache}
+        for rows, metadata in self._steps:
+            context = AttentionContext(self._decoder.backend, caches, [metadata])  # type: ignore[arg-type]  # by index
+            own = [(cos[rows], sin[rows]) for cos, sin in tables]
+            made[rows] = self._decoder.run((self._layer,), x[rows], own, context)
+        return made
 
 
 class _Check:
@@ -194,45 +221,50 @@ class _Check:
 
 
 def _exact(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
+    if torch.equal(actual, expected):
+        return None
     wrong = (actual != expected) & ~(actual.isnan() & expected.isnan())
     return _told(wrong, actual, expected) if wrong.any() else None
 
 
 def _norm(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
-    difference = (actual.float() - expected.float()).abs()
-    floor = _largest(expected) * _FLOOR
+    places = (actual != expected) & ~(actual.isnan() & expected.isnan())
+    ours, theirs = actual[places], expected[places]  # a few of many
+    difference, floor = (ours.float() - theirs.float()).abs(), _largest(expected) * _FLOOR
     if expected.dtype is torch.float32:
-        wrong = difference > expected.abs() * _FLOAT32_NORM + floor
-        return _told(wrong, actual, expected) if wrong.any() else None
-    other = (difference > floor) & (actual != expected)
-    far = other & ((_in_order(actual) - _in_order(expected)).abs() > 1)
-    if far.any():
-        return _told(far, actual, expected)
-    if int(other.sum()) > max(_FEWEST, _MOST_NEIGHBOURS * actual.numel()):
-        return f"in {other.float().mean():.1%} of places, if only to the next number"
-    return None
+        far = ~(difference <= theirs.abs() * _FLOAT32_NORM + floor)
+    else:
+        other = ~(difference <= floor)
+        far = other & _are_apart(ours, theirs)
+        count = int(other.sum())
+        if not far.any() and count > max(_FEWEST, _MOST_NEIGHBOURS * actual.numel()):
+            return f"in {count / actual.numel():.1%} of places, if only to the next number"
+    return _told(places.masked_scatter(places, far), actual, expected) if far.any() else None
 
 
 def _product(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
-    ours, theirs = actual.float(), expected.float()
-    difference, sizes = (ours - theirs).abs(), theirs.norm(dim=0)
-    floors = sizes * _FLOOR_OF_OUTPUT + sizes.max() * _FLOOR
-    wrong = ~(difference.norm(dim=0) <= sizes * _PRODUCT[expected.dtype] + sizes.max() * _FLOOR)
+    theirs = expected.float()
+    difference = (actual.float() - theirs).abs_()
+    errors, sizes = (one.square().sum(dim=0).sqrt_() for one in (difference, theirs))
+    largest = sizes.max()
+    wrong = ~(errors <= sizes * _PRODUCT[expected.dtype] + largest * _FLOOR)
     if expected.dtype is torch.bfloat16:
         # One element that is rounded the other way may be that much. An output is wrong if most of
         # its elements differ, or one by more than rounding.
-        differs = ~(difference <= floors)
-        far = differs & ((_in_order(actual) - _in_order(expected)).abs() > 1)
-        wrong = (wrong & (2 * differs.sum(dim=0) >= len(differs))) | far.any(dim=0)
+        differs = ~(difference <= sizes * _FLOOR_OF_OUTPUT + largest * _FLOOR)
+        wrong &= 2 * differs.sum(dim=0) >= len(differs)
+        token, output = differs.nonzero(as_tuple=True)
+        far = _are_apart(actual[token, output], expected[token, output])
+        wrong[output[far]] = True
     if not wrong.any():
         return None
-    relative = difference.norm(dim=0) / sizes.clamp(min=1e-30)
+    relative = errors / sizes.clamp(min=1e-30)
     worst = int(torch.where(wrong, relative.nan_to_num(torch.inf), -1.0).argmax())
     return f"by {relative[worst]:.2%} in output {worst}, {int(wrong.sum())} of {len(wrong)} outputs"
 
 
 def _attention(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
-    difference = (actual.float() - expected.float()).abs()
+    difference = (actual.float() - expected.float()).abs_()
     wrong = ~(difference <= _largest(expected) * _ATTENTION[expected.dtype])
     return _told(wrong, actual, expected) if wrong.any() else None
 
@@ -247,7 +279,7 @@ _JUDGES: dict[Kind, Callable[[torch.Tensor, torch.Tensor], str | None]] = {
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    return tensor.float().abs().max().item()
+    return tensor.abs().max().item()
 
 
 def _told(wrong: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> str:
@@ -259,6 +291,11 @@ def _told(wrong: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> 
         f"by {far:.2%} of its largest element, token {token}, element {place}; "
         f"{int(wrong.sum())} of {wrong.numel()} elements"
     )
+
+
+def _are_apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Whether bfloat16 elements are neither equal nor neighbours."""
+    return (_in_order(one) - _in_order(other)).abs() > 1
 
 
 def _in_order(elements: torch.Tensor) -> torch.Tensor:

@@ -445,8 +445,8 @@ def walk(
         tables: for rotary embeddings, if it has any.
         attend: its attention.
         mix: its experts, if it has any.
-        known: the model's own results by the parts' names. A part's input is taken from these, and
-            from our own results where there are none.
+        known: the model's own results by the parts' names, of the first tokens or of all. The next
+            part's input is taken from these, and from our own results for the other tokens.
 
     Returns:
         the parts in order; the last one is the layer's output.
@@ -494,8 +494,10 @@ class _Walk:
 
     def _add_part(self, name: str, kind: Kind, made: torch.Tensor) -> torch.Tensor:
         self.parts.append(Part(name, kind, made))
-        known = self.known.get(name, made)
-        return known.contiguous() if known.shape == made.shape else made
+        known = self.known.get(name)
+        if known is None or known.shape[1:] != made.shape[1:]:
+            return made
+        return torch.cat([known, made[len(known) :]])
 
     def _norm(self, name: str, norm: described.Norm | None, x: torch.Tensor) -> torch.Tensor:
         if norm is None:

@@ -1,18 +1,21 @@
 """Records what the parts of a model's layers compute, by transformers' own code, before anything is
 packed: what a decoder of ours is compared with (`engine.models.comparison`).
 
-The model runs once on a short prompt. Hooks keep the results of each layer's modules, and a
-stand-in for eager attention keeps queries, keys and values. Each layer is then run again on the
-same input in other magnitudes, since a fault may depend on values: very small ones show the eps
-of a norm, very large ones what is added to what.
+    prompt ─▶ embedding ─ x ─▶ layer ─ x ─▶ layer … ─▶ norm ─▶ output ─▶ logits
+                           [x, x · 2⁻¹⁰, x · 2⁶] ─▶ a batch of three, of which the first goes on
+
+The model runs once on a short prompt. Hooks give each layer its input in several magnitudes, since
+a fault may depend on values: very small ones show the eps of a norm, very large ones what is added
+to what. They are the rows of one batch, so that weights are read once. Other hooks keep the results
+of its modules, and a stand-in for eager attention keeps queries and keys.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,16 +31,14 @@ MAGNITUDES = (1.0, 2.0**-10, 2.0**6)
 
 @dataclass(frozen=True, slots=True)
 class LayerRecord:
-    """One layer's results for one input.
+    """One layer's results. M: MAGNITUDES, T: tokens.
 
     Attributes:
-        magnitude: of the input.
-        x: the input, [T, K].
-        parts: results by the names of `engine.models.parts.walk`.
+        x: its input, [M * T, K].
+        parts: results by the names of `engine.models.parts.walk`, [M * T, width].
         options: what attention was given besides tensors.
     """
 
-    magnitude: float
     x: torch.Tensor
     parts: dict[str, torch.Tensor]
     options: dict[str, Any]
@@ -49,73 +50,17 @@ class Record:
 
     Attributes:
         token_ids: int64 [T].
-        layers: for each layer one record for each of MAGNITUDES.
+        layers: in order.
         normed: the last norm's result, [T, K].
         product: the output layer's result, [T, V].
         logits: [T, V].
     """
 
     token_ids: torch.Tensor
-    layers: tuple[tuple[LayerRecord, ...], ...]
+    layers: tuple[LayerRecord, ...]
     normed: torch.Tensor
     product: torch.Tensor
     logits: torch.Tensor
-
-
-@dataclass(slots=True)
-class _Taps:
-    """What hooks have seen since it was last emptied.
-
-    Attributes:
-        tokens: T.
-        made: the results of modules, by path.
-        given: their inputs, by path.
-        attention: queries, keys and values, [T, H * D] each, and attention's options.
-    """
-
-    tokens: int
-    made: dict[str, torch.Tensor] = field(default_factory=dict)
-    given: dict[str, torch.Tensor] = field(default_factory=dict)
-    attention: tuple[torch.Tensor, ...] = ()
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Stands for the model's eager attention."""
-        self.attention = tuple(_rows(one.transpose(1, 2)) for one in (query, key, value))
-        self.options = {name: kwargs.get(name) for name in ("scaling", "softcap", "s_aux")}
-        eager = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
-        result: tuple[torch.Tensor, torch.Tensor | None] = eager(
-            module, query, key, value, attention_mask, **kwargs
-        )
-        return result
-
-    def forget(self) -> None:
-        """Let go of all tensors."""
-        self.made, self.given, self.attention = {}, {}, ()
-
-    def watch(self, path: str, module: torch.nn.Module) -> Any:
-        """Keep a module's input and result; returns the hook's handle."""
-
-        def keep(_: torch.nn.Module, arguments: tuple[Any, ...], made: torch.Tensor) -> None:
-            self.given[path] = _rows(arguments[0], self.tokens)
-            self.made[path] = _rows(made, self.tokens)
-
-        return module.register_forward_hook(keep)
-
-
-def _rows(tensor: torch.Tensor, tokens: int | None = None) -> torch.Tensor:
-    """[1, T, …] → [T, width]. With `tokens`, heads may come first: [1, H, T, D]."""
-    if tensor.dim() == 4 and tokens is not None and tensor.shape[1] != tokens:
-        tensor = tensor.transpose(1, 2)
-    return tensor.reshape(tensor.shape[1], -1)
 
 
 def record(model: PreTrainedModel, decoder: described.Decoder, token_ids: Sequence[int]) -> Record:
@@ -126,100 +71,123 @@ def record(model: PreTrainedModel, decoder: described.Decoder, token_ids: Sequen
         decoder: its description.
         token_ids: the prompt.
     """
-    taps = _Taps(len(token_ids))
+    taps = _Taps(decoder, len(token_ids))
     AttentionInterface.register(_NAME, taps.attend)
     AttentionMaskInterface.register(_NAME, eager_mask)
     before = model.config._attn_implementation
     model.set_attn_implementation(_NAME)
     ids = torch.tensor([token_ids], device=model.device)
-    layers: list[tuple[LayerRecord, ...]] = []
     try:
         with torch.inference_mode(), ExitStack() as hooks:
-            for path in (decoder.norm.module, decoder.output):
-                hooks.callback(taps.watch(path, model.get_submodule(path)).remove)
-            for layer in decoder.layers:
-                hooks.enter_context(_recording(model, layer, taps, layers))
+            for handle in taps.watch(model):
+                hooks.callback(handle.remove)
             logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
     finally:
         model.set_attn_implementation(before)
     normed, product = taps.made[decoder.norm.module], taps.made[decoder.output]
+    layers = tuple(taps.layers)
     taps.forget()  # transformers keeps what is registered
-    return Record(ids[0], tuple(layers), normed, product, logits[0])
+    return Record(ids[0], layers, normed, product, logits[0])
 
 
-@contextmanager
-def _recording(
-    model: PreTrainedModel,
-    layer: described.Layer,
-    taps: _Taps,
-    found: list[tuple[LayerRecord, ...]],
-) -> Iterator[None]:
-    """Record a layer's calls during the block."""
-    module = model.get_submodule(layer.module)
+class _Taps:
+    """What hooks see.
 
-    def keep(_: Any, arguments: tuple[Any, ...], named: dict[str, Any], y: torch.Tensor) -> None:
-        x = arguments[0]
-        records = [_take(layer, taps, 1.0, _rows(x), _rows(y))]
-        for magnitude in MAGNITUDES[1:]:
-            scaled = x * magnitude
-            y = type(module).forward(module, scaled, *arguments[1:], **named)
-            records.append(_take(layer, taps, magnitude, _rows(scaled), _rows(y)))
-        found.append(tuple(records))
+    Attributes:
+        layers: those that were recorded.
+        made, given: the results and inputs of modules since the last layer began, by path, as rows.
+    """
 
-    handles = [module.register_forward_hook(keep, with_kwargs=True)]
-    handles += [taps.watch(path, model.get_submodule(path)) for path in sorted(_modules_of(layer))]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    def __init__(self, decoder: described.Decoder, tokens: int) -> None:
+        self._decoder = decoder
+        self._tokens = tokens
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of all tensors."""
+        self.layers: list[LayerRecord] = []
+        self.made: dict[str, torch.Tensor] = {}
+        self.given: dict[str, torch.Tensor] = {}
+        self._turned: dict[str, torch.Tensor] = {}
+        self._options: dict[str, Any] = {}
+
+    def attend(self, module: Any, *tensors: Any, **options: Any) -> Any:
+        """Stands for the model's eager attention, of queries, keys, values and a mask."""
+        queries, keys = (self._rows(one.transpose(1, 2)) for one in tensors[:2])
+        self._turned = {"queries": queries, "keys": keys}
+        self._options = {name: options.get(name) for name in ("scaling", "softcap", "s_aux")}
+        eager = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
+        return eager(module, *tensors, **options)
+
+    def watch(self, model: PreTrainedModel) -> list[Any]:
+        """Hook on all modules of the description; returns the hooks' handles."""
+        paths = {self._decoder.norm.module, self._decoder.output}
+        handles = []
+        for layer in self._decoder.layers:
+            handles += self._watch_layer(model, layer)
+            paths |= _modules_of(layer)
+
+        def keep(path: str) -> Any:
+            def hook(_: Any, arguments: tuple[Any, ...], made: torch.Tensor) -> None:
+                self.given[path], self.made[path] = self._rows(arguments[0]), self._rows(made)
+
+            return hook
+
+        return handles + [
+            model.get_submodule(path).register_forward_hook(keep(path)) for path in sorted(paths)
+        ]
+
+    def _watch_layer(self, model: PreTrainedModel, layer: described.Layer) -> list[Any]:
+        def widen(_: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (torch.cat([arguments[0] * one for one in MAGNITUDES]), *arguments[1:])
+
+        def keep(_: Any, arguments: tuple[Any, ...], y: torch.Tensor) -> torch.Tensor:
+            self.layers.append(
+                LayerRecord(self._rows(arguments[0]), self._parts(layer, y), self._options)
+            )
+            return y[:1]
+
+        module = model.get_submodule(layer.module)
+        return [module.register_forward_pre_hook(widen), module.register_forward_hook(keep)]
+
+    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[B, T, …] or, heads first, [B, H, T, D] → [B * T, width]."""
+        if tensor.dim() == 4 and tensor.shape[1] != self._tokens:
+            tensor = tensor.transpose(1, 2)
+        return tensor.reshape(tensor.shape[0] * self._tokens, -1)
+
+    def _parts(self, layer: described.Layer, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What was seen of a layer's call, by the names of parts."""
+        attention, mlp, made, given = layer.attention, layer.mlp, self.made, self.given
+        norms = dict(_norms_of(layer))
+        parts = {name: made[norm.module] for name, norm in norms.items()} | self._turned
+        if attention.norms_last:
+            for name, norm in (("queries", "query_norm"), ("keys", "key_norm")):
+                parts[name] = given[norms[norm].module] if norm in norms else parts[name]
+        parts["projection"] = torch.cat([made[path] for path in attention.projection], -1)
+        parts["attention"], parts["output"] = given[attention.output], made[attention.output]
+        if isinstance(mlp, described.Experts):
+            first = mlp.module
+            parts["experts"] = made[mlp.module]
+        else:
+            first = mlp.inner[0]
+            parts["inner"] = torch.cat([made[path] for path in mlp.inner], -1)
+            parts["activation"], parts["down"] = given[mlp.down], made[mlp.down]
+        if not layer.parallel:
+            parts["residual"] = given[norms["before_mlp"].module if layer.before_mlp else first]
+        parts["result"] = self._rows(y)
+        return parts
 
 
-def _norms_of(layer: described.Layer) -> dict[str, described.Norm | None]:
-    return {
-        "before_attention": layer.before_attention,
-        "after_attention": layer.after_attention,
-        "before_mlp": layer.before_mlp,
-        "after_mlp": layer.after_mlp,
-        "query_norm": layer.attention.query_norm,
-        "key_norm": layer.attention.key_norm,
-    }
+def _norms_of(layer: described.Layer) -> list[tuple[str, described.Norm]]:
+    names = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+    norms = [(name, getattr(layer, name)) for name in names]
+    norms += [(name, getattr(layer.attention, name)) for name in ("query_norm", "key_norm")]
+    return [(name, norm) for name, norm in norms if norm is not None]
 
 
 def _modules_of(layer: described.Layer) -> set[str]:
-    attention, mlp = layer.attention, layer.mlp
+    mlp = layer.mlp
     own = {mlp.module} if isinstance(mlp, described.Experts) else {*mlp.inner, mlp.down}
-    linears = {*attention.projection, attention.output}
-    return own | linears | {one.module for one in _norms_of(layer).values() if one is not None}
-
-
-def _take(
-    layer: described.Layer, taps: _Taps, magnitude: float, x: torch.Tensor, y: torch.Tensor
-) -> LayerRecord:
-    """What was recorded in one call of a layer, by the names of parts."""
-    attention, mlp, made, given = layer.attention, layer.mlp, taps.made, taps.given
-    parts = {name: made[norm.module] for name, norm in _norms_of(layer).items() if norm is not None}
-    parts |= {
-        "projection": torch.cat([made[path] for path in attention.projection], -1),
-        "queries": taps.attention[0],
-        "keys": taps.attention[1],
-        "attention": given[attention.output],
-        "output": made[attention.output],
-        "result": y,
-    }
-    if isinstance(mlp, described.Experts):
-        first = mlp.module
-        parts["experts"] = made[mlp.module]
-    else:
-        first = mlp.inner[0]
-        parts["inner"] = torch.cat([made[path] for path in mlp.inner], -1)
-        parts["activation"] = given[mlp.down]
-        parts["down"] = made[mlp.down]
-    if attention.norms_last:
-        for name, norm in (("queries", attention.query_norm), ("keys", attention.key_norm)):
-            if norm is not None:
-                parts[name] = given[norm.module]
-    if not layer.parallel:
-        parts["residual"] = given[first if layer.before_mlp is None else layer.before_mlp.module]
-    taps.forget()
-    return LayerRecord(magnitude, x, parts, dict(taps.options))
+    own |= {*layer.attention.projection, layer.attention.output}
+    return own | {norm.module for _, norm in _norms_of(layer)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +23,10 @@ from engine.attention.base import (
     BatchLayout,
     LayerCache,
 )
-from engine.attention.registry import register
+from engine.attention.registry import ATTENTION_NAME, register
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.errors import ModelRefusedError
+from engine.loading import gate
 from engine.loading.gate import check_config, probe_layers, self_check
 from engine.loading.mask_rules import MaskWatch, UnknownMaskError
 from tests.tiny_models import FAMILIES, greedy_reference, make_model, make_prompts
@@ -278,6 +280,33 @@ def test_a_model_of_nan_is_refused() -> None:
         model.get_input_embeddings().weight[:] = float("nan")
     with pytest.raises(ModelRefusedError):
         _gate(model, Broken())
+
+
+@pytest.mark.parametrize(("error", "noise", "passes"), [(0.1, 0.05, True), (0.1, 0.01, False)])
+def test_what_packing_changes_is_allowed_for_and_only_then_found_out(
+    error: float, noise: float, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def changes(*_: object) -> float:
+        asked.append("noise")
+        return noise
+
+    model = make_model(FAMILIES["llama"]()).to(torch.bfloat16)
+    probe = probe_layers(model, TorchAttentionBackend(), 3)
+    monkeypatch.setattr(gate, "_packing_noise", changes)
+    arguments = (model, probe, TorchAttentionBackend(), torch.device("cpu"))
+    register()
+    self_check(*arguments, was_packed=True)
+    assert not asked
+    monkeypatch.setattr(gate, "logits_error", lambda *_: error)
+    with pytest.raises(ModelRefusedError, match=r"differ from the model's own by 10\.00%"):
+        self_check(*arguments)
+    assert not asked
+    with nullcontext() if passes else pytest.raises(ModelRefusedError, match=r"10\.00%"):
+        self_check(*arguments, was_packed=True)
+    assert asked == ["noise"]
+    assert model.config._attn_implementation == ATTENTION_NAME
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

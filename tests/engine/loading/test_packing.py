@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,34 @@ def test_weights_are_not_held_twice(family: str, tied: bool) -> None:
     }
     assert report.copied_bytes == 0
     assert sum(storages.values()) <= before * 1.02 + 4096
+
+
+@pytest.mark.parametrize("how", ["native", "int8"])
+def test_a_large_weight_is_packed_and_given_back_in_slices(
+    how: Packing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most one slice is in memory in both forms."""
+    events: list[tuple[str, int]] = []
+    pack, give_back = packing.pack, packing.Pages.give_back
+
+    def packed(weight: torch.Tensor, *others: Any) -> None:
+        events.append(("packed", len(weight)))
+        pack(weight, *others)
+
+    def given(self: Any, weight: torch.Tensor) -> int:
+        events.append(("given", len(weight)))
+        return give_back(self, weight)
+
+    whole, sliced = _model(tied=True), _model(tied=True)
+    pack_model(whole, how)
+    monkeypatch.setattr(packing, "_SLICE_BYTES", 64 * 64 * 2)
+    monkeypatch.setattr(packing, "pack", packed)
+    monkeypatch.setattr(packing.Pages, "give_back", given)
+    pack_model(sliced, how)
+    assert events[:4] == [("packed", 64), ("given", 64)] * 2  # an embedding of 128 rows
+    assert torch.equal(_logits(sliced), _logits(whole))
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(sliced.state_dict()[name], weight)
 
 
 def test_the_checkpoint_is_let_go_of(tmp_path: Path) -> None:
@@ -249,7 +278,9 @@ def test_the_packed_model_is_judged_by_the_model_as_it_was(monkeypatch: pytest.M
     for stage in ("probe_layers", "self_check"):
         right = getattr(loader, stage)
         monkeypatch.setattr(
-            loader, stage, lambda *args, right=right: (watch(*args), right(*args))[1]
+            loader,
+            stage,
+            lambda *args, right=right, **named: (watch(*args), right(*args, **named))[1],
         )
     verify_model(_model(), Path(), lambda line: None, packing="native")
     assert packed == [False, True]

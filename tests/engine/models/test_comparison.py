@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.errors import ModelRefusedError
+from engine.loading import loader
 from engine.models import choosing, comparison, native_decoder, parts, recording
 from engine.models.description import Decoder, Layer
 from engine.models.packed import PackedLinear, native_library, pack
@@ -222,9 +223,8 @@ def _large_values(
 
 def _small_values(norm: Any, x: int, y: int, width: int, rows: int, *_: int) -> None:
     """A norm whose eps is another matters for small inputs alone."""
-    given, made = _elements(x, rows * width), _elements(y, rows * width)
-    if given.abs().max() < 0.02:
-        made.mul_(1.05)
+    given, made = (_elements(place, rows * width).view(rows, width) for place in (x, y))
+    made[given.abs().amax(dim=1) < 0.02] *= 1.05
 
 
 @pytest.mark.parametrize(
@@ -253,17 +253,49 @@ def test_a_fault_of_whole_layers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_recorded_is_the_unmodified_model() -> None:
-    """Its linear layers are not packed yet; each layer has a record for each magnitude."""
+    """Its linear layers are not packed yet; each layer has rows for each magnitude of its input,
+    of which the first go on to the next layer.
+    """
     model = make()
     found = recording.record(model, choosing.describe(model), [3, 4, 5])
     assert len(found.layers) == 3
-    for records in found.layers:
-        assert tuple(one.magnitude for one in records) == recording.MAGNITUDES
-        assert all(one.x.shape == (3, 64) for one in records)
+    for one in found.layers:
+        assert one.x.shape == (9, 64)
+        for rows, magnitude in zip(one.x.chunk(3), recording.MAGNITUDES, strict=True):
+            assert torch.equal(rows, one.x[:3] * magnitude)
+        assert {len(part) for part in one.parts.values()} == {9}
     expected = model(input_ids=torch.tensor([[3, 4, 5]])).logits[0]
-    assert torch.equal(found.logits, expected)
-    assert torch.equal(found.layers[1][0].x, found.layers[0][0].parts["result"])
-    assert not any(one._forward_hooks for one in model.modules())
+    torch.testing.assert_close(found.logits, expected, atol=0.05, rtol=0.05)
+    assert torch.equal(found.layers[1].x[:3], found.layers[0].parts["result"][:3])
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+
+
+def test_a_weight_is_read_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading waits for the comparison: a layer's products are computed once for all magnitudes,
+    then with the whole layer in one call: for the prompt, and for one token more.
+    """
+    seen: dict[str, list[int]] = {"linear": [], "layers": []}
+
+    def linear(weight: Any, x: int, stride: int, y: int, y_stride: int, rows: int, _: int) -> None:
+        seen["linear"].append(weight._obj.packed)
+
+    def layers(reference: Any) -> None:
+        seen["layers"].append(reference._obj.tokens)
+
+    monkeypatch.setattr(parts, "native_library", lambda: _Wrong("linear", linear))
+    monkeypatch.setattr(native_decoder, "native_library", lambda: _Wrong("layers", layers))
+    make_decoder = choosing.make_decoder
+
+    def counted(*arguments: Any) -> Any:
+        seen["layers"].clear()
+        found = make_decoder(*arguments)
+        seen["compared"] = list(seen["layers"])
+        return found
+
+    monkeypatch.setattr(loader, "make_decoder", counted)
+    verify(make())
+    assert len(seen["linear"]) == len(set(seen["linear"])) > 3
+    assert seen["compared"] == [10, 1] * 3
 
 
 def test_one_rounding_of_a_product_is_no_fault() -> None:
