@@ -6,13 +6,17 @@ plan_decoder ─▶ describe, record the unmodified model ─▶ (weights are pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
 
 from engine.attention.base import AttentionBackend
 from engine.attention.native_backend import NativeAttentionBackend
+from engine.attention.registry import choose_backend
+from engine.errors import ConfigError
 from engine.models.comparison import compare
 from engine.models.description import Decoder
 from engine.models.native_decoder import NativeDecoder
@@ -21,6 +25,8 @@ from engine.models.parts import DTYPES, UnboundError
 from engine.models.recording import Record, record
 from engine.models.table import NotDescribedError, describe
 from engine.models.torch_decoder import TorchDecoder
+
+logger = logging.getLogger(__name__)
 
 CausalDecoder = NativeDecoder | TorchDecoder
 TORCH_DEVICES = frozenset({"cuda"})
@@ -59,7 +65,8 @@ def plan_decoder(
         described = describe(model)
     except NotDescribedError as error:
         return str(error)
-    return described, record(model, described, prompt)
+    with _exact_sums():
+        return described, record(model, described, prompt)
 
 
 def make_decoder(
@@ -88,7 +95,8 @@ def make_decoder(
         except UnboundError as error:
             reason = str(error)
         else:
-            compare(decoder, recorded, windows)
+            with _exact_sums():
+                compare(decoder, recorded, windows)
             progress(f"decoder: our own, for {described.family}")
             return decoder
     progress(f"decoder: transformers', because {reason}")
@@ -97,16 +105,34 @@ def make_decoder(
 
 def _bind(model: PreTrainedModel, described: Decoder, backend: AttentionBackend) -> CausalDecoder:
     if model.device.type in TORCH_DEVICES:
-        return TorchDecoder(model, described, operations_for(model.device), backend)
+        operations = operations_for(model.device, model.dtype)
+        return TorchDecoder(model, described, operations, backend)
     return NativeDecoder(model, described)
 
 
-def operations_for(device: torch.device) -> Operations:
-    """What computes small operations on a device: Triton's kernels, where there is Triton."""
+def operations_for(device: torch.device, dtype: torch.dtype) -> Operations:
+    """What computes small operations on a device: Triton's kernels, where Triton works."""
     if device.type != "cuda":
         return TorchOperations()
     try:
-        from engine.models.triton_operations import TritonOperations
-    except ImportError:
+        choose_backend(device, dtype, "triton")
+    except ConfigError as error:
+        logger.warning("our decoder runs more slowly than it could: %s", error.__cause__)
         return TorchOperations()
+    from engine.models.triton_operations import TritonOperations  # Triton need not be there
+
     return TritonOperations()
+
+
+@contextmanager
+def _exact_sums() -> Iterator[None]:
+    """A block in which products of bfloat16 on CUDA are summed in float32 throughout. Otherwise the
+    same product may have other roundings beside another one, which a comparison would find.
+    """
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_bf16_reduced_precision_reduction
+    settings.allow_bf16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        settings.allow_bf16_reduced_precision_reduction = before

@@ -53,7 +53,7 @@ def load(model: PreTrainedModel, device: torch.device) -> VerifiedModel:
                 "engine.loading.loader.choose_backend", lambda *wanted: TritonAttentionBackend()
             )
             patch.setattr(choosing, "TORCH_DEVICES", frozenset({"cpu"}))
-            patch.setattr(choosing, "operations_for", lambda device: TritonOperations())
+            patch.setattr(choosing, "operations_for", lambda *wanted: TritonOperations())
         verified = verify_model(
             copy.deepcopy(model).to(device), Path(), lambda line: None, "triton", own_decoder=True
         )

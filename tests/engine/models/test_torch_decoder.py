@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from engine.attention.base import AttentionContext, BatchLayout, LayerCache
 from engine.loading.loader import VerifiedModel, verify_model
 from engine.models import choosing
+from engine.models.operations import TorchOperations
 from engine.models.parts import walk
 from engine.models.torch_decoder import TorchDecoder, TorchMlp
 from engine.runner.runner_options import StepPath
@@ -192,3 +193,46 @@ def test_another_model_runs_as_it_was_written(change: Any, reason: str) -> None:
     assert f"decoder: transformers', because {reason}" in lines
     assert [one.data_ptr() for one in model.parameters()] == places
     generate(verified)
+
+
+# ---- on a device that is not here --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (7, 5)])
+def test_operations_are_kernels_where_triton_works(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton")
+    from engine.attention import triton_launch
+    from engine.models.triton_operations import TritonOperations
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(triton_launch, "try_out", lambda device: None)
+    found = choosing.operations_for(torch.device("cuda"), torch.bfloat16)
+    if capability == (9, 0):
+        assert isinstance(found, TritonOperations)
+        assert not caplog.records
+    else:
+        assert isinstance(found, TorchOperations)
+        assert "8.0 or more, and this one has 7.5" in caplog.text
+    assert isinstance(choosing.operations_for(torch.device("cpu"), torch.bfloat16), TorchOperations)
+
+
+def test_it_is_compared_with_sums_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded and compared: cuBLAS may otherwise sum parts of a product in bfloat16."""
+    seen = []
+    settings = torch.backends.cuda.matmul
+    for name in ("record", "compare"):
+        right = getattr(choosing, name)
+
+        def noting(*given: Any, right: Any = right) -> Any:
+            seen.append(settings.allow_bf16_reduced_precision_reduction)
+            return right(*given)
+
+        monkeypatch.setattr(choosing, name, noting)
+    assert settings.allow_bf16_reduced_precision_reduction
+    verify(make("llama"))
+    assert seen == [False, False]
+    assert settings.allow_bf16_reduced_precision_reduction
