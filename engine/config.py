@@ -65,16 +65,17 @@ class ContinuousBatchingConfig:
         use_async_batching: whether the next step is prepared and launched while the last one runs,
             with two sets of input buffers. None: yes on CUDA, no on a CPU, where it gains nothing.
         use_cuda_graph: whether steps are captured as CUDA graphs and replayed: for both paths, or
-            (varlen, decode). None: the decode path on CUDA, otherwise no. On devices other than
-            CUDA, True is refused when the model is loaded.
+            (varlen, decode). None: both on CUDA, otherwise none. Graphs are captured at warm-up
+            alone. Of the path of varying lengths they are steps of up to 1,024 tokens. On devices
+            other than CUDA, True is refused when the model is loaded.
         q_padding_interval_size: the number of tokens of a step is padded to a multiple of this. 0:
-            steps that are captured are padded to a power of two up to 64, then to a multiple of 64;
-            others not at all.
-        kv_padding_interval_size: the length of the context that is read is padded to a multiple of
-            this many tokens. 0: steps that are captured are padded to 256, 1024 or a multiple of
-            4096; others not at all.
-        max_cached_graphs: most captured graphs that are kept; the least recently used one is
-            dropped first. 0: 32.
+            captured decode steps are padded to 1, 2, 4, 8, 16, 24 or a multiple of 32, other
+            captured steps to a power of two from 64 to 1,024; others not at all.
+        kv_padding_interval_size: the length of the context that attention in torch reads is padded
+            to a multiple of this many tokens; 0: not at all. Captured steps read each context at
+            its own length.
+        max_cached_graphs: most captured graphs. If there are more shapes, every other one is left
+            out, and its steps are padded to the next larger one. 0: 32.
         varlen_compile_config, decode_compile_config: how torch.compile compiles the model for the
             path of varying lengths and for the decode fast path: a transformers CompileConfig, or
             any object with its fields; None: the generation config's compile_config, else
@@ -178,7 +179,7 @@ class ContinuousBatchingConfig:
         None,
         "Capture all kinds of steps as CUDA graphs; `--no-cuda-graphs`: none.",
         flag="cuda-graphs",
-        shown="decode steps on CUDA",
+        shown="on CUDA, steps of up to 1,024 tokens",
         group=GROUP,
     )
     q_padding_interval_size: int = option(

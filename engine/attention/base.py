@@ -103,21 +103,20 @@ class AttentionParams:
 @dataclass(frozen=True, slots=True)
 class StaticShape:
     """The sizes of a step with tensors at fixed addresses, so that it can be captured and
-    replayed.
+    replayed. Steps of any context lengths have the same shape: lengths are read on the device.
 
     Attributes:
         is_decode: every request computes one token.
         tokens: T, padding included.
         requests: most requests; with is_decode, as many as tokens.
-        context: tokens of context that are read, in whole blocks: for each request with is_decode,
-            else for all together.
+        blocks: the widest block table; the same for all shapes with as many requests.
         block_size: tokens in a block.
     """
 
     is_decode: bool
     tokens: int
     requests: int
-    context: int
+    blocks: int
     block_size: int
 
 
@@ -148,6 +147,10 @@ class AttentionBackend(ABC):
     """The supported types; None: any."""
     block_multiple: int = 1
     """Tokens in a block must be a multiple of this."""
+    can_capture: bool = False
+    """Whether a step can be computed at fixed addresses. A backend that says so implements the
+    three methods whose names have `static`.
+    """
     step_lock: AbstractContextManager[object] = nullcontext()
     """Held while a step is computed. Several engines may share a model, each with its own thread;
     if steps share scratch memory, this lock makes them take turns.
@@ -165,13 +168,6 @@ class AttentionBackend(ABC):
         device.
         """
 
-    def fits_static(self, shape: StaticShape) -> bool:
-        """Whether a step of this shape can be computed at fixed addresses, and is worth its
-        temporaries. If not, it runs without capture. A backend that returns True implements the
-        three methods below.
-        """
-        return False
-
     def static_fields(self, shape: StaticShape, window: int | None) -> Mapping[str, int]:
         """The int64 arrays that one group's metadata needs in a captured step: the number of
         elements of each, by name.
@@ -185,8 +181,8 @@ class AttentionBackend(ABC):
         shape: StaticShape,
         fields: Mapping[str, npt.NDArray[np.int64]],
     ) -> None:
-        """Write a step's metadata into those arrays, on the host. Each is completely
-        overwritten.
+        """Write a step's metadata into those arrays, on the host. What an earlier step left there
+        must not matter.
 
         layout: that of a step that fits `shape`; its padding is ignored.
         """
@@ -246,8 +242,8 @@ class AttentionBackend(ABC):
 
         Args:
             query: [Hq, T, D].
-            output: [T, Hq, Dv], contiguous; what is written. Rows of padding tokens are left as
-                they are.
+            output: [T, Hq, Dv], contiguous; what is written. Rows of padding tokens are set
+                to 0.
             cache, metadata, params: see `forward`.
         """
         raise NotImplementedError

@@ -11,30 +11,21 @@ head are laid out as query positions, so that nothing is repeated per query head
 Requests that compute several tokens are computed one after another, with heads as the batch:
 
     q [Hkv, G, n, D] · k [Hkv, 1→G, S, D] → scores [Hkv, G, n, S]   S: tokens the chunk attends to
-
-Steps with fixed addresses (see `torch_static`) are computed as one bucket, or with all requests as
-one chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from engine.attention import torch_static
 from engine.attention.base import (
     AttentionBackend,
     AttentionMetadata,
     AttentionParams,
     BatchLayout,
     LayerCache,
-    StaticShape,
 )
-from engine.attention.torch_layout import Bucket, Chunk, Ragged, TorchMetadata, prepare
+from engine.attention.torch_layout import Bucket, Chunk, TorchMetadata, prepare
 
 
 class TorchAttentionBackend(AttentionBackend):
@@ -45,36 +36,6 @@ class TorchAttentionBackend(AttentionBackend):
     def prepare(self, layout: BatchLayout, window: int | None, like: torch.Tensor) -> TorchMetadata:
         """See the base class."""
         return prepare(layout, window, like)
-
-    def fits_static(self, shape: StaticShape) -> bool:
-        """See the base class."""
-        return torch_static.fits(shape)
-
-    def static_fields(self, shape: StaticShape, window: int | None) -> Mapping[str, int]:
-        """See the base class."""
-        return torch_static.fields_of(shape, window)
-
-    def fill_static(
-        self,
-        layout: BatchLayout,
-        window: int | None,
-        shape: StaticShape,
-        fields: Mapping[str, npt.NDArray[np.int64]],
-    ) -> None:
-        """See the base class."""
-        fill = torch_static.fill_decode if shape.is_decode else torch_static.fill_varlen
-        fill(layout, window, shape, fields)
-
-    def static_metadata(
-        self,
-        shape: StaticShape,
-        window: int | None,
-        fields: Mapping[str, torch.Tensor],
-        like: torch.Tensor,
-    ) -> TorchMetadata:
-        """See the base class."""
-        make = torch_static.decode_metadata if shape.is_decode else torch_static.varlen_metadata
-        return make(shape, window, fields, like)
 
     def forward(
         self,
@@ -96,8 +57,6 @@ class TorchAttentionBackend(AttentionBackend):
                 _as_blocks(tensor, metadata.block_size).index_fill_(0, metadata.fresh_blocks, 0.0)
         cache.keys.index_copy_(0, metadata.slot_mapping, key.transpose(0, 1))
         cache.values.index_copy_(0, metadata.slot_mapping, value.transpose(0, 1))
-        if metadata.ragged is not None:
-            return _attend_ragged(query, cache, metadata.ragged, params)
         output = query.new_empty((num_tokens, num_heads, value.shape[-1]))
         for bucket in metadata.buckets:
             rows = slice(bucket.begin, bucket.end)
@@ -186,29 +145,6 @@ def _attend_chunk(
         is_causal=chunk.mask is None,
     )  # [Hkv, G, n, Dv]
     return output.permute(2, 0, 1, 3).reshape(chunk.end - chunk.begin, num_heads, -1)
-
-
-def _attend_ragged(
-    query: torch.Tensor, cache: LayerCache, ragged: Ragged, params: AttentionParams
-) -> torch.Tensor:
-    """query: [Hq, T, D] → [T, Hq, Dv].
-
-    Hidden keys may belong to other requests, and must not matter even if they are NaN: their scores
-    are replaced, not added to, and their values made finite.
-    """
-    num_heads, num_tokens, head_dim = query.shape
-    num_kv_heads = cache.keys.shape[1]
-    groups = num_heads // num_kv_heads
-    keys = cache.keys.index_select(0, ragged.slots).transpose(0, 1).unsqueeze(1)
-    values = cache.values.index_select(0, ragged.slots).transpose(0, 1).unsqueeze(1)
-    grouped = query.reshape(num_kv_heads, groups, num_tokens, head_dim)
-    scores = torch.matmul(grouped, keys.transpose(-1, -2)).float() * params.scaling
-    sinks = params.sinks
-    if sinks is not None:
-        sinks = sinks.view(num_kv_heads, groups, 1, 1)
-    weights = _weights(scores, ragged.hidden, params.softcap, sinks)
-    output = torch.matmul(weights.to(values.dtype), torch.nan_to_num(values))  # [Hkv, G, T, Dv]
-    return output.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, -1)
 
 
 def _attention(

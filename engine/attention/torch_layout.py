@@ -1,7 +1,6 @@
 """The torch backend's metadata for a step, and how it is computed on the host.
 
-Made from a BatchLayout by `prepare` (without capture) or by `torch_static` (at fixed addresses);
-read by `torch_backend`.
+Made from a BatchLayout by `prepare`; read by `torch_backend`.
 """
 
 from __future__ import annotations
@@ -53,19 +52,6 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Ragged:
-    """All requests of a step, as one attention over all their contexts.
-
-    Attributes:
-        slots: int64 [S], the cache slots of all contexts, one after another.
-        hidden: bool [T, S], which keys a token does not attend to. Each token attends to some.
-    """
-
-    slots: torch.Tensor
-    hidden: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class TorchMetadata(AttentionMetadata):
     """One group's metadata.
 
@@ -76,7 +62,6 @@ class TorchMetadata(AttentionMetadata):
         buckets: the requests that compute one token.
         chunks: the others.
         num_padding: padding tokens at the end.
-        ragged: all tokens at once, instead of buckets and chunks; None: those are used.
     """
 
     slot_mapping: torch.Tensor
@@ -85,7 +70,6 @@ class TorchMetadata(AttentionMetadata):
     buckets: tuple[Bucket, ...]
     chunks: tuple[Chunk, ...]
     num_padding: int = 0
-    ragged: Ragged | None = None
 
 
 def prepare(layout: BatchLayout, window: int | None, like: torch.Tensor) -> TorchMetadata:

@@ -2,9 +2,9 @@
 tables.
 
     write    one program a token: its key and value into the cache
-    decode   requests with one token: one program a (request, key/value head, split); of n splits,
-             each takes every n-th cut of the context
-    merge    merges the cuts, in order
+    decode   requests with one token: as many programs as the device has places for; each takes an
+             equal share of all cuts of all contexts
+    merge    merges a context's cuts, in order
     prefill  the other requests: one program a (tile of one request's tokens, key/value head)
 
 All query heads of a key/value head are rows of one tile, so that a context is read once for them.
@@ -13,22 +13,16 @@ tiles, and a single program for a long context would leave the device idle. In a
 request's own number of tokens decides which kernel computes it, so its result does not depend on
 the other requests in the step.
 
-Lengths are read on the device, so that a launch can be captured and replayed: a grid is an upper
-bound, and programs with nothing to do end at once. The cuts of a context depend only on the
-request's own position (`_cuts`), the number of splits changes which program computes a cut but not
-the result, and tiles of keys begin at multiples of BLOCK_N. So a request's result does not depend
-on other requests.
+Lengths are read on the device, so that a launch can be captured and replayed, whatever the lengths
+are: each decode program counts the cuts of all requests and finds its share, so a long context
+among short ones is computed by many programs; a prefill grid is an upper bound, and programs with
+nothing to do end at once. The cuts of a context depend only on the request's own position
+(`_cuts`), which program computes a cut does not change it, and tiles of keys begin at multiples of
+BLOCK_N. So a request's result does not depend on other requests.
 
 Scores, softmax and sums are float32. Scores are in units of log 2, because the hardware computes
-2^x. Memory beyond a context or before a window is never read, because it may be NaN.
-
-Arrays of a step, all int64 (see `triton_backend`):
-    slot_mapping [T]    where a token's key and value go; in the null block: padding
-    cu_seqlens [R + 1]  a request's first token in the flat row
-    starts [R]          its position
-    counts [R]          its tokens; 0: padding
-    table_offsets [R]   where its row of blocks begins in `blocks`
-    blocks [*]
+2^x. Memory beyond a context or before a window is never read, because it may be NaN. The arrays of
+a step are those of `step_arrays`, all int64.
 """
 
 from __future__ import annotations
@@ -40,9 +34,19 @@ CUT = tl.constexpr(256)
 """Tokens in the shortest cut; longer ones are multiples of it. Itself a multiple of BLOCK_N."""
 MERGED = tl.constexpr(16)
 """How many cuts are merged at a time."""
+SCANNED = tl.constexpr(128)
+"""How many requests' cuts are counted at a time."""
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_STEP_ARRAYS = ["slot_mapping", "cu_seqlens", "starts", "counts", "table_offsets", "blocks"]
+_STEP_ARRAYS = [
+    "slot_mapping",
+    "cu_seqlens",
+    "starts",
+    "counts",
+    "table_offsets",
+    "extent",
+    "blocks",
+]
 
 
 @triton.jit(do_not_specialize=_STEP_ARRAYS)
@@ -51,14 +55,11 @@ def write_kernel(
     value,
     keys,
     values,
-    output,
     slot_mapping,
     key_head_stride,
     key_token_stride,
     value_head_stride,
     value_token_stride,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -66,9 +67,7 @@ def write_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Grid [T]. Also sets the output of padding tokens (in the null block) to 0, because no other
-    kernel writes it.
-    """
+    """Grid [T]."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     heads = tl.arange(0, BLOCK_H)[:, None]
@@ -82,12 +81,6 @@ def write_kernel(
     source = value + token * value_token_stride + heads * value_head_stride + dims
     target = values + slot * (KV_HEADS * VALUE_DIM) + heads * VALUE_DIM + dims
     tl.store(target, tl.load(source, mask=inside, other=0.0), mask=inside)
-    if slot < BLOCK_SIZE:
-        for begin in range(0, HEADS * VALUE_DIM, 256):
-            place = begin + tl.arange(0, 256)
-            zeros = tl.zeros([256], dtype=output.dtype.element_ty)
-            row = output + token * (HEADS * VALUE_DIM)
-            tl.store(row + place, zeros, mask=place < HEADS * VALUE_DIM)
 
 
 @triton.jit
@@ -243,7 +236,42 @@ def _cuts(last, WINDOW: tl.constexpr, MAX_CUTS: tl.constexpr):
     return first, length, tl.cdiv(last + 1 - first, length)
 
 
-@triton.jit(do_not_specialize=[*_STEP_ARRAYS, "splits", "cut_places"])
+@triton.jit
+def _cuts_of_rows(starts, counts, base, num_rows, WINDOW: tl.constexpr, MAX_CUTS: tl.constexpr):
+    """How many cuts each of the SCANNED rows from `base` on has; 0 if it is not decoded."""
+    rows = base + tl.arange(0, SCANNED)
+    there = rows < num_rows
+    last = tl.load(starts + rows, mask=there, other=0).to(tl.int32)
+    is_decoded = tl.load(counts + rows, mask=there, other=0) == 1
+    _, _, cuts = _cuts(last, WINDOW, MAX_CUTS)
+    return tl.where(is_decoded, cuts, 0)
+
+
+@triton.jit
+def _share(starts, counts, num_rows, WINDOW: tl.constexpr, MAX_CUTS: tl.constexpr):
+    """This program's share of the cuts of all rows, numbered one row after the other: the first of
+    them, the end, the row of the first, and how many cuts come before that row.
+    """
+    total = num_rows * 0
+    for base in range(0, num_rows, SCANNED):
+        total += tl.sum(_cuts_of_rows(starts, counts, base, num_rows, WINDOW, MAX_CUTS), 0)
+    place = tl.program_id(0).to(tl.int64)
+    begin = (place * total // tl.num_programs(0)).to(tl.int32)
+    end = ((place + 1) * total // tl.num_programs(0)).to(tl.int32)
+    row = num_rows * 0
+    before = num_rows * 0
+    seen = num_rows * 0
+    for base in range(0, num_rows, SCANNED):
+        cuts = _cuts_of_rows(starts, counts, base, num_rows, WINDOW, MAX_CUTS)
+        ends = seen + tl.cumsum(cuts, 0)
+        is_before = (ends <= begin) & (base + tl.arange(0, SCANNED) < num_rows)
+        row += tl.sum(is_before.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(is_before, ends, 0), 0))
+        seen += tl.sum(cuts, 0)
+    return begin, end, row, before
+
+
+@triton.jit(do_not_specialize=[*_STEP_ARRAYS, "num_rows", "num_tokens"])
 def decode_kernel(
     query,
     keys,
@@ -257,9 +285,10 @@ def decode_kernel(
     starts,
     counts,
     table_offsets,
+    extent,
     blocks,
-    splits,
-    cut_places,
+    num_rows,
+    num_tokens,
     inner_scale,
     outer_scale,
     query_head_stride,
@@ -278,49 +307,60 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     MAX_CUTS: tl.constexpr,
 ):
-    """Grid [rows, Hkv, splits].
+    """Grid [places, Hkv]: the requests with one token among the first `num_rows`. Also sets the
+    output of padding tokens to 0, because no other kernel writes it.
 
-    partials: float32 [rows, Hkv, cut_places, G, Dv]; highests, totals: [rows, Hkv, cut_places, G].
+    partials: float32 [rows, Hkv, MAX_CUTS, G, Dv]; highests, totals: [rows, Hkv, MAX_CUTS, G].
     The result of a context with a single cut goes to the output directly.
     """
-    row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    if tl.load(counts + row) != 1:
-        return
-    last = tl.load(starts + row).to(tl.int32)
-    table = blocks + tl.load(table_offsets + row)
-    token = tl.load(cu_seqlens + row)
-    first, length, num_cuts = _cuts(last, WINDOW, MAX_CUTS)
     members = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_V)
-    place = query + token * query_token_stride
-    place += (head * GROUPS + members)[:, None].to(tl.int64) * query_head_stride + dims[None, :]
-    inside = (members < GROUPS)[:, None] & (dims < DIM)[None, :]
-    tile = tl.load(place, mask=inside, other=0.0)
-    positions = last + members * 0
+    heads = head * GROUPS + members
     stored = (members < GROUPS)[:, None] & (value_dims < VALUE_DIM)[None, :]
-    for cut in range(tl.program_id(2), num_cuts, splits):
-        begin = first + cut * length
-        end = tl.minimum(begin + length, last + 1)
-        acc, highest, total = _attend(
-            tile, positions, last, keys + head * DIM, values + head * VALUE_DIM, table, begin, end,
-            inner_scale, outer_scale, WINDOW, SOFTCAP, BLOCK_SIZE, KV_HEADS, DIM, VALUE_DIM,
-            BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, last,
-        )  # fmt: skip
-        if num_cuts == 1:
-            if SINKS:
-                sink = tl.load(sinks + head * GROUPS + members, mask=members < GROUPS, other=0.0)
-                acc, total = _add_sink(acc, highest, total, sink)
-            result = (acc / total[:, None]).to(output.dtype.element_ty)
-            outputs = token * (KV_HEADS * GROUPS) + head * GROUPS + members
-            outputs = output + outputs[:, None] * VALUE_DIM + value_dims[None, :]
-            tl.store(outputs, result, mask=stored)
-        else:
-            parts = ((row * KV_HEADS + head) * cut_places + cut) * GROUPS + members
-            tl.store(partials + parts[:, None] * VALUE_DIM + value_dims[None, :], acc, mask=stored)
-            tl.store(highests + parts, highest, mask=members < GROUPS)
-            tl.store(totals + parts, total, mask=members < GROUPS)
+    row_size = KV_HEADS * GROUPS * VALUE_DIM
+    written = heads[:, None] * VALUE_DIM + value_dims[None, :]
+    padding = tl.load(extent + 2).to(tl.int32) + tl.program_id(0)
+    for unused in range(padding, num_tokens, tl.num_programs(0)):
+        zeros = tl.zeros([BLOCK_M, BLOCK_V], dtype=output.dtype.element_ty)
+        tl.store(output + tl.cast(unused, tl.int64) * row_size + written, zeros, mask=stored)
+    begin, end, row, before = _share(starts, counts, num_rows, WINDOW, MAX_CUTS)
+    while begin < end:
+        last = tl.load(starts + row).to(tl.int32)
+        first, length, num_cuts = _cuts(last, WINDOW, MAX_CUTS)
+        stop = tl.minimum(end, before + num_cuts)
+        table = blocks + tl.load(table_offsets + row)
+        token = tl.load(cu_seqlens + row)
+        source = query + token * query_token_stride + head.to(tl.int64) * GROUPS * query_head_stride
+        source += members[:, None] * query_head_stride + dims[None, :]
+        inside = (members < GROUPS)[:, None] & (dims < DIM)[None, :]
+        tile = tl.load(source, mask=inside, other=0.0)
+        positions = last + members * 0
+        origin = (row.to(tl.int64) * KV_HEADS + head) * MAX_CUTS
+        for cut in range(begin - before, stop - before):
+            left = first + cut * length
+            right = tl.minimum(left + length, last + 1)
+            acc, highest, total = _attend(
+                tile, positions, last, keys + head * DIM, values + head * VALUE_DIM, table,
+                left, right, inner_scale, outer_scale, WINDOW, SOFTCAP, BLOCK_SIZE, KV_HEADS, DIM,
+                VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, last,
+            )  # fmt: skip
+            if num_cuts == 1:
+                if SINKS:
+                    sink = tl.load(sinks + heads, mask=members < GROUPS, other=0.0)
+                    acc, total = _add_sink(acc, highest, total, sink)
+                result = (acc / total[:, None]).to(output.dtype.element_ty)
+                tl.store(output + token * row_size + written, result, mask=stored)
+            else:
+                part = (origin + cut) * GROUPS
+                places = members[:, None] * VALUE_DIM + value_dims[None, :]
+                tl.store(partials + part * VALUE_DIM + places, acc, mask=stored)
+                tl.store(highests + part + members, highest, mask=members < GROUPS)
+                tl.store(totals + part + members, total, mask=members < GROUPS)
+        begin = stop
+        before += num_cuts
+        row += 1
 
 
 @triton.jit
@@ -332,7 +372,7 @@ def _add_sink(acc, highest, total, sink):
     return acc * shrunk[:, None], total * shrunk + tl.exp2(sink - base)
 
 
-@triton.jit(do_not_specialize=[*_STEP_ARRAYS, "cut_places"])
+@triton.jit(do_not_specialize=_STEP_ARRAYS)
 def merge_kernel(
     output,
     partials,
@@ -342,7 +382,6 @@ def merge_kernel(
     cu_seqlens,
     starts,
     counts,
-    cut_places,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -359,7 +398,7 @@ def merge_kernel(
     _, _, num_cuts = _cuts(tl.load(starts + row).to(tl.int32), WINDOW, MAX_CUTS)
     if num_cuts == 1:
         return
-    origin = (row * (HEADS // GROUPS) + head // GROUPS) * cut_places * GROUPS + head % GROUPS
+    origin = (row * (HEADS // GROUPS) + head // GROUPS) * MAX_CUTS * GROUPS + head % GROUPS
     dims = tl.arange(0, BLOCK_V)
     offsets = tl.arange(0, MERGED)
     highest = tl.full([1], float("-inf"), dtype=tl.float32)
@@ -387,7 +426,7 @@ def merge_kernel(
     tl.store(output + place + dims[None, :], result, mask=(dims < VALUE_DIM)[None, :])
 
 
-@triton.jit(do_not_specialize=[*_STEP_ARRAYS, "first_row", "num_rows"])
+@triton.jit(do_not_specialize=_STEP_ARRAYS)
 def prefill_kernel(
     query,
     keys,
@@ -398,9 +437,8 @@ def prefill_kernel(
     starts,
     counts,
     table_offsets,
+    extent,
     blocks,
-    first_row,
-    num_rows,
     inner_scale,
     outer_scale,
     query_head_stride,
@@ -419,25 +457,31 @@ def prefill_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
-    """Grid [tiles, Hkv]: `num_rows` requests from `first_row` on, in tiles of BLOCK_Q tokens.
+    """Grid [tiles, Hkv]: the requests with more tokens than one, in tiles of BLOCK_Q tokens.
 
-    The first tile of request r of these is (tokens before it) // BLOCK_Q + r. From there it has at
-    least as many tiles as it needs, and the index is computed without looking at earlier requests.
+    The first tile of request r of these is (their tokens before it) // BLOCK_Q + r. From there it
+    has at least as many tiles as it needs, and the index is computed without looking at earlier
+    requests.
     """
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)  # the longest contexts first
     head = tl.program_id(1)
-    left = first_row * 1
+    first_row = tl.load(extent)  # also the number of tokens before that request
+    num_rows = tl.load(extent + 1)
+    if tile >= (tl.load(extent + 2) - first_row) // BLOCK_Q + num_rows:
+        return
+    left = first_row
     right = first_row + num_rows
     while right - left > 1:
         middle = (left + right) // 2
-        if tl.load(cu_seqlens + middle) // BLOCK_Q + middle - first_row <= tile:
+        first_tile = (tl.load(cu_seqlens + middle) - first_row) // BLOCK_Q + middle - first_row
+        if first_tile <= tile:
             left = middle
         else:
             right = middle
     begin = tl.load(cu_seqlens + left)
     count = tl.load(counts + left)
-    offset = (tile - begin // BLOCK_Q - (left - first_row)) * BLOCK_Q
-    if (offset < 0) | (offset >= count) | (count == 1):
+    offset = (tile - (begin - first_row) // BLOCK_Q - (left - first_row)) * BLOCK_Q
+    if (offset < 0) | (offset >= count):
         return
     start = tl.load(starts + left).to(tl.int32)
     table = blocks + tl.load(table_offsets + left)
@@ -449,10 +493,10 @@ def prefill_kernel(
     positions = tl.minimum(lowest + tokens, newest)  # unused rows also attend to something
     dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_V)
-    heads = head * GROUPS + members % GROUPS
-    rows = begin + offset + tokens
-    place = query + (rows * query_token_stride + heads * query_head_stride)[:, None] + dims[None, :]
-    block = tl.load(place, mask=ours[:, None] & (dims < DIM)[None, :], other=0.0)
+    query += (begin + offset) * query_token_stride + head.to(tl.int64) * GROUPS * query_head_stride
+    # Within a tile, 32 bits are enough.
+    place = query + (tokens * query_token_stride + members % GROUPS * query_head_stride)[:, None]
+    block = tl.load(place + dims[None, :], mask=ours[:, None] & (dims < DIM)[None, :], other=0.0)
     first = start * 0
     if WINDOW > 0:
         first = tl.maximum(lowest - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
@@ -462,7 +506,11 @@ def prefill_kernel(
         VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, newest,
     )  # fmt: skip
     if SINKS:
-        acc, total = _add_sink(acc, highest, total, tl.load(sinks + heads))
+        acc, total = _add_sink(
+            acc, highest, total, tl.load(sinks + head * GROUPS + members % GROUPS)
+        )
     result = (acc / total[:, None]).to(output.dtype.element_ty)
-    place = (rows * (KV_HEADS * GROUPS) + heads)[:, None] * VALUE_DIM + value_dims[None, :]
-    tl.store(output + place, result, mask=ours[:, None] & (value_dims < VALUE_DIM)[None, :])
+    output += ((begin + offset) * KV_HEADS + head) * GROUPS * VALUE_DIM
+    rows = tokens * (KV_HEADS * GROUPS) + members % GROUPS
+    place = output + rows[:, None] * VALUE_DIM + value_dims[None, :]
+    tl.store(place, result, mask=ours[:, None] & (value_dims < VALUE_DIM)[None, :])

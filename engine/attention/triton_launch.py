@@ -25,8 +25,10 @@ from engine.attention.triton_kernels import (
 )
 
 _LOG2E = 1.4426950408889634
-_PROGRAMS_PER_PROCESSOR = 4
-"""The desired number of programs of a decode step for each of the device's multiprocessors."""
+_HELD = ((64, 4), (128, 3), (256, 2))
+"""(head size, how many decode programs with such heads have enough registers on one of the device's
+multiprocessors), as compiled for compute capability 9.0; with larger heads one.
+"""
 _FEWEST_CUTS, _MOST_CUTS = 16, 128
 _PARTIALS = 256
 """The most cuts of one request times key/value heads: enough to fill a device with one long
@@ -37,9 +39,8 @@ _SHARED_SLACK = 8 << 10
 _SCHEMA = (
     "(Tensor query, Tensor? key, Tensor? value, Tensor(a!) keys, Tensor(b!) values, "
     "Tensor(c!) output, Tensor slot_mapping, Tensor cu_seqlens, Tensor starts, Tensor counts, "
-    "Tensor table_offsets, Tensor blocks, Tensor? sinks, int block_size, int window, "
-    "int decode_rows, int prefill_row, int prefill_rows, int longest, float scaling, "
-    "float? softcap) -> ()"
+    "Tensor table_offsets, Tensor extent, Tensor blocks, Tensor? sinks, int block_size, "
+    "int window, int decode_rows, int prefill_rows, float scaling, float? softcap) -> ()"
 )
 
 
@@ -102,17 +103,24 @@ def choose_tiles(
         rows, keys, depth = (16 if is_decode or widest > 128 else 32), 32, 1
         keys = 32 if widest <= 128 else 16
     elif is_decode:
-        rows, keys, depth = 16, (64 if widest <= 128 else 32), 2
+        rows, keys, depth = 16, (64 if widest <= 128 else 32), (1 if widest <= 64 else 2)
+    elif widest <= 256:
+        rows, keys, depth = 128, 64, (2 if widest <= 128 else 1)
     else:
-        rows, keys, depth = (128, 64, 2) if widest <= 128 else (64, 32, 2)
+        rows, keys, depth = 64, 16, 1
     rows = max(rows, fewest)
 
-    def shared() -> int:
-        # Tensor cores may read a tile while the next ones are loaded, so there is one tile more.
-        tiles = (depth if is_decode else depth + 1) * keys * (dim + value_dim)
-        return itemsize * (rows * dim + rows * keys + tiles) + _SHARED_SLACK
+    def fits() -> bool:
+        found = _shared_bytes(
+            Tiles(rows, keys, 0, depth),
+            dim=dim,
+            value_dim=value_dim,
+            itemsize=itemsize,
+            is_decode=is_decode,
+        )
+        return found <= size.shared_memory
 
-    while shared() > size.shared_memory:
+    while not fits():
         if depth > 1:
             depth -= 1
         elif rows > max(fewest, 64):
@@ -123,8 +131,16 @@ def choose_tiles(
             depth = 0
         else:
             break  # the compiler reports what it lacks
-    warps = 4 if is_decode and rows <= 32 and itemsize < 4 else 8
+    is_small = is_decode and rows <= 32 and widest <= 256 and itemsize < 4
+    warps = 4 if is_small else 8
     return Tiles(rows, keys, warps, depth)
+
+
+def _shared_bytes(tiles: Tiles, *, dim: int, value_dim: int, itemsize: int, is_decode: bool) -> int:
+    """About the shared memory of a program, in bytes. See `choose_tiles`."""
+    # Tensor cores may read a tile while the next ones are loaded, so there is one tile more.
+    loaded = (tiles.depth if is_decode else tiles.depth + 1) * tiles.keys * (dim + value_dim)
+    return itemsize * (tiles.rows * (dim + tiles.keys) + loaded) + _SHARED_SLACK
 
 
 def _padded(size: int) -> int:
@@ -132,20 +148,23 @@ def _padded(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def most_cuts(num_kv_heads: int) -> int:
-    """MAX_CUTS for a layer. It does not depend on the step."""
-    return max(_FEWEST_CUTS, min(_MOST_CUTS, _PARTIALS // _padded(num_kv_heads)))
+def most_cuts(num_kv_heads: int, window: int) -> int:
+    """MAX_CUTS for a layer: the most cuts of one context. It does not depend on the step.
 
-
-def cut_places(longest: int, window: int, limit: int) -> int:
-    """The most cuts that a request can have in a step in which no context is longer than
-    `longest`.
+    window: 0: none.
     """
+    limit = max(_FEWEST_CUTS, min(_MOST_CUTS, _PARTIALS // _padded(num_kv_heads)))
     length: int = CUT.value
-    cuts = -(-longest // length)
-    if window:
-        cuts = min(cuts, -(-window // length) + 1)
-    return max(1, min(cuts, limit))
+    return min(limit, -(-window // length) + 1) if window else limit
+
+
+def decode_places(
+    tiles: Tiles, *, dim: int, value_dim: int, itemsize: int, size: DeviceSize
+) -> int:
+    """How many decode programs run on a device at the same time. See `choose_tiles`."""
+    tile = _shared_bytes(tiles, dim=dim, value_dim=value_dim, itemsize=itemsize, is_decode=True)
+    held = 1 if itemsize == 4 else next((n for most, n in _HELD if max(dim, value_dim) <= most), 1)
+    return size.processors * max(1, min(held, size.shared_memory // (tile - _SHARED_SLACK)))
 
 
 @cache
@@ -173,14 +192,13 @@ def triton_attention(
     starts: torch.Tensor,
     counts: torch.Tensor,
     table_offsets: torch.Tensor,
+    extent: torch.Tensor,
     blocks: torch.Tensor,
     sinks: torch.Tensor | None,
     block_size: int,
     window: int,
     decode_rows: int,
-    prefill_row: int,
     prefill_rows: int,
-    longest: int,
     scaling: float,
     softcap: float | None,
 ) -> None:
@@ -188,24 +206,21 @@ def triton_attention(
 
     Args:
         query: [Hq, T, D]. key: [Hkv, T, D]. value: [Hkv, T, Dv]. All in the cache's dtype. Without
-            key and value nothing is written into the cache, and padding's output is left as it is.
+            key and value nothing is written into the cache.
         keys, values: the layer's cache, [num_slots, Hkv, D] and [num_slots, Hkv, Dv].
         output: [T, Hq, Dv], contiguous.
-        slot_mapping, cu_seqlens, starts, counts, table_offsets, blocks: see `triton_kernels`.
+        slot_mapping, cu_seqlens, starts, counts, table_offsets, extent, blocks: see `step_arrays`.
         sinks: [Hq].
         block_size: tokens in a block.
         window: 0: none.
-        decode_rows: how many of the first requests may have one token.
-        prefill_row, prefill_rows: the first request that may have more tokens, and how many there
-            are from there.
-        longest: no request has a longer context, in tokens.
+        decode_rows: how many of the first requests may have one token; above 0 if there is padding.
+        prefill_rows: how many requests may have more.
         scaling, softcap: see AttentionParams.
     """
     query = _rows_in_one_piece(query)
     heads, _, dim = query.shape
     kv_heads, value_dim = values.shape[1:]
     sizes = {
-        "BLOCK_SIZE": block_size,
         "KV_HEADS": kv_heads,
         "DIM": dim,
         "VALUE_DIM": value_dim,
@@ -214,6 +229,7 @@ def triton_attention(
     }
     layer = {
         **sizes,
+        "BLOCK_SIZE": block_size,
         "GROUPS": heads // kv_heads,
         "WINDOW": window,
         "SOFTCAP": softcap is not None,
@@ -224,7 +240,7 @@ def triton_attention(
     attention = _Attention(
         tensors=(query, keys, values, output),
         sinks=sinks,
-        step=(cu_seqlens, starts, counts, table_offsets, blocks),
+        step=(cu_seqlens, starts, counts, table_offsets, extent, blocks),
         scales=scales,
         layer=layer,
     )
@@ -232,16 +248,15 @@ def triton_attention(
         if key is not None and value is not None:
             key, value = _rows_in_one_piece(key), _rows_in_one_piece(value)
             write_kernel[(key.shape[1],)](
-                *(key, value, keys, values, output, slot_mapping),
+                *(key, value, keys, values, slot_mapping),
                 *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
-                HEADS=heads,
                 BLOCK_H=_padded(kv_heads),
                 **sizes,
             )
         if decode_rows:
-            attention.decode(decode_rows, longest)
+            attention.decode(decode_rows)
         if prefill_rows:
-            attention.prefill(prefill_row, prefill_rows)
+            attention.prefill(prefill_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +266,7 @@ class _Attention:
     Attributes:
         tensors: query, keys, values, output.
         sinks: or None.
-        step: cu_seqlens, starts, counts, table_offsets, blocks.
+        step: cu_seqlens, starts, counts, table_offsets, extent, blocks.
         scales: the factors of scores before and after a softcap.
         layer: the constants that decode and prefill have in common.
     """
@@ -262,22 +277,26 @@ class _Attention:
     scales: tuple[float, float]
     layer: Mapping[str, int]
 
-    def decode(self, rows: int, longest: int) -> None:
+    def decode(self, rows: int) -> None:
         """Compute the requests with one token, among the first `rows`."""
         query, _, _, output = self.tensors
         layer, (cu_seqlens, starts, counts, *_) = self.layer, self.step
         kv_heads, groups, value_dim = layer["KV_HEADS"], layer["GROUPS"], layer["VALUE_DIM"]
-        limit = most_cuts(kv_heads)
-        places = cut_places(longest, layer["WINDOW"], limit)
-        programs = _PROGRAMS_PER_PROCESSOR * device_size(query.device).processors
-        splits = max(1, min(programs // (rows * kv_heads), places))
-        parts = (rows, kv_heads, places, groups)
+        limit = most_cuts(kv_heads, layer["WINDOW"])
+        parts = (rows, kv_heads, limit, groups)
         partials = query.new_empty((*parts, value_dim), dtype=torch.float32)
         highests, totals = query.new_empty((2, *parts), dtype=torch.float32).unbind(0)
         tiles = self._tiles(is_decode=True)
-        decode_kernel[(rows, kv_heads, splits)](
+        places = decode_places(
+            tiles,
+            dim=layer["BLOCK_D"],
+            value_dim=layer["BLOCK_V"],
+            itemsize=query.itemsize,
+            size=device_size(query.device),
+        )
+        decode_kernel[(max(1, min(places // kv_heads, rows * limit)), kv_heads)](
             *(*self.tensors, partials, highests, totals, self.sinks),
-            *(*self.step, splits, places, *self.scales, query.stride(0), query.stride(1)),
+            *(*self.step, rows, query.shape[1], *self.scales, query.stride(0), query.stride(1)),
             BLOCK_M=tiles.rows,
             BLOCK_N=tiles.keys,
             MAX_CUTS=limit,
@@ -285,10 +304,8 @@ class _Attention:
             num_stages=tiles.stages,
             **layer,
         )
-        if places == 1:
-            return
         merge_kernel[(rows, kv_heads * groups)](
-            *(output, partials, highests, totals, self.sinks, cu_seqlens, starts, counts, places),
+            *(output, partials, highests, totals, self.sinks, cu_seqlens, starts, counts),
             WINDOW=layer["WINDOW"],
             SINKS=layer["SINKS"],
             HEADS=kv_heads * groups,
@@ -298,14 +315,14 @@ class _Attention:
             MAX_CUTS=limit,
         )
 
-    def prefill(self, row: int, rows: int) -> None:
-        """Compute the requests with more tokens, among `rows` from `row` on."""
+    def prefill(self, rows: int) -> None:
+        """Compute the requests with more tokens, of which there are at most `rows`."""
         query = self.tensors[0]
         tiles = self._tiles(is_decode=False)
         block_q = tiles.rows // self.layer["GROUPS"]
         prefill_kernel[(query.shape[1] // block_q + rows, self.layer["KV_HEADS"])](
             *(*self.tensors, self.sinks),
-            *(*self.step, row, rows, *self.scales, query.stride(0), query.stride(1)),
+            *(*self.step, *self.scales, query.stride(0), query.stride(1)),
             BLOCK_M=tiles.rows,
             BLOCK_N=tiles.keys,
             BLOCK_Q=block_q,
@@ -338,19 +355,17 @@ def try_out(device: torch.device) -> None:
     Raises whatever Triton and its compilers raise.
     """
     step = torch.zeros((1, 1, 16), device=device)
-    cache, output = torch.zeros((2, 1, 16), device=device).unbind(0)
+    cache = torch.zeros((1, 16), device=device)
     slot_mapping = torch.zeros(1, dtype=torch.int64, device=device)
     strides = (16, 16, 16, 16)
     sizes = {"KV_HEADS": 1, "DIM": 16, "VALUE_DIM": 16, "BLOCK_D": 16, "BLOCK_V": 16}
     with _on_its_device(step):
         write_kernel[(1,)](
-            *(step, step, cache, cache, output, slot_mapping, *strides),
-            BLOCK_SIZE=1,
-            HEADS=1,
+            *(step, step, cache, cache, slot_mapping, *strides),
             BLOCK_H=1,
             **sizes,
         )
-    output.sum().item()  # wait for the end, so that a failure shows now
+    cache.sum().item()  # wait for the end, so that a failure shows now
 
 
 def _on_its_device(tensor: torch.Tensor) -> AbstractContextManager[object]:

@@ -52,7 +52,13 @@ from engine.loading.gate import (
 from engine.loading.memory import GIB, CachePlan, HostLimits, StepLimits, plan_cache, step_limits
 from engine.loading.model_defaults import context_length, default_sampling, eos_token_ids
 from engine.loading.packing import Packing, choose_packing, pack_model
-from engine.loading.profiling import DeviceMemory, device_memory, fitting_step, measure_step
+from engine.loading.profiling import (
+    DeviceMemory,
+    device_memory,
+    fitting_step,
+    measure_graphs,
+    measure_step,
+)
 from engine.loading.view import ModelView
 from engine.models.choosing import NOT_ASKED, CausalDecoder, make_decoder, plan_decoder
 from engine.parallel.sharding import check_plan, sharding, whole_logits
@@ -64,7 +70,7 @@ from engine.runner.forward import CausalModel, ModelForward
 from engine.runner.kv_tensors import KVTensors, allocate_kv, make_groups
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rope import follow_lengths, read_rope
-from engine.runner.runner_options import resolve_options
+from engine.runner.runner_options import RunnerOptions, resolve_options
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.startup import CACHE, KERNELS, VERIFY, WEIGHTS, enter
@@ -97,7 +103,8 @@ class VerifiedModel:
         ranks: the processes across which the model is split; None: this one has all of it.
         leader: on rank 0, the connection to the other ranks; None: this is another rank, or there
             are no others.
-        step_bytes: the measured memory of steps, by the largest step and the block size.
+        step_bytes: the measured memory of steps, by the largest step or the options for graphs, and
+            by the block size.
         view: connects `model` and `original`; None: they are the same.
         rope: how the model's rotary frequencies depend on a request's length; None: they do not, or
             requests may not be longer than the original length.
@@ -117,7 +124,7 @@ class VerifiedModel:
     default_sampling: SamplingParams
     ranks: Ranks | None = None
     leader: Leader | None = None
-    step_bytes: dict[tuple[StepLimits, int], int] = field(default_factory=dict)
+    step_bytes: dict[tuple[StepLimits | RunnerOptions, int], int] = field(default_factory=dict)
     view: ModelView | None = None
     rope: RopeLengths | None = None
     decoder: CausalDecoder | None = None
@@ -361,10 +368,12 @@ def build_runner(
     probe, device, leader = verified.probe, verified.device, verified.leader
     check_block_size(verified.backend, config.block_size)
     groups = make_groups(probe.shapes, probe.dtype)
+    can_capture = graphs is not None or device.type == "cuda"
     runner_id, step_bytes = 0, 0
     if leader is None:
         memory = memory or device_memory(device)
         config, step_bytes = _largest_step(verified, config, groups, memory)
+        step_bytes += _graph_bytes(verified, config, groups, memory, can_capture=can_capture)
         available, host_available = memory.available(), HostLimits.read().memory_available
     else:
         # No step is measured, because the other ranks can only follow one when they have a cache.
@@ -382,8 +391,9 @@ def build_runner(
     options = resolve_options(
         config,
         device=device.type,
-        can_capture=graphs is not None or device.type == "cuda",
+        can_capture=can_capture,
         max_blocks=_longest_in_blocks(groups, plan, verified.context_length),
+        max_tokens=plan.max_batch_tokens,
         max_requests=plan.max_requests,
     )
 
@@ -458,6 +468,39 @@ def _largest_step(
         return config, measure(limits)
     limits, step_bytes = fitting_step(measure, limits, memory.available())
     return replace(config, max_batch_tokens=limits.max_batch_tokens), step_bytes
+
+
+def _graph_bytes(
+    verified: VerifiedModel,
+    config: ContinuousBatchingConfig,
+    groups: tuple[LayerGroup, ...],
+    memory: DeviceMemory,
+    *,
+    can_capture: bool,
+) -> int:
+    """The memory of captured steps, measured once for a model and its options."""
+    limits = step_limits(config, verified.device)
+    options = resolve_options(
+        config,
+        device=verified.device.type,
+        can_capture=can_capture,
+        max_blocks=-(-verified.context_length // config.block_size),
+        max_tokens=limits.max_batch_tokens,
+        max_requests=limits.max_requests,
+    )
+    measured = (options, config.block_size)
+    if measured not in verified.step_bytes:
+        verified.step_bytes[measured] = measure_graphs(
+            memory,
+            verified.steps,
+            verified.backend,
+            verified.probe,
+            groups,
+            device=verified.device,
+            options=options,
+            block_size=config.block_size,
+        )
+    return verified.step_bytes[measured]
 
 
 def free_memory(verified: VerifiedModel) -> tuple[int, int]:

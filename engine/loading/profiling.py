@@ -3,6 +3,8 @@
     largest step (max_batch_tokens, max_requests_per_batch) ─▶ run, with one block for a cache
         ─▶ the most memory that it had at once ─▶ is left free (`engine.loading.memory.plan_cache`)
 
+    the largest captured steps ─▶ run, likewise: graphs have memory of their own
+
 If max_batch_tokens is not given, smaller steps are tried until one leaves most of the memory free.
 
 On CUDA the cache takes nearly all free memory, so the needs of a step must be known. On a CPU the
@@ -12,7 +14,7 @@ cache is sized for the allowed concurrency and leaves half of the memory, so no 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -25,9 +27,12 @@ from engine.kv_cache.manager import KVCacheManager
 from engine.loading.gate import ModelProbe
 from engine.loading.memory import GIB, HostLimits, StepLimits
 from engine.request import GenerationRequest, Request
+from engine.runner.captured import CapturedSteps
+from engine.runner.device import step_device
 from engine.runner.forward import CausalModel, ModelForward
 from engine.runner.kv_tensors import KVTensors, allocate_caches
 from engine.runner.model_runner import ModelRunner
+from engine.runner.runner_options import RunnerOptions
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams, StopParams
 from engine.token_ids import TokenIds
@@ -128,9 +133,7 @@ def measure_step(
     available = memory.available()
 
     def run() -> None:
-        size, dtype = block_size, probe.dtype
-        caches = allocate_caches(probe.shapes, groups, (1,) * len(groups), size, dtype, device)
-        kv = KVTensors(groups, caches, (), size)
+        kv = _one_block(probe, groups, block_size, device)
         sampler = Sampler(probe.logits[0].shape[-1], device)
         runner = ModelRunner(ModelForward(model, kv, backend), sampler=sampler)
         batch = largest_batch(groups, limits, block_size, model_context, probe)
@@ -144,6 +147,63 @@ def measure_step(
             f"more than the {available / GIB:.2f} GiB that are free on {device} beside the model, "
             "before there is any KV cache; lower max_batch_tokens or max_requests_per_batch"
         ).naming("max_batch_tokens", "max_requests_per_batch") from error
+
+
+def measure_graphs(
+    memory: DeviceMemory,
+    model: CausalModel,
+    backend: AttentionBackend,
+    probe: ModelProbe,
+    groups: tuple[LayerGroup, ...],
+    *,
+    device: torch.device,
+    options: RunnerOptions,
+    block_size: int,
+) -> int:
+    """How many bytes captured steps take, in addition to all else: inputs, logits, and what the
+    largest one of each path needs for its results; all others have the same places.
+
+    Args:
+        memory, model, backend, probe, groups, device, block_size: see `measure_step`.
+        options: which steps are captured.
+    """
+
+    def run() -> None:
+        kv = _one_block(probe, groups, block_size, device)
+        largest = replace(options, max_graphs=len(options.captured_paths))
+        steps = CapturedSteps(
+            ModelForward(model, kv, backend), _Rehearsal(), largest, step_device(device)
+        )
+        with torch.inference_mode():
+            steps.warmup(lambda line: None)
+
+    return memory.peak(run) if options.captured_paths else 0
+
+
+class _Rehearsal:
+    """Runs what would be captured."""
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> _Rehearsed:
+        """See GraphBackend."""
+        return _Rehearsed(run())
+
+
+@dataclass(frozen=True, slots=True)
+class _Rehearsed:
+    output: torch.Tensor
+
+    def replay(self) -> torch.Tensor:
+        """See CapturedGraph."""
+        return self.output
+
+
+def _one_block(
+    probe: ModelProbe, groups: tuple[LayerGroup, ...], block_size: int, device: torch.device
+) -> KVTensors:
+    """A cache with one block in each group, besides the null block."""
+    ones = (1,) * len(groups)
+    caches = allocate_caches(probe.shapes, groups, ones, block_size, probe.dtype, device)
+    return KVTensors(groups, caches, (), block_size)
 
 
 def fitting_step(

@@ -7,32 +7,38 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_TOKEN_STEPS = (1, 2, 4, 8, 16, 32, 64)
-_CONTEXT_STEPS = (256, 1024, 4096)
+MOST_MIXED_TOKENS = 1024
+"""A larger step takes so long that its launches are hidden behind it."""
+_DECODE_TOKENS = (1, 2, 4, 8, 16, 24, 32)
+_MIXED_TOKENS = (64, 128, 256, 512, MOST_MIXED_TOKENS)
+_REQUESTS_FACTOR, _FEWEST_REQUESTS = 4, 4
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes to pad to: a few small ones, then multiples of the last of these.
+    """Sizes to pad to.
 
     Attributes:
         first: the small sizes, ascending.
+        goes_on: whether the multiples of the last of these are sizes, too; if not, nothing larger
+            is padded.
     """
 
     first: tuple[int, ...]
+    goes_on: bool = True
 
     def at_least(self, size: int) -> int:
         """The smallest of the sizes that is at least `size`."""
         for candidate in self.first:
             if size <= candidate:
                 return candidate
-        return -(-size // self.first[-1]) * self.first[-1]
+        return -(-size // self.first[-1]) * self.first[-1] if self.goes_on else size
 
     def at_most(self, size: int) -> int:
         """The largest of the sizes that is at most `size`; 0: all are larger."""
         last = self.first[-1]
         if size >= last:
-            return size // last * last
+            return size // last * last if self.goes_on else size
         return max((candidate for candidate in self.first if candidate <= size), default=0)
 
     def up_to(self, size: int) -> Iterator[int]:
@@ -43,15 +49,24 @@ class Sizes:
             yield reached
 
 
-def token_sizes(interval: int) -> Sizes:
-    """The sizes for a step's tokens: the multiples of the interval; 0: powers of two up to 64, then
-    multiples of 64.
+def decode_sizes(interval: int) -> Sizes:
+    """The sizes for the tokens of decode steps: the multiples of the interval; 0: 1, 2, 4, 8, 16,
+    24 and the multiples of 32.
     """
-    return Sizes((interval,) if interval else _TOKEN_STEPS)
+    return Sizes((interval,) if interval else _DECODE_TOKENS)
 
 
-def context_sizes(interval: int) -> Sizes:
-    """The sizes for the context that is read, in tokens: the multiples of the interval; 0: 256,
-    1024, 4096 and its multiples.
+def mixed_sizes(interval: int) -> Sizes:
+    """The sizes for the tokens of steps with prompts: the multiples of the interval; 0: powers of
+    two from 64 to 1024.
     """
-    return Sizes((interval,) if interval else _CONTEXT_STEPS)
+    return Sizes((interval,)) if interval else Sizes(_MIXED_TOKENS, goes_on=False)
+
+
+def request_sizes(most: int) -> Iterator[int]:
+    """The sizes for the requests of steps with prompts: the most requests of a step, a quarter of
+    them, and so on, descending.
+    """
+    yield most
+    while (most := most // _REQUESTS_FACTOR) >= _FEWEST_REQUESTS:
+        yield most

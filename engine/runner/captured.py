@@ -1,12 +1,17 @@
-"""Captures steps once for each shape, and then replays them.
+"""Captures steps when an engine starts, and replays them.
 
-    InputBatch ─▶ its shape, padded ─▶ captured? ──no──▶ capture it, with the null block for a cache
-                                           │yes                    │
-                                           ▼                       ▼
-                                    fill the inputs ─▶ replay ─▶ logits
+    InputBatch ─▶ the smallest shape that has room for it, if there is one
+                      │                      ╎
+                      ▼                      ▼
+    fill the inputs ─▶ replay ─▶ logits      computed directly, without capture
 
-Other steps are computed directly, without capture: steps with prompt log-probabilities, steps that
-would need too much memory when padded, and steps that could not be captured.
+A shape is a number of tokens and a number of requests: lengths are read on the device, so that a
+graph serves contexts of any length. All shapes are captured at warm-up, the largest first, so that
+the memory of the largest serves all: they share it, their inputs, and the place of their logits.
+None is captured while requests wait.
+
+What is computed directly: steps with prompt log-probabilities, steps that no shape has room for,
+and steps of a kind that cannot be captured.
 """
 
 from __future__ import annotations
@@ -18,20 +23,32 @@ from collections.abc import Callable
 import torch
 
 from engine.attention.base import StaticShape
-from engine.runner.buckets import context_sizes, token_sizes
-from engine.runner.cuda_graph import CapturedStep, GraphBackend, GraphCache
+from engine.runner.buckets import (
+    MOST_MIXED_TOKENS,
+    decode_sizes,
+    mixed_sizes,
+    request_sizes,
+)
+from engine.runner.cuda_graph import CapturedStep, GraphBackend
 from engine.runner.device import StepDevice
 from engine.runner.forward import ModelForward
 from engine.runner.input_batch import InputBatch
 from engine.runner.runner_options import RunnerOptions, StepPath
-from engine.runner.static_inputs import StaticInputs
+from engine.runner.static_inputs import InputMemory, StaticInputs
 from engine.startup import CAPTURE, enter
 
 logger = logging.getLogger(__name__)
 
+_MOST_TABLE_ENTRIES = 1 << 20
+"""The most block table entries of a captured step: 8 MiB that are copied at each replay."""
+
 
 class CapturedSteps:
-    """Captures steps and finds them again. All calls are made in inference mode."""
+    """Captures steps and finds them again. All calls are made in inference mode.
+
+    Attributes:
+        steps: the captured steps, the smallest first.
+    """
 
     def __init__(
         self,
@@ -46,100 +63,118 @@ class CapturedSteps:
         self._graphs = graphs
         self._options = options
         self._device = device
-        self._tokens = token_sizes(options.q_interval)
-        self._contexts = context_sizes(options.kv_interval)
-        self._paths = set(options.captured_paths)
-        self._too_large: set[StaticShape] = set()
-        self.cache = GraphCache(options.max_graphs)
-
-    def shape_of(self, inputs: InputBatch) -> StaticShape | None:
-        """The shape to which a step is padded; None: it is computed without capture."""
-        layout = inputs.layouts[0]
-        if inputs.path not in self._paths or inputs.prompts:
-            return None
-        if inputs.path is StepPath.DECODE:
-            return self._decode_shape(inputs.num_tokens, int(layout.starts.max()) + 1)
-        if len(layout.counts) > self._options.max_requests:
-            return None
-        context = int((layout.starts + layout.counts).sum())
-        return self._usable(
-            StaticShape(
-                is_decode=False,
-                tokens=self._tokens.at_least(inputs.num_tokens),
-                requests=self._options.max_requests,
-                context=self._contexts.at_least(context),
-                block_size=self._kv.block_size,
-            )
-        )
+        self._logits = torch.empty(0)
+        self.steps: list[CapturedStep] = []
+        self._told: set[StepPath] = set()
 
     def find(self, inputs: InputBatch) -> CapturedStep | None:
-        """The captured step for these inputs, captured now if necessary; None: there is none."""
-        shape = self.shape_of(inputs)
-        if shape is None:
+        """The captured step for these inputs; None: there is none."""
+        layout, is_decode = inputs.layouts[0], inputs.path is StepPath.DECODE
+        rows, width = layout.tables.shape
+        if inputs.prompts:
             return None
-        return self.cache.get(shape) or self._capture(shape, inputs.path)
+        for step in self.steps:
+            shape = step.inputs.shape
+            if (
+                shape.is_decode == is_decode
+                and inputs.num_tokens <= shape.tokens
+                and rows <= shape.requests
+                and width <= shape.blocks
+            ):
+                return step
+        if self.steps and inputs.path not in self._told:
+            self._told.add(inputs.path)
+            logger.info(
+                "a step of %d tokens of %d requests, the longest of %d blocks, is computed without "
+                "a graph, as are all for which none was captured",
+                *(inputs.num_tokens, rows, width),
+            )
+        return None
 
     def warmup(self, progress: Callable[[str], None]) -> None:
-        """Capture the decode path's shapes, the smallest first, up to the number that is kept."""
-        options, path = self._options, StepPath.DECODE
-        if path in options.captured_paths:
-            enter(progress, CAPTURE)
+        """Capture all shapes, the largest first; once."""
+        shapes = planned_shapes(self._options, self._kv.block_size)
+        if not shapes or self.steps or not self._attention.can_capture:
+            return
+        enter(progress, CAPTURE)
         started = time.monotonic()
-        longest = options.max_decode_blocks * self._kv.block_size
-        for context in self._contexts.up_to(longest):
-            for tokens in self._tokens.up_to(options.max_requests):
-                if path not in self._paths or len(self.cache) >= self.cache.limit:
-                    break
-                shape = self._decode_shape(tokens, min(context, longest))
-                if shape is not None and shape not in self.cache:
-                    self._capture(shape, path)
-        if path in options.captured_paths:
-            seconds = time.monotonic() - started
-            progress(f"captured {len(self.cache)} shapes of decode steps in {seconds:.1f} s")
-
-    def _decode_shape(self, tokens: int, context: int) -> StaticShape | None:
-        size = self._kv.block_size
-        padded = self._tokens.at_least(tokens)
-        blocks = -(-self._contexts.at_least(context) // size)
-        return self._usable(
-            StaticShape(
-                is_decode=True,
-                tokens=padded,
-                requests=padded,
-                context=min(blocks, self._options.max_decode_blocks) * size,
-                block_size=size,
-            )
+        memory = InputMemory(
+            shapes, self._attention, self._kv, self._device, self._options.num_input_buffers
         )
+        given_up: set[bool] = set()
+        for shape in shapes:
+            if shape.is_decode in given_up:
+                continue
+            inputs = StaticInputs(shape, self._attention, self._kv, memory)
+            try:
+                self.steps.insert(0, self._capture(inputs, max(one.requests for one in shapes)))
+            except torch.OutOfMemoryError:
+                logger.warning(
+                    "not enough memory to capture %s; such steps run as they come", shape
+                )
+            except RuntimeError as error:
+                given_up.add(shape.is_decode)
+                logger.warning(
+                    "%s steps run as they come: the forward cannot be captured (%s)",
+                    "decode" if shape.is_decode else "mixed",
+                    str(error).partition("\n")[0],
+                )
+        seconds = time.monotonic() - started
+        progress(f"captured {len(self.steps)} shapes of steps in {seconds:.1f} s")
 
-    def _usable(self, shape: StaticShape) -> StaticShape | None:
-        if shape in self._too_large or not self._attention.fits_static(shape):
-            return None
-        return shape
+    def _capture(self, inputs: StaticInputs, most_rows: int) -> CapturedStep:
+        """Capture a shape. Raises what the forward or the capture raises."""
+        shape = inputs.shape
+        path = StepPath.DECODE if shape.is_decode else StepPath.VARLEN
 
-    def _capture(self, shape: StaticShape, path: StepPath) -> CapturedStep | None:
-        """Capture a shape. Its inputs are zeros, so only the null block is written."""
-        inputs = StaticInputs(
-            shape, self._attention, self._kv, self._device, self._options.num_input_buffers
-        )
-
-        def run() -> torch.Tensor:
+        def compute() -> torch.Tensor:
             return self._forward(
                 path, inputs.token_ids, inputs.positions, inputs.logit_rows, inputs.metadata()
             )
 
-        try:
-            step = CapturedStep(inputs, self._graphs.capture(run))
-        except torch.OutOfMemoryError:
-            self._too_large.add(shape)
-            logger.warning("not enough memory to capture %s; such steps run as they come", shape)
-            return None
-        except RuntimeError as error:
-            self._paths.discard(path)
-            logger.warning(
-                "steps of the %s path run as they come: the forward cannot be captured (%s)",
-                path.value,
-                str(error).partition("\n")[0],
-            )
-            return None
-        self.cache.put(shape, step)
-        return step
+        def run() -> torch.Tensor:
+            return self._logits[: shape.requests].copy_(compute())
+
+        inputs.clear()
+        if not len(self._logits):
+            logits = compute()
+            self._logits = logits.new_empty((most_rows, logits.shape[-1]))
+        return CapturedStep(inputs, self._graphs.capture(run))
+
+
+def planned_shapes(options: RunnerOptions, block_size: int) -> list[StaticShape]:
+    """The shapes that are captured, the largest first. If there are more than `max_graphs`, every
+    other one is left out: its steps are padded to the next larger one.
+    """
+    interval, paths = options.q_interval, options.captured_paths
+    decode: list[tuple[bool, int, int]] = []
+    mixed: list[tuple[bool, int, int]] = []
+    if StepPath.DECODE in paths and options.max_decode_blocks:
+        decode = [(True, n, n) for n in decode_sizes(interval).up_to(options.max_requests)]
+    if StepPath.VARLEN in paths:
+        limit = min(MOST_MIXED_TOKENS, options.max_tokens)
+        mixed = [
+            (False, tokens, requests)
+            for tokens in mixed_sizes(interval).up_to(limit)
+            for requests in request_sizes(options.max_requests)
+            if requests <= tokens
+        ]
+    decode.sort(reverse=True)
+    mixed.sort(reverse=True)
+    while len(decode) + len(mixed) > options.max_graphs:
+        if len(mixed) > len(decode) or len(decode) <= 1:
+            mixed = mixed[::2] if len(mixed) > 1 else []
+        else:
+            decode = decode[::2]
+    return [
+        StaticShape(
+            is_decode=is_decode,
+            tokens=tokens,
+            requests=requests,
+            blocks=min(options.max_blocks, _MOST_TABLE_ENTRIES // requests),
+            block_size=block_size,
+        )
+        for is_decode, tokens, requests in sorted(
+            decode + mixed, key=lambda one: (one[1], one[2], one[0]), reverse=True
+        )
+    ]

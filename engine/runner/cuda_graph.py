@@ -7,7 +7,6 @@ each kernel. Captured work reads and writes only fixed addresses; see `static_in
 from __future__ import annotations
 
 import gc
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from engine.attention.base import StaticShape
 from engine.runner.input_batch import InputBatch
 from engine.runner.static_inputs import StaticInputs
 from engine.transfer import to_device
@@ -192,31 +190,3 @@ class CapturedStep:
         if not self.inputs.shape.is_decode or np.array_equal(rows, np.arange(len(rows))):
             return logits[: len(rows)]
         return logits.index_select(0, to_device(rows, logits.device))
-
-
-class GraphCache:
-    """Captured steps by shape; the least recently used one is dropped first."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._steps: OrderedDict[StaticShape, CapturedStep] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def __contains__(self, shape: object) -> bool:
-        return shape in self._steps
-
-    def get(self, shape: StaticShape) -> CapturedStep | None:
-        """The step for a shape; the call counts as a use."""
-        step = self._steps.get(shape)
-        if step is not None:
-            self._steps.move_to_end(shape)
-        return step
-
-    def put(self, shape: StaticShape, step: CapturedStep) -> None:
-        """Keep a step; beyond the limit, another one is dropped."""
-        self._steps[shape] = step
-        self._steps.move_to_end(shape)
-        if len(self._steps) > self.limit:
-            self._steps.popitem(last=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.config import ContinuousBatchingConfig
 from engine.errors import ConfigError
-from engine.runner.buckets import Sizes, token_sizes
+from engine.runner.buckets import Sizes, mixed_sizes
 
 DEFAULT_MAX_GRAPHS = 32
 
@@ -28,21 +28,24 @@ class RunnerOptions:
     Attributes:
         max_decode_blocks: a step in which every request computes one token takes the decode path
             if no request has more blocks than this; 0: never.
+        max_blocks: the most blocks of one request.
         q_interval: the tokens of a step are padded to a multiple of this; 0: not at all.
-        kv_interval: the context that is read is padded to a multiple of this many tokens; 0: not at
-            all.
+        kv_interval: the context that steps without capture read is padded to a multiple of this
+            many tokens; 0: not at all.
         captured_paths: the paths whose steps are captured and replayed.
-        max_graphs: most captured steps that are kept.
-        max_requests: most requests of a step.
+        max_graphs: most captured steps.
+        max_tokens, max_requests: the largest step.
         num_input_buffers: how many sets of input buffers the host has, and so how many steps may be
             pending at once.
     """
 
     max_decode_blocks: int = 0
+    max_blocks: int = 1
     q_interval: int = 0
     kv_interval: int = 0
     captured_paths: frozenset[StepPath] = frozenset()
     max_graphs: int = DEFAULT_MAX_GRAPHS
+    max_tokens: int = 1
     max_requests: int = 1
     num_input_buffers: int = 1
 
@@ -50,7 +53,7 @@ class RunnerOptions:
     def padded_sizes(self) -> Sizes | None:
         """The sizes in tokens to which steps with prompts are padded; None: not padded."""
         if self.q_interval or StepPath.VARLEN in self.captured_paths:
-            return token_sizes(self.q_interval)
+            return mixed_sizes(self.q_interval)
         return None
 
 
@@ -64,6 +67,7 @@ def resolve_options(
     device: str,
     can_capture: bool,
     max_blocks: int,
+    max_tokens: int,
     max_requests: int,
 ) -> RunnerOptions:
     """Resolve the options for a device.
@@ -73,7 +77,7 @@ def resolve_options(
         device: its type, for messages.
         can_capture: whether device work can be captured there.
         max_blocks: blocks of the longest possible request.
-        max_requests: most requests of a step.
+        max_tokens, max_requests: the largest step.
 
     Raises:
         ConfigError: an option asks for what the device cannot do.
@@ -81,10 +85,12 @@ def resolve_options(
     limit = config.max_blocks_per_request
     return RunnerOptions(
         max_decode_blocks=max_blocks if limit is None else min(limit, max_blocks),
+        max_blocks=max_blocks,
         q_interval=config.q_padding_interval_size,
         kv_interval=config.kv_padding_interval_size,
         captured_paths=_captured_paths(config.use_cuda_graph, device, can_capture),
         max_graphs=config.max_cached_graphs or DEFAULT_MAX_GRAPHS,
+        max_tokens=max_tokens,
         max_requests=max_requests,
         num_input_buffers=2 if _is_async(config.use_async_batching, device) else 1,
     )
@@ -98,7 +104,7 @@ def _captured_paths(
     asked: bool | tuple[bool, bool] | None, device: str, can_capture: bool
 ) -> frozenset[StepPath]:
     if asked is None:
-        return frozenset({StepPath.DECODE}) if can_capture else frozenset()
+        return frozenset(StepPath) if can_capture else frozenset()
     varlen, decode = asked if isinstance(asked, tuple) else (asked, asked)
     if (varlen or decode) and not can_capture:
         raise ConfigError(

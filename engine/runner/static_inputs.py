@@ -4,14 +4,15 @@
                                                      its parts are the model's inputs and the
                                                      fields of the attention's metadata
 
-On CUDA the host's array is pinned. There is one for each set of input buffers, because a copy may
-still be in progress when the next step is filled in. One tensor on the device is enough, because
-copies and computation are queued in order on one stream.
+All shapes share these arrays, and divide them differently. On CUDA the host's arrays are pinned.
+There is one for each set of input buffers, because a copy may still be in progress when the next
+step is filled in. One tensor on the device is enough, because copies and computation are queued in
+order on one stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import numpy as np
@@ -27,6 +28,29 @@ from engine.runner.kv_tensors import KVTensors
 _Array = TypeVar("_Array", npt.NDArray[np.int64], torch.Tensor)
 
 
+class InputMemory:
+    """The arrays that all shapes share.
+
+    Attributes:
+        host: one int64 array for each set of input buffers.
+        target: their copy on the device.
+        device: queues copies.
+    """
+
+    def __init__(
+        self,
+        shapes: Iterable[StaticShape],
+        backend: AttentionBackend,
+        kv: KVTensors,
+        device: StepDevice,
+        num_input_buffers: int,
+    ) -> None:
+        size = max(sum(_sizes(shape, backend, kv.groups).values()) for shape in shapes)
+        self.device = device
+        self.host = tuple(device.host_buffer(size) for _ in range(num_input_buffers))
+        self.target = torch.zeros(size, dtype=torch.int64, device=kv.device)
+
+
 class StaticInputs:
     """The inputs of all steps of one shape.
 
@@ -35,28 +59,20 @@ class StaticInputs:
     """
 
     def __init__(
-        self,
-        shape: StaticShape,
-        backend: AttentionBackend,
-        kv: KVTensors,
-        device: StepDevice,
-        num_input_buffers: int,
+        self, shape: StaticShape, backend: AttentionBackend, kv: KVTensors, memory: InputMemory
     ) -> None:
         self.shape = shape
         self._backend = backend
         self._kv = kv
-        sizes = {"token_ids": shape.tokens, "positions": shape.tokens}
-        if not shape.is_decode:
-            sizes["logit_rows"] = shape.requests
-        for group in kv.groups:
-            fields = backend.static_fields(shape, group.window)
-            sizes.update({f"{group.group_id}.{name}": size for name, size in fields.items()})
-        total = sum(sizes.values())
-        self._step_device = device
-        self._host = tuple(device.host_buffer(total) for _ in range(num_input_buffers))
-        self._device = torch.zeros(total, dtype=torch.int64, device=kv.device)
-        self._arrays = tuple(_split(host.numpy(), sizes) for host in self._host)
-        self._tensors = _split(self._device, sizes)
+        self._memory = memory
+        sizes = _sizes(shape, backend, kv.groups)
+        self._total = sum(sizes.values())
+        self._arrays = tuple(_split(host.numpy(), sizes) for host in memory.host)
+        self._tensors = _split(memory.target, sizes)
+
+    def clear(self) -> None:
+        """Make them those of a step without requests, of which only the null block is written."""
+        self._memory.target.zero_()
 
     def fill(self, inputs: InputBatch, buffers: int) -> None:
         """Write a step, which must fit the shape, and queue its copy to the device."""
@@ -71,7 +87,8 @@ class StaticInputs:
         for group, layout in zip(self._kv.groups, inputs.layouts, strict=True):
             fields = _of_group(arrays, group)
             self._backend.fill_static(layout, group.window, shape, fields)
-        self._step_device.upload(self._host[buffers], self._device)
+        memory, total = self._memory, self._total
+        memory.device.upload(memory.host[buffers][:total], memory.target[:total])
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -99,6 +116,19 @@ class StaticInputs:
             )
             for group in self._kv.groups
         ]
+
+
+def _sizes(
+    shape: StaticShape, backend: AttentionBackend, groups: Iterable[LayerGroup]
+) -> dict[str, int]:
+    """The number of elements of each input, by name."""
+    sizes = {"token_ids": shape.tokens, "positions": shape.tokens}
+    if not shape.is_decode:
+        sizes["logit_rows"] = shape.requests
+    for group in groups:
+        fields = backend.static_fields(shape, group.window)
+        sizes.update({f"{group.group_id}.{name}": size for name, size in fields.items()})
+    return sizes
 
 
 def _split(array: _Array, sizes: Mapping[str, int]) -> dict[str, _Array]:

@@ -1,6 +1,4 @@
-"""What only a CUDA device can show: real graphs, events and pinned copies, with attention in
-torch.
-"""
+"""What only a CUDA device can show: real graphs, events and pinned copies."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ NEW = 12
 
 def on_cuda(family: str) -> VerifiedModel:
     model = make_model(FAMILIES[family]()).to("cuda")
-    return verify_model(model, Path(), lambda line: None, "torch")
+    return verify_model(model, Path(), lambda line: None)
 
 
 @pytest.mark.parametrize("graphs", [None, False, True])

@@ -8,9 +8,10 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+import triton.language as tl
 
-from engine.attention import triton_launch
+from engine.attention import triton_kernels, triton_launch
 from engine.attention.base import BatchLayout
 from tests.gpu.attention_cases import TOLERANCES, Case, Layer, make_layout, shape_for
 from tests.gpu.conftest import INTERPRETED
@@ -59,15 +60,14 @@ def check(case: Case, output: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_over_a_cache_that_is_written_already(dtype: torch.dtype, device: torch.device) -> None:
-    """The same, bit by bit; padding is left alone."""
+    """The same, bit by bit; padding is zero."""
     layout = make_layout([(5, 1), (300, 1), (0, 9), (7, 20)], 16, padding=2)
     case = Case(layout, Layer(4, 2, 64, 64, window=100), dtype)
     cache = case.cache(device)
     expected = case.run(device, cache)
     kept = cache.keys.clone()
     output = case.run(device, cache, is_written=True)
-    assert torch.equal(output[:-2], expected[:-2])
-    assert bool((output[-2:] == -1.0).all())
+    assert torch.equal(output, expected)
     assert torch.equal(cache.keys, kept)
 
 
@@ -134,15 +134,49 @@ def test_long_contexts_are_cut(
 ) -> None:
     """More cuts than are merged at once; and fewer cuts than the shortest would make."""
     if limit is not None:
-        monkeypatch.setattr(triton_launch, "most_cuts", lambda heads: limit)
+        monkeypatch.setattr(triton_launch, "most_cuts", lambda heads, window: limit)
     layer = Layer(4, 2, 16, 16, window=window, has_sinks=True)
     layout = make_layout([(0, 1), (255, 1), (256, 1), (4400, 1)], 256, window=window)
     case = Case(layout, layer, torch.float32, fill=float("nan"))
     check(case, case.run(device))
-    monkeypatch.setattr(triton_launch, "_PROGRAMS_PER_PROCESSOR", 0)
-    one_split = case.run(device)
-    monkeypatch.setattr(triton_launch, "_PROGRAMS_PER_PROCESSOR", 10**6)
-    assert torch.equal(case.run(device), one_split), "who computes a cut does not matter"
+    monkeypatch.setattr(triton_launch, "decode_places", lambda *_, **__: 2)
+    few = case.run(device)
+    monkeypatch.setattr(triton_launch, "decode_places", lambda *_, **__: 10)
+    assert torch.equal(case.run(device), few), "who computes a cut does not matter"
+
+
+@triton.jit
+def _shares(starts, counts, found, num_rows, WINDOW: tl.constexpr, MAX_CUTS: tl.constexpr):
+    place = found + tl.program_id(0) * 4
+    begin, end, row, before = triton_kernels._share(starts, counts, num_rows, WINDOW, MAX_CUTS)
+    tl.store(place, begin)
+    tl.store(place + 1, end)
+    tl.store(place + 2, row)
+    tl.store(place + 3, before)
+
+
+@pytest.mark.parametrize("places", [1, 7, 40])
+@pytest.mark.parametrize("window", [0, 300])
+def test_cuts_are_shared_out_evenly(places: int, window: int, device: torch.device) -> None:
+    """However long the contexts are, and however many: each program finds its share of them."""
+    limit = triton_launch.most_cuts(8, window)
+    starts = torch.tensor([5] * 130 + [32_000] + [700] * 70 + [90, 0, 0], dtype=torch.int64)
+    counts = torch.tensor([1] * 201 + [40, 0, 0], dtype=torch.int64)
+    cuts = [1] * 130 + [3 if window else 32] + [2 if window else 3] * 70
+    found = torch.full((places, 4), -1, dtype=torch.int32, device=device)
+    rows = len(starts)
+    _shares[(places,)](
+        starts.to(device), counts.to(device), found, rows, WINDOW=window, MAX_CUTS=limit
+    )
+    of_row = [row for row, count in enumerate(cuts) for _ in range(count)]
+    reached = 0
+    for begin, end, row, before in found.tolist():
+        assert begin == reached
+        assert end - begin in (len(of_row) // places, len(of_row) // places + 1)
+        reached = end
+        assert row == of_row[begin]
+        assert before == of_row.index(row)
+    assert reached == len(of_row)
 
 
 @settings(SETTINGS, max_examples=EXAMPLES // 3)

@@ -24,7 +24,13 @@ triton = pytest.importorskip("triton")
 
 from engine.attention import triton_kernels, triton_launch
 from engine.attention.triton_backend import TritonAttentionBackend
-from engine.attention.triton_launch import HOPPER, DeviceSize, choose_tiles, cut_places, most_cuts
+from engine.attention.triton_launch import (
+    HOPPER,
+    DeviceSize,
+    choose_tiles,
+    decode_places,
+    most_cuts,
+)
 
 ROOT = Path(__file__).parents[3]
 AMPERE = DeviceSize(processors=108, shared_memory=163 << 10)
@@ -36,6 +42,7 @@ FEW = (  # each kernel, in layers of several kinds and in an engine
     "test_triton_attention.py::test_many_steps_of_usual_layers",
     "test_triton_attention.py::test_many_heads_to_a_key_head",
     "test_triton_attention.py::test_long_contexts_are_cut[700-3]",
+    "test_triton_attention.py::test_cuts_are_shared_out_evenly",
     "test_triton_attention.py::test_strides_are_taken_as_they_are",
     "test_triton_attention.py::test_over_a_cache_that_is_written_already",
     "test_triton_engine.py::test_greedy_tokens_equal_generate[True-True-llama]",
@@ -95,7 +102,7 @@ def compile_for(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-kernel_numbers = ("splits", "cut_places", "first_row", "num_rows")
+kernel_numbers = ("num_rows", "num_tokens")
 
 
 @pytest.mark.parametrize(
@@ -128,17 +135,23 @@ def test_compiles_and_fits_in_shared_memory(
         "VALUE_DIM": dims[1],
         "BLOCK_D": block_d,
         "BLOCK_V": block_v,
-        "BLOCK_SIZE": block_size,
     }
-    layer = {**sizes, "GROUPS": groups, "WINDOW": window, "SOFTCAP": has_more, "SINKS": has_more}
+    layer = {
+        **sizes,
+        "BLOCK_SIZE": block_size,
+        "GROUPS": groups,
+        "WINDOW": window,
+        "SOFTCAP": has_more,
+        "SINKS": has_more,
+    }
     if not has_more:
         layer["sinks"] = None  # type: ignore[assignment]
-    limit = most_cuts(8)
+    limit = most_cuts(8, window)
     compile_for(
         triton_kernels.write_kernel,
         capability,
         dtype,
-        {**sizes, "HEADS": groups * 8, "BLOCK_H": 8},
+        {**sizes, "BLOCK_H": 8},
     )
     merged = ("sinks", "WINDOW", "SINKS", "GROUPS", "VALUE_DIM", "BLOCK_V")
     compile_for(
@@ -204,13 +217,21 @@ def test_tiles() -> None:
 
 
 def test_cuts() -> None:
-    assert [most_cuts(heads) for heads in (1, 2, 7, 8, 32, 128)] == [128, 128, 32, 32, 16, 16]
-    assert cut_places(1, 0, 32) == 1
-    assert cut_places(256, 0, 32) == 1
-    assert cut_places(257, 0, 32) == 2
-    assert cut_places(100_000, 0, 32) == 32
-    assert cut_places(100_000, 256, 32) == 2, "a window may begin within a cut"
-    assert cut_places(100_000, 257, 32) == 3
+    found = [most_cuts(heads, 0) for heads in (1, 2, 7, 8, 32, 128)]
+    assert found == [128, 128, 32, 32, 16, 16]
+    assert most_cuts(8, 256) == 2, "a window may begin within a cut"
+    assert most_cuts(8, 257) == 3
+    assert most_cuts(8, 100_000) == 32
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
+def test_decode_places_are_those_of_the_device(dim: int) -> None:
+    """All programs run at the same time, since each has an equal share of the work."""
+    for size in (HOPPER, AMPERE, CONSUMER):
+        shape: dict[str, Any] = {"dim": dim, "value_dim": dim, "itemsize": 2, "size": size}
+        tiles = choose_tiles(groups=4, is_decode=True, **shape)
+        held = decode_places(tiles, **shape) / size.processors
+        assert held in (1, 2, 3, 4)
 
 
 # ---- the choice ------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ from engine.loading.profiling import (
     measure_step,
 )
 from engine.runner.kv_tensors import make_groups
+from tests.engine.runner.fake_attention import CapturableAttention
+from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.tiny_models import CONTEXT
 
 MIB = 1 << 20
@@ -76,6 +78,38 @@ def test_the_largest_step_is_run(
     build(loaded(family), memory, max_batch_tokens=700, max_requests_per_batch=5)
     assert memory.runs == 1
     assert seen == [(700, 5)]
+
+
+def test_what_is_captured_is_measured_too(
+    loaded: Callable[[str], LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest of each path, after the largest step; both are left free."""
+    seen: list[tuple[int, int]] = []
+    verified = dataclasses.replace(
+        loaded("llama")._verified, step_bytes={}, backend=CapturableAttention()
+    )
+    forward = verified.model.forward
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        output = forward(*arguments, **named)
+        seen.append((named["input_ids"].shape[1], output.logits.shape[1]))
+        return output
+
+    monkeypatch.setattr(verified.model, "forward", watched)
+    memory = FakeMemory(64 * MIB, 16 * MIB)
+    config = ContinuousBatchingConfig(
+        block_size=8, max_batch_tokens=700, max_requests_per_batch=9, num_blocks=1 << 20
+    )
+    graphs = RecordingBackend()
+    with pytest.raises(InsufficientMemoryError, match=r"less 0\.03 GiB that a step"):
+        build_runner(verified, config, lambda line: None, memory=memory, graphs=graphs)
+    assert memory.runs == 2
+    # The largest step; then each once for the size of its logits, and once as it is captured.
+    assert seen == [(700, 9), (1024, 9), (1024, 9), (16, 16)]
+    config = dataclasses.replace(config, num_blocks=64)
+    build_runner(verified, config, lambda line: None, memory=memory, graphs=graphs)
+    assert memory.runs == 2, "once for a model and its options"
+    assert not graphs.graphs, "nothing is captured before the cache is there"
 
 
 def test_a_model_s_largest_step_is_run_once(loaded: Callable[[str], LoadedModel]) -> None:

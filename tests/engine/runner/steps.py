@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from engine.config import ContinuousBatchingConfig
@@ -14,6 +15,7 @@ from engine.runner.cuda_graph import GraphBackend
 from engine.sampling_params import SamplingParams, StopParams
 from engine.scheduler.fifo import FIFOScheduler
 from engine.types import RequestId, TokenId
+from tests.engine.runner.fake_attention import CapturableAttention
 from tests.tiny_models import CONTEXT
 
 if TYPE_CHECKING:
@@ -46,9 +48,15 @@ def build(
 def build_verified(
     verified: VerifiedModel, *, graphs: GraphBackend | None = None, **options: Any
 ) -> LoadedRunner:
-    """The same around a model that is no more than verified."""
+    """The same around a model that is no more than verified. With graphs it is warm."""
     config = ContinuousBatchingConfig(**{"block_size": 8, "num_blocks": 128, **options})
-    return build_runner(verified, config, lambda line: None, graphs=graphs)
+    if graphs is not None and verified.backend.name == "torch":
+        verified = replace(verified, backend=CapturableAttention())
+    built = build_runner(verified, config, lambda line: None, graphs=graphs)
+    if graphs is not None:
+        built.runner.warmup()
+        built.runner.steps.clear()
+    return built
 
 
 def make_core(

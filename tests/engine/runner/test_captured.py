@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -13,13 +14,22 @@ from engine.api.offline import LoadedModel
 from engine.config import ContinuousBatchingConfig
 from engine.errors import ConfigError
 from engine.loading.loader import LoadedRunner, build_runner
-from engine.runner.buckets import context_sizes, token_sizes
+from engine.runner.buckets import decode_sizes, mixed_sizes, request_sizes
+from engine.runner.captured import planned_shapes
 from engine.runner.model_runner import StepKind
-from engine.runner.runner_options import StepPath
+from engine.runner.runner_options import RunnerOptions, StepPath
 from engine.startup import Stages
-from tests.engine.runner.fake_graphs import RecordingBackend
+from tests.engine.runner.fake_attention import CapturableAttention
+from tests.engine.runner.fake_graphs import RecordedGraph, RecordingBackend
 from tests.engine.runner.steps import build, make_core, make_request, run, tokens_of
-from tests.tiny_models import FAMILIES, WINDOW, greedy_reference, make_model, make_prompts
+from tests.tiny_models import (
+    CONTEXT,
+    FAMILIES,
+    WINDOW,
+    greedy_reference,
+    make_model,
+    make_prompts,
+)
 
 LENGTHS = (1, 2, 31, WINDOW + 40, 100)
 NEW = 12
@@ -56,19 +66,18 @@ def test_captured_steps_equal_generate(loaded: Callable[[str], LoadedModel], fam
     built = build(
         loaded(family),
         graphs=graphs,
-        use_cuda_graph=BOTH,
         max_batch_tokens=40,
         max_requests_per_batch=6,
         q_padding_interval_size=8,
-        kv_padding_interval_size=48,
     )
+    captured = len(graphs.graphs)
     assert generate(built) == reference(family)
     counts = replayed(built)
     assert counts[StepPath.DECODE] > 5
     assert counts[StepPath.VARLEN] > 3
     assert counts.total() == built.runner.steps.total()
     assert sum(graph.replays for graph in graphs.graphs) == counts.total()
-    assert len(graphs.graphs) < counts.total(), "graphs are used again"
+    assert len(graphs.graphs) == captured, "nothing is captured while requests run"
 
 
 @pytest.mark.parametrize("block_size", [4, 16, 256])
@@ -87,35 +96,55 @@ def test_default_sizes_and_preemption(
     assert replayed(built).total() == built.runner.steps.total()
 
 
-def test_by_default_the_decode_path_alone_is_captured(
-    loaded: Callable[[str], LoadedModel],
-) -> None:
+def test_both_paths_are_captured_by_default(loaded: Callable[[str], LoadedModel]) -> None:
     built = build(loaded("llama"), graphs=RecordingBackend())
     assert generate(built) == reference("llama")
     assert built.runner.steps == Counter(
-        {StepKind(StepPath.VARLEN, False): 1, StepKind(StepPath.DECODE, True): NEW - 1}
+        {StepKind(StepPath.VARLEN, True): 1, StepKind(StepPath.DECODE, True): NEW - 1}
     )
     off = build(loaded("llama"), graphs=RecordingBackend(), use_cuda_graph=False)
     assert generate(off) == reference("llama")
     assert not replayed(off)
 
 
-def test_max_cached_graphs(loaded: Callable[[str], LoadedModel]) -> None:
-    """One graph is kept at a time: it is captured anew whenever the shape changes."""
+def test_a_graph_serves_any_context(loaded: Callable[[str], LoadedModel]) -> None:
+    """One request, then a longer one in the same graph, up to the longest that there may be."""
+    graphs = RecordingBackend()
+    built = build(loaded("llama"), graphs=graphs, max_requests_per_batch=1, max_batch_tokens=32)
+    for prompt in make_prompts((3, 200, CONTEXT - NEW - 1)):
+        tokens = tokens_of(run(make_core(built), [make_request("a", prompt, NEW)])["a"])
+        assert tokens == greedy_reference(loaded("llama").model, prompt, NEW)
+    assert len(graphs.graphs) == 2, "one of decode steps, one of mixed ones"
+    assert all(graph.replays > 10 for graph in graphs.graphs)
+    assert replayed(built).total() == built.runner.steps.total()
+
+
+def test_graphs_share_their_inputs_and_the_place_of_their_logits(
+    loaded: Callable[[str], LoadedModel],
+) -> None:
+    built = build(loaded("llama"), graphs=RecordingBackend(), max_requests_per_batch=6)
+    captured = built.runner._captured
+    assert captured is not None
+    with torch.inference_mode():
+        places = {step.graph.replay().data_ptr() for step in captured.steps}
+    inputs = {step.inputs.token_ids.untyped_storage().data_ptr() for step in captured.steps}
+    assert len(captured.steps) > 5
+    assert (len(places), len(inputs)) == (1, 1)
+
+
+def test_fewer_graphs_than_shapes(loaded: Callable[[str], LoadedModel]) -> None:
+    """The largest of each path are kept: other steps are padded to them."""
     graphs = RecordingBackend()
     built = build(
         loaded("llama"),
         graphs=graphs,
-        use_cuda_graph=BOTH,
-        max_cached_graphs=1,
+        max_cached_graphs=2,
         max_batch_tokens=40,
         max_requests_per_batch=5,
     )
     assert generate(built) == reference("llama")
-    captured = built.runner._captured
-    assert captured is not None
-    assert len(captured.cache) == 1
-    assert len(graphs.graphs) > 3
+    assert len(graphs.graphs) == 2
+    assert replayed(built).total() == built.runner.steps.total()
 
 
 def test_what_cannot_be_captured_runs_as_it_comes(
@@ -123,7 +152,7 @@ def test_what_cannot_be_captured_runs_as_it_comes(
 ) -> None:
     graphs = RecordingBackend()
     graphs.fail = RuntimeError("operation not permitted when stream is capturing\nand more")
-    built = build(loaded("llama"), graphs=graphs, use_cuda_graph=BOTH)
+    built = build(loaded("llama"), graphs=graphs)
     assert generate(built) == reference("llama")
     assert not replayed(built)
     warnings = [record.getMessage() for record in caplog.records]
@@ -131,34 +160,51 @@ def test_what_cannot_be_captured_runs_as_it_comes(
     assert all("(operation not permitted when stream is capturing)" in line for line in warnings)
 
 
-def test_a_shape_without_memory_runs_as_it_comes(
+class Scarce(RecordingBackend):
+    """Has no memory for the first captures, which are the largest."""
+
+    def __init__(self, failures: int) -> None:
+        super().__init__()
+        self.failures = failures
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> RecordedGraph:
+        if self.failures:
+            self.failures -= 1
+            raise torch.OutOfMemoryError("no memory")
+        return super().capture(run)
+
+
+def test_a_shape_without_memory_runs_as_it_comes(loaded: Callable[[str], LoadedModel]) -> None:
+    """And the smaller ones are replayed."""
+    options = {"use_cuda_graph": (False, True), "max_requests_per_batch": 2}
+    built = build(loaded("llama"), graphs=Scarce(1), **options)
+    prompt = make_prompts((5,))[0]
+    expected = greedy_reference(loaded("llama").model, prompt, 4)
+    two = run(make_core(built), [make_request(name, prompt, 4) for name in "ab"])
+    assert [tokens_of(two[name]) for name in "ab"] == [expected] * 2
+    assert not replayed(built)
+    assert tokens_of(run(make_core(built), [make_request("c", prompt, 4)])["c"]) == expected
+    assert replayed(built)[StepPath.DECODE] == 3
+
+
+def test_what_no_graph_has_room_for_runs_as_it_comes(
     loaded: Callable[[str], LoadedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    graphs = RecordingBackend()
-    graphs.fail = torch.OutOfMemoryError("no memory")
-    built = build(loaded("llama"), graphs=graphs)
-    core = make_core(built)
-    first = make_prompts((5,))[0]
-    expected = greedy_reference(loaded("llama").model, first, 4)
-    assert tokens_of(run(core, [make_request("a", first, 4)])["a"]) == expected
-    assert not replayed(built)
-    graphs.fail = None
-    assert tokens_of(run(core, [make_request("b", first, 4)])["b"]) == expected
-    assert not replayed(built), "it is not tried again"
-    two = run(core, [make_request(name, first, 4) for name in "cd"])
-    assert [tokens_of(two[name]) for name in "cd"] == [expected] * 2
-    assert replayed(built)[StepPath.DECODE] == 3, "but another shape is"
-
-
-def test_steps_beyond_the_limits_run_as_they_come(
-    loaded: Callable[[str], LoadedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("engine.attention.torch_static._MAX_DECODE_CONTEXT", 8 * 64)
-    built = build(loaded("llama"), graphs=RecordingBackend(), kv_padding_interval_size=64)
+    """More tokens, or wider block tables; it is told once."""
+    caplog.set_level("INFO", logger="engine.runner.captured")
+    monkeypatch.setattr("engine.runner.captured.MOST_MIXED_TOKENS", 64)
+    monkeypatch.setattr("engine.runner.captured._MOST_TABLE_ENTRIES", 8 * 8)
+    built = build(loaded("llama"), graphs=RecordingBackend(), max_requests_per_batch=8)
     assert generate(built) == reference("llama")
-    assert not replayed(built)
+    assert not replayed(built)[StepPath.VARLEN]
+    assert "is computed without a graph, as are all" in caplog.text
+    told = caplog.text.count("without a graph")
+    built.runner.steps.clear()
     run(make_core(built), [make_request("a", make_prompts((30,))[0], 3)])
-    assert replayed(built)[StepPath.DECODE] == 2
+    assert replayed(built).total() == built.runner.steps.total() == 3
+    assert caplog.text.count("without a graph") == told <= 2
 
 
 def test_prompt_logprobs_are_not_lost(loaded: Callable[[str], LoadedModel]) -> None:
@@ -178,38 +224,87 @@ def test_prompt_logprobs_are_not_lost(loaded: Callable[[str], LoadedModel]) -> N
 # ---- warm-up and options ---------------------------------------------------------------------
 
 
-def test_warmup_captures_the_decode_shapes(loaded: Callable[[str], LoadedModel]) -> None:
+def test_warmup_captures_all_shapes(loaded: Callable[[str], LoadedModel]) -> None:
     graphs = RecordingBackend()
     lines: list[str] = []
-    config = ContinuousBatchingConfig(block_size=8, num_blocks=128, max_requests_per_batch=6)
+    config = ContinuousBatchingConfig(
+        block_size=8, num_blocks=128, max_requests_per_batch=16, max_batch_tokens=200
+    )
     stages = Stages(lines.append)
-    built = build_runner(loaded("llama")._verified, config, stages, graphs=graphs)
+    verified = dataclasses.replace(loaded("llama")._verified, backend=CapturableAttention())
+    built = build_runner(verified, config, stages, graphs=graphs)
     keys = [cache.keys.clone() for cache in built.runner.kv.caches]
     built.runner.warmup()
-    # 1, 2, 4 and 8 tokens, with contexts of 256 and, as far as a request can be, 512.
-    assert len(graphs.graphs) == 4 * 2
-    assert "captured 8 shapes of decode steps in" in lines[-1]
+    # 1, 2, 4, 8 and 16 decodes; 64, 128 and 256 tokens of 4 or 16 requests.
+    assert len(graphs.graphs) == 5 + 3 * 2
+    assert "captured 11 shapes of steps in" in lines[-1]
     assert [phase for phase, _ in stages.end()] == ["cache", "capture"]
     for before, cache_ in zip(keys, built.runner.kv.caches, strict=True):
         assert torch.equal(before[8:], cache_.keys[8:]), "the null block alone was touched"
-    assert generate(built) == reference("llama")
-    assert len(graphs.graphs) == 4 * 2, "nothing was left to capture"
-
-
-def test_warmup_keeps_to_max_cached_graphs(loaded: Callable[[str], LoadedModel]) -> None:
-    graphs = RecordingBackend()
-    built = build(loaded("llama"), graphs=graphs, max_cached_graphs=3, max_requests_per_batch=16)
     built.runner.warmup()
-    assert len(graphs.graphs) == 3
+    assert generate(built) == reference("llama")
+    assert len(graphs.graphs) == 11, "nothing was left to capture"
 
 
-def test_warmup_captures_nothing_where_the_decode_path_is_off(
+BOTH_PATHS = frozenset(StepPath)
+
+
+def test_planned_shapes() -> None:
+    options = RunnerOptions(
+        captured_paths=BOTH_PATHS,
+        max_decode_blocks=640,
+        max_blocks=640,
+        max_tokens=8192,
+        max_requests=256,
+    )
+    shapes = planned_shapes(options, 64)
+    decode = [shape.tokens for shape in shapes if shape.is_decode]
+    mixed = [(shape.tokens, shape.requests) for shape in shapes if not shape.is_decode]
+    assert decode == [256, 224, 192, 160, 128, 96, 64, 32, 24, 16, 8, 4, 2, 1]
+    assert mixed == [
+        *((tokens, requests) for tokens in (1024, 512, 256) for requests in (256, 64, 16, 4)),
+        *((tokens, requests) for tokens in (128, 64) for requests in (64, 16, 4)),
+    ]
+    order = [(shape.tokens, shape.requests) for shape in shapes]
+    assert order == sorted(order, reverse=True), "the largest first"
+    assert all(shape.requests == shape.tokens for shape in shapes if shape.is_decode)
+    assert {shape.blocks for shape in shapes} == {640}
+
+
+@pytest.mark.parametrize("limit", range(1, 33))
+def test_planned_shapes_keep_to_max_graphs(limit: int) -> None:
+    options = RunnerOptions(
+        captured_paths=BOTH_PATHS,
+        max_decode_blocks=1,
+        max_tokens=8192,
+        max_requests=256,
+        max_graphs=limit,
+    )
+    shapes = planned_shapes(options, 64)
+    assert limit // 2 <= len(shapes) <= limit
+    assert next(shape.tokens for shape in shapes if shape.is_decode) == 256
+    if limit > 1:
+        assert (shapes[0].tokens, shapes[0].requests) == (1024, 256)
+
+
+def test_wide_block_tables_are_bounded() -> None:
+    options = RunnerOptions(
+        captured_paths=frozenset({StepPath.DECODE}),
+        max_decode_blocks=1 << 16,
+        max_blocks=1 << 16,
+        max_requests=64,
+    )
+    for shape in planned_shapes(options, 16):
+        assert shape.blocks == min(1 << 16, (1 << 20) // shape.requests)
+
+
+def test_warmup_captures_no_decode_steps_where_that_path_is_off(
     loaded: Callable[[str], LoadedModel],
 ) -> None:
-    graphs = RecordingBackend()
-    built = build(loaded("llama"), graphs=graphs, max_blocks_per_request=0)
-    built.runner.warmup()
-    assert graphs.graphs == []
+    built = build(loaded("llama"), graphs=RecordingBackend(), max_blocks_per_request=0)
+    captured = built.runner._captured
+    assert captured is not None
+    assert {step.inputs.shape.is_decode for step in captured.steps} == {False}
 
 
 @pytest.mark.parametrize("asked", [True, (True, False), (False, True)])
@@ -228,15 +323,18 @@ def test_without_graphs_nothing_is_refused(
 
 
 def test_sizes() -> None:
-    assert list(token_sizes(0).up_to(150)) == [1, 2, 4, 8, 16, 32, 64, 128, 192]
-    assert list(token_sizes(24).up_to(50)) == [24, 48, 72]
-    assert list(context_sizes(0).up_to(8193)) == [256, 1024, 4096, 8192, 12288]
-    assert list(context_sizes(300).up_to(300)) == [300]
-    assert list(token_sizes(5).up_to(0)) == []
-    assert [token_sizes(0).at_most(size) for size in (0, 1, 7, 64, 127, 200)] == [
-        0, 1, 4, 64, 64, 192,
+    assert list(decode_sizes(0).up_to(70)) == [1, 2, 4, 8, 16, 24, 32, 64, 96]
+    assert list(decode_sizes(24).up_to(50)) == [24, 48, 72]
+    assert list(decode_sizes(5).up_to(0)) == []
+    assert list(mixed_sizes(0).up_to(1024)) == [64, 128, 256, 512, 1024]
+    assert list(mixed_sizes(0).up_to(65)) == [64, 128]
+    assert [decode_sizes(24).at_most(size) for size in (-1, 23, 24, 50)] == [0, 0, 24, 48]
+    at_most = mixed_sizes(0).at_most
+    assert [at_most(size) for size in (0, 63, 64, 127, 1023, 1024)] == [0, 0, 64, 64, 512, 1024]
+    assert at_most(1500) == mixed_sizes(0).at_least(1500) == 1500, "beyond it, nothing is padded"
+    assert [list(request_sizes(n)) for n in (1, 15, 64, 256)] == [
+        [1], [15], [64, 16, 4], [256, 64, 16, 4],
     ]  # fmt: skip
-    assert [token_sizes(24).at_most(size) for size in (-1, 23, 24, 50)] == [0, 0, 24, 48]
 
 
 def test_a_capture_refuses_what_cuda_refuses() -> None:

@@ -40,13 +40,16 @@ def loaded(loaded_torch: Callable[[str], LoadedModel]) -> Callable[[str], Loaded
 def with_device(built: LoadedRunner, device: LateDevice, **options: Any) -> ModelRunner:
     """The built runner's parts around another device."""
     runner = built.runner
-    return ModelRunner(
+    other = ModelRunner(
         runner._forward,
         sampler=runner._sampler,
         options=runner.options,
         device=device,
         **options,
     )
+    if options.get("graphs") is not None:
+        other.warmup()
+    return other
 
 
 OF_HISTORY = SamplingParams(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.request import GenerationRequest
-from engine.runner.buckets import token_sizes
+from engine.runner.buckets import mixed_sizes
 from engine.scheduler.pace import ChunkLimit, StepPace
 from engine.scheduler.step_cost import StepCosts
 from engine.types import RequestKey
@@ -128,7 +128,7 @@ def test_a_chunk_that_is_cut_ends_at_a_block(policy: str) -> None:
 
 def test_a_chunk_that_is_cut_fills_a_step_of_a_captured_size() -> None:
     simulation = Simulation(CUDA, 0.05)
-    sizes = token_sizes(0)
+    sizes = mixed_sizes(0)
     simulation.core.scheduler.pace = StepPace(0.05, BLOCK, sizes.at_most)
     streaming(simulation)
     simulation.add(prompt("long", LONG))
@@ -305,7 +305,7 @@ def test_the_first_prompt_always_gets_something_and_none_more_than_there_is(
         tokens=tokens,
         decoding={RequestKey(key) for key in range(num_decoding)},
         block_size=block_size,
-        fit_tokens=token_sizes(0).at_most if is_padded else None,
+        fit_tokens=mixed_sizes(0).at_most if is_padded else None,
     )
     most = min(wanted, budget - num_decoding if budget > num_decoding else budget)
     least = min(most, block_size - start % block_size)
