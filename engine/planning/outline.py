@@ -10,11 +10,11 @@ that a server runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import (
@@ -41,13 +41,11 @@ from engine.runner.kv_tensors import make_groups
 from engine.runner.rope import read_rope
 
 _NAME = "headrace_outline"
-_TOKENS = 16
+CALLED_WITH = 16
 """Tokens of the watched forward."""
 _FAILURES = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
 FUSED_OPERATIONS = 8
 """The parallel regions of a layer that is computed by our kernels in one call."""
-EXPERTS_OPERATIONS = 30
-"""Those of a module of experts besides its products: sorting tokens by expert, and back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +76,29 @@ class Experts:
         weights: of all its experts.
         total: how many experts.
         chosen: how many compute each token.
+        module: itself, without weights.
+        args, kwargs: what it was called with, on the meta device.
     """
 
     weights: Matrices
     total: int
     chosen: int
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def called_with(
+        self, change: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What it was called with, with each tensor changed."""
+
+        def changed(one: Any) -> Any:
+            return change(one) if isinstance(one, torch.Tensor) else one
+
+        return (
+            tuple(map(changed, self.args)),
+            {name: changed(one) for name, one in self.kwargs.items()},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +206,7 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
     kv_dtype, shapes = watch.dtype(model), watch.all_shapes()
     head = model.get_output_embeddings()
     embeddings = model.get_input_embeddings()
-    sorted_out = _Sorted(model, held_bytes(model, packing), work.chosen)
+    sorted_out = _Sorted(model, held_bytes(model, packing), work.calls)
     return Outline(
         checkpoint=checkpoint,
         name=type(model).__name__,
@@ -221,7 +237,7 @@ class _Sorted:
     """A model's parameters by kind."""
 
     def __init__(
-        self, model: PreTrainedModel, held: dict[str, int], chosen: dict[torch.nn.Module, int]
+        self, model: PreTrainedModel, held: dict[str, int], calls: dict[torch.nn.Module, _Call]
     ) -> None:
         self.linear = self.head = self.embedding = self.other = Matrices()
         self.experts: list[Experts] = []
@@ -235,10 +251,13 @@ class _Sorted:
             own = [one for one in module.parameters(recurse=False) if id(one) not in seen]
             seen.update(map(id, own))
             found = {id(one): Matrices(one.numel(), held[names[id(one)]], 1) for one in own}
-            if module in chosen:
+            if module in calls:
                 weights = sum(found.values(), Matrices())
                 total = max(len(one) for one in own if one.dim() > 2)
-                self.experts.append(Experts(weights, total, chosen[module]))
+                call = calls[module]
+                self.experts.append(
+                    Experts(weights, total, call.chosen, module, call.args, call.kwargs)
+                )
                 continue
             for one in own:
                 if one is head:
@@ -252,11 +271,19 @@ class _Sorted:
                     self.other += found[id(one)]
 
 
+class _Call(NamedTuple):
+    """A call of a module of experts: how many of them compute each token, and its arguments."""
+
+    chosen: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 class _Work(Operations):  # type: ignore[no-untyped-call]
     """Counts the small operations of a forward, and the bytes that they write.
 
     Attributes:
-        chosen: by module of experts, how many of them compute each token.
+        calls: of the modules of experts.
     """
 
     _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "t"))
@@ -265,7 +292,7 @@ class _Work(Operations):  # type: ignore[no-untyped-call]
         super().__init__()
         self.operations = 0
         self.token_bytes = 0
-        self.chosen: dict[torch.nn.Module, int] = {}
+        self.calls: dict[torch.nn.Module, _Call] = {}
 
     def __torch_dispatch__(
         self,
@@ -280,7 +307,7 @@ class _Work(Operations):  # type: ignore[no-untyped-call]
         if self.computing.total() > before and name not in self._PRODUCTS:
             self.operations += 1
             if isinstance(result, torch.Tensor) and result.dim() > 1:
-                self.token_bytes += result.nbytes // _TOKENS
+                self.token_bytes += result.nbytes // CALLED_WITH
         return result
 
 
@@ -304,14 +331,15 @@ def _watch(model: PreTrainedModel, ours: Sequence[torch.nn.Module]) -> tuple[Lay
     AttentionMaskInterface.register(_NAME, watch.masks)
     model.set_attn_implementation(_NAME)
     experts = [one for one in model.modules() if _has_experts(one)]
+    own_experts = model.get_experts_implementation()
     if experts:
         # The one implementation that does not look at which experts were chosen.
         model.set_experts_implementation("batched_mm")
     replaced = [*experts, *ours]
-    ids = torch.zeros((1, _TOKENS), dtype=torch.long, device="meta")
+    ids = torch.zeros((1, CALLED_WITH), dtype=torch.long, device="meta")
     try:
         with (
-            _noting_choices(experts, work.chosen),
+            _noting_calls(experts, work.calls),
             torch.inference_mode(False),
             torch.no_grad(),
             work,
@@ -330,11 +358,11 @@ def _watch(model: PreTrainedModel, ours: Sequence[torch.nn.Module]) -> tuple[Lay
             f"{type(model).__name__} cannot be planned: what its layers keep cannot be found out "
             "without its weights"
         ) from error
+    if experts:
+        model.set_experts_implementation(own_experts)
     watch.check(model, model.config.get_text_config().num_hidden_layers)
     for module in replaced:
-        if module in work.chosen:
-            work.operations += EXPERTS_OPERATIONS + 2 * _count_experts(module)
-        else:
+        if module not in work.calls:
             work.operations += FUSED_OPERATIONS if module._modules else 1
     return watch, work
 
@@ -359,19 +387,20 @@ def _computed_by_ours(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 @contextmanager
-def _noting_choices(
-    experts: Sequence[torch.nn.Module], chosen: dict[torch.nn.Module, int]
+def _noting_calls(
+    experts: Sequence[torch.nn.Module], calls: dict[torch.nn.Module, _Call]
 ) -> Iterator[None]:
-    """Note how many experts compute each token: the width of the table of choices."""
+    """Note what modules of experts are called with. How many experts compute each token is the
+    width of the table of choices.
+    """
 
-    def note(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        given = [*arguments, *named.values()]
+    def note(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         widths = [
             one.shape[-1]
-            for one in given
+            for one in (*args, *kwargs.values())
             if isinstance(one, torch.Tensor) and not one.is_floating_point() and one.dim() == 2
         ]
-        chosen[module] = widths[0] if widths else _count_experts(module)
+        calls[module] = _Call(widths[0] if widths else _count_experts(module), args, dict(kwargs))
 
     hooks = [one.register_forward_pre_hook(note, with_kwargs=True) for one in experts]
     try:

@@ -96,7 +96,8 @@ def make_plan(
     memory = plan_memory(outline, config, wanted.memory)
     rates = None
     if wanted.bandwidth is not None and wanted.rate is not None:
-        rates = given_rates(wanted.bandwidth, wanted.rate)
+        row_bytes = outline.vocab_size * outline.dtype.itemsize
+        rates = given_rates(wanted.bandwidth, wanted.rate, row_bytes)
     elif wanted.measures and outline.device.type == "cpu":
         progress("measuring this machine: about five seconds")
         rates = measure_rates(outline, load_config, config.block_size)

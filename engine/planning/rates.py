@@ -1,19 +1,27 @@
-"""Measures what this machine computes in a second, with the kernels that a server would use.
+"""Measures what this machine computes in a second, with the code that a server would run.
 
-    matrices    packed as the engine packs them, and as torch has them: one row, and many rows
+    matrices    as the engine packs them, or as torch has them: read and multiplied by one row, by
+                some and by many, because kernels differ by the number of rows
+    experts     one layer's module, as transformers computes it, with made-up weights
     attention   the backend that was chosen, on caches of the model's own shape: reading KV in
                 decode steps, computing a prompt
+    sampling    rows of the model's vocabulary, at a temperature
     operations  a small tensor operation, which costs the same however little it computes
 
-Each is the best of some runs, because other work on the machine only slows it down. It takes three
-to five seconds and at most 400 MiB.
+Each is the best of some runs, because other work on the machine only slows it down. It takes about
+five seconds and 400 MiB; with experts as much again as the weights of one layer, if these have at
+most 512 MiB; larger ones are not run, but computed from the rates of matrices.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,26 +30,48 @@ from engine.attention.base import AttentionParams, BatchLayout, LayerCache
 from engine.attention.registry import AttentionUnavailableError, choose_backend, fall_back
 from engine.config import LoadConfig
 from engine.models.packed import multiply, new_scales, pack, packed_size
-from engine.planning.outline import Outline
+from engine.planning.outline import CALLED_WITH, Experts, Matrices, Outline
+from engine.request import GenerationRequest, Request
+from engine.sampling.sampler import Sampler
+from engine.sampling_params import SamplingParams, StopParams
+from engine.token_ids import TokenIds
+from engine.types import RequestId, RequestKey, TokenId
 
 _ELEMENTS = 64 << 20
 """Of the matrices that are read: more than any cache holds."""
 _COLUMNS, _DEPTH = 4096, 1024
 """Outputs and inputs of one matrix."""
-_ROWS = 512
-"""Rows of input with which arithmetic takes longer than reading."""
+_ROWS = (1, 4, 16, 64, 256)
+"""Rows of input; with the last, arithmetic takes longer than reading."""
+_FEW = 64
+"""Up to so many rows all matrices are multiplied: they are read from memory."""
 _REQUESTS, _CONTEXT = 16, 512
 _KV_BYTES = 64 << 20
 """Of the caches that attention reads, about."""
 _PROMPT = 512
-_TRYING_S = 0.4
+_TRYING_S = 0.25
 """Each is run again for so long, after a first time."""
+_EXPERTS_BYTES = 512 << 20
+"""The most weights of a module of experts that is run."""
+_FAILURES = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
 _SMALL = 300
 """How many small operations are timed together."""
 _COLD = 4
 """Times as long as in a loop: within a step caches are cold."""
 GIVEN_OPERATION_S = 5e-6
 """Seconds of a small operation, where rates are given."""
+
+
+Points = tuple[tuple[int, float], ...]
+"""Seconds for each byte of weights, by the number of rows, ascending."""
+
+
+def between(points: Points, rows: float) -> float:
+    """Seconds for each byte with so many rows: linear between points, in proportion behind them."""
+    most, longest = points[-1]
+    if rows >= most:
+        return longest * rows / most
+    return float(np.interp(rows, [x for x, _ in points], [seconds for _, seconds in points]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +81,19 @@ class Products:
     Attributes:
         bandwidth: bytes of weights that are read in a second, with one row of input.
         rate: floating-point operations in a second, with many rows.
+        points: what was measured; none: the rates were given.
     """
 
     bandwidth: float
     rate: float
+    points: Points = ()
+
+    def seconds(self, matrices: Matrices, rows: float) -> float:
+        """Seconds of products with so many rows."""
+        if self.points:
+            return matrices.held * between(self.points, rows)
+        # Reading and computing overlap, but not entirely.
+        return math.hypot(matrices.held / self.bandwidth, 2 * matrices.elements * rows / self.rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,45 +101,63 @@ class Rates:
     """What a machine computes in a second.
 
     Attributes:
-        packed: of the matrices that are packed.
-        plain: of those that are not, experts for one.
+        packed: of the matrices as they are held: packed, if they are.
+        plain: of those that are never packed, which are experts.
+        experts: of whole modules of experts, by tokens; none: there are none, or they were not run.
         kv_bandwidth: bytes of KV that attention reads in decode steps.
         attention_rate: floating-point operations of a prompt's attention.
+        sampled_row_s: seconds of sampling a row at a temperature.
         operation_s: seconds of a small tensor operation.
         is_measured: False: they were given.
     """
 
     packed: Products
     plain: Products
+    experts: Points
     kv_bandwidth: float
     attention_rate: float
+    sampled_row_s: float
     operation_s: float
     is_measured: bool
 
 
-def given_rates(bandwidth: float, rate: float) -> Rates:
+def given_rates(bandwidth: float, rate: float, row_bytes: int) -> Rates:
     """The rates of a machine of which only two are known.
 
     Args:
         bandwidth: bytes read from memory in a second.
         rate: floating-point operations of matrix products in a second, in the model's type.
+        row_bytes: a row of logits, which sampling reads twice.
     """
     products = Products(bandwidth, rate)
-    return Rates(products, products, bandwidth, rate, GIVEN_OPERATION_S, is_measured=False)
+    return Rates(
+        packed=products,
+        plain=products,
+        experts=(),
+        kv_bandwidth=bandwidth,
+        attention_rate=rate,
+        sampled_row_s=2 * row_bytes / bandwidth,
+        operation_s=GIVEN_OPERATION_S,
+        is_measured=False,
+    )
 
 
 def measure_rates(outline: Outline, load_config: LoadConfig, block_size: int) -> Rates:
     """Measure this machine's CPUs. Torch's threads must have been set."""
-    plain = _plain_products(outline.dtype)
-    packed = plain
-    if outline.packing in ("native", "int8"):
+    is_packed = outline.packing in ("native", "int8")
+    experts = _experts(outline.experts[0], outline.dtype) if outline.experts else ()
+    if is_packed:
         packed = _packed_products(int8=outline.packing == "int8")
+    if not is_packed or (outline.experts and not experts):
+        plain = _plain_products(outline.dtype)
     kv_bandwidth, attention_rate = _attention(outline, load_config, block_size)
     return Rates(
-        packed=packed,
-        plain=plain,
+        packed=packed if is_packed else plain,
+        plain=packed if is_packed and (experts or not outline.experts) else plain,
+        experts=experts,
         kv_bandwidth=kv_bandwidth,
         attention_rate=attention_rate,
+        sampled_row_s=_sampled_row_s(outline),
         operation_s=_operation_s(outline.dtype),
         is_measured=True,
     )
@@ -118,31 +175,36 @@ def _best_s(work: Callable[[], object]) -> float:
 
 
 def _products(
-    multiply_all: Callable[[torch.Tensor], object],
-    multiply_one: Callable[[torch.Tensor], object],
-    dtype: torch.dtype,
-    held: int,
+    multiply: Callable[[torch.Tensor, int], object], count: int, dtype: torch.dtype, held: int
 ) -> Products:
-    """Measure products with one row over all matrices, and with many rows over one of them."""
-    row = torch.ones((1, _DEPTH), dtype=dtype)
-    rows = torch.ones((_ROWS, _DEPTH), dtype=dtype)
-    return Products(
-        bandwidth=held / _best_s(lambda: multiply_all(row)),
-        rate=2 * _ROWS * _DEPTH * _COLUMNS / _best_s(lambda: multiply_one(rows)),
-    )
+    """Measure products.
+
+    Args:
+        multiply: multiplies rows by the matrix of that index. count: how many there are.
+        held: bytes of all.
+    """
+    points = []
+    for number in _ROWS:
+        rows = torch.ones((number, _DEPTH), dtype=dtype)
+        used = count if number <= _FEW else 1
+
+        def run(rows: torch.Tensor = rows, used: int = used) -> None:
+            for index in range(used):
+                multiply(rows, index)
+
+        points.append((number, _best_s(run) * count / used / held))
+    most, longest = points[-1]
+    flops = 2 * most * _DEPTH * _COLUMNS * count
+    return Products(1 / points[0][1], flops / (longest * held), tuple(points))
 
 
 def _plain_products(dtype: torch.dtype) -> Products:
     count = _ELEMENTS // (_COLUMNS * _DEPTH)
     weights = torch.full((count, _COLUMNS, _DEPTH), 0.01, dtype=dtype)
 
-    def run_all(row: torch.Tensor) -> None:
-        for weight in weights:
-            torch.nn.functional.linear(row, weight)
-
     return _products(
-        run_all,
-        lambda rows: torch.nn.functional.linear(rows, weights[0]),
+        lambda rows, index: torch.nn.functional.linear(rows, weights[index]),
+        count,
         dtype,
         weights.nbytes,
     )
@@ -157,14 +219,72 @@ def _packed_products(*, int8: bool) -> Products:
     for one in packed:
         pack(weight, one, scales)
 
-    def run(rows: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
-        return multiply(rows, one, scales, None, _COLUMNS, _DEPTH)
+    return _products(
+        lambda rows, index: multiply(rows, packed[index], scales, None, _COLUMNS, _DEPTH),
+        count,
+        torch.bfloat16,
+        packed.nbytes,
+    )
 
-    def run_all(row: torch.Tensor) -> None:
-        for one in packed:
-            run(row, one)
 
-    return _products(run_all, lambda rows: run(rows, packed[0]), torch.bfloat16, packed.nbytes)
+def _experts(one: Experts, dtype: torch.dtype) -> Points:
+    """Measure a module of experts; none if it is too large, or cannot be run by itself."""
+    held = one.weights.held
+    if held > _EXPERTS_BYTES:
+        return ()
+    # As many of the same as no cache holds.
+    modules = [
+        copy.deepcopy(one.module).to_empty(device="cpu")
+        for _ in range(max(1, min(8, _ELEMENTS * dtype.itemsize // held)))
+    ]
+    points = []
+    try:
+        with torch.inference_mode():
+            for module in modules:
+                for tensor in (*module.parameters(), *module.buffers()):
+                    tensor.fill_(0.01)
+            for tokens in _ROWS:
+                args, kwargs = one.called_with(partial(_like, tokens=tokens, total=one.total))
+
+                def run(args: Any = args, kwargs: Any = kwargs) -> None:
+                    for module in modules:
+                        module(*args, **kwargs)
+
+                points.append((tokens, _best_s(run) / len(modules) / held))
+    except _FAILURES:
+        return ()
+    return tuple(points)
+
+
+def _like(watched: torch.Tensor, tokens: int, total: int) -> torch.Tensor:
+    """What a module of experts is called with, for another number of tokens. Choices of experts are
+    spread over all.
+    """
+    shape = list(watched.shape)
+    shape[shape.index(CALLED_WITH)] = tokens
+    if watched.is_floating_point():
+        return torch.full(shape, 0.1, dtype=watched.dtype)
+    chance = torch.Generator().manual_seed(0)
+    chosen = torch.rand((tokens, total), generator=chance).argsort(dim=-1)
+    return chosen[:, : shape[-1]].reshape(shape).to(watched.dtype)
+
+
+def _sampled_row_s(outline: Outline) -> float:
+    sampler = Sampler(outline.vocab_size, torch.device("cpu"))
+    chance = torch.Generator().manual_seed(0)
+    logits = torch.randn((_REQUESTS, outline.vocab_size), generator=chance).to(outline.dtype)
+    spec = GenerationRequest(
+        request_id=RequestId("sampled"),
+        prompt=TokenIds.of((TokenId(0),)),
+        sampling=SamplingParams(temperature=1.0),
+        stop=StopParams(max_tokens=1),
+    )
+    requests = [
+        Request(spec=spec, arrival=0.0, max_total_tokens=2, key=RequestKey(key))
+        for key in range(_REQUESTS)
+    ]
+    with torch.inference_mode():
+        return _best_s(lambda: sampler.sample(logits, requests)) / _REQUESTS
 
 
 def _attention(outline: Outline, load_config: LoadConfig, block_size: int) -> tuple[float, float]:

@@ -1,21 +1,24 @@
 """Expected times of steps: what is read and computed, divided by the machine's rates.
 
-products    the larger of reading the weights and computing, somewhat more where both take long
+products    as measured with about as many rows; the larger of reading the weights and computing,
+            where only rates were given
+experts     the modules as measured; else the products of those that are chosen
 attention   reading the KV of all requests, or a prompt's operations
+sampling    a row for each request that gets a token
 the rest    small operations, each of which costs the same however little it computes
 """
 
 from __future__ import annotations
 
-import math
-
-from engine.planning.outline import Matrices, Outline
-from engine.planning.rates import Products, Rates
+from engine.planning.outline import Experts, Matrices, Outline
+from engine.planning.rates import Rates, between
 
 STEP_OPERATIONS = 120
-"""The engine's own work in a step (scheduling, layout, sampling), in small operations."""
+"""The engine's own work in a step (scheduling, layout), in small operations."""
 REQUEST_OPERATIONS = 10
 """The same for each request."""
+EXPERTS_OPERATIONS = 30
+"""Those of a module of experts besides its products: sorting tokens by expert, and back."""
 
 
 class StepTimes:
@@ -39,11 +42,12 @@ class StepTimes:
             self._products_s(requests, requests)
             + requests * kv_bytes / self._rates.kv_bandwidth
             + self._rest_s(requests, requests)
+            + requests * self._rates.sampled_row_s
         )
 
     def prefill_s(self, tokens: int, max_batch_tokens: int) -> float:
         """Seconds of computing a prompt alone, in steps of at most so many tokens."""
-        seconds = 0.0
+        seconds = self._rates.sampled_row_s
         for start in range(0, tokens, max_batch_tokens):
             count = min(max_batch_tokens, tokens - start)
             seconds += self._products_s(count, 1 if start + count == tokens else 0)
@@ -53,17 +57,23 @@ class StepTimes:
 
     def _products_s(self, rows: int, sampled: int) -> float:
         outline, rates = self._outline, self._rates
-        seconds = _product_s(outline.linear, rows, rates.packed)
+        seconds = rates.packed.seconds(outline.linear, rows)
         if sampled:
-            seconds += _product_s(outline.head, sampled, rates.packed)
-        for one in outline.experts:
-            # How many experts are chosen by any of the tokens, if all are as likely.
-            hit = one.total * (1 - (1 - one.chosen / one.total) ** rows)
-            read_s = one.weights.held * hit / one.total / rates.plain.bandwidth
-            elements = one.weights.elements / one.total
-            compute_s = 2 * elements * one.chosen * rows / rates.plain.rate
-            seconds += math.hypot(read_s, compute_s)
-        return seconds
+            seconds += rates.packed.seconds(outline.head, sampled)
+        return seconds + sum(self._experts_s(one, rows) for one in outline.experts)
+
+    def _experts_s(self, one: Experts, rows: int) -> float:
+        rates = self._rates
+        if rates.experts:
+            return one.weights.held * between(rates.experts, rows)
+        # How many experts are chosen by any of the tokens, if all are as likely.
+        hit = one.total * (1 - (1 - one.chosen / one.total) ** rows)
+        read = Matrices(
+            elements=round(one.weights.elements * hit / one.total),
+            held=round(one.weights.held * hit / one.total),
+        )
+        operations = EXPERTS_OPERATIONS + 2 * hit
+        return rates.plain.seconds(read, rows * one.chosen / hit) + operations * rates.operation_s
 
     def _prompt_flops(self, start: int, end: int) -> float:
         flops = 0.0
@@ -77,12 +87,5 @@ class StepTimes:
     def _rest_s(self, tokens: int, requests: int) -> float:
         operations = self._outline.operations + STEP_OPERATIONS + REQUEST_OPERATIONS * requests
         # What they write is read again by the next one.
-        moved_s = 2 * self._outline.token_bytes * tokens / self._rates.plain.bandwidth
+        moved_s = 2 * self._outline.token_bytes * tokens / self._rates.packed.bandwidth
         return operations * self._rates.operation_s + moved_s
-
-
-def _product_s(matrices: Matrices, rows: int, products: Products) -> float:
-    """Seconds of products with so many rows. Reading and computing overlap, but not entirely."""
-    return math.hypot(
-        matrices.held / products.bandwidth, 2 * matrices.elements * rows / products.rate
-    )
