@@ -17,6 +17,12 @@ from engine.errors import ConfigError
 from engine.option_fields import check_bounds, option
 
 DEFAULT_BLOCK_SIZE = 256
+CPU_BLOCK_SIZE = 32
+"""The block size on a CPU where none is given."""
+CUDA_BLOCK_SIZE = 64
+"""The same on CUDA: as many tokens as the kernels read at once, for which they then look up one
+block.
+"""
 GROUP = "Model and engine"
 """The heading of these options in the server's help."""
 CPU_TARGET_STEP_TIME = 0.25
@@ -40,7 +46,7 @@ class ContinuousBatchingConfig:
     """Options of continuous batching. Raises ConfigError for a value out of its bounds.
 
     Attributes:
-        block_size: tokens in one block of the KV cache; 1 to 4096.
+        block_size: tokens in one block of the KV cache; 1 to 4096. None: 32 on a CPU, 64 on CUDA.
         page_size: the name of block_size in newer versions of transformers; copied there when the
             config is made.
         num_blocks: blocks for the layers with full attention. Layers with a sliding window get as
@@ -115,12 +121,13 @@ class ContinuousBatchingConfig:
             does not support: True drops them with a warning, False raises.
     """
 
-    block_size: int = option(
+    block_size: int | None = option(
         DEFAULT_BLOCK_SIZE,
         "Tokens in a block of the KV cache.",
         low=1,
         high=4096,
-        served=(32,),
+        served=(None,),
+        shown="32 on a CPU, 64 on CUDA",
         group=GROUP,
     )
     page_size: int | None = option(None, low=1, high=4096)
@@ -268,7 +275,7 @@ class ContinuousBatchingConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         if self.page_size is not None:
-            if self.block_size not in (DEFAULT_BLOCK_SIZE, self.page_size):
+            if self.block_size not in (None, DEFAULT_BLOCK_SIZE, self.page_size):
                 raise ConfigError(
                     "page_size",
                     f"is {self.page_size}, and block_size is {self.block_size}; they are the same "
@@ -291,6 +298,13 @@ class ContinuousBatchingConfig:
                 "use_default_compile_configs",
                 f"is level 3, and default_compile_level is {self.default_compile_level}; give one",
             ).naming("default_compile_level")
+
+
+def block_size_on(config: ContinuousBatchingConfig, device: str) -> int:
+    """Tokens in one block of the KV cache, on this type of device."""
+    if config.block_size is not None:
+        return config.block_size
+    return CPU_BLOCK_SIZE if device == "cpu" else CUDA_BLOCK_SIZE
 
 
 def target_step_time(config: ContinuousBatchingConfig, device: str) -> float:

@@ -38,6 +38,7 @@ from engine.config import (
     ContinuousBatchingConfig,
     LoadConfig,
     RankPlace,
+    block_size_on,
 )
 from engine.errors import InsufficientMemoryError, ModelChangedError, ModelRefusedError
 from engine.kv_cache.groups import LayerGroup
@@ -366,7 +367,7 @@ def build_runner(
     """
     enter(progress, CACHE)
     probe, device, leader = verified.probe, verified.device, verified.leader
-    check_block_size(verified.backend, config.block_size)
+    check_block_size(verified.backend, block_size_on(config, device.type))
     groups = make_groups(probe.shapes, probe.dtype)
     can_capture = graphs is not None or device.type == "cuda"
     runner_id, step_bytes = 0, 0
@@ -446,9 +447,10 @@ def _largest_step(
     as many max_batch_tokens as the memory allows if it leaves them open.
     """
     device = verified.device
+    block_size = block_size_on(config, device.type)
 
     def measure(limits: StepLimits) -> int:
-        measured = (limits, config.block_size)
+        measured = (limits, block_size)
         if measured not in verified.step_bytes:
             verified.step_bytes[measured] = measure_step(
                 memory,
@@ -458,7 +460,7 @@ def _largest_step(
                 groups,
                 device=device,
                 limits=limits,
-                block_size=config.block_size,
+                block_size=block_size,
                 model_context=verified.context_length,
             )
         return verified.step_bytes[measured]
@@ -480,15 +482,16 @@ def _graph_bytes(
 ) -> int:
     """The memory of captured steps, measured once for a model and its options."""
     limits = step_limits(config, verified.device)
+    block_size = block_size_on(config, verified.device.type)
     options = resolve_options(
         config,
         device=verified.device.type,
         can_capture=can_capture,
-        max_blocks=-(-verified.context_length // config.block_size),
+        max_blocks=-(-verified.context_length // block_size),
         max_tokens=limits.max_batch_tokens,
         max_requests=limits.max_requests,
     )
-    measured = (options, config.block_size)
+    measured = (options, block_size)
     if measured not in verified.step_bytes:
         verified.step_bytes[measured] = measure_graphs(
             memory,
@@ -498,7 +501,7 @@ def _graph_bytes(
             groups,
             device=verified.device,
             options=options,
-            block_size=config.block_size,
+            block_size=block_size,
         )
     return verified.step_bytes[measured]
 

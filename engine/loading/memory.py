@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from engine.config import ContinuousBatchingConfig
+from engine.config import ContinuousBatchingConfig, block_size_on
 from engine.errors import InsufficientMemoryError
 from engine.kv_cache.groups import LayerGroup, sliding_group_blocks, window_blocks
 
@@ -224,7 +224,7 @@ def plan_cache(
     free = f"{available / GIB:.2f} GiB free"
     if step_bytes:
         free += f", less {step_bytes / GIB:.2f} GiB that a step needs"
-    block_size = config.block_size
+    block_size = block_size_on(config, device.type)
 
     def sizes(num_blocks: int) -> tuple[int, ...]:
         return tuple(
@@ -262,6 +262,7 @@ def plan_cache(
     host_blocks, host_bytes = _plan_host(
         config,
         groups,
+        block_size,
         longest=min(model_context, num_blocks * block_size),
         available=host_available if on_cuda else host_available - device_bytes,
     )
@@ -318,6 +319,7 @@ def _tell(plan: CachePlan, device: torch.device) -> None:
 def _plan_host(
     config: ContinuousBatchingConfig,
     groups: tuple[LayerGroup, ...],
+    block_size: int,
     *,
     longest: int,
     available: int,
@@ -330,7 +332,6 @@ def _plan_host(
     none = (0,) * len(groups), 0
     if config.cpu_offload_space == 0:
         return none
-    block_size = config.block_size
     asked = int(config.cpu_offload_space * GIB)
     allowed = int(max(0, available) * config.cpu_offload_space_safety_threshold)
     space = min(asked, allowed)

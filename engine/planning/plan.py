@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from engine.config import ContinuousBatchingConfig, LoadConfig
+from engine.config import ContinuousBatchingConfig, LoadConfig, block_size_on
 from engine.errors import ConfigError
 from engine.loading.checkpoint import resolve_path
 from engine.loading.loader import set_threads
@@ -92,7 +92,8 @@ def make_plan(
     set_threads(load_config, outline.device, 1)
     prompt_tokens, output_tokens = _length(outline, wanted)
     if wanted.requests is not None:
-        config = _for_requests(config, wanted.requests, prompt_tokens + output_tokens)
+        size = block_size_on(config, outline.device.type)
+        config = _for_requests(config, wanted.requests, prompt_tokens + output_tokens, size)
     memory = plan_memory(outline, config, wanted.memory)
     rates = None
     if wanted.bandwidth is not None and wanted.rate is not None:
@@ -100,7 +101,7 @@ def make_plan(
         rates = given_rates(wanted.bandwidth, wanted.rate, row_bytes)
     elif wanted.measures and outline.device.type == "cpu":
         progress("measuring this machine: about five seconds")
-        rates = measure_rates(outline, load_config, config.block_size)
+        rates = measure_rates(outline, load_config, memory.cache.block_size)
     found = room(outline, memory.cache, prompt_tokens, output_tokens)
     return Plan(
         config=config,
@@ -112,7 +113,7 @@ def make_plan(
 
 
 def _for_requests(
-    config: ContinuousBatchingConfig, requests: int, tokens: int
+    config: ContinuousBatchingConfig, requests: int, tokens: int, block_size: int
 ) -> ContinuousBatchingConfig:
     """The options with which so many requests run at once.
 
@@ -124,7 +125,7 @@ def _for_requests(
             raise ConfigError(name, "follows from requests; leave one of them out").naming(
                 "requests"
             )
-    blocks = blocks_for(requests, tokens, config.block_size)
+    blocks = blocks_for(requests, tokens, block_size)
     return replace(config, num_blocks=blocks, max_requests_per_batch=requests)
 
 

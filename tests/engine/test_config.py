@@ -14,6 +14,7 @@ from engine.config import (
     ContinuousBatchingConfig,
     LoadConfig,
     RankPlace,
+    block_size_on,
     engine_environ,
 )
 from engine.errors import ConfigError, UnsupportedFeatureError
@@ -113,6 +114,13 @@ def test_refused_with_the_options_name(option: str, value: object) -> None:
 def test_bounds_are_allowed(option: str, value: object) -> None:
     config = ContinuousBatchingConfig(**{option: value})  # type: ignore[arg-type]
     assert getattr(config, option) == value
+
+
+def test_the_block_size_where_none_is_given_depends_on_the_device() -> None:
+    served = ContinuousBatchingConfig(block_size=None)
+    assert [block_size_on(served, device) for device in ("cpu", "cuda")] == [32, 64]
+    assert block_size_on(ContinuousBatchingConfig(), "cuda") == 256
+    assert block_size_on(ContinuousBatchingConfig(block_size=None, page_size=16), "cpu") == 16
 
 
 def test_page_size_is_block_size() -> None:

@@ -311,7 +311,7 @@ def test_without_options_the_server_has_its_defaults(monkeypatch: pytest.MonkeyP
     assert started[3] == ServiceConfig()
     # These differ from the engine's own.
     batching = started[1]
-    assert (batching.block_size, batching.target_step_time) == (32, None)
+    assert (batching.block_size, batching.target_step_time) == (None, None)
     assert batching.per_request_processors
 
 
