@@ -82,7 +82,7 @@ def _farthest(
         kth = selection.least_bound(distance, ones.expand(scaled.shape), top_k)
     if top_p is None:
         return kth
-    weights = ops.as_weights(likelihood)
+    weights = (likelihood * ops.WEIGHT_ONE).to(torch.int64)
     if kth is None:
         return _nucleus(distance, weights, top_p)
     weights = weights.where(distance <= kth, 0)

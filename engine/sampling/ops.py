@@ -116,8 +116,8 @@ def weigh(scaled: torch.Tensor) -> torch.Tensor:
 
 
 def as_weights(likelihood: torch.Tensor) -> torch.Tensor:
-    """Scale values between 0 and 1 to integers: int64."""
-    return (likelihood * WEIGHT_ONE).to(torch.int64)
+    """Scale values between 0 and 1 to integers: int64. Overwrites them."""
+    return likelihood.mul_(WEIGHT_ONE).to(torch.int64)
 
 
 def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

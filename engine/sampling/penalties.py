@@ -91,7 +91,7 @@ class OnHost:
         ids = torch.from_numpy(np.concatenate([history.ids for history in histories]) + offsets)
         counts = torch.from_numpy(np.concatenate([history.counts for history in histories]))
         repetition, presence, frequency = torch.from_numpy(
-            np.repeat(_factors(rows), lengths, axis=0).T
+            np.repeat(_factors(rows).T, lengths, axis=1)
         )
         flat = logits.view(-1)
         seen = flat.index_select(0, ids)
