@@ -38,8 +38,10 @@ from engine.sampling_params import SamplingParams, StopParams
 from engine.token_ids import TokenIds
 from engine.types import RequestId, RequestKey, TokenId
 
-_SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)
-"""The usual sampling that needs the most memory: whole rows are looked at, and tokens counted."""
+_SAMPLING = SamplingParams(temperature=1.0, top_k=1000, top_p=0.9, repetition_penalty=1.1)
+"""The usual sampling that needs the most memory: whole rows are looked at, and tokens counted. Its
+kernels are compiled here, too, before anybody waits for them.
+"""
 
 _STEP_SHARE = 0.25
 """The part of the free memory that a step may take where its size is not given: the rest is for the

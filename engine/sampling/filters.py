@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.sampling import ops, selection
+from engine.sampling import ops
+from engine.sampling.selection import LeastBound, least_bound
 
 TOPK_LIMIT = 256
 """Up to this top_k, only the k most likely tokens are looked for."""
@@ -36,17 +37,21 @@ class Filters:
     typical_p: torch.Tensor | None = None
 
 
-def filtered_weights(scaled: torch.Tensor, filters: Filters) -> torch.Tensor:
+def filtered_weights(
+    scaled: torch.Tensor, filters: Filters, bound: LeastBound = least_bound
+) -> torch.Tensor:
     """The weights from which a token is drawn; 0: filtered out.
 
     Args:
         scaled: float32 [R, V]: logits, less the row's largest, divided by the temperature.
+        filters: the filters of the rows.
+        bound: finds where to cut, see `selection`.
 
     Returns:
         int64 [R, V].
     """
     likelihood = torch.exp(scaled)
-    farthest = _farthest(scaled, likelihood, filters)
+    farthest = _farthest(scaled, likelihood, filters, bound)
     if farthest is not None:
         # A float32 mask of ones is computed and multiplied several times as fast as a boolean one.
         keep = torch.empty_like(scaled)
@@ -57,12 +62,12 @@ def filtered_weights(scaled: torch.Tensor, filters: Filters) -> torch.Tensor:
         likelihood.mul_(torch.ge(likelihood, filters.min_p, out=keep))
     weights = ops.as_weights(likelihood)
     if filters.typical_p is not None:
-        weights = weights.where(_is_typical(scaled, weights, filters.typical_p), 0)
+        weights = weights.where(_is_typical(scaled, weights, filters.typical_p, bound), 0)
     return weights
 
 
 def _farthest(
-    scaled: torch.Tensor, likelihood: torch.Tensor, filters: Filters
+    scaled: torch.Tensor, likelihood: torch.Tensor, filters: Filters, bound: LeastBound
 ) -> torch.Tensor | None:
     """How far below a row's largest entry top_k and top_p cut: float32 [R, 1], 0 or more. None:
     nowhere.
@@ -76,17 +81,14 @@ def _farthest(
     if top_k is not None and filters.max_top_k <= TOPK_LIMIT:
         return _farthest_of_few(scaled, top_k, filters.max_top_k, top_p)
     distance = scaled.abs()
-    kth = None
-    if top_k is not None:
-        ones = torch.ones((1, 1), dtype=torch.int64, device=scaled.device)
-        kth = selection.least_bound(distance, ones.expand(scaled.shape), top_k)
+    kth = None if top_k is None else bound(distance, None, top_k)
     if top_p is None:
         return kth
     weights = (likelihood * ops.WEIGHT_ONE).to(torch.int64)
     if kth is None:
-        return _nucleus(distance, weights, top_p)
+        return bound(distance, weights, _limit(top_p, weights))
     weights = weights.where(distance <= kth, 0)
-    return torch.minimum(_nucleus(distance, weights, top_p), kth)
+    return torch.minimum(bound(distance, weights, _limit(top_p, weights)), kth)
 
 
 def _farthest_of_few(
@@ -104,27 +106,22 @@ def _farthest_of_few(
     upto = torch.cumsum(weights, dim=-1)
     total = upto[:, -1:] + tied * weights.gather(-1, top_k - 1)
     # The first entry at which the limit is reached; if none, the tied ones are needed too.
-    last = torch.searchsorted(upto, _limit(top_p, total)).clamp_(max=max_top_k - 1)
+    last = torch.searchsorted(upto, _share(top_p, total)).clamp_(max=max_top_k - 1)
     return -torch.maximum(ordered.gather(-1, last), kth)
 
 
-def _nucleus(distance: torch.Tensor, weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """How far the fewest nearest entries go that reach top_p of the sum: float32 [R, 1].
-
-    Args:
-        distance: float32 [R, V]. weights: int64 [R, V]. top_p: float64 [R, 1].
-    """
-    limit = _limit(top_p, weights.sum(dim=-1, keepdim=True))
-    return selection.least_bound(distance, weights, limit)
+def _limit(share: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The least whole weight that is a share of the rows' sums: int64 [R, 1]."""
+    return _share(share, weights.sum(dim=-1, keepdim=True))
 
 
-def _limit(share: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+def _share(share: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """The least whole weight that is a share of the total: int64 [R, 1]."""
     return (share * total).ceil_().to(torch.int64)
 
 
 def _is_typical(
-    scaled: torch.Tensor, weights: torch.Tensor, typical_p: torch.Tensor
+    scaled: torch.Tensor, weights: torch.Tensor, typical_p: torch.Tensor, bound: LeastBound
 ) -> torch.Tensor:
     """Locally typical sampling (Meister et al. 2022, arXiv:2202.00666): keeps the tokens with an
     information content closest to the distribution's entropy, until their probabilities reach
@@ -142,7 +139,7 @@ def _is_typical(
     expected = parts.to(torch.int64).sum(dim=-1, keepdim=True).double() * 256.0
     entropy = (expected / total.double()).float()
     distance = (information - entropy).abs_().masked_fill_(weights == 0, float("inf"))
-    return distance <= _nucleus(distance, weights, typical_p)
+    return distance <= bound(distance, weights, _limit(typical_p, weights))
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:

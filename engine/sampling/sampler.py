@@ -32,6 +32,7 @@ from engine.sampling.greedy import choose_greedy, valid
 from engine.sampling.logprobs import GivenLogprobs, RowLogprobs, row_logprobs
 from engine.sampling.plan import ARGMAX, DRAW, Row, steps_of
 from engine.sampling.random import uniform
+from engine.sampling.selection import choose_bound
 from engine.sampling_params import LogprobParams, SamplingParams, SamplingSteps
 from engine.transfer import to_device
 from engine.types import RequestKey, TokenId
@@ -93,6 +94,7 @@ class Sampler:
         self._edits = LogitEdits(vocab_size, device)
         self._greedy = choose_greedy(device)
         self._draw = choose_draw(device)
+        self._bound = choose_bound(device)
         entries = _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK_ON_DEVICE
         self._chunk = max(1, entries // vocab_size)
 
@@ -223,7 +225,7 @@ class Sampler:
             min_p=min_p.float() if steps.min_p else None,
             typical_p=typical_p if steps.typical else None,
         )
-        tokens = ops.draw(filtered_weights(scaled, filters), uniforms)
+        tokens = ops.draw(filtered_weights(scaled, filters, self._bound), uniforms)
         return valid(tokens, best.squeeze(-1))
 
     def _numbers(self, row: Row) -> tuple[float, ...]:

@@ -14,37 +14,56 @@ sorted row. Nothing waits for the device, and shapes depend on no value: the wor
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
+
 import torch
 
-_DIGITS = ((20, 11), (10, 10), (0, 10))
+LeastBound = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
+"""The smallest bound for which the mass of the entries up to it reaches the target. Takes
+
+    values  float32 [R, V], none negative; infinity is allowed
+    masses  int64 [R, V], none negative, with a sum below 2^63; None: the mass of each entry is 1
+    target  int64 [R, 1], at least 1
+
+and returns float32 [R, 1]: one of the row's values; infinity if the target is not reached. Of a row
+with a NaN, anything.
+"""
+
+DIGITS = ((20, 11), (10, 10), (0, 10))
 """(lowest bit, number of bits) of each digit."""
-_INFINITY = 0x7F800000
+INFINITY = 0x7F800000
+"""The bits of infinity."""
 
 
-def least_bound(values: torch.Tensor, masses: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The smallest bound for which the mass of the entries up to it reaches the target.
+def choose_bound(device: torch.device) -> LeastBound:
+    """The one for a device: a kernel where there is Triton, else torch's operations."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from engine.sampling import triton_selection
 
-    Args:
-        values: float32 [R, V], none negative; infinity is allowed.
-        masses: int64 [R, V], none negative, with a sum below 2^63.
-        target: int64 [R, 1], at least 1.
+        return triton_selection.least_bound
+    return least_bound
 
-    Returns:
-        float32 [R, 1]: one of the row's values; infinity if the target is not reached. Of a row
-        with a NaN, anything.
-    """
+
+def least_bound(
+    values: torch.Tensor, masses: torch.Tensor | None, target: torch.Tensor
+) -> torch.Tensor:
+    """See LeastBound."""
+    if masses is None:
+        ones = torch.ones((1, 1), dtype=torch.int64, device=values.device)
+        masses = ones.expand(values.shape)
     bits = values.view(torch.int32)
     known = torch.zeros_like(target, dtype=torch.int32)
-    for lowest, count in _DIGITS:
+    for lowest, count in DIGITS:
         size = 1 << count
         begin = bits >> lowest
         # Also masked in the first pass: the index of a NaN's digit, too, must be in the table.
         digits = (begin & (size - 1)).to(torch.int64)
-        parts = masses if lowest == _DIGITS[0][0] else masses.where(begin >> count == known, 0)
+        parts = masses if lowest == DIGITS[0][0] else masses.where(begin >> count == known, 0)
         sums = torch.zeros((len(values), size), dtype=torch.int64, device=values.device)
         sums.scatter_add_(-1, digits, parts)
         upto = torch.cumsum(sums, dim=-1)
         digit = torch.searchsorted(upto, target).clamp_(max=size - 1)
         target = target - (upto - sums).gather(-1, digit)
         known = known << count | digit.to(torch.int32)
-    return known.clamp_(max=_INFINITY).view(torch.float32)
+    return known.clamp_(max=INFINITY).view(torch.float32)

@@ -16,6 +16,7 @@ from engine.runner.device import CudaDevice
 from engine.runner.input_batch import PromptRows
 from engine.runner.launched import InputBuffers, LaunchedStep
 from engine.runner.prompt_logprobs import PromptReport, report_prompts
+from engine.sampling import sampler as sampler_module
 from engine.sampling.sampler import Sampler
 from engine.types import RequestKey, TokenId
 from tests.engine.cuda.watch import CUDA, DeviceFault, Watch, fake_cuda
@@ -128,15 +129,9 @@ def test_prompts_do_not_wait(watch: Watch) -> None:
 
 
 def test_waiting_would_be_seen(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.sampling import selection
+    def waits(values: torch.Tensor, masses: object, target: torch.Tensor) -> torch.Tensor:
+        return values[:, :1] if bool((target > 5).any()) else values[:, 1:2]
 
-    bound = selection.least_bound
-
-    def waits(values: torch.Tensor, masses: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if bool((target > 5).any()):
-            return bound(values, masses, target)
-        return values[:, :1]
-
-    monkeypatch.setattr(selection, "least_bound", waits)
+    monkeypatch.setattr(sampler_module, "choose_bound", lambda device: waits)
     with pytest.raises(DeviceFault, match="waits"):
         _sample(watch, Sampler(VOCAB, CUDA), [_make("a", OPTIONS["top_p"])])
