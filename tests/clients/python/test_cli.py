@@ -149,6 +149,17 @@ def test_interrupting_generate_cancels(server: ScriptedServer) -> None:
     server.wait_for(lambda: len(server.cancelled) == 1)
 
 
+def test_what_the_server_cancelled_is_not_whole(server: ScriptedServer, tmp_path: Path) -> None:
+    process = start(server, "generate", "hold on", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(4) == "hold"
+        server.cancel(server.specs[0].request_id)
+        assert process.wait(WAIT) == 1
+        assert "the output is not whole" in process.stderr.read()
+
+
 # ---- chat ----
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from headrace.cli.app import app
+from headrace.v1 import generation_service_pb2 as s
 from typer.testing import CliRunner, Result
 
 from tests.clients.python.scripted import WAIT, ScriptedServer
@@ -272,3 +273,27 @@ def test_an_interrupt_keeps_what_waits_for_an_earlier_one(
         assert process.wait(WAIT) == 130
     assert texts(out) == {1: "one"}
     assert len(server.cancelled) == 2
+
+
+def test_what_the_server_cancelled_runs_again(
+    server: ScriptedServer, run: Run, tmp_path: Path
+) -> None:
+    source = write(
+        tmp_path / "in.jsonl", {"id": "a", "prompt": "hold on"}, {"id": "b", "prompt": "x"}
+    )
+    out = tmp_path / "out.jsonl"
+    process = start(server, "batch", str(source), str(out), stderr=subprocess.PIPE)
+    with process:
+        assert process.stderr is not None
+        server.wait_for(lambda: len(server.specs) == 2)
+        [held] = [one.request_id for one in server.specs if one.text.text == "hold on"]
+        server.wait_for(lambda: server.cancel(held) == s.CANCEL_STATUS_CANCELLED)
+        assert process.wait(WAIT) == 1
+        assert "1 done, 1 failed" in process.stderr.read()
+    assert {one["id"]: one["finish_reason"] for one in lines(out)} == {
+        "a": "cancelled",
+        "b": "stop",
+    }
+    write(source, {"id": "a", "prompt": "y"}, {"id": "b", "prompt": "x"})
+    assert run(source, out, "--resume").exit_code == 0
+    assert {one["id"]: one["text"] for one in lines(out)} == {"a": "y", "b": "x"}

@@ -90,7 +90,8 @@ def batch(
     command line. A result has "id", "text", "token_ids", "finish_reason" and "usage"; a request
     that failed has "id" and "error" instead, and the exit code is then 1. The same is true of an
     invalid line, and of one with the id of an earlier line (2 and "2" are different ids): the
-    others run.
+    others run. A request that was cancelled at the server counts as failed; its result has what
+    came until then, and the finish_reason "cancelled".
 
     Results are written as they end, even while more requests are awaited from a pipe. Ctrl-C writes
     finished results and cancels running requests; --resume continues from there: it keeps the
@@ -160,7 +161,7 @@ def _run(client: Client, job: _Job) -> None:
         )
         stack.callback(outcomes.close)  # type: ignore[attr-defined]  # it is a generator
         for index, outcome in outcomes:
-            if isinstance(outcome, HeadraceError):
+            if isinstance(outcome, HeadraceError) or common.was_cancelled(outcome):
                 failed += 1
             else:
                 done += 1

@@ -16,7 +16,7 @@ from typing import Any
 from headrace.cli import common
 from headrace.cli.batch_input import Id, unbuffered
 from headrace.errors import HeadraceError
-from headrace.results import Result
+from headrace.results import FinishReason, Result
 
 
 def check_output(output: Path, source: RawIOBase, *, resume: bool, overwrite: bool) -> None:
@@ -48,8 +48,8 @@ def _stat_of(source: RawIOBase) -> os.stat_result | None:
 
 
 def keep_results(output: Path) -> set[Id]:
-    """Rewrites the output with only its results, without errors and without the incomplete last
-    line of a killed run; returns their ids.
+    """Rewrites the output with only its results, without errors, without what was cancelled and
+    without the incomplete last line of a killed run; returns their ids.
     """
     if not output.exists():
         return set()
@@ -60,7 +60,7 @@ def keep_results(output: Path) -> set[Id]:
         with path.open("rb") as old, open(handle, "wb") as new:
             for line in old:
                 fields = _fields(line)
-                if "id" in fields and "error" not in fields:
+                if "id" in fields and _is_whole(fields):
                     if isinstance(fields["id"], (str, int)):
                         done.add(fields["id"])
                     new.write(line if line.endswith(b"\n") else line + b"\n")
@@ -71,6 +71,13 @@ def keep_results(output: Path) -> set[Id]:
             os.unlink(name)
         raise
     return done
+
+
+def _is_whole(fields: dict[str, Any]) -> bool:
+    """Whether a line is the result of a request that came to its own end."""
+    choices = fields.get("choices", [fields])
+    reasons = [one.get("finish_reason") for one in choices if isinstance(one, dict)]
+    return "error" not in fields and FinishReason.CANCELLED not in reasons
 
 
 def _fields(line: bytes) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from headrace.errors import (
     is_about_tls,
 )
 from headrace.options import OPTION_NAMES, GenerationOptions
+from headrace.results import FinishReason, Result
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -158,6 +159,11 @@ def explain(error: HeadraceError) -> str:
     if error_id := error.metadata.get("error_id"):
         lines.append(f"the server's log knows it as {error_id}")
     return "\n".join(lines)
+
+
+def was_cancelled(result: Result) -> bool:
+    """Whether somebody else cancelled the request, or its server as it stopped."""
+    return any(choice.finish_reason == FinishReason.CANCELLED for choice in result.choices)
 
 
 def exit_code(error: HeadraceError) -> int:

@@ -149,6 +149,11 @@ def generate(
             _write_calls(other)
     if stats:
         typer.echo(describe(result), err=True)
+    if common.was_cancelled(result):
+        common.fail(
+            "the output is not whole: the request was cancelled at the server, by somebody else or "
+            "because the server stops"
+        )
 
 
 def _write_calls(choice: Choice) -> None:
