@@ -176,6 +176,15 @@ def test_a_cuda_device_need_not_be_there(tmp_path: Path) -> None:
     assert found.times is not None
 
 
+def test_our_decoder_is_planned_for_a_cuda_device(tmp_path: Path) -> None:
+    path = _saved(tmp_path / "model", "llama")
+    ours = read_outline(path, LoadConfig(device="cuda"))
+    theirs = read_outline(path, LoadConfig(device="cuda", decoder="transformers"))
+    assert ours.own_decoder
+    assert not theirs.own_decoder
+    assert ours.operations < theirs.operations
+
+
 def test_times_follow_the_rates(tmp_path: Path) -> None:
     path = tmp_path / "model"
     FAMILIES["llama"](hidden_size=1024, intermediate_size=4096).save_pretrained(path)

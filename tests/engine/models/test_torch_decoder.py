@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.attention.base import AttentionContext, BatchLayout, LayerCache
+from engine.errors import ModelRefusedError
 from engine.loading.loader import VerifiedModel, verify_model
 from engine.models import choosing
 from engine.models.operations import TorchOperations
@@ -236,3 +237,84 @@ def test_it_is_compared_with_sums_in_float32(monkeypatch: pytest.MonkeyPatch) ->
     verify(make("llama"))
     assert seen == [False, False]
     assert settings.allow_bf16_reduced_precision_reduction
+
+
+# ---- planted faults ----------------------------------------------------------------------------
+
+
+def _one_row(model: Any) -> None:
+    """An error of 1 % in one row of a product that is joined."""
+    model.model.layers[1].mlp.up_proj.weight[17] *= 1.01
+
+
+def _one_norm(model: Any) -> None:
+    model.model.layers[2].self_attn.k_norm.weight[5] *= 1.05
+
+
+def _a_bias(model: Any) -> None:
+    model.model.layers[0].self_attn.v_proj.bias[3] += 0.5
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "said"),
+    [
+        ("qwen3", _one_row, r"layer 1, inner, .* in output 113, 1 of 192 outputs"),
+        ("qwen3", _one_norm, r"layer 2, key_norm, .* element (5|21); "),
+        ("qwen2", _a_bias, r"layer 0, projection, .* in output 99, 1 of 128 outputs"),
+    ],
+)
+def test_wrong_weights_are_found(
+    family: str, change: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that change between the record and the comparison."""
+
+    def changed(model: Any, *others: Any) -> TorchDecoder:
+        with torch.no_grad():
+            change(model)
+        return TorchDecoder(model, *others)
+
+    monkeypatch.setattr(choosing, "TorchDecoder", changed)
+    with pytest.raises(ModelRefusedError, match=said):
+        verify(make(family))
+
+
+class _Wrong(TorchOperations):
+    """Operations, one of which is wrong."""
+
+    def __init__(self, fault: str) -> None:
+        self._fault = fault
+
+    def add_norm(self, x: Any, made: Any = (), *others: Any, **named: Any) -> Any:
+        both = others[-1:] != () or "before" in named
+        if self._fault == "a sum forgets x, where a norm follows" and made and both:
+            return super().add_norm(torch.zeros_like(x), made, *others, **named)
+        return super().add_norm(x, made, *others, **named)
+
+    def turn(self, projected: Any, heads: Any, tables: Any, places: Any) -> Any:
+        query = super().turn(projected, heads, tables, places)
+        if self._fault == "values are cached a head late":
+            places.values.copy_(places.values.roll(1, 1))
+        if self._fault == "large queries are cut off":
+            query.clamp_(-1.5, 1.5)
+        return query
+
+    def gate(self, inner: Any, activation: Any, *, gated: bool) -> Any:
+        if self._fault == "another activation":
+            activation = "gelu_tanh"
+        return super().gate(inner, activation, gated=gated)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("a sum forgets x, where a norm follows", r"layer 0, in one call, "),
+        ("values are cached a head late", r"layer 0, in one call, "),
+        ("large queries are cut off", r"layer \d, quer\w+, "),
+        ("another activation", r"layer 0, activation, "),
+    ],
+)
+def test_wrong_operations_are_found(fault: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One part alone, or only where several are computed at once."""
+    monkeypatch.setattr(choosing, "operations_for", lambda *_: _Wrong(fault))
+    with pytest.raises(ModelRefusedError, match=said):
+        verify(make("qwen3"))
