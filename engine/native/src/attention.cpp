@@ -48,6 +48,7 @@ int64_t attend(const AttentionCall& call) {
   if (call.scratch_floats < needed) return needed;
   float* parts = call.scratch + own * call.threads;
   const int64_t num_items = int64_t(plan.items.size());
+  const int64_t num_decodes = plan.num_decodes;
   const int64_t num_merges = int64_t(plan.merges.size());
   const int64_t computed = plan.first_tokens.back() + call.counts[call.num_requests - 1];
 #pragma omp parallel num_threads(int(call.threads))
@@ -60,7 +61,8 @@ int64_t attend(const AttentionCall& call) {
       const Item& item = plan.items[i];
       const int64_t token = plan.first_tokens[item.request];
       if (call.counts[item.request] == 1)
-        decode<T>(call, item, token, parts, mine);
+        decode<T>(call, item, i + call.threads < num_decodes ? &item + call.threads : nullptr,
+                  token, parts, mine);
       else
         prefill<T, Tile>(call, item, token, mine);
     }

@@ -310,8 +310,10 @@ void spread(const AttentionCall& call, Ahead& ahead, const T* const* keys, const
   ahead.lines = int(lines / (TILE / 4 * call.num_kv_heads * pieces) + 1);
 }
 
+// following: what the thread probably takes next, whose first tile is brought near, too; or null.
 template <class T>
-void decode(const AttentionCall& call, const Item& item, int64_t token, float* parts, float* own) {
+void decode(const AttentionCall& call, const Item& item, const Item* following, int64_t token,
+            float* parts, float* own) {
   float* query = own;
   float* scores = own + call.num_heads * call.key_dim;
   float* most =
@@ -333,8 +335,14 @@ void decode(const AttentionCall& call, const Item& item, int64_t token, float* p
   rows_of(call, item.request, item.begin, count, keys[now], values[now]);
   for (int64_t from = item.begin; from < item.end; from += TILE) {
     const int next = int(std::clamp<int64_t>(item.end - from - TILE, 0, TILE));
-    rows_of(call, item.request, from + TILE, next, keys[1 - now], values[1 - now]);
-    spread(call, state.ahead, keys[1 - now], values[1 - now], next);
+    int near = next;
+    if (next) {
+      rows_of(call, item.request, from + TILE, next, keys[1 - now], values[1 - now]);
+    } else if (following) {
+      near = int(std::min<int64_t>(TILE, following->end - following->begin));
+      rows_of(call, following->request, following->begin, near, keys[1 - now], values[1 - now]);
+    }
+    spread(call, state.ahead, keys[1 - now], values[1 - now], near);
     state.tile(keys[now], values[now], count);
     now = 1 - now, count = next;
   }

@@ -41,6 +41,7 @@ struct Plan {
   std::vector<Merge> merges;
   std::vector<int64_t> first_tokens;  // [R], where each request's tokens begin in the flat row
   int64_t num_parts = 0;
+  int64_t num_decodes = 0;  // items: the first ones
 };
 
 int64_t first_visible(const AttentionCall& call, int64_t position) {
@@ -71,6 +72,7 @@ Plan make_plan(const AttentionCall& call) {
       plan.merges.push_back({r, first, plan.num_parts - first});
     }
   }
+  plan.num_decodes = int64_t(plan.items.size());
   for (int64_t r = 0; r < call.num_requests; ++r) {
     if (call.counts[r] == 1) continue;
     // The last tiles see the longest contexts: they go first.
