@@ -5,6 +5,10 @@
 It stands where the transformers model stands in a step, and reads the same weights. Embedding,
 output layer and mixtures of experts are called as the model has them; a call of the library ends
 before each of these. Everything else is computed here.
+
+What is done to logits (a factor, a divisor, a softcap) depends on nothing but the logit, and a
+bfloat16 has 65,536 values. So torch computes it once for each of them, and the output layer's
+kernel looks its results up as it stores them: no pass over the logits is left, and bits are equal.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from engine.attention.base import AttentionContext
 from engine.attention.native_backend import NativeAttentionBackend, NativeMetadata
 from engine.attention.registry import CONTEXT_KEYWORD
 from engine.models import description as described
-from engine.models.packed import native_library
+from engine.models.packed import PackedLinear, multiply, native_library
 from engine.models.parts import BoundLayer, Held, Kind, Tables
 from engine.native.library import LayersCall
 
@@ -74,6 +78,7 @@ class NativeDecoder:
         self._norm = self._held.norm(decoder.norm)
         self._embedding: Any = model.get_submodule(decoder.embedding)
         self._output: Any = model.get_submodule(decoder.output)
+        self._finished = self._finish_each() if self.dtype is torch.bfloat16 else None
         self._frequencies = [
             model.get_submodule(one.module).get_buffer(one.frequencies).float()
             for one in decoder.rotaries
@@ -92,7 +97,15 @@ class NativeDecoder:
         rows = inputs["logits_to_keep"]
         if isinstance(rows, torch.Tensor):
             x = x.index_select(0, rows)
-        return DecoderOutput(self.finish(self.output(self.norm(x))).unsqueeze(0))
+        return DecoderOutput(self.logits(self.norm(x)).unsqueeze(0))
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Output layer and what is done to its results, in one pass: [L, K] → [L, V]."""
+        layer = self._output
+        if self._finished is None or not isinstance(layer, PackedLinear):
+            return self.finish(self.output(x))
+        sizes = (layer.out_features, layer.in_features)
+        return multiply(x, layer.packed, layer.scales, layer.padded_bias, *sizes, self._finished)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] → [T, K]."""
@@ -105,7 +118,9 @@ class NativeDecoder:
         found = []
         for one, frequencies in zip(self.description.rotaries, self._frequencies, strict=True):
             angles = positions[:, None].float() * frequencies
-            tables = (angles.cos() * one.scaling, angles.sin() * one.scaling)
+            tables = (angles.cos(), angles.sin())
+            if one.scaling != 1.0:
+                tables = (tables[0] * one.scaling, tables[1] * one.scaling)
             if one.rounds_tables and self.dtype is not torch.float32:
                 tables = (tables[0].to(self.dtype).float(), tables[1].to(self.dtype).float())
             found.append(tables)
@@ -128,6 +143,12 @@ class NativeDecoder:
 
     def finish(self, logits: torch.Tensor) -> torch.Tensor:
         """What is done to the output layer's results: [L, V] → [L, V]."""
+        if self._finished is None:
+            return self._finish(logits)
+        return self._finished[logits.contiguous().view(torch.int16).int() & 0xFFFF]
+
+    def _finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """As the model's own code has it."""
         one = self.description
         if one.logits_factor is not None:
             logits = logits * one.logits_factor
@@ -136,6 +157,14 @@ class NativeDecoder:
         if one.logits_softcap is not None:
             logits = torch.tanh(logits / one.logits_softcap) * one.logits_softcap
         return logits
+
+    def _finish_each(self) -> torch.Tensor | None:
+        """What becomes of each bfloat16, by its bits; None: nothing is done to logits."""
+        one = self.description
+        if one.logits_factor is one.logits_divisor is one.logits_softcap is None:
+            return None
+        every = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16)
+        return self._finish(every)
 
     def run(
         self,

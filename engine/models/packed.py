@@ -163,6 +163,7 @@ def multiply(
     bias: torch.Tensor | None,
     outputs: int,
     inputs: int,
+    finished: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x · Wᵀ + bias.
 
@@ -172,6 +173,7 @@ def multiply(
         scales: of int8.
         bias: see `pad_bias`.
         outputs, inputs: N and K.
+        finished: bfloat16 [65536], what becomes of each result, by its bits; for x of bfloat16.
 
     Returns:
         [..., N], of the same type.
@@ -194,6 +196,8 @@ def multiply(
         stride = x.stride(0)
     y = x.new_empty((*shape[:-1], outputs))
     weight = linear_weight(packed, scales, bias, outputs, inputs)
+    if finished is not None:
+        weight.finished = finished.data_ptr()
     native_library().linear(
         ctypes.byref(weight),
         x.data_ptr(),

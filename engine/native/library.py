@@ -128,11 +128,13 @@ class LinearWeight(ctypes.Structure):
     Attributes:
         bias, scales: float32; null: there are none.
         dtype: FLOAT32 or BFLOAT16, of inputs and outputs; with scales, weights are int8.
+        finished: bfloat16 [65536], what becomes of a result, by its bits; null: nothing.
     """
 
     _fields_ = (
         *((name, _POINTER) for name in ("packed", "bias", "scales")),
         *((name, _INT) for name in ("outputs", "inputs", "dtype")),
+        ("finished", _POINTER),
     )
 
 

@@ -40,6 +40,7 @@ struct LinearWeight {
   const float* scales;  // for whole panels: weights are int8, times these; or null: bfloat16
   int64_t outputs, inputs;
   int64_t dtype;  // of what goes in and comes out
+  const uint16_t* finished = nullptr;  // what becomes of each bfloat16 result, by its bits; or null
 };
 
 // How a norm is computed.

@@ -137,6 +137,9 @@ void tile(const LinearWeight& weight, Weights<W> weights, int64_t panel, const X
         store(out, result);
       else
         for (int i = 0; i < count; ++i) from_float(result[i], out + i);
+      if constexpr (in_lane == 2)
+        if (weight.finished)
+          for (int i = 0; i < count; ++i) out[i].bits = weight.finished[out[i].bits];
     }
   }
 }

@@ -166,6 +166,33 @@ def test_more_scratch_is_had_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) 
     assert needed
 
 
+@pytest.mark.parametrize("family", ["gemma2", "granite", "cohere"])
+def test_logits_are_finished_as_they_are_stored(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit as the model's code has it, and without another pass over them."""
+    verified = verify(make(family))
+    expected = generate(verified)
+    decoder = verified.steps
+    assert isinstance(decoder, NativeDecoder)
+    one = decoder.description
+    x = torch.randn(9, one.norm.width, generator=torch.Generator().manual_seed(0)).bfloat16()
+    product = decoder.output(x * 20)  # where a softcap bends
+    logits = product if one.logits_factor is None else product * one.logits_factor
+    logits = logits if one.logits_divisor is None else logits / one.logits_divisor
+    if one.logits_softcap is not None:
+        logits = torch.tanh(logits / one.logits_softcap) * one.logits_softcap
+    assert not torch.equal(logits, product)
+    for made in (decoder.logits(x * 20), decoder.finish(product)):
+        torch.testing.assert_close(made, logits, rtol=0, atol=0)
+
+    def fail(*_: object) -> None:
+        pytest.fail("logits were finished in a pass of their own")
+
+    monkeypatch.setattr(NativeDecoder, "finish", fail)
+    assert generate(verified) == expected
+
+
 # ---- which models it takes, and why not --------------------------------------------------------
 
 

@@ -114,6 +114,19 @@ def test_a_row_is_the_same_among_any_others_and_for_any_threads(isa: str, int8: 
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("outputs", [5, 64, 200])
+def test_what_becomes_of_results(isa: str, int8: bool, outputs: int) -> None:
+    weight, bias = _random(outputs, 48), pad_bias(_random(outputs, seed=1))
+    every = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16)
+    finished = torch.tanh(every / 3.0) * 3.0
+    packed = _packed(weight, int8=int8)
+    for rows in (1, 5, 16, 97):
+        x = _random(rows, 48, seed=rows)
+        expected = torch.tanh(multiply(x, *packed, bias, outputs, 48) / 3.0) * 3.0
+        actual = multiply(x, *packed, bias, outputs, 48, finished)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
 def test_input_that_lies_in_strides(isa: str) -> None:
     weight, wide = _random(40, 32), _random(3, 5, 100, seed=2)
     swapped = wide.transpose(0, 1)[..., :32]
