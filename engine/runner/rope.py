@@ -1,24 +1,27 @@
 """Lets each token of a step be rotated for the length of its own request (see `engine.rope`).
 
     positions [T] ── tokens beyond the original length carry their length in the upper half
-        ─▶ model ─▶ its rotary module ─▶ for each length: transformers' own forward ─▶ cos, sin
+        ─▶ model ─▶ its rotary module ─▶ each token by the frequencies of its length ─▶ cos, sin
 
 The model hands position ids on to its rotary module; steps give them to a stand-in there, in the
-view alone, which asks the module once for each length: it appends the last position of that length,
-so that the module computes what it would in a forward pass of that length.
+view alone. The frequencies of each length are those that transformers gives for it, and what they
+become is computed by the module's own forward. Where each length has its own, all of them are made
+beforehand, in one table, so that a step looks nothing up on the host and can be captured.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.rope import RopeLengths
 
@@ -92,9 +95,10 @@ def follow_lengths(model: PreTrainedModel, rope: RopeLengths) -> bool:
     """
     rotary = [one for one in model.modules() if _kinds_of(one) & {_DYNAMIC, _LONG}]
     before = [one.forward for one in rotary]
-    for one in rotary:
-        one.forward = _Rotary(one, rope)
-    if rotary and _reach_nothing_else(model):
+    followed = [_Rotary(one, rope) for one in rotary]
+    for one, forward in zip(rotary, followed, strict=True):
+        one.forward = forward
+    if rotary and _reach_nothing_else(model, followed, rope.longest):
         return True
     for one, forward in zip(rotary, before, strict=True):
         one.forward = forward
@@ -106,9 +110,9 @@ def _kinds_of(module: torch.nn.Module) -> set[str]:
     return set(kinds.values()) if isinstance(kinds, dict) else {str(kinds)}
 
 
-def _reach_nothing_else(model: PreTrainedModel) -> bool:
+def _reach_nothing_else(model: PreTrainedModel, rotary: Sequence[_Rotary], longest: int) -> bool:
     """Whether a model computes the same if its positions carry a length within the original one,
-    which changes no frequencies.
+    which changes no frequencies, and its rotary modules compute what they should beyond it.
     """
     ids = torch.arange(_TRIED_TOKENS, device=model.device).unsqueeze(0)
     carrying = ids + (_TRIED_TOKENS << _SHIFT)
@@ -118,9 +122,30 @@ def _reach_nothing_else(model: PreTrainedModel) -> bool:
                 model(input_ids=ids, position_ids=positions, use_cache=False).logits
                 for positions in (ids, carrying)
             )
-    except (IndexError, KeyError, TypeError, ValueError, RuntimeError):
+            if not all(one.agrees(model.device, longest) for one in rotary):
+                return False
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError):
         return False
     return torch.equal(plain, other)
+
+
+class _OfTokens:
+    """Stands where a module's frequencies are, [F]: those of each token, [T, F]. Every token is a
+    request of its own, so positions are [T, 1].
+    """
+
+    def __init__(self, frequencies: torch.Tensor) -> None:
+        self._frequencies = frequencies
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """For forwards that multiply them with positions [T, 1, 1]: [T, 1, F]."""
+        return self._frequencies.unsqueeze(1).to(*args, **kwargs)
+
+    def __getitem__(self, index: object) -> torch.Tensor:
+        """For forwards of transformers before 5.23, `[None, :, None]`, and a product of matrices
+        with positions [T, 1, 1]: [T, F, 1].
+        """
+        return self._frequencies.unsqueeze(-1)
 
 
 class _Rotary:
@@ -129,53 +154,91 @@ class _Rotary:
     def __init__(self, module: torch.nn.Module, rope: RopeLengths) -> None:
         # With state of its own, because transformers keeps the frequencies of the last length in
         # the module: neither the owner's calls nor a refresh of the view may change them here.
-        self._module = object.__new__(type(module))
         buffers = {name: copy.deepcopy(one) for name, one in module._buffers.items()}
-        vars(self._module).update(vars(module), _buffers=buffers)
+        self._module = _with_buffers(module, buffers)
         self._compute = type(module).forward
         self._original = rope.original
-        self._is_graded = _DYNAMIC in _kinds_of(module)
+        self._kinds: Any = module.rope_type
+        kinds = self._kinds.items() if isinstance(self._kinds, dict) else [(None, self._kinds)]
+        self._tables = {
+            layer_type: _table(module, rope, layer_type)
+            for layer_type, kind in kinds
+            if kind == _DYNAMIC
+        }
         self._lock = threading.Lock()
 
     def __call__(
-        self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
+        self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
     ) -> Embeddings:
-        """See the module: cosines and sines for position ids [B, T] that may carry lengths."""
-
-        def rotate(positions: torch.Tensor, length: int) -> Embeddings:
-            last = positions.new_full((positions.shape[0], 1), length - 1)
-            ids = torch.cat((positions, last), -1)
-            cos, sin = self._compute(self._module, x, ids, *args, **kwargs)
-            return cos[:, :-1], sin[:, :-1]
-
+        """See the module: cosines and sines for position ids [1, T] that may carry lengths."""
+        named = {} if layer_type is None else {"layer_type": layer_type}
         lengths, positions = position_ids >> _SHIFT, position_ids & _POSITION
+        kind = self._kinds if layer_type is None else self._kinds[layer_type]
+        if kind == _DYNAMIC:
+            table = self._tables[layer_type]
+            rows = (lengths[0] - self._original).clamp(0, len(table) - 1)
+            name = _frequencies(layer_type)
+            buffers = {**self._module._buffers, name: _OfTokens(table.index_select(0, rows))}
+            module = _with_buffers(self._module, buffers)
+            # As transformers wrote it, without what it does first: to follow the longest position.
+            forward = inspect.unwrap(self._compute)
+            cos, sin = forward(module, x, positions.transpose(0, 1), **named)
+            return cos.transpose(0, 1), sin.transpose(0, 1)
+        if kind != _LONG:
+            return self._own(x, positions, named)
         with self._lock:
-            if self._is_graded:
-                # A length of 1 brings the original frequencies back.
-                self._compute(self._module, x, position_ids.new_zeros((1, 1)), *args, **kwargs)
-                return _by_length(rotate, lengths, positions)
             # The same operations for any lengths, so that they can be captured.
-            short = rotate(positions.clamp(max=self._original - 1), self._original)
-            long = rotate(positions, self._original + 1)
+            short = self.at(x, positions.clamp(max=self._original - 1), self._original, named)
+            long = self.at(x, positions, self._original + 1, named)
         is_long = (lengths > self._original).unsqueeze(-1)
         return torch.where(is_long, long[0], short[0]), torch.where(is_long, long[1], short[1])
 
+    def at(
+        self, x: torch.Tensor, positions: torch.Tensor, length: int, named: dict[str, str]
+    ) -> Embeddings:
+        """As transformers rotates in a forward pass of this length."""
+        last = positions.new_full((positions.shape[0], 1), length - 1)
+        cos, sin = self._own(x, torch.cat((positions, last), -1), named)
+        return cos[:, :-1], sin[:, :-1]
 
-def _by_length(
-    rotate: Callable[[torch.Tensor, int], Embeddings],
-    lengths: torch.Tensor,
-    positions: torch.Tensor,
-) -> Embeddings:
-    """Rotate the tokens of each length by themselves, in ascending order of lengths: the module's
-    frequencies only grow with the length until they are brought back.
-    """
-    cos = sin = torch.empty(0)
-    for count, length in enumerate(torch.unique(lengths).tolist()):
-        rows = (lengths == length)[0]
-        part = positions[:, rows]
-        found = rotate(part, length or 1)
-        if not count:
-            shape = (*lengths.shape, found[0].shape[-1])
-            cos, sin = (one.new_empty(shape) for one in found)
-        cos[:, rows], sin[:, rows] = found
-    return cos, sin
+    def _own(self, x: torch.Tensor, positions: torch.Tensor, named: dict[str, str]) -> Embeddings:
+        found: Embeddings = self._compute(self._module, x, positions, **named)
+        return found
+
+    def agrees(self, device: torch.device, longest: int) -> bool:
+        """Whether each token is rotated as transformers does, for some lengths beyond the original
+        one.
+        """
+        x = torch.zeros((1, 1, 1), device=device)
+        for layer_type in self._tables:
+            named = {} if layer_type is None else {"layer_type": layer_type}
+            for length in (self._original + 1, longest):
+                positions = torch.tensor([[0, 1, self._original // 2, length - 1]], device=device)
+                ours = self(x, positions + (length << _SHIFT), **named)
+                bound = 1e-4 + 1e-6 * length  # the last bit of a frequency, times a position
+                for one, other in zip(ours, self.at(x, positions, length, named), strict=True):
+                    if not torch.allclose(one, other, rtol=0.0, atol=bound):
+                        return False
+        return True
+
+
+def _with_buffers(module: torch.nn.Module, buffers: dict[str, Any]) -> torch.nn.Module:
+    """The same module with other buffers."""
+    other = object.__new__(type(module))
+    vars(other).update(vars(module), _buffers=buffers)
+    return other
+
+
+def _frequencies(layer_type: str | None) -> str:
+    """The name of a module's frequencies."""
+    return "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
+
+
+def _table(module: Any, rope: RopeLengths, layer_type: str | None) -> torch.Tensor:
+    """The frequencies of each length from the original one to the longest: [lengths, F]."""
+    own = module._buffers[_frequencies(layer_type)]
+    lengths = torch.arange(rope.original, rope.longest + 1).unsqueeze(-1)
+    named = {} if layer_type is None else {"layer_type": layer_type}
+    found: torch.Tensor
+    found, _ = ROPE_INIT_FUNCTIONS[_DYNAMIC](module.config, "cpu", seq_len=lengths, **named)
+    return found.to(own.device)
