@@ -18,8 +18,9 @@ from engine.config import ContinuousBatchingConfig, target_step_time
 from engine.core import EngineCore
 from engine.errors import InsufficientMemoryError
 from engine.kv_cache.manager import KVCacheManager
-from engine.loading.loader import VerifiedModel, build_runner
+from engine.loading.loader import VerifiedModel
 from engine.loading.memory import CachePlan
+from engine.loading.running import build_runner
 from engine.loading.weights_watch import WeightsWatch
 from engine.loop import EngineLoop, StepSink
 from engine.scheduler.pace import StepPace

@@ -1,14 +1,11 @@
-"""Makes a runner from a model's path: reads and verifies the model, sizes the cache, and wires the
-parts.
+"""Makes a verified model from a model's path; `engine.loading.running` puts a runner around it.
 
     path ─▶ config ─▶ check_config ─▶ weights ─▶ probe_layers, record ─▶ pack ─▶ view, decoder
          ─▶ compare, self_check
            └────────────────────────────────── load_model ──────────────────────────────────┘
-    ─▶ measure_step ─▶ plan_cache ─▶ ModelRunner
-       └──────────── build_runner ────────────┘
 
 Only safetensors are read, and no code in the model's directory is run. All ranks of a split model
-(`engine.parallel.ranks`) load it in lockstep; rank 0 builds the runner.
+(`engine.parallel.ranks`) load it in lockstep.
 """
 
 from __future__ import annotations
@@ -29,19 +26,15 @@ from transformers.utils.logging import disable_progress_bar
 from engine.attention.base import AttentionBackend
 from engine.attention.registry import (
     AttentionUnavailableError,
-    check_block_size,
     choose_backend,
     fall_back,
     register,
 )
 from engine.config import (
-    ContinuousBatchingConfig,
     LoadConfig,
     RankPlace,
-    block_size_on,
 )
 from engine.errors import InsufficientMemoryError, ModelChangedError, ModelRefusedError
-from engine.kv_cache.groups import LayerGroup
 from engine.loading.checkpoint import Checkpoint, read_checkpoint, resolve_path
 from engine.loading.gate import (
     ModelProbe,
@@ -50,31 +43,19 @@ from engine.loading.gate import (
     probe_layers,
     self_check,
 )
-from engine.loading.memory import GIB, CachePlan, HostLimits, StepLimits, plan_cache, step_limits
+from engine.loading.memory import GIB, HostLimits, StepLimits
 from engine.loading.model_defaults import context_length, default_sampling, eos_token_ids
 from engine.loading.packing import Packing, choose_packing, pack_model
-from engine.loading.profiling import (
-    DeviceMemory,
-    device_memory,
-    fitting_step,
-    measure_graphs,
-    measure_step,
-)
+from engine.loading.pages import trim
 from engine.loading.view import ModelView
 from engine.models.choosing import NOT_ASKED, CausalDecoder, make_decoder, plan_decoder
 from engine.parallel.sharding import check_plan, sharding, whole_logits
 from engine.rope import RopeLengths
-from engine.runner.buckets import Sizes
-from engine.runner.compile import compile_model, compile_options
-from engine.runner.cuda_graph import CapturingBackend, CudaCapture, GraphBackend
-from engine.runner.forward import CausalModel, ModelForward
-from engine.runner.kv_tensors import KVTensors, allocate_kv, make_groups
-from engine.runner.model_runner import ModelRunner
+from engine.runner.forward import CausalModel
 from engine.runner.rope import follow_lengths, read_rope
-from engine.runner.runner_options import RunnerOptions, resolve_options
-from engine.sampling.sampler import Sampler
+from engine.runner.runner_options import RunnerOptions
 from engine.sampling_params import SamplingParams
-from engine.startup import CACHE, KERNELS, VERIFY, WEIGHTS, enter
+from engine.startup import KERNELS, VERIFY, WEIGHTS, enter
 from engine.types import TokenId
 
 if TYPE_CHECKING:
@@ -156,23 +137,6 @@ class VerifiedModel:
         """Let the other ranks end, if there are any. Harmless if they have ended."""
         if self.leader is not None:
             self.leader.end()
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedRunner:
-    """A runner around a verified model, with its KV cache's groups and size.
-
-    Attributes:
-        overlap: whether the runner has two sets of input buffers, so that the core may launch a
-            step before it collects the last one.
-        padded_sizes: the sizes in tokens to which steps with prompts are padded; None: not padded.
-    """
-
-    runner: ModelRunner
-    groups: tuple[LayerGroup, ...]
-    plan: CachePlan
-    overlap: bool
-    padded_sizes: Sizes | None
 
 
 def load_model(
@@ -281,39 +245,29 @@ def verify_model(
     parameters = model.num_parameters()  # packed weights are no longer parameters
     if packing == "int8":
         progress(str(pack_model(model, packing)))
-    original, view = model, None
+    original, view, rope = model, None, None
     if ranks is None:  # the hooks of a split model are bound to its own modules
-        view = ModelView.of(original)
-        model = view.model
-    rope = None if view is None else _read_rope(model)
-    try:
-        probe = probe_layers(model, backend, text_config.num_hidden_layers)
-    except AttentionUnavailableError as error:
-        backend = fall_back(attention, error)
-        probe = probe_layers(model, backend, text_config.num_hidden_layers)
+        view, model, rope = _view(original)
+    backend, probe = _probe(model, backend, attention)
     plan = NOT_ASKED
     if own_decoder:
         is_packed = packing in ("native", "int8")
         plan = plan_decoder(model, backend, probe.prompts[-1], is_packed=is_packed)
+        trim()
     was_packed = packing not in (None, "int8")
     if packing not in (None, "int8"):
         view, model = None, original  # the view would hold the originals of packed weights
         progress(str(pack_model(original, packing)))
-        view = ModelView.of(original)
-        model = view.model
-        rope = _read_rope(model)
+        view, model, rope = _view(original)
     enter(progress, VERIFY)
     decoder = make_decoder(model, plan, backend, [shape.window for shape in probe.shapes], progress)
+    del plan  # what was recorded of the model
     if ranks is not None:
         probe = replace(probe, logits=whole_logits(model, probe))
     self_check(model, probe, backend, model.device, decoder, was_packed=was_packed)
     progress(f"verified: paged attention ({backend.name}) equals the model's own in every layer")
+    trim()
     vocab_size = min(num_embeddings(model), probe.logits[0].shape[-1])
-    leader = None
-    if ranks is not None and ranks.leads:
-        from engine.parallel.leader import Leader  # see `load_model`
-
-        leader = Leader(ranks)
     return VerifiedModel(
         model=model,
         original=original,
@@ -328,206 +282,42 @@ def verify_model(
         eos_token_ids=eos_token_ids(model.generation_config, model.config, vocab_size),
         default_sampling=default_sampling(model.generation_config),
         ranks=ranks,
-        leader=leader,
+        leader=_leader(ranks),
         view=view,
         rope=rope,
         decoder=decoder,
     )
 
 
-def _read_rope(model: PreTrainedModel) -> RopeLengths | None:
-    """How a model's rotary frequencies depend on a request's length, if they do and its view could
-    be made to follow.
+def _view(original: PreTrainedModel) -> tuple[ModelView, PreTrainedModel, RopeLengths | None]:
+    """A view, its model, and how that one's rotary frequencies depend on a request's length, if
+    they do and the view could be made to follow.
     """
-    rope = read_rope(model)
-    return rope if rope is not None and follow_lengths(model, rope) else None
+    view = ModelView.of(original)
+    rope = read_rope(view.model)
+    follows = rope is not None and follow_lengths(view.model, rope)
+    return view, view.model, rope if follows else None
 
 
-def build_runner(
-    verified: VerifiedModel,
-    config: ContinuousBatchingConfig,
-    progress: Callable[[str], None],
-    *,
-    graphs: GraphBackend | None = None,
-    memory: DeviceMemory | None = None,
-) -> LoadedRunner:
-    """Size the KV cache, allocate it, and put a runner around a verified model.
-
-    Args:
-        verified: the model.
-        config: the options.
-        progress: gets a line for each stage.
-        graphs: captures steps; None: CUDA graphs if the model is on CUDA.
-        memory: the memory of the model's device; None: read from the device.
-
-    Raises:
-        ConfigError: an option asks for what the device cannot do.
-        InsufficientMemoryError: the KV cache does not fit, or not even a step.
-        RanksLostError: the model is split, and another rank has ended.
-    """
-    enter(progress, CACHE)
-    probe, device, leader = verified.probe, verified.device, verified.leader
-    check_block_size(verified.backend, block_size_on(config, device.type))
-    groups = make_groups(probe.shapes, probe.dtype)
-    can_capture = graphs is not None or device.type == "cuda"
-    runner_id, step_bytes = 0, 0
-    if leader is None:
-        memory = memory or device_memory(device)
-        config, step_bytes = _largest_step(verified, config, groups, memory)
-        step_bytes += _graph_bytes(verified, config, groups, memory, can_capture=can_capture)
-        available, host_available = memory.available(), HostLimits.read().memory_available
-    else:
-        # No step is measured, because the other ranks can only follow one when they have a cache.
-        config = leader.config(config)
-        runner_id, available, host_available = leader.begin(*free_memory(verified))
-    plan = plan_cache(
-        config,
-        groups,
-        device=device,
-        model_context=verified.context_length,
-        available=available,
-        host_available=host_available,
-        step_bytes=step_bytes,
-    )
-    options = resolve_options(
-        config,
-        device=device.type,
-        can_capture=can_capture,
-        max_blocks=_longest_in_blocks(groups, plan, verified.context_length),
-        max_tokens=plan.max_batch_tokens,
-        max_requests=plan.max_requests,
-    )
-
-    def allocate() -> KVTensors:
-        return allocate_kv(probe.shapes, groups, plan, probe.dtype, device)
-
-    kv = allocate() if leader is None else leader.allocate(runner_id, plan, allocate)
-    _report_sizes(plan, progress)
-    if graphs is None and device.type == "cuda" and options.captured_paths:
-        graphs = CapturingBackend(CudaCapture(device))
-    runner = ModelRunner(
-        _compiled_forward(verified, config, kv)
-        if leader is None
-        else leader.forward(runner_id, verified.model, kv, verified.backend),
-        sampler=Sampler(probe.logits[0].shape[-1], device),
-        options=options,
-        rope=verified.rope,
-        copier=None if leader is None else leader.copier(runner_id, kv),
-        graphs=graphs,
-        progress=progress,
-    )
-    return LoadedRunner(
-        runner,
-        groups,
-        plan,
-        overlap=options.num_input_buffers > 1,
-        padded_sizes=options.padded_sizes,
-    )
+def _probe(
+    model: PreTrainedModel, backend: AttentionBackend, attention: str
+) -> tuple[AttentionBackend, ModelProbe]:
+    """Probe a model; with another backend, if the one that was chosen does not support a layer."""
+    layers = model.config.get_text_config().num_hidden_layers
+    try:
+        return backend, probe_layers(model, backend, layers)
+    except AttentionUnavailableError as error:
+        backend = fall_back(attention, error)
+    return backend, probe_layers(model, backend, layers)
 
 
-def _report_sizes(plan: CachePlan, progress: Callable[[str], None]) -> None:
-    progress(
-        f"KV cache: {plan.total_bytes / 2**20:.0f} MiB, {' + '.join(map(str, plan.num_blocks))} "
-        f"blocks of {plan.block_size} tokens"
-    )
-    if plan.host_bytes:
-        progress(
-            f"KV offload: {plan.host_bytes / 2**20:.0f} MiB of host memory, "
-            f"{' + '.join(map(str, plan.host_blocks))} blocks"
-        )
+def _leader(ranks: Ranks | None) -> Leader | None:
+    """The connection to the other ranks, on the one that leads them."""
+    if ranks is None or not ranks.leads:
+        return None
+    from engine.parallel.leader import Leader  # see `load_model`
 
-
-def _largest_step(
-    verified: VerifiedModel,
-    config: ContinuousBatchingConfig,
-    groups: tuple[LayerGroup, ...],
-    memory: DeviceMemory,
-) -> tuple[ContinuousBatchingConfig, int]:
-    """The memory of the largest step, measured once for a model and a size; and the config, with
-    as many max_batch_tokens as the memory allows if it leaves them open.
-    """
-    device = verified.device
-    block_size = block_size_on(config, device.type)
-
-    def measure(limits: StepLimits) -> int:
-        measured = (limits, block_size)
-        if measured not in verified.step_bytes:
-            verified.step_bytes[measured] = measure_step(
-                memory,
-                verified.steps,
-                verified.backend,
-                verified.probe,
-                groups,
-                device=device,
-                limits=limits,
-                block_size=block_size,
-                model_context=verified.context_length,
-            )
-        return verified.step_bytes[measured]
-
-    limits = step_limits(config, device)
-    if config.max_batch_tokens is not None:
-        return config, measure(limits)
-    limits, step_bytes = fitting_step(measure, limits, memory.available())
-    return replace(config, max_batch_tokens=limits.max_batch_tokens), step_bytes
-
-
-def _graph_bytes(
-    verified: VerifiedModel,
-    config: ContinuousBatchingConfig,
-    groups: tuple[LayerGroup, ...],
-    memory: DeviceMemory,
-    *,
-    can_capture: bool,
-) -> int:
-    """The memory of captured steps, measured once for a model and its options."""
-    limits = step_limits(config, verified.device)
-    block_size = block_size_on(config, verified.device.type)
-    options = resolve_options(
-        config,
-        device=verified.device.type,
-        can_capture=can_capture,
-        max_blocks=-(-verified.context_length // block_size),
-        max_tokens=limits.max_batch_tokens,
-        max_requests=limits.max_requests,
-    )
-    measured = (options, block_size)
-    if measured not in verified.step_bytes:
-        verified.step_bytes[measured] = measure_graphs(
-            memory,
-            verified.steps,
-            verified.backend,
-            verified.probe,
-            groups,
-            device=verified.device,
-            options=options,
-            block_size=block_size,
-        )
-    return verified.step_bytes[measured]
-
-
-def free_memory(verified: VerifiedModel) -> tuple[int, int]:
-    """The bytes that a KV cache could take now on this process's device and on its host. Processes
-    on the same host share its memory evenly.
-    """
-    sharers = 1 if verified.ranks is None else verified.ranks.place.local_world_size
-    device_sharers = sharers if verified.device.type == "cpu" else 1
-    host = HostLimits.read().memory_available
-    return device_memory(verified.device).available() // device_sharers, host // sharers
-
-
-def _compiled_forward(
-    verified: VerifiedModel, config: ContinuousBatchingConfig, kv: KVTensors
-) -> ModelForward:
-    fallback = getattr(verified.original.generation_config, "compile_config", None)
-    compiled = compile_model(verified.model, compile_options(config, fallback), verified.device)
-    return ModelForward(verified.steps, kv, verified.backend, compiled)
-
-
-def _longest_in_blocks(groups: tuple[LayerGroup, ...], plan: CachePlan, context: int) -> int:
-    """How many blocks the longest request has that model and cache allow."""
-    full = [n for n, group in zip(plan.num_blocks, groups, strict=True) if group.window is None]
-    return min([-(-context // plan.block_size), *full])
+    return Leader(ranks)
 
 
 def _check_room(checkpoint: Checkpoint, load_config: LoadConfig, available: int) -> None:

@@ -49,7 +49,7 @@ in another order.
 """
 _SAMPLED_ROWS = 64
 """How many rows of each slice of a packed weight are read back and must be equal."""
-_SLICE_BYTES = 32 << 20
+_SLICE_BYTES = 16 << 20
 """Large weights are packed and given back in slices of about this size, so that both forms of one
 are never completely in memory.
 """

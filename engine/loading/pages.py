@@ -61,3 +61,12 @@ class Pages:
             ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED
         )
         return 0 if result else length
+
+
+def trim() -> None:
+    """Return memory that was freed to the system, where the C library keeps it for later."""
+    if sys.platform != "linux":
+        return
+    give = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if give is not None:
+        give(0)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.errors import RanksLostError
-from engine.loading.loader import VerifiedModel, free_memory
+from engine.loading.loader import VerifiedModel
+from engine.loading.running import free_memory
 from engine.parallel.rank_messages import Begin, Copies, End, Plan, Step
 from engine.parallel.ranks import Ranks
 from engine.runner.block_copies import BlockCopier

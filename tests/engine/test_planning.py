@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import ConfigError, InsufficientMemoryError, ModelRefusedError
-from engine.loading.loader import build_runner, load_model
+from engine.loading.loader import load_model
+from engine.loading.running import build_runner
 from engine.models.packed import native_library
 from engine.planning import memory, rates
 from engine.planning.memory import plan_memory, room

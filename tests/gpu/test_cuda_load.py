@@ -11,8 +11,9 @@ pytest.importorskip("triton")
 
 from engine.attention.triton_backend import TritonAttentionBackend
 from engine.config import ContinuousBatchingConfig
-from engine.loading.loader import build_runner, verify_model
+from engine.loading.loader import verify_model
 from engine.loading.profiling import CudaMemory
+from engine.loading.running import build_runner
 from engine.models.table import describe
 from engine.models.torch_decoder import TorchDecoder
 from engine.models.triton_operations import TritonOperations

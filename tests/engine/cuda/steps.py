@@ -16,7 +16,8 @@ import torch
 from engine.batch import ScheduledBatch
 from engine.config import ContinuousBatchingConfig
 from engine.core import EngineCore
-from engine.loading.loader import VerifiedModel, build_runner, verify_model
+from engine.loading.loader import VerifiedModel, verify_model
+from engine.loading.running import build_runner
 from engine.outputs import RequestOutput
 from engine.request import GenerationRequest
 from engine.runner.cuda_graph import CapturingBackend

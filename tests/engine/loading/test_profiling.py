@@ -13,7 +13,6 @@ from engine.api.offline import LoadedModel
 from engine.config import ContinuousBatchingConfig
 from engine.errors import InsufficientMemoryError
 from engine.loading import loader
-from engine.loading.loader import LoadedRunner, build_runner
 from engine.loading.memory import GIB, StepLimits, step_limits
 from engine.loading.profiling import (
     CudaMemory,
@@ -23,6 +22,7 @@ from engine.loading.profiling import (
     largest_batch,
     measure_step,
 )
+from engine.loading.running import LoadedRunner, build_runner
 from engine.runner.kv_tensors import make_groups
 from tests.engine.runner.fake_attention import CapturableAttention
 from tests.engine.runner.fake_graphs import RecordingBackend

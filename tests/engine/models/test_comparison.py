@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -268,6 +269,25 @@ def test_what_is_recorded_is_the_unmodified_model() -> None:
     torch.testing.assert_close(found.logits, expected, atol=0.05, rtol=0.05)
     assert torch.equal(found.layers[1].x[:3], found.layers[0].parts["result"][:3])
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+
+
+def test_what_was_recorded_is_gone_when_memory_is_returned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is as large as a layer or two, in many pieces: the system gets it back."""
+    kept: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+    right = choosing.record
+
+    def record(*arguments: Any) -> recording.Record:
+        found = right(*arguments)
+        kept.append(weakref.ref(found.layers[0].parts["inner"]))
+        return found
+
+    monkeypatch.setattr(choosing, "record", record)
+    monkeypatch.setattr(loader, "trim", lambda: alive.append(kept[0]() is not None))
+    verify(make())
+    assert alive == [True, False]
 
 
 def test_a_weight_is_read_three_times(monkeypatch: pytest.MonkeyPatch) -> None:

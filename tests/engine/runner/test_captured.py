@@ -13,7 +13,7 @@ import torch
 from engine.api.offline import LoadedModel
 from engine.config import ContinuousBatchingConfig
 from engine.errors import ConfigError
-from engine.loading.loader import LoadedRunner, build_runner
+from engine.loading.running import LoadedRunner, build_runner
 from engine.runner.buckets import decode_sizes, mixed_sizes, request_sizes
 from engine.runner.captured import planned_shapes
 from engine.runner.model_runner import StepKind

@@ -15,7 +15,7 @@ import torch
 from engine.api.offline import LoadedModel
 from engine.batch import ScheduledBatch
 from engine.kv_cache.copies import BlockCopy, StepCopies
-from engine.loading.loader import LoadedRunner
+from engine.loading.running import LoadedRunner
 from engine.outputs import FinishReason, RequestOutput
 from engine.request import LogprobParams
 from engine.runner.launched import InputBuffers

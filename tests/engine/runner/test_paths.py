@@ -12,7 +12,7 @@ import pytest
 
 from engine.api.offline import LoadedModel
 from engine.batch import ScheduledBatch
-from engine.loading.loader import LoadedRunner
+from engine.loading.running import LoadedRunner
 from engine.runner.input_batch import InputBatch
 from engine.runner.model_runner import StepKind
 from engine.runner.runner_options import StepPath

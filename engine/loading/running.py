@@ -1,0 +1,243 @@
+"""Puts a runner around a verified model: measures its largest step, sizes the cache, allocates it,
+and wires the parts.
+
+    VerifiedModel ─▶ measure_step ─▶ plan_cache ─▶ KVTensors ─▶ ModelRunner
+
+Of a split model (`engine.parallel.ranks`), rank 0 builds the runner; the others follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from engine.attention.registry import (
+    check_block_size,
+)
+from engine.config import (
+    ContinuousBatchingConfig,
+    block_size_on,
+)
+from engine.kv_cache.groups import LayerGroup
+from engine.loading.loader import VerifiedModel
+from engine.loading.memory import CachePlan, HostLimits, StepLimits, plan_cache, step_limits
+from engine.loading.profiling import (
+    DeviceMemory,
+    device_memory,
+    fitting_step,
+    measure_graphs,
+    measure_step,
+)
+from engine.runner.buckets import Sizes
+from engine.runner.compile import compile_model, compile_options
+from engine.runner.cuda_graph import CapturingBackend, CudaCapture, GraphBackend
+from engine.runner.forward import ModelForward
+from engine.runner.kv_tensors import KVTensors, allocate_kv, make_groups
+from engine.runner.model_runner import ModelRunner
+from engine.runner.runner_options import resolve_options
+from engine.sampling.sampler import Sampler
+from engine.startup import CACHE, enter
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRunner:
+    """A runner around a verified model, with its KV cache's groups and size.
+
+    Attributes:
+        overlap: whether the runner has two sets of input buffers, so that the core may launch a
+            step before it collects the last one.
+        padded_sizes: the sizes in tokens to which steps with prompts are padded; None: not padded.
+    """
+
+    runner: ModelRunner
+    groups: tuple[LayerGroup, ...]
+    plan: CachePlan
+    overlap: bool
+    padded_sizes: Sizes | None
+
+
+def build_runner(
+    verified: VerifiedModel,
+    config: ContinuousBatchingConfig,
+    progress: Callable[[str], None],
+    *,
+    graphs: GraphBackend | None = None,
+    memory: DeviceMemory | None = None,
+) -> LoadedRunner:
+    """Size the KV cache, allocate it, and put a runner around a verified model.
+
+    Args:
+        verified: the model.
+        config: the options.
+        progress: gets a line for each stage.
+        graphs: captures steps; None: CUDA graphs if the model is on CUDA.
+        memory: the memory of the model's device; None: read from the device.
+
+    Raises:
+        ConfigError: an option asks for what the device cannot do.
+        InsufficientMemoryError: the KV cache does not fit, or not even a step.
+        RanksLostError: the model is split, and another rank has ended.
+    """
+    enter(progress, CACHE)
+    probe, device, leader = verified.probe, verified.device, verified.leader
+    check_block_size(verified.backend, block_size_on(config, device.type))
+    groups = make_groups(probe.shapes, probe.dtype)
+    can_capture = graphs is not None or device.type == "cuda"
+    runner_id, step_bytes = 0, 0
+    if leader is None:
+        memory = memory or device_memory(device)
+        config, step_bytes = _largest_step(verified, config, groups, memory)
+        step_bytes += _graph_bytes(verified, config, groups, memory, can_capture=can_capture)
+        available, host_available = memory.available(), HostLimits.read().memory_available
+    else:
+        # No step is measured, because the other ranks can only follow one when they have a cache.
+        config = leader.config(config)
+        runner_id, available, host_available = leader.begin(*free_memory(verified))
+    plan = plan_cache(
+        config,
+        groups,
+        device=device,
+        model_context=verified.context_length,
+        available=available,
+        host_available=host_available,
+        step_bytes=step_bytes,
+    )
+    options = resolve_options(
+        config,
+        device=device.type,
+        can_capture=can_capture,
+        max_blocks=_longest_in_blocks(groups, plan, verified.context_length),
+        max_tokens=plan.max_batch_tokens,
+        max_requests=plan.max_requests,
+    )
+
+    def allocate() -> KVTensors:
+        return allocate_kv(probe.shapes, groups, plan, probe.dtype, device)
+
+    kv = allocate() if leader is None else leader.allocate(runner_id, plan, allocate)
+    _report_sizes(plan, progress)
+    if graphs is None and device.type == "cuda" and options.captured_paths:
+        graphs = CapturingBackend(CudaCapture(device))
+    runner = ModelRunner(
+        _compiled_forward(verified, config, kv)
+        if leader is None
+        else leader.forward(runner_id, verified.model, kv, verified.backend),
+        sampler=Sampler(probe.logits[0].shape[-1], device),
+        options=options,
+        rope=verified.rope,
+        copier=None if leader is None else leader.copier(runner_id, kv),
+        graphs=graphs,
+        progress=progress,
+    )
+    return LoadedRunner(
+        runner,
+        groups,
+        plan,
+        overlap=options.num_input_buffers > 1,
+        padded_sizes=options.padded_sizes,
+    )
+
+
+def _report_sizes(plan: CachePlan, progress: Callable[[str], None]) -> None:
+    progress(
+        f"KV cache: {plan.total_bytes / 2**20:.0f} MiB, {' + '.join(map(str, plan.num_blocks))} "
+        f"blocks of {plan.block_size} tokens"
+    )
+    if plan.host_bytes:
+        progress(
+            f"KV offload: {plan.host_bytes / 2**20:.0f} MiB of host memory, "
+            f"{' + '.join(map(str, plan.host_blocks))} blocks"
+        )
+
+
+def _largest_step(
+    verified: VerifiedModel,
+    config: ContinuousBatchingConfig,
+    groups: tuple[LayerGroup, ...],
+    memory: DeviceMemory,
+) -> tuple[ContinuousBatchingConfig, int]:
+    """The memory of the largest step, measured once for a model and a size; and the config, with
+    as many max_batch_tokens as the memory allows if it leaves them open.
+    """
+    device = verified.device
+    block_size = block_size_on(config, device.type)
+
+    def measure(limits: StepLimits) -> int:
+        measured = (limits, block_size)
+        if measured not in verified.step_bytes:
+            verified.step_bytes[measured] = measure_step(
+                memory,
+                verified.steps,
+                verified.backend,
+                verified.probe,
+                groups,
+                device=device,
+                limits=limits,
+                block_size=block_size,
+                model_context=verified.context_length,
+            )
+        return verified.step_bytes[measured]
+
+    limits = step_limits(config, device)
+    if config.max_batch_tokens is not None:
+        return config, measure(limits)
+    limits, step_bytes = fitting_step(measure, limits, memory.available())
+    return replace(config, max_batch_tokens=limits.max_batch_tokens), step_bytes
+
+
+def _graph_bytes(
+    verified: VerifiedModel,
+    config: ContinuousBatchingConfig,
+    groups: tuple[LayerGroup, ...],
+    memory: DeviceMemory,
+    *,
+    can_capture: bool,
+) -> int:
+    """The memory of captured steps, measured once for a model and its options."""
+    limits = step_limits(config, verified.device)
+    block_size = block_size_on(config, verified.device.type)
+    options = resolve_options(
+        config,
+        device=verified.device.type,
+        can_capture=can_capture,
+        max_blocks=-(-verified.context_length // block_size),
+        max_tokens=limits.max_batch_tokens,
+        max_requests=limits.max_requests,
+    )
+    measured = (options, block_size)
+    if measured not in verified.step_bytes:
+        verified.step_bytes[measured] = measure_graphs(
+            memory,
+            verified.steps,
+            verified.backend,
+            verified.probe,
+            groups,
+            device=verified.device,
+            options=options,
+            block_size=block_size,
+        )
+    return verified.step_bytes[measured]
+
+
+def free_memory(verified: VerifiedModel) -> tuple[int, int]:
+    """The bytes that a KV cache could take now on this process's device and on its host. Processes
+    on the same host share its memory evenly.
+    """
+    sharers = 1 if verified.ranks is None else verified.ranks.place.local_world_size
+    device_sharers = sharers if verified.device.type == "cpu" else 1
+    host = HostLimits.read().memory_available
+    return device_memory(verified.device).available() // device_sharers, host // sharers
+
+
+def _compiled_forward(
+    verified: VerifiedModel, config: ContinuousBatchingConfig, kv: KVTensors
+) -> ModelForward:
+    fallback = getattr(verified.original.generation_config, "compile_config", None)
+    compiled = compile_model(verified.model, compile_options(config, fallback), verified.device)
+    return ModelForward(verified.steps, kv, verified.backend, compiled)
+
+
+def _longest_in_blocks(groups: tuple[LayerGroup, ...], plan: CachePlan, context: int) -> int:
+    """How many blocks the longest request has that model and cache allow."""
+    full = [n for n, group in zip(plan.num_blocks, groups, strict=True) if group.window is None]
+    return min([-(-context // plan.block_size), *full])
