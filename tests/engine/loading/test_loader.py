@@ -43,6 +43,7 @@ def test_a_directory_loads(saved: Path) -> None:
     assert verified.eos_token_ids == (2,)
     assert verified.path == saved
     first = [line.split()[0].rstrip(":") for line in lines]
+    first = [word for word in first if word != "linear"]  # where there are kernels, they are packed
     assert first == ["loading", "loaded", "decoder", "verified"]
     assert (
         load(str(saved), threads=1)
