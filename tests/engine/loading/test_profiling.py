@@ -12,7 +12,7 @@ import torch
 from engine.api.offline import LoadedModel
 from engine.config import ContinuousBatchingConfig
 from engine.errors import InsufficientMemoryError
-from engine.loading import loader
+from engine.loading import running
 from engine.loading.memory import GIB, StepLimits, step_limits
 from engine.loading.profiling import (
     CudaMemory,
@@ -196,8 +196,8 @@ def test_a_step_s_size_that_is_not_given_comes_from_the_memory(
         memory.tokens.append(limits.max_batch_tokens)
         return measure_step(*arguments, limits=limits, **named)
 
-    monkeypatch.setattr(loader, "step_limits", begin_with)
-    monkeypatch.setattr(loader, "measure_step", measure)
+    monkeypatch.setattr(running, "step_limits", begin_with)
+    monkeypatch.setattr(running, "measure_step", measure)
     assert build(loaded("llama"), memory, num_blocks=64).plan.max_batch_tokens == tried[-1]
     assert memory.tokens == tried
 
