@@ -29,6 +29,10 @@ CUDA_CONTEXT_BYTES = 512 * MIB
 """What a process takes of a CUDA device before it has anything there; assumed."""
 _ENGINE_BYTES = 48 * MIB
 """What the engine's process has besides what this one has now: kernels, loop, buffers."""
+_KERNELS = 1024
+"""How many compiled matrix products torch keeps, the latest ones: oneDNN's own bound."""
+_KERNEL_BYTES = 768 << 10
+"""One of them, as measured: 0.3 to 1.5 MiB."""
 _SAMPLED_BYTES = 14
 """For a logit of a row that is sampled: itself, as float32, and two temporaries."""
 
@@ -126,6 +130,8 @@ def plan_memory(
     else:
         # The loader sizes the cache before it reads the vocabulary.
         available = total - front_end - (engine - vocabulary) - outline.weight_bytes
+        # Nor does it know of kernels, which come with prompts.
+        engine += kernel_bytes(outline)
         host_available = available
     cache = plan_cache(
         config,
@@ -145,6 +151,17 @@ def plan_memory(
         step=step,
         cache=cache,
     )
+
+
+def kernel_bytes(outline: Outline) -> int:
+    """The compiled matrix products that torch keeps in the engine's process: for bfloat16 on a CPU,
+    one for each shape and number of rows that it has seen, unless our kernels multiply. Experts get
+    any number of rows, and so do the chunks of prompts.
+    """
+    ours = outline.packing in ("native", "int8") and not outline.experts
+    if outline.device.type != "cpu" or outline.dtype is not torch.bfloat16 or ours:
+        return 0
+    return _KERNELS * _KERNEL_BYTES
 
 
 def step_bytes(outline: Outline, config: ContinuousBatchingConfig) -> int:

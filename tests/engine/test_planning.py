@@ -267,6 +267,22 @@ def test_the_vocabulary_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert with_it.engine - without.engine == pytest.approx(80 << 20, abs=4 << 20)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "pack", "counted"),
+    [
+        ("llama", torch.bfloat16, None, False),
+        ("llama", torch.bfloat16, False, True),
+        ("llama", torch.float32, None, False),
+        ("mixtral", torch.bfloat16, None, True),
+    ],
+)
+def test_compiled_products_are_counted_where_torch_multiplies(
+    tmp_path: Path, name: str, dtype: torch.dtype, pack: bool | None, counted: bool
+) -> None:
+    outline = read_outline(_saved(tmp_path / "m", name, dtype), LoadConfig(pack_weights=pack))
+    assert (memory.kernel_bytes(outline) > 0) == counted
+
+
 def test_int8_needs_the_kernels(tmp_path: Path) -> None:
     path = _saved(tmp_path / "model", "llama")
     assert native_library().isa
