@@ -22,7 +22,7 @@ def _fail(*_: object) -> None:
     raise RuntimeError("as the test wants it")
 
 
-def _refuse(*_: object) -> None:
+def _refuse(*_: object, **__: object) -> None:
     raise ModelRefusedError("not as the test wants it")
 
 
