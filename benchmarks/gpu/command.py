@@ -2,6 +2,7 @@
 
 python -m benchmarks gpu                          everything
 python -m benchmarks gpu --part smoke             the first ten minutes with a device
+python -m benchmarks gpu --predict                what steps should take; needs no device
 python -m benchmarks gpu --part checks,floors     some of it; the record keeps the rest
 python -m benchmarks gpu --device cpu --model tiny    whether the command itself works
 """
@@ -21,6 +22,7 @@ from typing import Any
 
 from benchmarks.adapters.loop import versions
 from benchmarks.floors import shape_of
+from benchmarks.gpu import predict
 from benchmarks.gpu.checking import bars, failures, lacking, pytest_checks, quick_checks
 from benchmarks.gpu.parts import MEASURING, Measuring
 from benchmarks.gpu.record import (
@@ -34,10 +36,11 @@ from benchmarks.gpu.record import (
     Record,
 )
 from benchmarks.gpu.session import CPU_SIZES, DTYPE, GPU_SIZES, OutOfTime, Session, Sizes
-from benchmarks.gpu.tables import render_part
+from benchmarks.gpu.tables import predictions, render_part
 from benchmarks.models import SHAPES
 from benchmarks.processes import ROOT, System, SystemFailure
 from benchmarks.records import commit
+from benchmarks.report import read_record
 
 CHECKS = "checks"
 PARTS = (CHECKS, *MEASURING)
@@ -67,6 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser, cache: Path) -> None:
     parser.add_argument("--batches", help="requests at once of the decode parts, with commas")
     parser.add_argument("--turns", type=int, help="turns that count (default 3, on a CPU 1)")
     parser.add_argument(
+        "--predict",
+        action="store_true",
+        help="no measurement: estimates of what steps take, beside the floor and the records",
+    )
+    parser.add_argument(
         "--resume", action="store_true", help="keep what the record has of the same sources"
     )
     parser.add_argument(
@@ -84,6 +92,9 @@ def run(arguments: argparse.Namespace) -> None:
         sizes = _sizes(arguments)
     except ValueError as error:
         sys.exit(f"benchmarks gpu: {error}")
+    if arguments.predict:
+        _predict(arguments.output or RESULTS, sizes)
+        return
     for ending in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, lambda number, frame: sys.exit(128 + number))  # ends the systems
     try:
@@ -92,6 +103,17 @@ def run(arguments: argparse.Namespace) -> None:
         sys.exit(f"benchmarks gpu: {failure}")
     if has_failed:
         sys.exit(1)
+
+
+def _predict(folder: Path, sizes: Sizes) -> None:
+    """Print estimates for the devices that have records; for an H200 if none has."""
+    records = [read_record(path) for path in sorted(folder.glob("gpu-*.json"))]
+    known = [one for one in records if one is not None and one["device"]["type"] == "cuda"]
+    if not known:
+        print("\n".join(predictions(sizes, predict.H200, {})))
+    for record in known:
+        print(f"{record['device']['name']}\n")
+        print("\n".join(predictions(sizes, predict.rates_of(record), predict.steps_of(record))))
 
 
 def _names(arguments: argparse.Namespace) -> list[str]:

@@ -6,6 +6,7 @@ that time. Only one system computes at a time: the others are stopped, and keep 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.floors import Rates, Shape, prompts_s, step_s
+from benchmarks.gpu import predict
 from benchmarks.gpu.record import Part
 from benchmarks.measures import decode_figures, medians, turn_figures
 from benchmarks.processes import System, SystemFailure
@@ -275,6 +277,8 @@ class Session:
         if "context" in median:
             floor["step_s"] = step_s(self.shape, DTYPE, len(lengths), median["context"], limits)
             floor["decode_rate"] = len(lengths) / floor["step_s"]
+            found = predict.decode(self.model, len(lengths), median["context"], limits)
+            more = {"predicted": dataclasses.asdict(found), **more}
         return {
             "key": key,
             "system": system.name,

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from benchmarks.floors import Rates, prompts_s, shape_of, step_s
+from benchmarks.gpu import predict
 from benchmarks.measures import figure
+from benchmarks.models import SHAPES
+from benchmarks.workloads import Lengths
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.session import Sizes
 
 NO_GPU = (
     "**This ran on a CPU**, to show that the command works. Nothing here is a figure of a GPU, or "
@@ -111,13 +119,14 @@ def _decode(rows: list[dict[str, Any]]) -> list[str]:
                 _share(row, "decode_rate"),
                 _milliseconds(row["median"], "step_s"),
                 _milliseconds(row["floor"], "step_s"),
+                _predicted(row),
                 figure(row["median"]["output_rate"]),
                 *_latencies(row),
                 "" if busy is None else f"{busy['busy_share']:.1%}",
                 str(len(row["turns"])),
             ]
         )
-    head = "requests | decode tok/s | of the floor | ms a step | least | output tok/s"
+    head = "requests | decode tok/s | of the floor | ms a step | least | predicted | output tok/s"
     lines = _table(f"{head} | {_LATENCIES} | GPU busy | turns", cells)
     if "prefill" in found:
         row = found["prefill"]
@@ -199,6 +208,55 @@ def _itl(rows: list[dict[str, Any]]) -> list[str]:
         for row in rows
     ]
     return _table(f"system | load | requests | output tok/s | {_LATENCIES}", cells)
+
+
+def predictions(
+    sizes: Sizes, rates: Rates, measured: Mapping[str, Mapping[int, float]]
+) -> list[str]:
+    """How long steps should take, beside the floor and what was measured, as lines of text.
+
+    Args:
+        sizes: which steps.
+        rates: of the device.
+        measured: seconds of a decode step, by model and requests, as far as they are known.
+    """
+    least, most = (each * 1e6 for each in predict.LAUNCH_S)
+    cells, context = [], sizes.prompt + sizes.output // 2
+    for model in ("qwen3-8b", "qwen3-4b"):
+        shape = shape_of(SHAPES[model])
+        for batch in sizes.batches:
+            found = predict.decode(model, batch, context, rates)
+            floor_s = step_s(shape, "bfloat16", batch, context, rates)
+            known = measured.get(model, {}).get(batch)
+            told = "" if known is None else f"{figure(known * 1e3)} ({floor_s / known:.0%})"
+            cells.append([model, f"decode of {batch}", *_estimate(found, floor_s, batch), told])
+        found = predict.prompt(model, sizes.prompt, rates)
+        floor_s = prompts_s(shape, [Lengths(sizes.prompt, 1)], rates)
+        step = [model, f"a prompt of {sizes.prompt}"]
+        cells.append([*step, *_estimate(found, floor_s, sizes.prompt), ""])
+    head = "model | step | launches | least ms | predicted ms | predicted tok/s | of the floor"
+    return [
+        f"Estimates: {rates.bandwidth / 1e12:.3g} TB/s and {rates.matrix / 1e12:.0f} TFLOP/s, of "
+        f"which products reach {predict.RATE_SHARE:.0%} and attention {predict.KV_SHARE:.0%}; "
+        f"{least:g} to {most:g} µs for each launch in a graph. Launches are counted by the trace.",
+        "",
+        *_table(f"{head} | measured ms", cells),
+    ]
+
+
+def _estimate(found: predict.Predicted, floor_s: float, tokens: int) -> list[str]:
+    return [
+        str(found.launches),
+        figure(floor_s * 1e3),
+        f"{figure(found.least_s * 1e3)} to {figure(found.most_s * 1e3)}",
+        f"{figure(tokens / found.most_s)} to {figure(tokens / found.least_s)}",
+        f"{floor_s / found.most_s:.0%} to {floor_s / found.least_s:.0%}",
+    ]
+
+
+def _predicted(row: dict[str, Any]) -> str:
+    found = row["predicted"]
+    return f"{figure(found['least_s'] * 1e3)} to {figure(found['most_s'] * 1e3)}"
 
 
 _TABLES = {"checks": _checks, "smoke": _smoke, "floors": _floors, "decode": _decode, "itl": _itl}

@@ -33,7 +33,7 @@ class Layer:
         heads, kv_heads, dim, value_dim: how many heads, and their sizes.
         window, softcap, sinks: 0, None and False: it has none.
         narrow: a prefill's products are narrower than they should be, because its tiles are.
-        spilled: bytes that a prefill's tiles spill.
+        spilled: bytes that are spilled, at most.
     """
 
     name: str
@@ -53,8 +53,8 @@ LAYERS = (
     Layer("Llama-3.2-1B", 32, 8, 64, 64),
     Layer("gpt-oss", 64, 8, 64, 64, window=128, sinks=True),
     Layer("Phi-3-mini", 32, 32, 96, 96),
-    Layer("Gemma-2-9B", 16, 8, 256, 256, window=4096, softcap=50.0, narrow=True),
-    Layer("Gemma-3-4B", 8, 4, 256, 256, window=1024, narrow=True),
+    Layer("Gemma-2-9B", 16, 8, 256, 256, window=4096, softcap=50.0, narrow=True, spilled=16),
+    Layer("Gemma-3-4B", 8, 4, 256, 256, window=1024, narrow=True, spilled=16),
     Layer("DeepSeek-V3", 128, 128, 192, 128, narrow=True),
     Layer("Gemma-4, full", 16, 2, 512, 512, narrow=True, spilled=88),
 )
@@ -208,7 +208,7 @@ def faults(case: Case, found: Found) -> list[str]:
         return wrong
     is_prefill = found.kernel == "prefill_kernel"
     layer = case.layer
-    if found.spilled > (layer.spilled if layer is not None and is_prefill else 0):
+    if found.spilled > (0 if layer is None else layer.spilled):
         wrong.append(f"{found.spilled} bytes of a thread's registers are spilled")
     reads_cache = layer is not None and found.kernel in ("decode_kernel", "prefill_kernel")
     if reads_cache and not {16} <= set(found.copies) <= {8, 16}:

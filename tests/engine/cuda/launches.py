@@ -23,6 +23,8 @@ from engine.attention.registry import ATTENTION_NAME, register
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.loading.gate import probe_layers
 from engine.loading.view import ModelView
+from engine.models.table import NotDescribedError, describe
+from engine.models.torch_decoder import TorchDecoder
 from engine.runner.forward import CausalModel, ModelForward
 from engine.runner.kv_tensors import KVTensors, allocate_caches, make_groups
 from engine.runner.runner_options import StepPath
@@ -69,6 +71,33 @@ def by_transformers(recipe: Recipe) -> Served:
     return Served(view, lambda: to_fake_cuda(view, torch.bfloat16), shapes)
 
 
+def by_ours(recipe: Recipe) -> Served | None:
+    """The same with our own decoder; None: it does not know the family."""
+    model = make_model(recipe.config(eos_token_id=None))
+    try:
+        described = describe(model)
+    except NotDescribedError:
+        return None
+    shapes = probe_layers(model, TorchAttentionBackend(), len(described.layers)).shapes
+    made: list[Any] = []
+
+    def move() -> None:
+        from engine.attention.triton_backend import TritonAttentionBackend
+        from engine.models.triton_operations import TritonOperations
+
+        to_fake_cuda(model, torch.bfloat16)
+        made.append(TorchDecoder(model, described, TritonOperations(), TritonAttentionBackend()))
+
+    return Served(lambda **inputs: made[0](**inputs), move, shapes)
+
+
+DECODERS: dict[str, Callable[[Recipe], Served | None]] = {
+    "transformers": by_transformers,
+    "own": by_ours,
+}
+"""What may compute a family's steps. Where there is an own one, the server takes that."""
+
+
 def trace(served: Served) -> dict[str, list[str]]:
     """What a step of each kind launches, by name, in order.
 
@@ -108,17 +137,22 @@ def count(launches: Sequence[str], kind: str) -> Launches:
 
 
 def measure(family: str) -> dict[str, Any]:
-    """A family's entry in the table."""
+    """A family's entry in the table: by decoder."""
+    served = {name: make(RECIPES[family]) for name, make in DECODERS.items()}
+    return {name: _entry(one) for name, one in served.items() if one is not None}
+
+
+def _entry(served: Served) -> dict[str, Any]:
     try:
-        found = trace(by_transformers(RECIPES[family]))
+        found = trace(served)
     except DeviceFault as fault:
         return {"waits": str(fault)}
     return {kind: count(launches, kind)._asdict() for kind, launches in found.items()}
 
 
 def read_table() -> dict[str, Any]:
-    """The table: the version of transformers that it is of, and by family its launches by kind of
-    step, or why its steps wait.
+    """The table: the version of transformers that it is of, and by family and decoder the launches
+    by kind of step, or why its steps wait.
     """
     table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
     return table
@@ -127,8 +161,9 @@ def read_table() -> dict[str, Any]:
 def write_table() -> None:
     """Write the table anew, from all families."""
     families = {name: measure(name) for name, recipe in RECIPES.items() if recipe.is_known}
-    table = {"transformers": transformers.__version__, "families": families}
-    TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    lines = [f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in families.items()]
+    text = f'{{\n "transformers": "{transformers.__version__}",\n "families": {{\n'
+    TABLE.write_text(text + ",\n".join(lines) + "\n }\n}\n", encoding="utf-8")
 
 
 def cache_of(shapes: Sequence[LayerShape]) -> KVTensors:

@@ -4,26 +4,14 @@ layer, in a decode step of long contexts, whose attention has two, as in one of 
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 
-from engine.attention.torch_backend import TorchAttentionBackend
-from engine.loading.gate import probe_layers
 from engine.models.description import Experts
 from engine.models.table import describe
-from engine.models.torch_decoder import TorchDecoder
-from tests.engine.cuda.launches import Served, count, trace
-from tests.engine.cuda.watch import to_fake_cuda
+from tests.engine.cuda.launches import by_ours, count, trace
 from tests.engine.models.test_decoder import OURS
 from tests.model_recipes import RECIPES
 from tests.tiny_models import make_model
-
-pytest.importorskip("triton")
-
-from engine.attention.triton_backend import TritonAttentionBackend
-from engine.models.triton_operations import TritonOperations
 
 MOST_BESIDE = 24
 """Launches of a step beside its layers: the embedding and its factor, tables for each kind of
@@ -33,16 +21,10 @@ rotary embedding, the first norm, rows, logits and their softcap.
 
 @pytest.mark.parametrize("family", OURS)
 def test_launches_of_a_layer(family: str) -> None:
-    model = make_model(RECIPES[family].config(eos_token_id=None))
-    described = describe(model)
-    shapes = probe_layers(model, TorchAttentionBackend(), len(described.layers)).shapes
-    made: list[Any] = []
-
-    def move() -> None:
-        to_fake_cuda(model, torch.bfloat16)
-        made.append(TorchDecoder(model, described, TritonOperations(), TritonAttentionBackend()))
-
-    found = trace(Served(lambda **inputs: made[0](**inputs), move, shapes))
+    served = by_ours(RECIPES[family])
+    assert served is not None
+    described = describe(make_model(RECIPES[family].config()))
+    found = trace(served)
     decode, prefill = count(found["decode"], "decode"), count(found["prefill"], "prefill")
     if any(isinstance(one.mlp, Experts) for one in described.layers):
         return  # the model's own module computes them

@@ -61,6 +61,7 @@ def traffic(rig: Engine) -> None:
             9,
             logprobs=LogprobParams(top_n=3, token_ids=(TokenId(5), TokenId(9))),
         ),
+        make_request("prompt", prompts[7], 9, sampling=greedy, prompt_logprobs=2),
         make_request("again", prompts[2], 9, sampling=greedy),
         make_request("cancelled", prompts[1], 50, sampling=greedy),
     )

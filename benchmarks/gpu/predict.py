@@ -1,0 +1,126 @@
+"""How long a step should take on a CUDA device, by arithmetic: beside the floor, which nothing can
+beat, and beside what was measured, where something was.
+
+    decode step    weights or their products ─┬─ at the share of the rate that kernels reach
+                   the KV that is read ───────┘
+                   + launches · what each costs within a graph, from the least to the most
+
+    prompt         its operations, at that share + what small operations read and write + launches
+
+**These are estimates**: no constant here was measured on a device with these kernels. How many
+launches a step has is not estimated but counted, by the trace of tests/engine/cuda.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.floors import ITEM_BYTES, Rates, prompts_s, shape_of, step_s
+from benchmarks.models import SHAPES
+from benchmarks.processes import ROOT
+from benchmarks.workloads import Lengths
+
+COUNTS = ROOT / "tests" / "engine" / "cuda" / "launches.json"
+FAMILY, DECODER = "qwen3", "own"
+"""What the shapes of benchmarks.models are, and what computes them on CUDA."""
+TRACED_LAYERS = 3
+"""Of the traced model."""
+H200 = Rates(bandwidth=4.3e12, matrix=790e12)
+"""A copy and a product of bfloat16, as measured on such a card; a record has its device's own."""
+LAUNCH_S = (1.9e-6, 2.6e-6)
+"""What a small kernel takes in a graph besides its bytes: the least and the most that is told of
+Hopper devices.
+"""
+RATE_SHARE = 0.85
+"""The share of the copy's and the product's rates that products reach. With it and LAUNCH_S, 8B at
+one request on an H100 is 73 % of the floor, as SGLang reports of its own graphs (pull request
+21775).
+"""
+KV_SHARE = 0.8
+"""The share of the copy's rate at which a paged decode kernel reads KV."""
+PROMPT_STEP = 8192
+"""Tokens of a step of prompts."""
+_DTYPE = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Launches of a step: of each layer, and of what is beside the layers."""
+
+    layer: int
+    rest: int
+
+    def of(self, layers: int) -> int:
+        """Of a model with so many layers."""
+        return self.layer * layers + self.rest
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """Seconds, from the least to the most, and how many launches are in them."""
+
+    least_s: float
+    most_s: float
+    launches: int
+
+
+def read_counts(kind: str) -> Counts:
+    """The counted launches of a step. kind: decode or prefill."""
+    table: dict[str, Any] = json.loads(COUNTS.read_text(encoding="utf-8"))
+    found = table["families"][FAMILY][DECODER][kind]
+    return Counts(found["layer"], found["step"] - TRACED_LAYERS * found["layer"])
+
+
+def decode(model: str, batch: int, context: float, rates: Rates = H200) -> Predicted:
+    """A decode step of so many requests, each behind so many tokens."""
+    shape, launches = shape_of(SHAPES[model]), read_counts("decode").of(_layers(model))
+    kv_s = batch * context * shape.kv_bytes(_DTYPE) / rates.bandwidth
+    products_s = step_s(shape, _DTYPE, batch, context, rates) - kv_s
+    base_s = products_s / RATE_SHARE + kv_s / KV_SHARE
+    return Predicted(*(base_s + launches * each for each in LAUNCH_S), launches)
+
+
+def prompt(model: str, tokens: int, rates: Rates = H200) -> Predicted:
+    """A prompt of so many tokens, in a step with others."""
+    launches = read_counts("prefill").of(_layers(model))
+    products_s = prompts_s(shape_of(SHAPES[model]), [Lengths(tokens, 1)], rates)
+    base_s = products_s / RATE_SHARE + tokens * small_bytes(SHAPES[model]) / rates.bandwidth
+    share = tokens / PROMPT_STEP
+    return Predicted(*(base_s + share * launches * each for each in LAUNCH_S), launches)
+
+
+def small_bytes(config: Mapping[str, Any]) -> int:
+    """What is read and written for a token between products and attention, in all layers: two sums
+    with their norms, queries, keys and values turned, an activation times its other half.
+    """
+    heads = config["num_attention_heads"] + 2 * config["num_key_value_heads"]
+    elements = 8 * config["hidden_size"] + 2 * heads * config["head_dim"]
+    elements += 3 * config["intermediate_size"]
+    return int(config["num_hidden_layers"] * elements * ITEM_BYTES[_DTYPE])
+
+
+def rates_of(record: Mapping[str, Any]) -> Rates:
+    """The rates of a record's device; those of an H200 if it has none."""
+    for row in record["parts"].get("floors", {"rows": []})["rows"]:
+        if row["key"] == "rates":
+            return Rates(row["median"]["bandwidth"], row["median"]["matrix"])
+    return H200
+
+
+def steps_of(record: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """Seconds of the decode steps of a record, by model and requests."""
+    found: dict[str, dict[int, float]] = {}
+    for name in ("decode-8b", "decode-4b"):
+        part = record["parts"].get(name, {"rows": []})
+        for row in part["rows"]:
+            if row["key"].startswith("decode at") and "step_s" in row["median"]:
+                steps = found.setdefault(part["model"], {})
+                steps[row["requests"]] = row["median"]["step_s"]
+    return found
+
+
+def _layers(model: str) -> int:
+    return int(SHAPES[model]["num_hidden_layers"])
