@@ -158,10 +158,15 @@ def verified(family: str, **changes: Any) -> VerifiedModel:
 
 
 @contextmanager
-def engine(model: VerifiedModel, *, warm: bool = True, **options: Any) -> Iterator[Engine]:
+def engine(
+    model: VerifiedModel, *, prepare: Callable[[Engine], None] | None = None, **options: Any
+) -> Iterator[Engine]:
     """An engine around a model, which is moved away from the CPU for good. Steps are watched.
 
-    options: those of ContinuousBatchingConfig.
+    Args:
+        model: it.
+        prepare: what is done to the engine before its warm-up.
+        options: those of ContinuousBatchingConfig.
     """
     watch = Watch()
     capture = Capture(watch)
@@ -194,8 +199,11 @@ def engine(model: VerifiedModel, *, warm: bool = True, **options: Any) -> Iterat
             moved, config, lambda line: None, graphs=CapturingBackend(capture), memory=_Memory()
         )
         runner: Any = built.runner
-        if warm:
-            runner.warmup()
+        core = make_core(built, share_blocks=True, overlap=built.overlap)
+        rig = Engine(core, watch, capture, runner, moved)
+        if prepare is not None:
+            prepare(rig)
+        runner.warmup()
         launch = runner.launch
 
         def watched(batch: ScheduledBatch) -> _Watched:
@@ -203,5 +211,4 @@ def engine(model: VerifiedModel, *, warm: bool = True, **options: Any) -> Iterat
                 return _Watched(launch(batch), watch)
 
         runner.launch = watched
-        core = make_core(built, share_blocks=True, overlap=built.overlap)
-        yield Engine(core, watch, capture, runner, moved)
+        yield rig
