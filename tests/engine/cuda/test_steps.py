@@ -203,7 +203,7 @@ def test_a_wait_in_the_model_is_found_before_anything_is_captured(
         few(rig)
         assert rig.capture.captured == rig.capture.abandoned == rig.capture.replays == 0
         assert rig.failures
-    said = "decode steps run as they come: the forward cannot be captured (aten::_local_scalar_dense"
+    said = "decode steps run as they come: the forward cannot be captured (aten::_local_scalar"
     assert said in caplog.text
 
 
