@@ -22,7 +22,7 @@ from benchmarks.adapters.loop import Turn, main, versions
 from benchmarks.adapters.profiling import profile_device
 from engine.api.offline import LoadedModel
 from engine.api.results import GenerationOutput
-from engine.config import LoadConfig
+from engine.config import CUDA_BLOCK_SIZE, LoadConfig
 from engine.loading.loader import prepare_model
 from engine.threads import call_on_own_thread
 
@@ -44,7 +44,10 @@ class HeadraceEngine:
             "threads": order["threads"],
             **{name: options.pop(name) for name in LOAD_OPTIONS & options.keys()},
         }
-        block_size = options.get("block_size", BLOCK_SIZE)
+        on_cuda = loading["device"].startswith("cuda")
+        block_size = options.get("block_size", CUDA_BLOCK_SIZE if on_cuda else BLOCK_SIZE)
+        if isinstance(options.get("use_cuda_graph"), list):  # a pair, as JSON has it
+            options["use_cuda_graph"] = tuple(options["use_cuda_graph"])
         settings = {
             "block_size": block_size,
             "num_blocks": -(-limits["kv_tokens"] // block_size) + limits["max_requests"],

@@ -48,7 +48,7 @@ OPTIONS = (
     _options("no graphs", use_cuda_graph=False),
     _options("no overlap", use_async_batching=False),
     _options("no graphs, no overlap", use_cuda_graph=False, use_async_batching=False),
-    _options("graphs for both paths", use_cuda_graph=True),
+    _options("graphs of decode steps alone", use_cuda_graph=[False, True]),
     _options("decoder of transformers", decoder="transformers"),
     _options("attention in torch", only_on_gpu=False, attention="torch"),
 )

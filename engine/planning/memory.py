@@ -20,6 +20,7 @@ from engine.config import ContinuousBatchingConfig
 from engine.kv_cache.groups import growth_blocks, window_blocks
 from engine.loading.memory import CachePlan, HostLimits, plan_cache, step_limits
 from engine.planning.outline import Outline
+from engine.runner.buckets import MOST_MIXED_TOKENS
 from engine.text import Tokenizer, TokenizerError
 
 MIB = 1 << 20
@@ -168,8 +169,14 @@ def step_bytes(outline: Outline, config: ContinuousBatchingConfig) -> int:
     """About what the largest step needs besides weights and KV, in bytes."""
     limits = step_limits(config, outline.device)
     widest = max(outline.widest, outline.hidden)
-    layer = limits.max_batch_tokens * (2 * outline.hidden + 3 * widest) * outline.dtype.itemsize
-    return layer + limits.max_requests * outline.vocab_size * _SAMPLED_BYTES
+    tokens, logits = limits.max_batch_tokens, limits.max_requests * outline.vocab_size
+    size = outline.dtype.itemsize
+    graphs = 0
+    if outline.device.type == "cuda" and config.use_cuda_graph in (None, True):
+        # Captured steps have their own results, and a place for their logits.
+        graphs = logits * 2 * size
+        tokens += min(tokens, MOST_MIXED_TOKENS)
+    return tokens * (2 * outline.hidden + 3 * widest) * size + logits * _SAMPLED_BYTES + graphs
 
 
 def room(outline: Outline, cache: CachePlan, prompt_tokens: int, output_tokens: int) -> Room:

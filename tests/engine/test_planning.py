@@ -16,7 +16,7 @@ from engine.loading.loader import load_model
 from engine.loading.running import build_runner
 from engine.models.packed import native_library
 from engine.planning import memory, rates
-from engine.planning.memory import plan_memory, room
+from engine.planning.memory import plan_memory, room, step_bytes
 from engine.planning.outline import Matrices, read_outline
 from engine.planning.plan import make_plan
 from engine.planning.rates import Products, between, given_rates, measure_rates
@@ -288,3 +288,11 @@ def test_int8_needs_the_kernels(tmp_path: Path) -> None:
     assert native_library().isa
     with pytest.raises(ConfigError, match="quantization: is int8, but it is for bfloat16"):
         read_outline(path, LoadConfig(quantization="int8"))
+
+
+def test_graphs_have_memory_of_their_own(tmp_path: Path) -> None:
+    outline = read_outline(_saved(tmp_path / "model", "llama"), LoadConfig(device="cuda"))
+    config = ContinuousBatchingConfig(max_batch_tokens=2048, max_requests_per_batch=64)
+    eager = step_bytes(outline, dataclasses.replace(config, use_cuda_graph=False))
+    logits = 64 * outline.vocab_size * outline.dtype.itemsize
+    assert step_bytes(outline, config) > eager + logits
