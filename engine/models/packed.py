@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -25,6 +27,8 @@ _UNPACKED = "_headrace_unpacked"
 """Where a tensor of a state dict has the packed weight that it was made of."""
 PANEL = 64
 """A bias is padded to a multiple of this many elements, so that the kernel reads whole vectors."""
+_LARGE_PAGE = 2 << 20
+"""Bytes of a large page, of most processors; less memory has none."""
 
 
 @cache
@@ -78,6 +82,7 @@ def pack(weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor | None
         scales: see `new_scales`. If given, they are filled, and the weight is packed as int8.
     """
     outputs, inputs = weight.shape
+    _ask_for_large_pages(packed)
     native_library().linear_pack(
         weight.data_ptr(),
         weight.stride(0),
@@ -88,6 +93,22 @@ def pack(weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor | None
         None if scales is None else scales.data_ptr(),
         torch.get_num_threads(),
     )
+
+
+def _ask_for_large_pages(packed: torch.Tensor) -> None:
+    """Ask the system for large pages before memory is written for the first time.
+
+    A step reads all weights. Where memory is in pieces, looking up each page of 4 KiB takes longer
+    than reading it (docs/performance.md).
+    """
+    storage = packed.untyped_storage()
+    start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (storage.data_ptr() + storage.nbytes() - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    if sys.platform == "linux" and length >= _LARGE_PAGE:
+        # A kernel without large pages refuses, and nothing is lost.
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE
+        )
 
 
 def _code(packed: torch.Tensor) -> int:

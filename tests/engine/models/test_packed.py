@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -148,6 +149,22 @@ def test_packing_changes_no_number(isa: str) -> None:
         rows = torch.randperm(len(weight))[:95].view(5, 19)
         actual = read_rows(*packed, rows, *weight.shape)
         assert torch.equal(actual.view(torch.int16), weight[rows])
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="there are no large pages"
+)
+def test_the_system_is_asked_for_large_pages() -> None:
+    packed = torch.empty(packed_size(4096, 1024), dtype=torch.uint8)
+    pack(_random(4096, 1024), packed)
+    middle, own = packed.data_ptr() + packed.nbytes // 2, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            own = int(found[1], 16) <= middle < int(found[2], 16)
+        elif own and line.startswith("VmFlags:"):
+            assert "hg" in line.split()
+            return
+    pytest.fail("the memory is not mapped")
 
 
 def test_int8_is_the_nearest_there_is(isa: str) -> None:
