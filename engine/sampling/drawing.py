@@ -4,8 +4,10 @@
                         └▶ none, otherwise: the sampler's own steps
 
 The steps in tensors convert a row to float32 and then pass over it about ten times; the kernel
-reads it twice, as it is. Their results are the same, except that e^x may differ in its last bit:
-then a draw may fall on the other side of the border between two tokens, once in some ten million.
+reads it twice, as it is. Their results are the same, except that a tenth of the weights differ in
+the last bit of e^x: so one draw in some ten thousand (large vocabularies) to a million falls on the
+other side of the border between two tokens. A row always takes the same way, whatever its
+neighbours are.
 """
 
 from __future__ import annotations

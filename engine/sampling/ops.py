@@ -2,8 +2,8 @@
 
 Each row's result depends only on that row, bit for bit. Sums along a row are integer sums, which do
 not depend on the order. So the number of rows and of threads cannot change a draw. Another device,
-or on a CPU the kernel (see `drawing`), computes e^x with another last bit now and then: a draw then
-differs once in some ten million.
+or on a CPU the kernel (see `drawing`), computes e^x with another last bit now and then: then a draw
+may differ, once in ten thousand or more.
 """
 
 from __future__ import annotations
