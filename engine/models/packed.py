@@ -387,8 +387,12 @@ class PackedLinear(_Packed):
 class PackedEmbedding(_Packed):
     """Stands for a torch.nn.Embedding that shares its weight with a linear layer, or for a Gemma's,
     which multiplies rows by its `embed_scale`.
+
+    Attributes:
+        stands_for: the class of what it replaced.
     """
 
+    stands_for: type[torch.nn.Module]
     embed_scale: torch.Tensor | None
 
     def __init__(
@@ -408,6 +412,7 @@ class PackedEmbedding(_Packed):
         self.num_embeddings = embedding.num_embeddings
         self.embedding_dim = embedding.embedding_dim
         self.padding_idx = embedding.padding_idx
+        self.stands_for = type(embedding)
         factor = embedding._buffers.get("embed_scale")
         self.register_buffer("embed_scale", factor, persistent=False)
 

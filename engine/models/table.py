@@ -31,6 +31,7 @@ from engine.models.description import (
     Rotary,
 )
 from engine.models.digests import DIGESTS
+from engine.models.packed import PackedEmbedding
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -189,9 +190,12 @@ def describe(model: PreTrainedModel) -> Decoder:
 
 def digest(model: torch.nn.Module) -> str:
     """A hash of the code that computes a model: of the classes of its modules, and of the functions
-    beside them that attention layers call. Those of torch are not included.
+    beside them that attention layers call. Those of torch are not included. A packed embedding
+    counts as the one that it replaced.
     """
-    kinds = {type(one) for one in model.modules()}
+    kinds = {
+        one.stands_for if isinstance(one, PackedEmbedding) else type(one) for one in model.modules()
+    }
     parts: dict[str, Any] = {
         f"{one.__module__}.{one.__qualname__}": one for one in kinds if _is_in_question(one)
     }

@@ -96,6 +96,16 @@ def test_every_family_of_the_table(family: str, packing: Packing) -> None:
                 assert _gaps(judge, prompt, tokens).max() <= 0.15
 
 
+@pytest.mark.parametrize("packing", ["native", "int8"])
+def test_a_scaled_embedding_of_tied_weights(packing: Packing) -> None:
+    """It is replaced, with int8 before the model's class is looked up."""
+    lines: list[str] = []
+    verified = verify(make("gemma3", tie_word_embeddings=True), packing, lines)
+    assert isinstance(verified.model.get_input_embeddings(), PackedEmbedding)
+    assert "decoder: our own, for gemma3_text" in lines
+    generate(verified)
+
+
 def test_nothing_of_transformers_is_changed_but_linear_layers() -> None:
     model = make()
     before = {name: type(one) for name, one in model.named_modules()}
