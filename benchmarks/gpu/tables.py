@@ -255,7 +255,9 @@ def _estimate(found: predict.Predicted, floor_s: float, tokens: int) -> list[str
 
 
 def _predicted(row: dict[str, Any]) -> str:
-    found = row["predicted"]
+    found = row.get("predicted")  # a row without steady steps has none
+    if found is None:
+        return ""
     return f"{figure(found['least_s'] * 1e3)} to {figure(found['most_s'] * 1e3)}"
 
 

@@ -33,7 +33,7 @@ class Layer:
         heads, kv_heads, dim, value_dim: how many heads, and their sizes.
         window, softcap, sinks: 0, None and False: it has none.
         narrow: a prefill's products are narrower than they should be, because its tiles are.
-        spilled: bytes that are spilled, at most.
+        spilled: bytes that are spilled, at most (DeepSeek's: in a decode with blocks of 16).
     """
 
     name: str
@@ -53,10 +53,10 @@ LAYERS = (
     Layer("Llama-3.2-1B", 32, 8, 64, 64),
     Layer("gpt-oss", 64, 8, 64, 64, window=128, sinks=True),
     Layer("Phi-3-mini", 32, 32, 96, 96),
-    Layer("Gemma-2-9B", 16, 8, 256, 256, window=4096, softcap=50.0, narrow=True, spilled=16),
-    Layer("Gemma-3-4B", 8, 4, 256, 256, window=1024, narrow=True, spilled=16),
-    Layer("DeepSeek-V3", 128, 128, 192, 128, narrow=True),
-    Layer("Gemma-4, full", 16, 2, 512, 512, narrow=True, spilled=88),
+    Layer("Gemma-2-9B", 16, 8, 256, 256, window=4096, softcap=50.0),
+    Layer("Gemma-3-4B", 8, 4, 256, 256, window=1024),
+    Layer("DeepSeek-V3", 128, 128, 192, 128, spilled=40),
+    Layer("Gemma-4, full", 16, 2, 512, 512, narrow=True),
 )
 
 
@@ -179,6 +179,20 @@ def between(rest: Rest, dtype: torch.dtype) -> Case:
     return Case(f"{rest.name}, between products and attention, {_word(dtype)}", run, dtype)
 
 
+def selection(*, counts: bool) -> Case:
+    """The kernels that find the cut of top_p, or of top_k, which counts entries."""
+
+    def run() -> None:
+        from engine.sampling.triton_selection import least_bound
+
+        shape = (_REQUESTS, 151_936)
+        values = torch.zeros(shape, device=CUDA)
+        masses = None if counts else torch.zeros(shape, dtype=torch.int64, device=CUDA)
+        least_bound(values, masses, torch.ones((_REQUESTS, 1), dtype=torch.int64, device=CUDA))
+
+    return Case(f"the cut of {'top_k' if counts else 'top_p'}", run, torch.float32)
+
+
 def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -192,6 +206,8 @@ def every_case() -> Iterator[Case]:
                     yield attention(layer, block_size, dtype, kind)
         for rest in RESTS:
             yield between(rest, dtype)
+    yield selection(counts=True)
+    yield selection(counts=False)
 
 
 def faults(case: Case, found: Found) -> list[str]:

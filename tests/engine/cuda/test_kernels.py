@@ -9,7 +9,15 @@ import dataclasses
 import pytest
 import torch
 
-from tests.engine.cuda.kernel_cases import LAYERS, RESTS, Case, attention, between, faults
+from tests.engine.cuda.kernel_cases import (
+    LAYERS,
+    RESTS,
+    Case,
+    attention,
+    between,
+    faults,
+    selection,
+)
 from tests.engine.cuda.kernels import compile_all
 
 pytest.importorskip("triton", reason="Triton is not installed here")
@@ -20,6 +28,7 @@ FEW = [
     *(attention(QWEN, 64, HALF, kind) for kind in ("decode", "prefill")),
     attention(LAYERS[3], 32, torch.float16, "prefill"),
     between(RESTS[0], HALF),
+    selection(counts=False),
 ]
 MORE = [
     *(
