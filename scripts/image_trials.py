@@ -123,6 +123,7 @@ def _drains(box: Box, config: dict[str, Any]) -> dict[str, Any]:
         # Not its exit code: the kernel ends what is in the box with the box's first process.
         "holds": whole and during == 1 and code == 0,
         "characters": len(undisturbed),
+        "characters_received": len(begun + rest),
         "client_exit_code": client.returncode,
         "before_the_signal": len(begun),
         "same_text_as_undisturbed": whole,
