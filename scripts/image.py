@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument(
         "--try-only",
         action="store_true",
-        help="build nothing: try the image that the record is of, and keep what it says of the build",
+        help="build nothing: try the recorded image again, and keep the figures of its build",
     )
     parser.add_argument("--record", type=Path, default=RECORD)
     given = parser.parse_args()
