@@ -17,6 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
+from service.gateway.servicer import VllmEngineServicer
 from service.gateway.throughput import Throughput
 from service.gateway.tokenizer_archive import make_archive
 from tests.service.fake_engine import EOS, FakeEngine, model_info
@@ -128,18 +129,25 @@ async def test_the_model_and_the_server_are_described() -> None:
             call.cancel()
 
 
-async def test_those_who_ask_at_once_share_one_question() -> None:
+async def test_those_who_ask_at_once_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine()
-    asked = 0
-    stats = engine.stats
+    asked = callers = 0
+    stats, snapshot = engine.stats, VllmEngineServicer._snapshot
+
+    async def note(servicer: VllmEngineServicer) -> Any:
+        nonlocal callers
+        callers += 1
+        return await snapshot(servicer)
 
     async def count() -> Any:
         nonlocal asked
         asked += 1
-        await until(lambda: h.server.recovery.open and len(h.server.recovery.open) == 8)
+        await until(lambda: callers == 8)
         return await stats()
 
-    async with gateway(engine) as (h, stub):
+    monkeypatch.setattr(VllmEngineServicer, "_snapshot", note)
+
+    async with gateway(engine) as (_, stub):
         engine.stats = count  # type: ignore[method-assign]
         calls = [stub.GetLoads(pb.GetLoadsRequest()) for _ in range(8)]
         for call in calls:
