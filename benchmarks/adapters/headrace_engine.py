@@ -22,11 +22,10 @@ from benchmarks.adapters.loop import Turn, main, versions
 from benchmarks.adapters.profiling import profile_device
 from engine.api.offline import LoadedModel
 from engine.api.results import GenerationOutput
-from engine.config import CUDA_BLOCK_SIZE, LoadConfig
+from engine.config import CPU_BLOCK_SIZE, CUDA_BLOCK_SIZE, LoadConfig
 from engine.loading.loader import prepare_model
 from engine.threads import call_on_own_thread
 
-BLOCK_SIZE = 32
 LOAD_OPTIONS = {field.name for field in dataclasses.fields(LoadConfig)}
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class HeadraceEngine:
             **{name: options.pop(name) for name in LOAD_OPTIONS & options.keys()},
         }
         on_cuda = loading["device"].startswith("cuda")
-        block_size = options.get("block_size", CUDA_BLOCK_SIZE if on_cuda else BLOCK_SIZE)
+        block_size = options.get("block_size", CUDA_BLOCK_SIZE if on_cuda else CPU_BLOCK_SIZE)
         if isinstance(options.get("use_cuda_graph"), list):  # a pair, as JSON has it
             options["use_cuda_graph"] = tuple(options["use_cuda_graph"])
         settings = {

@@ -17,8 +17,8 @@ from typing import Any
 import headrace
 
 from benchmarks.adapters.loop import Turn, main, versions
+from engine.config import CPU_BLOCK_SIZE, CUDA_BLOCK_SIZE
 
-BLOCK_SIZE = 32
 READY_S = 300.0
 SERVER = "from service.cli import main; main()"
 """What `headrace-server` is, where it is not installed too."""
@@ -33,12 +33,14 @@ class HeadraceServer:
         folder = tempfile.TemporaryDirectory(prefix="headrace-bench-")
         self._folder = folder  # removed with this object
         self._address = f"unix:{folder.name}/socket"
-        block_size = options.get("block_size", BLOCK_SIZE)
+        device = order.get("device", "cpu")
+        on_cuda = device.startswith("cuda")
+        block_size = options.get("block_size", CUDA_BLOCK_SIZE if on_cuda else CPU_BLOCK_SIZE)
         blocks = options.get(
             "num_blocks", -(-limits["kv_tokens"] // block_size) + limits["max_requests"]
         )
         flags = [
-            "--dtype", order["dtype"], "--device", order.get("device", "cpu"),
+            "--dtype", order["dtype"], "--device", device,
             "--threads", str(order["threads"]),
             "--block-size", str(block_size), "--num-blocks", str(blocks),
             "--max-requests-per-batch", str(limits["max_requests"]), *options.get("flags", []),

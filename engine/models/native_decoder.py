@@ -24,16 +24,10 @@ from engine.attention.base import AttentionContext
 from engine.attention.native_backend import NativeAttentionBackend, NativeMetadata
 from engine.attention.registry import CONTEXT_KEYWORD
 from engine.models import description as described
+from engine.models.frame import DecoderFrame, DecoderOutput
 from engine.models.packed import PackedLinear, multiply, native_library
 from engine.models.parts import BoundLayer, Held, Kind, Tables
 from engine.native.library import LayersCall
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderOutput:
-    """What a forward pass returns. logits: [1, L, V]."""
-
-    logits: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -49,7 +43,7 @@ class _Scratch:
         return self.memory.data_ptr()
 
 
-class NativeDecoder:
+class NativeDecoder(DecoderFrame):
     """See the module. Used by one thread at a time: hold the attention backend's `step_lock`.
 
     Attributes:
@@ -69,20 +63,13 @@ class NativeDecoder:
         Raises:
             UnboundError: they are not packed, or not in the kernels' format.
         """
-        self.description = decoder
         width = decoder.norm.width
         self.layers = tuple(BoundLayer.of(model, decoder, one, width) for one in decoder.layers)
-        self.dtype = self.layers[0].dtype
+        super().__init__(model, decoder, self.layers[0].dtype)
         self.backend = NativeAttentionBackend(native_library())
         self._held = Held(model, self.dtype)
         self._norm = self._held.norm(decoder.norm)
-        self._embedding: Any = model.get_submodule(decoder.embedding)
-        self._output: Any = model.get_submodule(decoder.output)
         self._finished = self._finish_each() if self.dtype is torch.bfloat16 else None
-        self._frequencies = [
-            model.get_submodule(one.module).get_buffer(one.frequencies).float()
-            for one in decoder.rotaries
-        ]
         self._scratch = _Scratch()
         self._scratch_per_token = max(
             native_library().layer_scratch(ctypes.byref(one.spec), 1) for one in self.layers
@@ -107,24 +94,11 @@ class NativeDecoder:
         sizes = (layer.out_features, layer.in_features)
         return multiply(x, layer.packed, layer.scales, layer.padded_bias, *sizes, self._finished)
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[T] → [T, K]."""
-        x: torch.Tensor = self._embedding(token_ids)
-        factor = self.description.embedding_factor
-        return x.contiguous() if factor is None else x * factor
-
     def tables(self, positions: torch.Tensor) -> list[Tables]:
-        """Cosines and sines of tokens at these positions, for each of the rotary embeddings."""
-        found = []
-        for one, frequencies in zip(self.description.rotaries, self._frequencies, strict=True):
-            angles = positions[:, None].float() * frequencies
-            tables = (angles.cos(), angles.sin())
-            if one.scaling != 1.0:
-                tables = (tables[0] * one.scaling, tables[1] * one.scaling)
-            if one.rounds_tables and self.dtype is not torch.float32:
-                tables = (tables[0].to(self.dtype).float(), tables[1].to(self.dtype).float())
-            found.append(tables)
-        return found
+        """Cosines and sines of tokens at these positions, for each of the rotary embeddings:
+        float32, whatever they were rounded to.
+        """
+        return [(cos.float(), sin.float()) for cos, sin in super().tables(positions)]
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
         """The last norm: [L, K] → [L, K]."""
@@ -136,27 +110,11 @@ class NativeDecoder:
         )  # fmt: skip
         return y
 
-    def output(self, x: torch.Tensor) -> torch.Tensor:
-        """The output layer: [L, K] → [L, V]."""
-        logits: torch.Tensor = self._output(x)
-        return logits
-
     def finish(self, logits: torch.Tensor) -> torch.Tensor:
         """What is done to the output layer's results: [L, V] → [L, V]."""
         if self._finished is None:
-            return self._finish(logits)
+            return super().finish(logits)
         return self._finished[logits.contiguous().view(torch.int16).int() & 0xFFFF]
-
-    def _finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """As the model's own code has it."""
-        one = self.description
-        if one.logits_factor is not None:
-            logits = logits * one.logits_factor
-        if one.logits_divisor is not None:
-            logits = logits / one.logits_divisor
-        if one.logits_softcap is not None:
-            logits = torch.tanh(logits / one.logits_softcap) * one.logits_softcap
-        return logits
 
     def _finish_each(self) -> torch.Tensor | None:
         """What becomes of each bfloat16, by its bits; None: nothing is done to logits."""
@@ -164,7 +122,7 @@ class NativeDecoder:
         if one.logits_factor is one.logits_divisor is one.logits_softcap is None:
             return None
         every = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16)
-        return self._finish(every)
+        return super().finish(every)
 
     def run(
         self,

@@ -26,15 +26,9 @@ from torch.nn.functional import linear
 from engine.attention.base import AttentionBackend, AttentionContext, AttentionParams
 from engine.attention.registry import CONTEXT_KEYWORD
 from engine.models import description as described
+from engine.models.frame import DecoderFrame, DecoderOutput
 from engine.models.operations import BoundNorm, Heads, Operations, Places, Tables
 from engine.models.parts import Kind, UnboundError
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderOutput:
-    """What a forward pass returns. logits: [1, L, V]."""
-
-    logits: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +136,7 @@ class TorchLayer:
         return queries.flatten(1), keys.flatten(1)
 
 
-class TorchDecoder:
+class TorchDecoder(DecoderFrame):
     """See the module.
 
     Attributes:
@@ -169,9 +163,9 @@ class TorchDecoder:
         Raises:
             UnboundError: its tensors are not as this decoder needs them. Nothing is joined then.
         """
-        self.description = decoder
         first = next(model.parameters())
-        self.dtype, self.device = first.dtype, first.device
+        super().__init__(model, decoder, first.dtype)
+        self.device = first.device
         self.backend = backend
         self._operations = operations
         binding = _Binding(model, self.dtype, operations)
@@ -179,12 +173,6 @@ class TorchDecoder:
             binding.check(one)
         self.layers = tuple(binding.layer(decoder, one) for one in decoder.layers)
         self._norm = binding.norm(decoder.norm)
-        self._embedding: Any = model.get_submodule(decoder.embedding)
-        self._output: Any = model.get_submodule(decoder.output)
-        self._frequencies = [
-            model.get_submodule(one.module).get_buffer(one.frequencies).float()
-            for one in decoder.rotaries
-        ]
 
     def __call__(self, **inputs: Any) -> DecoderOutput:
         """A step's logits; see `engine.runner.forward.CausalModel`."""
@@ -196,44 +184,9 @@ class TorchDecoder:
             x = x.index_select(0, rows)
         return DecoderOutput(self.finish(self.output(x)).unsqueeze(0))
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[T] → [T, K]."""
-        x: torch.Tensor = self._embedding(token_ids)
-        factor = self.description.embedding_factor
-        return x.contiguous() if factor is None else x * factor
-
-    def tables(self, positions: torch.Tensor) -> list[Tables]:
-        """Cosines and sines of tokens at these positions, for each of the rotary embeddings."""
-        found = []
-        for one, frequencies in zip(self.description.rotaries, self._frequencies, strict=True):
-            angles = positions[:, None].float() * frequencies
-            cos, sin = angles.cos(), angles.sin()
-            if one.scaling != 1.0:
-                cos, sin = cos * one.scaling, sin * one.scaling
-            if one.rounds_tables:
-                cos, sin = cos.to(self.dtype), sin.to(self.dtype)
-            found.append((cos, sin))
-        return found
-
     def norm(self, x: torch.Tensor) -> torch.Tensor:
         """The last norm: [L, K] → [L, K]."""
         return self._operations.add_norm(x, before=self._norm)[1]
-
-    def output(self, x: torch.Tensor) -> torch.Tensor:
-        """The output layer: [L, K] → [L, V]."""
-        logits: torch.Tensor = self._output(x)
-        return logits
-
-    def finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """What is done to the output layer's results: [L, V] → [L, V]."""
-        one = self.description
-        if one.logits_factor is not None:
-            logits = logits * one.logits_factor
-        if one.logits_divisor is not None:
-            logits = logits / one.logits_divisor
-        if one.logits_softcap is not None:
-            logits = torch.tanh(logits / one.logits_softcap) * one.logits_softcap
-        return logits
 
     def run(
         self,
