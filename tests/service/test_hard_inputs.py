@@ -540,14 +540,15 @@ async def test_an_exception_in_forward_fails_its_batch_alone(
         alone = asyncio.ensure_future(place.generate(tokens(NEIGHBOURS[6])))
         await until(lambda: place.registry.live == len(NEIGHBOURS) + 1)
         [model] = set(place.runner._forward._models.values())
-        forward, failures = model.forward, [torch.OutOfMemoryError("1234 GiB of /secret/path")]
+        failures = [torch.OutOfMemoryError("1234 GiB of /secret/path")]
 
         def failing(*arguments: Any, **options: Any) -> Any:
             if failures:
                 raise failures.pop()
-            return forward(*arguments, **options)
+            return model(*arguments, **options)
 
-        monkeypatch.setattr(model, "forward", failing)
+        for path in place.runner._forward._models:
+            monkeypatch.setitem(place.runner._forward._models, path, failing)
         place.gate.open()
         await session.end()
         ids = set()
@@ -629,10 +630,13 @@ async def test_a_cache_that_is_too_small_for_all(tiny: Tiny) -> None:
         prompt = make_prompts((context - 5,), seed=6)[0]
         right = greedy_reference(tiny.model, prompt, 5)
         session = place.session()
+        place.gate.close()  # all are there before the first step: else few ever run together
         for index, neighbour in enumerate(NEIGHBOURS):
             await session.add(tokens(neighbour, f"n{index}"))
         await session.add(tokens([5] * context, "beyond"), 3)
         await session.add(tokens(prompt, "long", max_tokens=100))
+        await until(lambda: place.registry.live == len(NEIGHBOURS) + 1)
+        place.gate.open()
         await session.end()
         check_neighbours(place, session)
         [rejection] = [one for message in session.messages for one in message.rejections]

@@ -199,12 +199,18 @@ class Terminal:
 
     async def interrupt(self, wanted: Callable[[str], bool]) -> None:
         """Types Ctrl-C until what is shown is as wanted: Python's input() misses one that comes
-        just before it waits.
+        just before it waits. One too many would take the next line with it, so an empty line
+        goes first.
         """
+        await self._type_until("\x03", wanted)
+        prompts = self.shown.count("> ")
+        await self._type_until("\n", lambda shown: shown.count("> ") > prompts)
+
+    async def _type_until(self, text: str, wanted: Callable[[str], bool]) -> None:
         async with asyncio.timeout(WAIT_S):
             reading = asyncio.ensure_future(self.until(wanted))
             while not reading.done():
-                self.type("\x03")
+                self.type(text)
                 await asyncio.wait([reading], timeout=1)
             await reading
 
