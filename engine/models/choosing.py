@@ -20,8 +20,9 @@ from engine.errors import ConfigError
 from engine.models.comparison import compare
 from engine.models.description import Decoder
 from engine.models.native_decoder import NativeDecoder
+from engine.models.native_layer import DTYPES
 from engine.models.operations import Operations, TorchOperations
-from engine.models.parts import DTYPES, UnboundError
+from engine.models.parts import UnboundError
 from engine.models.recording import Record, record
 from engine.models.table import NotDescribedError, describe
 from engine.models.torch_decoder import TorchDecoder

@@ -25,8 +25,9 @@ from engine.attention.native_backend import NativeAttentionBackend, NativeMetada
 from engine.attention.registry import CONTEXT_KEYWORD
 from engine.models import description as described
 from engine.models.frame import DecoderFrame, DecoderOutput
+from engine.models.native_layer import BoundLayer, Held
 from engine.models.packed import PackedLinear, multiply, native_library
-from engine.models.parts import BoundLayer, Held, Kind, Tables
+from engine.models.parts import Kind, Tables
 from engine.native.library import LayersCall
 
 

@@ -207,7 +207,7 @@ class NativeLibrary:
             src/library.cpp, and `engine.models.packed`, which calls them.
         norm, gate, heads, add: the operations between a model's matrix products, one by one, as the
             comparison with the model needs them; see src/elementwise.cpp, and
-            `engine.models.parts`, which calls them.
+            `engine.models.native_layer`, which calls them.
         layer_scratch: takes a LayerSpec by reference and a number of tokens. Returns how many
             bytes of scratch they need, which is proportional to the tokens.
         layers: takes a LayersCall by reference. Returns 0, or how many floats of scratch the

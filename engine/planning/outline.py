@@ -34,7 +34,7 @@ from engine.loading.model_defaults import context_length
 from engine.loading.packing import Packing, choose_packing, held_bytes
 from engine.loading.watching import LayerWatch, masks_of
 from engine.models.choosing import TORCH_DEVICES
-from engine.models.parts import DTYPES
+from engine.models.native_layer import DTYPES
 from engine.models.table import NotDescribedError, describe
 from engine.planning.operations import Operations
 from engine.runner.kv_tensors import make_groups

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from engine.errors import ModelRefusedError
 from engine.loading import loader
-from engine.models import choosing, comparison, native_decoder, parts, recording
+from engine.models import choosing, comparison, native_decoder, native_layer, recording
 from engine.models.description import Decoder, Layer
 from engine.models.packed import PackedLinear, native_library, pack
 from tests.engine.models.test_decoder import make, verify
@@ -238,7 +238,7 @@ def _small_values(norm: Any, x: int, y: int, width: int, rows: int, *_: int) -> 
 def test_a_fault_that_depends_on_values(
     kernel: str, fault: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "native_library", lambda: _Wrong(kernel, fault))
+    monkeypatch.setattr(native_layer, "native_library", lambda: _Wrong(kernel, fault))
     text = _refusal(make("olmo2"))
     assert re.search(said, text), text
 
@@ -302,7 +302,7 @@ def test_a_weight_is_read_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
     def layers(reference: Any) -> None:
         seen["layers"].append(reference._obj.tokens)
 
-    monkeypatch.setattr(parts, "native_library", lambda: _Wrong("linear", linear))
+    monkeypatch.setattr(native_layer, "native_library", lambda: _Wrong("linear", linear))
     monkeypatch.setattr(native_decoder, "native_library", lambda: _Wrong("layers", layers))
     make_decoder = choosing.make_decoder
 
