@@ -120,17 +120,6 @@ class StaticShape:
     block_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepSlots:
-    """Where a step's keys and values go in the cache of a layer group.
-
-    where: int64 [T], each token's slot. padding: slots below this are for padding tokens.
-    """
-
-    where: torch.Tensor
-    padding: int
-
-
 class AttentionMetadata:
     """One group's metadata for one step, in its backend's own form. Opaque to other code."""
 
@@ -224,9 +213,9 @@ class AttentionBackend(ABC):
             [T, Hq, Dv].
         """
 
-    def slots(self, metadata: AttentionMetadata) -> StepSlots | None:
-        """Where a step's keys and values go, if the caller may put them there itself and call
-        `attend`; None: only `forward` is supported.
+    def slots(self, metadata: AttentionMetadata) -> torch.Tensor | None:
+        """The slot of each token, int64 [T], if the caller may put keys and values there itself and
+        call `attend`; None: only `forward` is supported.
         """
         return None
 

@@ -21,7 +21,6 @@ from engine.attention.base import (
     BatchLayout,
     LayerCache,
     StaticShape,
-    StepSlots,
 )
 from engine.attention.step_arrays import array_sizes, fill_arrays
 from engine.attention.triton_launch import triton_attention
@@ -126,10 +125,9 @@ class TritonAttentionBackend(AttentionBackend):
         self._launch(query, key, value, output, cache, metadata, params)
         return output
 
-    def slots(self, metadata: AttentionMetadata) -> StepSlots:
+    def slots(self, metadata: AttentionMetadata) -> torch.Tensor:
         """See the base class."""
-        step = _ours(metadata)
-        return StepSlots(step.slot_mapping, step.block_size)
+        return _ours(metadata).slot_mapping
 
     def attend(
         self,

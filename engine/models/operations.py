@@ -75,17 +75,11 @@ class Places:
     Attributes:
         keys, values: [S, Hkv, D] each: a layer's cache, or tensors for the step's tokens alone.
         slots: int64 [T], a token's place in them; None: tokens in their order.
-        output: [T, Hq, D], what attention will write. Rows of padding, whose slots are below
-            `padding`, are set to 0, because attention leaves them out. None: there is nothing to
-            set.
-        padding: how many slots there are for padding.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     slots: torch.Tensor | None = None
-    output: torch.Tensor | None = None
-    padding: int = 0
 
 
 class Operations(Protocol):
@@ -180,9 +174,6 @@ class TorchOperations:
         else:
             places.keys.index_copy_(0, places.slots, key)
             places.values.index_copy_(0, places.slots, value)
-            if places.output is not None:
-                is_padding = (places.slots < places.padding)[:, None, None]
-                places.output.masked_fill_(is_padding, 0.0)
         return query.contiguous()
 
     def gate(

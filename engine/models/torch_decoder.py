@@ -253,7 +253,7 @@ class TorchDecoder(DecoderFrame):
             query, keys, values = (one.transpose(0, 1) for one in (query, keys, values))
             return backend.forward(query, keys, values, cache, metadata, layer.params).flatten(1)
         output = projected.new_empty((len(x), heads.heads, heads.head_dim))
-        places = Places(cache.keys, cache.values, slots.where, output, slots.padding)
+        places = Places(cache.keys, cache.values, slots)
         query = turn(projected, heads, own, places).transpose(0, 1)
         backend.attend(query, output, cache, metadata, layer.params)
         return output.flatten(1)

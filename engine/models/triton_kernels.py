@@ -269,7 +269,6 @@ def turn_kernel(
     queries,
     keys,
     values,
-    output,
     slots,
     cos,
     sin,
@@ -294,14 +293,11 @@ def turn_kernel(
     KEY_BIASED: tl.constexpr,
     KEY_WHOLE: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
-    PADDING: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Grid [T, query parts + 2 · key parts], where parts are of BLOCK_H heads. PADDING: how many
-    slots are for padding, whose rows of `output` are set to 0.
-    """
+    """Grid [T, query parts + 2 · key parts], where parts are of BLOCK_H heads."""
     QUERY_PARTS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     KEY_PARTS: tl.constexpr = (KV_HEADS + BLOCK_H - 1) // BLOCK_H
     token = tl.program_id(0).to(tl.int64)
@@ -314,21 +310,12 @@ def turn_kernel(
         cos += token * HALF
         sin += token * HALF
     if part < QUERY_PARTS:
-        first = part * BLOCK_H
-        target = queries + token * (HEADS * DIM)
         _turn_heads(
-            row, target, first, query_weight, query_bias, query_eps, cos, sin, HEADS, DIM, HALF,
+            row, queries + token * (HEADS * DIM), part * BLOCK_H,
+            query_weight, query_bias, query_eps, cos, sin, HEADS, DIM, HALF,
             PAIRED, TURNS, ROUNDS, QUERY_FORM, QUERY_BIASED, QUERY_WHOLE, LAST,
             BLOCK_H, BLOCK_HALF, BLOCK_REST,
         )  # fmt: skip
-        if PADDING > 0:  # noqa: SIM102 - known when it is compiled, the other is not
-            if slot < PADDING:
-                padded = output + token * (HEADS * DIM) + first * DIM
-                count = tl.minimum(HEADS - first, BLOCK_H) * DIM
-                for begin in range(0, count, 256):
-                    place = begin + tl.arange(0, 256)
-                    zeros = tl.zeros([256], dtype=output.dtype.element_ty)
-                    tl.store(padded + place, zeros, mask=place < count)
     elif part < QUERY_PARTS + KEY_PARTS:
         _turn_heads(
             row + HEADS * DIM, keys + slot * (KV_HEADS * DIM), (part - QUERY_PARTS) * BLOCK_H,

@@ -82,7 +82,7 @@ def add_norm_launch(
     return Launch(constants, _warps(block), 1)
 
 
-def turn_launch(heads: Heads, *, turns: bool, has_slots: bool, padding: int) -> Launch | None:
+def turn_launch(heads: Heads, *, turns: bool, has_slots: bool) -> Launch | None:
     """How queries and keys are turned; None: not by a kernel. See `Operations.turn`."""
     dim = heads.head_dim
     # As for a rotation where there is none, so that the sums of norms have one order.
@@ -108,7 +108,6 @@ def turn_launch(heads: Heads, *, turns: bool, has_slots: bool, padding: int) -> 
         **_norm_constants("KEY", heads.key_norm, "_FORM"),
         "KEY_WHOLE": int(wide[1]),
         "HAS_SLOTS": int(has_slots),
-        "PADDING": padding,
         "BLOCK_H": block,
         "BLOCK_HALF": block_half,
         "BLOCK_REST": block_rest,
@@ -179,19 +178,14 @@ class TritonOperations:
     ) -> torch.Tensor:
         """See Operations."""
         turns = tables is not None and heads.rotary_dim > 0
-        launch = turn_launch(
-            heads,
-            turns=turns,
-            has_slots=places.slots is not None,
-            padding=0 if places.output is None else places.padding,
-        )
+        launch = turn_launch(heads, turns=turns, has_slots=places.slots is not None)
         if launch is None:
             return self._plain.turn(projected, heads, tables, places)
         queries = projected.new_empty((len(projected), heads.heads, heads.head_dim))
         cos, sin = tables if tables is not None and turns else (None, None)
         query_norm, key_norm = heads.query_norm, heads.key_norm
         _turn(
-            *(projected, queries, places.keys, places.values, places.output, places.slots),
+            *(projected, queries, places.keys, places.values, places.slots),
             *(cos, sin, *_tensors(query_norm), *_tensors(key_norm)),
             *(_eps(query_norm), _eps(key_norm), *_pairs(launch)),
         )
@@ -239,12 +233,11 @@ def _add_norm(*given: Any) -> None:
 
 @torch.library.custom_op(
     "headrace::turn",
-    mutates_args=("queries", "keys", "values", "output"),
+    mutates_args=("queries", "keys", "values"),
     schema=(
         "(Tensor projected, Tensor(a!) queries, Tensor(b!) keys, Tensor(c!) values, "
-        "Tensor(d!)? output, Tensor? slots, Tensor? cos, Tensor? sin, Tensor? query_weight, "
-        "Tensor? query_bias, Tensor? key_weight, Tensor? key_bias, float query_eps, "
-        f"float key_eps, {_LAUNCH}) -> ()"
+        "Tensor? slots, Tensor? cos, Tensor? sin, Tensor? query_weight, Tensor? query_bias, "
+        f"Tensor? key_weight, Tensor? key_bias, float query_eps, float key_eps, {_LAUNCH}) -> ()"
     ),
 )
 def _turn(*given: Any) -> None:

@@ -161,7 +161,7 @@ class Case:
     ) -> torch.Tensor:
         """[T, Hq, Dv], padding included, on the host; as the step comes, or at fixed places.
 
-        is_written: the cache has the step's keys and values already; what is not attended is -1.
+        is_written: the cache has the step's keys and values already; what is not written is NaN.
         """
         backend, layout, window = TritonAttentionBackend(), self.layout, self.layer.window
         cache = self.cache(device) if cache is None else cache
@@ -188,7 +188,7 @@ class Case:
         with torch.inference_mode():
             if is_written:
                 made = (query.shape[1], self.layer.heads, self.layer.value_dim)
-                output = query.new_full(made, -1.0)
+                output = query.new_full(made, float("nan"))
                 backend.attend(query, output, cache, metadata, params)
             else:
                 output = backend.forward(query, key, value, cache, metadata, params)

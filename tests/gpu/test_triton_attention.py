@@ -58,6 +58,31 @@ def check(case: Case, output: torch.Tensor) -> None:
     assert not output[count:].any(), "padding is zero"
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param([(5, 1), (300, 1), (0, 9)], id="mixed"),
+        pytest.param([(40, 1), (3, 1)], id="decodes"),
+        pytest.param([(0, 9)], id="prompts"),
+    ],
+)
+@pytest.mark.parametrize("is_static", [False, True])
+def test_no_padding_is_left_as_it_was(
+    parts: list[tuple[int, int]], is_static: bool, device: torch.device
+) -> None:
+    """No other kernel writes it, and a product of the rows may not see what memory held: more
+    rows of padding than programs, heads that do not fill a tile, and sizes that do not either.
+    """
+    more = 11
+    layout = make_layout(parts, 16, padding=0 if is_static else more)
+    case = Case(layout, Layer(6, 2, 24, 40), torch.float16)
+    shape, cache = shape_for(layout, more) if is_static else None, case.cache(device)
+    case.run(device, cache)
+    output = case.run(device, cache, shape, is_written=True)
+    check(case, output)
+    assert len(output) == int(layout.counts.sum()) + more
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_over_a_cache_that_is_written_already(dtype: torch.dtype, device: torch.device) -> None:
     """The same, bit by bit; padding is zero."""

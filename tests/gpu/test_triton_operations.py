@@ -111,18 +111,17 @@ def test_a_wide_row_is_left_to_torch(numbers: Numbers) -> None:
 def turned(
     operations: Any, projected: torch.Tensor, heads: Heads, tables: Tables | None, *, cached: bool
 ) -> list[torch.Tensor]:
-    """Queries, keys, values, output; what is not written is -1."""
+    """Queries, keys, values; what is not written is -1."""
     tokens, slots = len(projected), 3 * len(projected) + 8
     shape = (slots if cached else tokens, heads.kv_heads, heads.head_dim)
     keys, values = projected.new_full((2, *shape), -1.0).unbind(0)
-    output = projected.new_full((tokens, heads.heads, heads.head_dim), -1.0)
     places = Places(keys, values)
     if cached:
         where = torch.randperm(slots - 8, generator=torch.Generator().manual_seed(1))[:tokens] + 8
         where[-1] = 5  # a token of padding
-        places = Places(keys, values, where.to(projected.device), output, padding=8)
+        places = Places(keys, values, where.to(projected.device))
     queries = operations.turn(projected, heads, tables, places)
-    return [queries, keys, values, output]
+    return [queries, keys, values]
 
 
 SIZES = [(4, 2, 64), (3, 1, 96), (7, 7, 128), (2, 1, 192), (4, 2, 256), (5, 5, 18)]
@@ -181,7 +180,7 @@ def test_norms_of_heads(form: str, whole: bool, last: bool, numbers: Numbers) ->
 
 def _flat(parts: list[torch.Tensor]) -> torch.Tensor:
     """Queries, keys and values as a product makes them."""
-    return torch.cat([one.flatten(1) for one in parts[:3]], -1)
+    return torch.cat([one.flatten(1) for one in parts], -1)
 
 
 def test_many_tokens(numbers: Numbers) -> None:
@@ -194,7 +193,7 @@ def test_many_tokens(numbers: Numbers) -> None:
 def test_many_heads_together_are_left_to_torch(numbers: Numbers) -> None:
     norm = numbers.norm(129 * 128, "plain")
     one = Heads(129, 1, 128, query_norm=norm)
-    assert turn_launch(one, turns=False, has_slots=False, padding=0) is None
+    assert turn_launch(one, turns=False, has_slots=False) is None
     projected = numbers(1, 131 * 128)
     ours, theirs = (turned(which, projected, one, None, cached=True) for which in (TRITON, PLAIN))
     assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))

@@ -171,8 +171,6 @@ def between(rest: Rest, dtype: torch.dtype) -> Case:
             zeros(256, rest.kv_heads, rest.dim),
             zeros(256, rest.kv_heads, rest.dim),
             torch.zeros(tokens, dtype=torch.int64, device=CUDA),
-            zeros(tokens, rest.heads, rest.dim),
-            64,
         )
         width = (rest.heads + 2 * rest.kv_heads) * rest.dim
         operations.turn(zeros(tokens, width), heads, (cos, sin), places)

@@ -75,7 +75,7 @@ def sums(name: str, width: int, made: int, after: NormForm | None, before: NormF
 
 def turns(name: str, heads: Heads, *, tables_rounded: bool = True) -> Case:
     """Queries, keys and values of a step over a cache."""
-    launch = turn_launch(heads, turns=True, has_slots=True, padding=32)
+    launch = turn_launch(heads, turns=True, has_slots=True)
     assert launch is not None
     missing = {"query_bias", "key_bias"}
     if heads.query_norm is None:
@@ -177,12 +177,10 @@ def test_compiles_for_hopper(case: Case, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_constants_do_not_depend_on_the_step() -> None:
     """So a kernel is compiled once for a layer, and a token's result is its own."""
-    one = turn_launch(Heads(32, 8, 128, rotary_dim=128), turns=True, has_slots=True, padding=32)
+    one = turn_launch(Heads(32, 8, 128, rotary_dim=128), turns=True, has_slots=True)
     assert one is not None
     assert (one.parts, one.warps, one.constants["BLOCK_H"]) == (4, 4, 16)
     whole = norm(4096)
-    together = turn_launch(
-        Heads(32, 8, 128, whole, norm(1024)), turns=True, has_slots=True, padding=32
-    )
+    together = turn_launch(Heads(32, 8, 128, whole, norm(1024)), turns=True, has_slots=True)
     assert together is not None
     assert (together.parts, together.constants["BLOCK_H"]) == (3, 32)
