@@ -16,7 +16,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +27,7 @@ from headrace._batch import BatchFeed, run_batch
 from headrace.cli import common
 from headrace.cli.batch_input import Reader, open_source, split_lines
 from headrace.cli.batch_output import Sink, check_output, keep_results
+from headrace.cli.options import OtherOptions, RequestOptions, ServerOptions, grouped, make_options
 from headrace.client import Client
 from headrace.errors import HeadraceError, InvalidArgumentError, UnavailableError
 from headrace.messages import Message
@@ -48,8 +49,10 @@ class _Job:
 
 
 @common.tells_errors
+@grouped
 def batch(
     context: typer.Context,
+    *,
     source: Annotated[Path, typer.Argument(metavar="IN", help="JSON lines; - for stdin.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="JSON lines; - for stdout.")],
     max_in_flight: Annotated[
@@ -66,22 +69,9 @@ def batch(
         bool, typer.Option("--overwrite", help="Replace OUT if it is there.")
     ] = False,
     progress: Annotated[bool, typer.Option(help="Show a progress bar on a terminal.")] = True,
-    max_tokens: common.MaxTokens = None,
-    temperature: common.Temperature = None,
-    top_k: common.TopK = None,
-    top_p: common.TopP = None,
-    seed: common.Seed = None,
-    stop: common.Stop = None,
-    n: common.N = None,
-    priority: common.Priority = None,
-    time_limit: common.TimeLimit = None,
-    option: common.OtherOptions = None,
-    target: common.Target = None,
-    tls: common.Tls = None,
-    ca: common.Ca = None,
-    token: common.Token = None,
-    client_cert: common.ClientCert = None,
-    client_key: common.ClientKey = None,
+    request: RequestOptions,
+    option: OtherOptions = None,
+    server: ServerOptions,
 ) -> None:
     """Run a file of requests, one JSON object a line, and write one JSON object a line.
 
@@ -103,22 +93,10 @@ def batch(
 
         headrace batch prompts.jsonl results.jsonl --resume --max-in-flight 256
     """
-    defaults = common.make_options(
-        option,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop=stop,
-        n=n,
-        priority=priority,
-        time_limit=time_limit,
-    )
+    defaults = make_options(option, **asdict(request))
     job = _Job(source, output, max_in_flight, keep_order, resume, overwrite, progress, defaults)
     _check_options(defaults)
-    connection = common.connection(context, target, tls, ca, token, client_cert, client_key)
-    with connection.open() as client:
+    with server.connection(context).open() as client:
         _run(client, job)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -10,52 +11,51 @@ import typer
 
 from headrace.cli import common
 from headrace.cli.conversation import Conversation
+from headrace.cli.options import (
+    TOOLS,
+    OtherOptions,
+    ReplyOptions,
+    ServerOptions,
+    System,
+    ToolChoice,
+    grouped,
+    make_options,
+)
 from headrace.cli.tool_files import load_functions, read_choice
+from headrace.client import Client
 from headrace.options import TURN_OPTION_NAMES, TurnOptions
 from headrace.tools import FunctionTool
 
 
 @common.tells_errors
+@grouped
 def chat(
     context: typer.Context,
-    system: common.System = None,
+    *,
+    system: System = None,
     tools: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.py",
             help="Let the model call this file's public functions.",
-            rich_help_panel=common.TOOLS,
+            rich_help_panel=TOOLS,
         ),
     ] = None,
     yes: Annotated[
         bool,
-        typer.Option("--yes", help="Run them without asking.", rich_help_panel=common.TOOLS),
+        typer.Option("--yes", help="Run them without asking.", rich_help_panel=TOOLS),
     ] = False,
-    tool_choice: common.ToolChoice = None,
+    tool_choice: ToolChoice = None,
     max_turns: Annotated[
         int,
-        typer.Option(
-            min=1, help="How many replies a question may have.", rich_help_panel=common.TOOLS
-        ),
+        typer.Option(min=1, help="How many replies a question may have.", rich_help_panel=TOOLS),
     ] = 10,
     reasoning: Annotated[
         bool, typer.Option(help="Show what the model thinks, on a terminal.")
     ] = True,
-    max_tokens: common.MaxTokens = None,
-    max_reasoning_tokens: common.MaxReasoningTokens = None,
-    temperature: common.Temperature = None,
-    top_k: common.TopK = None,
-    top_p: common.TopP = None,
-    seed: common.Seed = None,
-    stop: common.Stop = None,
-    time_limit: common.TimeLimit = None,
-    option: common.OtherOptions = None,
-    target: common.Target = None,
-    tls: common.Tls = None,
-    ca: common.Ca = None,
-    token: common.Token = None,
-    client_cert: common.ClientCert = None,
-    client_key: common.ClientKey = None,
+    reply: ReplyOptions,
+    option: OtherOptions = None,
+    server: ServerOptions,
 ) -> None:
     """Hold a conversation. Ctrl-C cancels the running answer, Ctrl-D leaves; /help says more.
 
@@ -73,33 +73,15 @@ def chat(
 
         headrace chat --tools gauges.py --tool-choice read_gauge
     """
-    options = common.make_options(
-        option,
-        max_tokens=max_tokens,
-        max_reasoning_tokens=max_reasoning_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop=stop,
-        time_limit=time_limit,
-        tool_choice=read_choice(tool_choice),
-    )
+    options = make_options(option, **asdict(reply), tool_choice=read_choice(tool_choice))
     if unknown := sorted(options.keys() - TURN_OPTION_NAMES):
         common.fail(f"-o {unknown[0]}: it is no option of a conversation", common.EXIT_USAGE)
     interactive = sys.stdin.isatty()
     functions = _functions(tools, asks=not yes, interactive=interactive)
     if "tool_choice" in options and not functions:
         common.fail("--tool-choice needs --tools", common.EXIT_USAGE)
-    connection = common.connection(context, target, tls, ca, token, client_cert, client_key)
-    with connection.open() as client:
-        card = client.model()
-        if not card.capabilities.input.chat:
-            common.fail(
-                f"{card.name} has no chat template; use `headrace generate`"
-                if card.capabilities.input.text
-                else f"{card.name} has no tokenizer; use `headrace generate --token-ids`"
-            )
+    with server.connection(context).open() as client:
+        model = _model(client)
         conversation = Conversation(
             client,
             cast(TurnOptions, options),
@@ -110,9 +92,21 @@ def chat(
             reasoning=reasoning,
             interactive=interactive,
         )
-        conversation.run(card.name)
+        conversation.run(model)
     if conversation.failed and not interactive:
         raise typer.Exit(common.EXIT_FAILED)
+
+
+def _model(client: Client) -> str:
+    """The model's name; one that cannot hold a conversation ends the command."""
+    card = client.model()
+    if not card.capabilities.input.chat:
+        common.fail(
+            f"{card.name} has no chat template; use `headrace generate`"
+            if card.capabilities.input.text
+            else f"{card.name} has no tokenizer; use `headrace generate --token-ids`"
+        )
+    return card.name
 
 
 def _functions(tools: Path | None, *, asks: bool, interactive: bool) -> list[FunctionTool]:

@@ -1,16 +1,15 @@
-"""What the commands share: the connection, the options of a request, and how errors are printed."""
+"""What the commands share: the connection, and how errors are printed."""
 
 from __future__ import annotations
 
 import functools
-import json
 import math
 import ssl
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar, cast
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import typer
 
@@ -24,7 +23,6 @@ from headrace.errors import (
     UnavailableError,
     is_about_tls,
 )
-from headrace.options import OPTION_NAMES, GenerationOptions
 from headrace.results import FinishReason, Result
 
 EXIT_FAILED = 1
@@ -93,27 +91,6 @@ class Connection:
                 context.load_cert_chain(cert, key, password=lambda: "")
         except (ssl.SSLError, ValueError) as error:
             raise ValueError(f"{what} cannot be used: {error}") from None
-
-
-def connection(
-    context: typer.Context,
-    target: str | None,
-    tls: bool | None,
-    ca: Path | None,
-    token: str | None,
-    client_cert: Path | None,
-    client_key: Path | None,
-) -> Connection:
-    """The connection that the options describe; the command's own override those before it."""
-    before = cast(Connection, context.obj)
-    return Connection(
-        target=target or before.target,
-        tls=before.tls if tls is None else tls,
-        ca=ca or before.ca,
-        token=token or before.token,
-        client_cert=client_cert or before.client_cert,
-        client_key=client_key or before.client_key,
-    )
 
 
 def of(context: typer.Context) -> Connection:
@@ -204,176 +181,3 @@ def read_file(source: str, what: str) -> str:
         except (OSError, UnicodeDecodeError) as error:
             fail(f"cannot read {what}: {error}", EXIT_USAGE)
     return source
-
-
-def read_form(source: str | None, what: str) -> str | None:
-    """A schema or grammar: as it is, from a file (`@path`), or none."""
-    return None if source is None else read_file(source, what)
-
-
-def make_options(pairs: list[str] | None, **named: Any) -> GenerationOptions:
-    """The options of a request: the command's own, and `-o name=value` with a JSON value (or a
-    string).
-    """
-    options = {name: value for name, value in named.items() if value is not None and value != []}
-    for pair in pairs or ():
-        name, equals, text = pair.partition("=")
-        name = name.strip().replace("-", "_")
-        if not equals or name not in OPTION_NAMES:
-            known = ", ".join(sorted(OPTION_NAMES))
-            fail(f"-o wants name=value with one of these names: {known}", EXIT_USAGE)
-        try:
-            options[name] = json.loads(text)
-        except (ValueError, RecursionError):  # no JSON, or numbers and depths beyond Python's
-            options[name] = text
-    return cast(GenerationOptions, options)
-
-
-# ---- options of several commands ---------------------------------------------------------------
-
-_REQUEST = "The request"
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--max-tokens", "-m", min=0, help="The most tokens to generate.", rich_help_panel=_REQUEST
-    ),
-]
-Temperature = Annotated[
-    float | None,
-    typer.Option(
-        "--temperature", "-t", help="0: always the most likely token.", rich_help_panel=_REQUEST
-    ),
-]
-TopK = Annotated[
-    int | None,
-    typer.Option(help="Keep the k most likely tokens; 0: all.", rich_help_panel=_REQUEST),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        help="Keep the likeliest tokens up to this probability.", rich_help_panel=_REQUEST
-    ),
-]
-Seed = Annotated[
-    int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=_REQUEST)
-]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--stop",
-        "-s",
-        help="Text that ends the output; may be given again.",
-        rich_help_panel=_REQUEST,
-    ),
-]
-N = Annotated[
-    int | None,
-    typer.Option("-n", min=1, help="How many continuations to make.", rich_help_panel=_REQUEST),
-]
-Priority = Annotated[
-    int | None,
-    typer.Option(
-        help="Requests of a higher number run first; -100 to 100.", rich_help_panel=_REQUEST
-    ),
-]
-TOOLS = "Tools"
-ToolChoice = Annotated[
-    str | None,
-    typer.Option(
-        metavar="auto|none|required|NAME",
-        help="Which tools the model may or must call, held to their schemas (not by auto); NAME: "
-        "this one. Or OpenAI's dictionary, as JSON.",
-        rich_help_panel=TOOLS,
-    ),
-]
-MaxReasoningTokens = Annotated[
-    int | None,
-    typer.Option(
-        min=0, help="End the reasoning after so many tokens; 0: at once.", rich_help_panel=_REQUEST
-    ),
-]
-_FORM = "The output's form (at most one)"
-JsonSchema = Annotated[
-    str | None,
-    typer.Option(
-        help="A JSON value that satisfies this schema; @FILE reads it from a file.",
-        rich_help_panel=_FORM,
-    ),
-]
-JsonObject = Annotated[
-    bool, typer.Option("--json-object", help="Any JSON object.", rich_help_panel=_FORM)
-]
-Regex = Annotated[
-    str | None,
-    typer.Option(help="Text that matches this expression as a whole.", rich_help_panel=_FORM),
-]
-Grammar = Annotated[
-    str | None,
-    typer.Option(
-        help="Text of this grammar (Lark syntax); @FILE reads it from a file.",
-        rich_help_panel=_FORM,
-    ),
-]
-Choices = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--choice", help="One of these strings; give it again for each.", rich_help_panel=_FORM
-    ),
-]
-TimeLimit = Annotated[
-    float | None,
-    typer.Option(help="Seconds after which the server ends it.", rich_help_panel=_REQUEST),
-]
-OtherOptions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--option", "-o", metavar="NAME=VALUE",
-        help="Any other option of a request, the value as JSON, such as min_tokens=5 or "
-        "'logit_bias={\"13\": -100}'.",
-        rich_help_panel=_REQUEST,
-    ),
-]  # fmt: skip
-_SERVER = "The server"
-Target = Annotated[
-    str | None,
-    typer.Option(
-        help="host:port or unix:/path; several servers: dns:///host:port or a list with commas; "
-        "default: HEADRACE_TARGET, else "
-        "127.0.0.1:50051.",
-        rich_help_panel=_SERVER,
-    ),
-]
-Tls = Annotated[
-    bool | None,
-    typer.Option(
-        "--tls/--insecure",
-        help="Encrypted, or in clear text even with a token.",
-        rich_help_panel=_SERVER,
-    ),
-]
-Ca = Annotated[
-    Path | None,
-    typer.Option(
-        help="The certificate authority to trust (PEM); default: HEADRACE_CA.",
-        rich_help_panel=_SERVER,
-    ),
-]
-Token = Annotated[
-    str | None,
-    typer.Option(help="Sent as a bearer token; default: HEADRACE_TOKEN.", rich_help_panel=_SERVER),
-]
-ClientCert = Annotated[
-    Path | None,
-    typer.Option(
-        help="This client's certificate (PEM); default: HEADRACE_CLIENT_CERT.",
-        rich_help_panel=_SERVER,
-    ),
-]
-ClientKey = Annotated[
-    Path | None,
-    typer.Option(
-        help="The certificate's key (PEM); default: HEADRACE_CLIENT_KEY.",
-        rich_help_panel=_SERVER,
-    ),
-]
-System = Annotated[str | None, typer.Option(help="Instructions that come before the conversation.")]

@@ -3,60 +3,57 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from headrace.cli import common
+from headrace.cli.options import (
+    TOOLS,
+    FormOptions,
+    OtherOptions,
+    RequestOptions,
+    ServerOptions,
+    System,
+    ToolChoice,
+    grouped,
+    make_options,
+)
 from headrace.cli.tool_files import read_choice, read_tools
 from headrace.messages import Message, Prompt
-from headrace.results import Choice, Result
+from headrace.results import Choice, Chunk, Result
 
 
 @common.tells_errors
+@grouped
 def generate(
     context: typer.Context,
+    *,
     prompt: Annotated[
         str | None,
         typer.Argument(help="The prompt; @FILE reads it from a file, - or nothing from stdin."),
     ] = None,
-    max_tokens: common.MaxTokens = None,
-    max_reasoning_tokens: common.MaxReasoningTokens = None,
-    temperature: common.Temperature = None,
-    top_k: common.TopK = None,
-    top_p: common.TopP = None,
-    seed: common.Seed = None,
-    stop: common.Stop = None,
-    n: common.N = None,
-    priority: common.Priority = None,
-    time_limit: common.TimeLimit = None,
-    option: common.OtherOptions = None,
-    json_schema: common.JsonSchema = None,
-    json_object: common.JsonObject = False,
-    regex: common.Regex = None,
-    grammar: common.Grammar = None,
-    choice: common.Choices = None,
+    request: RequestOptions,
+    option: OtherOptions = None,
+    form: FormOptions,
     tools: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help="Tools that the model may call, which are not run (implies --chat): a JSON array "
             "of their definitions, or FILE.py, whose public functions are described.",
-            rich_help_panel=common.TOOLS,
+            rich_help_panel=TOOLS,
         ),
     ] = None,
-    tool_choice: common.ToolChoice = None,
-    target: common.Target = None,
-    tls: common.Tls = None,
-    ca: common.Ca = None,
-    token: common.Token = None,
-    client_cert: common.ClientCert = None,
-    client_key: common.ClientKey = None,
+    tool_choice: ToolChoice = None,
+    server: ServerOptions,
     chat: Annotated[
         bool, typer.Option("--chat", help="Lay the prompt out by the model's chat template.")
     ] = False,
-    system: common.System = None,
+    system: System = None,
     token_ids: Annotated[
         bool,
         typer.Option(
@@ -93,60 +90,29 @@ def generate(
         headrace generate --token-ids "5 17 42" --max-tokens 8
     """
     text = common.read_text(prompt)
-    options = common.make_options(
+    options = make_options(
         option,
-        max_tokens=max_tokens,
-        max_reasoning_tokens=max_reasoning_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop=stop,
-        n=n,
-        priority=priority,
-        time_limit=time_limit,
-        json_schema=common.read_form(json_schema, "the schema"),
-        json_object=json_object or None,
-        regex=regex,
-        grammar=common.read_form(grammar, "the grammar"),
-        choices=choice,
+        **asdict(request),
+        **form.named(),
         tools=read_tools(tools) if tools else None,
         tool_choice=read_choice(tool_choice),
     )
+    in_chat = chat or system is not None or tools is not None
+    if token_ids and in_chat:
+        common.fail("--token-ids excludes --chat, --system and --tools", common.EXIT_USAGE)
     asked: Prompt = text
     if token_ids:
-        if chat or system is not None or tools is not None:
-            common.fail("--token-ids excludes --chat, --system and --tools", common.EXIT_USAGE)
         asked = _ids(text)
-    elif chat or system is not None or tools is not None:
+    elif in_chat:
         messages = [Message.system(system)] if system is not None else []
         asked = [*messages, Message.user(text)]
-    connection = common.connection(context, target, tls, ca, token, client_cert, client_key)
-    with (
-        connection.open() as client,
-        client.stream(asked, **options) as stream,
-    ):
-        last = ""
-        for chunk in stream:
-            if as_json or chunk.choice_index != 0:
-                continue
-            new = "".join(f"{i} " for i in chunk.token_ids) if token_ids else chunk.text
-            if new:
-                typer.echo(new, nl=False)
-                last = new
+    with server.connection(context).open() as client, client.stream(asked, **options) as stream:
+        last = _write_as_it_comes(stream, silent=as_json, token_ids=token_ids)
         result = stream.result()
     if as_json:
         typer.echo(json.dumps(result.to_dict(), ensure_ascii=False))
     else:
-        if not last.endswith("\n") and (last or not result.tool_calls):
-            typer.echo()
-        _write_calls(result.choices[0])
-        for other in result.choices[1:]:
-            said = " ".join(map(str, other.token_ids)) if token_ids else other.text
-            typer.echo(f"--- {other.index}")
-            if said or not other.tool_calls:
-                typer.echo(said)
-            _write_calls(other)
+        _write_rest(result, last, token_ids=token_ids)
     if stats:
         typer.echo(describe(result), err=True)
     if common.was_cancelled(result):
@@ -154,6 +120,32 @@ def generate(
             "the output is not whole: the request was cancelled at the server, by somebody else or "
             "because the server stops"
         )
+
+
+def _write_as_it_comes(stream: Iterable[Chunk], *, silent: bool, token_ids: bool) -> str:
+    """Writes the first choice while it is generated; returns the last piece that was written."""
+    last = ""
+    for chunk in stream:
+        if silent or chunk.choice_index != 0:
+            continue
+        new = "".join(f"{i} " for i in chunk.token_ids) if token_ids else chunk.text
+        if new:
+            typer.echo(new, nl=False)
+            last = new
+    return last
+
+
+def _write_rest(result: Result, last: str, *, token_ids: bool) -> None:
+    """Ends the first choice's line, then writes its tool calls and the other choices."""
+    if not last.endswith("\n") and (last or not result.tool_calls):
+        typer.echo()
+    _write_calls(result.choices[0])
+    for other in result.choices[1:]:
+        said = " ".join(map(str, other.token_ids)) if token_ids else other.text
+        typer.echo(f"--- {other.index}")
+        if said or not other.tool_calls:
+            typer.echo(said)
+        _write_calls(other)
 
 
 def _write_calls(choice: Choice) -> None:

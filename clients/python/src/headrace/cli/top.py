@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.cli import common
+from headrace.cli.options import ServerOptions, grouped
 from headrace.v1 import control_service_pb2 as pb
 
 _BAR = 24  # characters
@@ -28,8 +29,10 @@ _REASONS = 6  # of refusals, likewise
 
 
 @common.tells_errors
+@grouped
 def top(
     context: typer.Context,
+    *,
     interval: Annotated[
         float, typer.Option("--interval", "-i", help="Seconds between two looks; 0.1 to 3600.")
     ] = 1.0,
@@ -39,12 +42,7 @@ def top(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object a line, with all figures.")
     ] = False,
-    target: common.Target = None,
-    tls: common.Tls = None,
-    ca: common.Ca = None,
-    token: common.Token = None,
-    client_cert: common.ClientCert = None,
-    client_key: common.ClientKey = None,
+    server: ServerOptions,
 ) -> None:
     """Show a server's live statistics. Ends with Ctrl-C, or when the server stops.
 
@@ -52,8 +50,7 @@ def top(
     by default is served on loopback addresses and Unix sockets.
     """
     common.check_seconds(interval, "--interval", 0.1, 3600)
-    connection = common.connection(context, target, tls, ca, token, client_cert, client_key)
-    with connection.open() as client:
+    with server.connection(context).open() as client:
         looks = client.control.watch(interval)
         is_live = sys.stdout.isatty() and not as_json
         with Live(auto_refresh=False, transient=False) if is_live else _Nothing() as live:
