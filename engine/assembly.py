@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from engine.admission import AdmissionLimits
 from engine.api.generation_options import GenerationDefaults
-from engine.api.manager import ContinuousBatchingManager, ManagerKeeper, Observer
+from engine.api.manager import ContinuousBatchingManager, ManagerKeeper
+from engine.api.observer import Observer
 from engine.api.results import StopFinder
 from engine.config import ContinuousBatchingConfig, target_step_time
 from engine.core import EngineCore
@@ -94,7 +95,6 @@ def build_loop(
     *,
     sink: StepSink,
     tokenizer: Tokenizer | None = None,
-    on_end: Callable[[], None] | None = None,
 ) -> tuple[EngineLoop, AdmissionLimits, CachePlan]:
     """Build an engine whose outputs go to `sink`; for the other arguments see `build_core` and
     EngineLoop.
@@ -113,7 +113,6 @@ def build_loop(
         limits,
         sink=sink,
         max_queue_size=config.max_queue_size,
-        on_end=on_end,
         compile_grammar=None if compiler is None else compiler.begin,
     )
     return loop, limits, plan

@@ -93,7 +93,7 @@ class LocalEngineClient:
             raise
         if self._closing.is_set():
             raise EngineUnavailableError("loading was given up, because the engine was closed")
-        engine.start()
+        engine.start(on_end=bridge.end)
         self._engine = engine
         return info
 
@@ -116,7 +116,6 @@ class LocalEngineClient:
             stages,
             sink=bridge.deliver,
             tokenizer=_load_tokenizer(verified),
-            on_end=bridge.end,
         )
         stages.enter(WARM_UP)
         stages("warming up")

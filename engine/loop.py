@@ -73,7 +73,6 @@ class EngineLoop:
         *,
         sink: StepSink,
         max_queue_size: int = 0,
-        on_end: Callable[[], None] | None = None,
         compile_grammar: GrammarCompile | None = None,
         jitter: Callable[[], float] = random.random,
     ) -> None:
@@ -84,8 +83,6 @@ class EngineLoop:
             limits: what admission checks.
             sink: takes each step's outputs on the engine's thread; must not block.
             max_queue_size: how many requests may wait; 0: no limit.
-            on_end: called on the engine's thread as its last act, whether the engine was stopped or
-                has died (`failure` tells which); must not block.
             compile_grammar: starts to compile the grammar of a request; None: grammars are refused.
             jitter: returns random numbers from 0 to 1, which spread the retry times of callers that
                 a full queue refuses.
@@ -93,7 +90,7 @@ class EngineLoop:
         self._core = core
         self._limits = limits
         self._sink = sink
-        self._on_end = on_end
+        self._on_end: Callable[[], None] | None = None  # given to `start`; None: not running
         self._compile_grammar = compile_grammar
         self._changed = threading.Condition()
         self._window = ModelWindow(self._changed)
@@ -114,8 +111,18 @@ class EngineLoop:
 
     # ---- life ----------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(
+        self,
+        *,
+        on_start: Callable[[], None] | None = None,
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
         """Start the engine's thread. Harmless while it runs.
+
+        Args:
+            on_start: called before the thread does anything; not if it runs already.
+            on_end: called on the thread as its last act, whether the engine was stopped or has died
+                (`failure` tells which). Neither may block.
 
         Raises:
             EngineUnavailableError: the engine has died, and a new one is needed; or it is still
@@ -137,15 +144,9 @@ class EngineLoop:
             self._is_running = self._accepting = True
             self._stopping = self._aborting = self._is_paused = False
             self._window.loop_started()
-            self._started()
-
-    def _started(self) -> None:
-        """Called with the lock held, when the thread has been started."""
-
-    def _ended(self) -> None:
-        """Called with the lock held, as the thread's last act."""
-        if self._on_end is not None:
-            self._on_end()
+            self._on_end = on_end
+            if on_start is not None:
+                on_start()
 
     def is_running(self) -> bool:
         """Whether the engine's thread runs."""
@@ -168,7 +169,7 @@ class EngineLoop:
         """
         with self._changed:
             if block:
-                self._refuse_to_wait_for_itself()
+                self.refuse_to_wait_for_itself()
             self._accepting = self._is_paused = False
             self._stopping = True
             self._aborting = self._aborting or hard_stop
@@ -187,10 +188,11 @@ class EngineLoop:
         """
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            self._refuse_to_wait_for_itself()
+            self.refuse_to_wait_for_itself()
             thread.join(timeout)
 
-    def _refuse_to_wait_for_itself(self) -> None:
+    def refuse_to_wait_for_itself(self) -> None:
+        """Raise RuntimeError if the calling thread is in a model window of this engine."""
         if self._window.is_entered_here:
             raise RuntimeError(
                 "this thread is in a window of the engine and would wait for itself; leave the "
@@ -275,7 +277,7 @@ class EngineLoop:
         """
         call: Future[None] | None = None
         with self._changed:
-            self._refuse_to_wait_for_itself()
+            self.refuse_to_wait_for_itself()
             self._changed.wait_for(lambda: not self._is_warming)
             if self._is_running:
                 call = self._between_steps(self._warm_up_between_steps)
@@ -324,12 +326,14 @@ class EngineLoop:
         self._limits.check(request)
         if request.grammar is not None and make_matcher is None:
             raise ValueError("a request with a grammar needs a matcher: see compile_grammar")
-        return self._enqueue([(request, make_matcher)], time.monotonic())
+        return self.submit_all([(request, make_matcher)], time.monotonic())
 
-    def _enqueue(
+    def submit_all(
         self, requests: Sequence[tuple[GenerationRequest, MatcherFactory | None]], arrival: float
     ) -> Admission:
-        """Accept requests that were checked: all of them, or none."""
+        """Accept requests that were checked, with the matchers of their grammars: all of them, or
+        none. Raises as `submit` does.
+        """
         with self._changed:
             if self._failure is not None:
                 raise EngineUnavailableError("the engine has failed; restart the server")
@@ -436,7 +440,9 @@ class EngineLoop:
         self._is_running = self._accepting = False
         self._inbox.close(EngineUnavailableError("the engine ended before it could do this"))
         self._window.loop_ended()
-        self._ended()
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end()
 
     def _wait_for_work(self) -> bool:
         """Carry out commands, open windows, sleep while there is nothing to do. False: the thread

@@ -10,7 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine.api.manager import ContinuousBatchingManager, token_ids
+from engine.api.manager import ContinuousBatchingManager
+from engine.api.request_builder import token_ids
 from engine.api.results import GenerationOutput, Mailbox, choice_name
 from engine.errors import (
     CompileQueueFullError,

@@ -1,27 +1,28 @@
 """The manager: the Python API of a running engine, with the methods of transformers' continuous
 batching.
 
-    add_request ──▶ options ──▶ ResultRouter.expect ──▶ EngineLoop.submit
+    add_request ──▶ RequestBuilder ──▶ ResultRouter.expect ──▶ EngineLoop.submit_all
     get_result, iteration, handlers ◀── ResultRouter ◀── StepOutputs ◀── the engine's thread
 
-Start and stop, pauses, windows, cancellation and admission are inherited from
-`engine.loop.EngineLoop`.
+A manager has an `EngineLoop`, and hands start and stop, pauses, windows and cancellation on to it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from engine.admission import AdmissionLimits
-from engine.api.generation_options import REQUEST_KEYS, GenerationDefaults
+from engine.api.generation_options import GenerationDefaults
+from engine.api.observer import Observer, observed
+from engine.api.request_builder import PreparedRequest, RequestBuilder, StopFinderFactory
 from engine.api.results import (
     MAX_UNREAD_REQUESTS,
     MAX_UNREAD_RESULTS,
@@ -29,27 +30,15 @@ from engine.api.results import (
     Mailbox,
     ResultHandler,
     ResultRouter,
-    StopFinder,
 )
-from engine.core import EngineCore, MatcherFactory
+from engine.core import EngineCore
 from engine.errors import InvalidRequestError, UnsupportedFeatureError
-from engine.loop import EngineLoop, GrammarCompile, StepSink
-from engine.outputs import StepOutputs
+from engine.loop import EngineLoop, GrammarCompile
 from engine.request import GenerationRequest
 from engine.stats import EngineStats
-from engine.types import RequestId, TokenId
+from engine.types import RequestId
 
 logger = logging.getLogger(__name__)
-
-_FREE_KEYS = frozenset(
-    {
-        "n", "num_return_sequences", "seed", "stop_strings", "stop_token_ids", "ignore_eos",
-        "logprobs", "logprob_token_ids", "prompt_logprobs", "grammar", "priority", "time_limit_s",
-        "cache_salt", "bypass_prefix_cache",
-    }
-)  # fmt: skip
-"""Options of one request that need no processor; `grammar` uses a matcher instead."""
-StopFinderFactory = Callable[[tuple[str, ...]], StopFinder]
 
 
 class ManagerKeeper(Protocol):
@@ -64,47 +53,7 @@ class ManagerKeeper(Protocol):
         ...
 
 
-class Observer(Protocol):
-    """Is told what a manager does (`engine.telemetry.observer`). None of it may block or raise."""
-
-    def started(self, stats: Callable[[], EngineStats]) -> None:
-        """The manager's thread was started; `stats` may be called from any thread."""
-        ...
-
-    def ended(self) -> None:
-        """The manager's thread ends."""
-        ...
-
-    def submitting(self, requests: Sequence[GenerationRequest], arrival: float) -> None:
-        """Requests go to the engine; called by the thread that adds them. `arrival`: monotonic
-        seconds.
-        """
-        ...
-
-    def refused(self, requests: Sequence[GenerationRequest]) -> None:
-        """The engine has refused these."""
-        ...
-
-    def on_step(self, step: StepOutputs) -> None:
-        """One step's outputs; called on the engine's thread."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A checked request."""
-
-    spec: GenerationRequest
-    make_stop_finder: Callable[[], StopFinder] | None = None
-    compiling: Future[MatcherFactory] | None = None
-
-    @property
-    def make_matcher(self) -> MatcherFactory | None:
-        """The matcher factory of its grammar; waits until the grammar is compiled."""
-        return None if self.compiling is None else self.compiling.result()
-
-
-class ContinuousBatchingManager(EngineLoop):
+class ContinuousBatchingManager:
     """Generates for many requests at once, on a thread of its own. All methods may be called from
     any thread. Made by `LoadedModel.init_continuous_batching`.
 
@@ -153,19 +102,23 @@ class ContinuousBatchingManager(EngineLoop):
         self._router = ResultRouter(
             partial(_call_if_alive, finish), max_unread_results, max_unread_requests
         )
-        super().__init__(
+        sink = self._router.accept
+        self._loop = EngineLoop(
             core,
             limits,
-            sink=self._router.accept if observer is None else _both(self._router, observer),
+            sink=sink if observer is None else observed(sink, observer),
             max_queue_size=max_queue_size,
             compile_grammar=compile_grammar,
         )
         self.settings = settings
-        self._defaults = defaults or GenerationDefaults(
-            None, (), drop_unsupported=True, return_logprobs=False
+        self._builder = RequestBuilder(
+            limits,
+            defaults or GenerationDefaults(None, (), drop_unsupported=True, return_logprobs=False),
+            self._loop.compile_grammar,
+            make_stop_finder,
+            per_request_processors=per_request_processors,
         )
-        self._per_request_processors = per_request_processors
-        self._make_stop_finder = make_stop_finder
+        self._lock = threading.Lock()  # taken while the loop's is held, never the other way round
         self._keeper = keeper
         self._refresh_model = refresh_model
         self._observer = observer
@@ -183,7 +136,11 @@ class ContinuousBatchingManager(EngineLoop):
                 moved or converted.
         """
         self._refresh()
-        super().start()
+        self._loop.start(on_start=self._started, on_end=self._ended)
+
+    def is_running(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self._loop.is_running()
 
     def warmup(self) -> None:
         """Run once whatever is slow the first time; see EngineLoop.
@@ -193,7 +150,21 @@ class ContinuousBatchingManager(EngineLoop):
             Exception: see EngineLoop.
         """
         self._refresh()
-        super().warmup()
+        self._loop.warmup()
+
+    @property
+    def warmed_up(self) -> bool:
+        """Whether `warmup` has been done."""
+        return self._loop.warmed_up
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the engine is dead, if it is."""
+        return self._loop.failure
+
+    def stats(self) -> EngineStats:
+        """The engine's figures now (without the counters of a step that is still running)."""
+        return self._loop.stats()
 
     @contextlib.contextmanager
     def model_window(self) -> Iterator[None]:
@@ -205,9 +176,28 @@ class ContinuousBatchingManager(EngineLoop):
             ModelChangedError: at the end of the window, as for `start`. Requests then go on with
                 the modules that were verified.
         """
-        with super().model_window():
+        with self._loop.model_window():
             yield
             self._refresh()
+
+    def pause(self) -> Future[None]:
+        """Take no further step until `resume`; see EngineLoop. Does not block.
+
+        Returns:
+            Done when the last step is done; from then on nothing touches the model.
+
+        Raises:
+            EngineUnavailableError: the engine does not run, or is being stopped.
+        """
+        return self._loop.pause()
+
+    def resume(self) -> None:
+        """End a pause. Harmless if there is none."""
+        self._loop.resume()
+
+    def reset_prefix_cache(self) -> Future[None]:
+        """Forget all cached prefixes, before the next step at the latest; see EngineLoop."""
+        return self._loop.reset_prefix_cache()
 
     def _refresh(self) -> None:
         if self._refresh_model is not None and self._refresh_model():
@@ -215,21 +205,23 @@ class ContinuousBatchingManager(EngineLoop):
             self.reset_prefix_cache()
 
     def _started(self) -> None:
-        self._keep = False
+        with self._lock:
+            self._keep = False
         if self._keeper is not None:
             self._keeper.release(self)
         self._router.reopen()
         if self._observer is not None:
-            self._observer.started(self._core.stats)
+            self._observer.started(self._loop.stats)
 
     def _ended(self) -> None:
         self._router.close()
         if self._observer is not None:
             self._observer.ended()
-        self._offer()
+        with self._lock:
+            self._offer()
 
     def _offer(self) -> None:
-        if self._keep and self._keeper is not None and self._failure is None:
+        if self._keep and self._keeper is not None and self.failure is None:
             self._keeper.keep(self)
 
     def stop(
@@ -259,13 +251,22 @@ class ContinuousBatchingManager(EngineLoop):
             raise UnsupportedFeatureError(
                 "keep_for_next_session", "is True, but no model has made this manager"
             )
-        with self._changed:
-            if block:
-                self._refuse_to_wait_for_itself()
+        if block:
+            self._loop.refuse_to_wait_for_itself()
+        with self._lock:
             self._keep = keep_for_next_session
-            if not self._is_running:
+            if not self.is_running():
                 self._offer()
-        super().stop(block, timeout, hard_stop=hard_stop)
+        self._loop.stop(block, timeout, hard_stop=hard_stop)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the engine's thread to end, at most `timeout` seconds. Harmless if it does not
+        run.
+
+        Raises:
+            RuntimeError: the calling thread is in a model window of this manager.
+        """
+        self._loop.join(timeout)
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -303,7 +304,7 @@ class ContinuousBatchingManager(EngineLoop):
         """
         name = request_id if request_id is not None else self._new_names(1)[0]
         try:
-            prepared = self._prepare(
+            prepared = self._builder.build(
                 name, input_ids, max_new_tokens, eos_token_id, logit_processor_kwargs
             )
             self._admit([prepared], streaming=streaming, record_timestamps=record_timestamps)
@@ -337,7 +338,7 @@ class ContinuousBatchingManager(EngineLoop):
         ):
             try:
                 prepared.append(
-                    self._prepare(name, prompt, max_new_tokens, None, logit_processor_kwargs)
+                    self._builder.build(name, prompt, max_new_tokens, None, logit_processor_kwargs)
                 )
             except InvalidRequestError as error:
                 raise InvalidRequestError(
@@ -362,53 +363,32 @@ class ContinuousBatchingManager(EngineLoop):
         Returns:
             How many choices it has.
         """
-        prepared = self._prepare(name, prompt, max_new_tokens, eos_token_id, {})
+        prepared = self._builder.build(name, prompt, max_new_tokens, eos_token_id, {})
         self._admit(
             [prepared], streaming=False, record_timestamps=record_timestamps, mailbox=mailbox
         )
         return prepared.spec.n
 
     def cancel_request(self, request_id: str) -> bool:
-        """End a request; see EngineLoop. Handlers that wait for a request with that id are
-        dropped.
+        """End a request, with all its choices, within one step; its last results say CANCELLED.
+        Handlers that wait for a request with that id are dropped. False: no live request has it.
         """
         self._router.give_up(request_id)
-        return super().cancel_request(request_id)
+        return self._loop.cancel_request(request_id)
+
+    def finish_request(self, request_id: str, num_tokens: int, choice: int = 0) -> bool:
+        """End a choice with STOP as of its first `num_tokens` output tokens. False: the request is
+        not live.
+        """
+        return self._loop.finish_request(request_id, num_tokens, choice)
 
     def new_name(self) -> str:
         """A request id that is not in use."""
         return self._new_names(1)[0]
 
-    def _prepare(
-        self,
-        name: str,
-        input_ids: Sequence[int],
-        max_new_tokens: int | None,
-        eos_token_id: int | Iterable[int] | None,
-        overrides: dict[str, Any],
-    ) -> _Prepared:
-        """Make a request from the caller's arguments, and check it."""
-        if overrides and not self._per_request_processors:
-            known = sorted(set(overrides) & (REQUEST_KEYS - _FREE_KEYS))
-            if known:
-                raise InvalidRequestError(
-                    known[0], "is set for one request; that needs per_request_processors=True"
-                )
-        prompt = token_ids(input_ids)
-        options = self._defaults.resolve(
-            len(prompt),
-            max_new_tokens=max_new_tokens,
-            eos_token_id=eos_token_id,
-            overrides=overrides,
-        )
-        spec = options.to_request(RequestId(name), prompt)
-        self._limits.check(spec)
-        find_stop = self._stop_finder(options.stop_strings)
-        return _Prepared(spec, find_stop, self.compile_grammar(spec))
-
     def _admit(
         self,
-        prepared: Sequence[_Prepared],
+        prepared: Sequence[PreparedRequest],
         *,
         streaming: bool,
         record_timestamps: bool,
@@ -433,7 +413,7 @@ class ContinuousBatchingManager(EngineLoop):
             if self._observer is not None:
                 told = [spec for spec, _ in requests]
                 self._observer.submitting(told, arrival)
-            self._enqueue(requests, arrival)
+            self._loop.submit_all(requests, arrival)
         except BaseException:  # also for an interrupt: nothing may be left behind
             for name in expected:
                 self._router.forget(name)
@@ -443,23 +423,13 @@ class ContinuousBatchingManager(EngineLoop):
 
     def _new_names(self, count: int) -> list[str]:
         names: list[str] = []
-        with self._changed:
+        with self._lock:
             while len(names) < count:
                 name = f"req_{self._next_name}"
                 self._next_name += 1
                 if not self._router.is_known(name):
                     names.append(name)
         return names
-
-    def _stop_finder(self, stop_strings: tuple[str, ...]) -> Callable[[], StopFinder] | None:
-        if not stop_strings:
-            return None
-        if self._make_stop_finder is None:
-            raise UnsupportedFeatureError(
-                "stop_strings",
-                "need the model's tokenizer.json, which is not there; use stop_token_ids",
-            )
-        return partial(self._make_stop_finder, stop_strings)
 
     # ---- results -------------------------------------------------------------------------------
 
@@ -508,30 +478,6 @@ class ContinuousBatchingManager(EngineLoop):
             RuntimeError: no event loop is running here.
         """
         self._router.register(request_id, callback)
-
-
-def _both(router: ResultRouter, observer: Observer) -> StepSink:
-    def accept(step: StepOutputs) -> None:
-        # First: once a result is there, its caller may add another request of the same name.
-        try:
-            observer.on_step(step)
-        except Exception:
-            logger.exception("the telemetry of a step failed")
-        router.accept(step)
-
-    return accept
-
-
-def token_ids(prompt: Iterable[Any]) -> tuple[TokenId, ...]:
-    """A prompt's token ids, from a list, a numpy array or a torch tensor. Values that are not
-    integers stay as they are: admission refuses them and names the position.
-    """
-    if hasattr(prompt, "tolist"):
-        prompt = prompt.tolist()  # one call; iterating would make an array or tensor of each entry
-    ids = tuple(prompt)
-    if all(type(token) is int for token in ids):
-        return ids
-    return tuple(TokenId(token.item()) if hasattr(token, "item") else token for token in ids)
 
 
 def _call_if_alive(method: weakref.WeakMethod[Any], *arguments: object) -> None:

@@ -109,7 +109,7 @@ class _Running:
 
 
 class Observer:
-    """What one manager tells; see `engine.api.manager.Observer`."""
+    """What one manager tells; see `engine.api.observer.Observer`."""
 
     def __init__(
         self,

@@ -82,7 +82,7 @@ class Rig(LoopRig):
         self, core: EngineCore, limits: AdmissionLimits, options: dict[str, Any]
     ) -> EngineLoop:
         self.manager = ContinuousBatchingManager(core, limits, **options)
-        return self.manager
+        return self.manager._loop
 
 
 def result(manager: ContinuousBatchingManager, name: str | None = None) -> GenerationOutput:

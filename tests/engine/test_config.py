@@ -172,7 +172,7 @@ def _run(loaded: LoadedModel, **options: Any) -> tuple[Any, list[Any]]:
     )
     manager = loaded.init_continuous_batching(continuous_batching_config=config)
     batches: list[Any] = []
-    runner: Any = manager._core.runner
+    runner: Any = manager._loop._core.runner
     execute = runner.launch
 
     def watch(batch: Any) -> Any:
@@ -194,10 +194,10 @@ def llama(loaded: Callable[[str], LoadedModel]) -> LoadedModel:
 
 def test_block_size_and_num_blocks_act(llama: LoadedModel) -> None:
     manager, _ = _run(llama)
-    kv_cache = manager._core.scheduler.kv_cache
+    kv_cache = manager._loop._core.scheduler.kv_cache
     assert kv_cache.block_size == 8
     assert kv_cache.num_blocks == 64
-    assert manager._core.runner.kv.caches[0].keys.shape[0] == 65 * 8
+    assert manager._loop._core.runner.kv.caches[0].keys.shape[0] == 65 * 8
     few, _ = _run(llama, num_blocks=6)
     assert few.stats().preemptions > manager.stats().preemptions == 0
 
@@ -251,7 +251,7 @@ def test_use_async_batching_acts(llama: LoadedModel) -> None:
     for overlap in (True, False):
         config = ContinuousBatchingConfig(block_size=8, num_blocks=64, use_async_batching=overlap)
         manager = llama.init_continuous_batching(continuous_batching_config=config)
-        runner: Any = manager._core.runner
+        runner: Any = manager._loop._core.runner
         launch, open_steps, most = runner.launch, 0, 0
 
         def watch(batch: Any) -> Any:
@@ -291,7 +291,7 @@ def test_cpu_offload_space_acts(llama: LoadedModel) -> None:
 
 def test_scheduler_type_acts(llama: LoadedModel) -> None:
     kinds = {
-        name: type(_run(llama, scheduler_type=name)[0]._core.scheduler).__name__
+        name: type(_run(llama, scheduler_type=name)[0]._loop._core.scheduler).__name__
         for name in ("fifo", "prefill_first", "priority", "fair")
     }
     assert kinds == {
@@ -322,7 +322,7 @@ def test_priorities_are_heeded_or_refused(llama: LoadedModel, name: str) -> None
 
 def test_target_step_time_acts(llama: LoadedModel) -> None:
     def target_s(**options: Any) -> float | None:
-        pace = _run(llama, **options)[0]._core.scheduler.pace
+        pace = _run(llama, **options)[0]._loop._core.scheduler.pace
         return None if pace is None else pace.target_s
 
     assert target_s() is None

@@ -86,7 +86,7 @@ def test_manager(
     right: list[list[int]],
 ) -> None:
     manager = model.init_continuous_batching(generation_config=generation_config)
-    assert manager._core.scheduler.max_batch_tokens == 64
+    assert manager._loop._core.scheduler.max_batch_tokens == 64
     manager.start()
     for i, input_ids in enumerate(simple_batch_inputs):
         request_id = manager.add_request(input_ids=input_ids, request_id=f"request_{i}")

@@ -53,7 +53,7 @@ def _manager(loaded: LoadedModel, **options: Any) -> Iterator[ContinuousBatching
         yield manager
     finally:
         manager.stop(hard_stop=True)
-    kv_cache = manager._core.scheduler.kv_cache
+    kv_cache = manager._loop._core.scheduler.kv_cache
     kv_cache.check_integrity()
     assert kv_cache.num_used_blocks == 0
 
@@ -206,7 +206,7 @@ def test_a_window_bounds_the_memory_of_a_long_generation(family: str) -> None:
     with _manager(
         loaded, num_blocks=64, max_batch_tokens=BUDGET, allow_block_sharing=False
     ) as manager:
-        kv_cache, runner = manager._core.scheduler.kv_cache, manager._core.runner
+        kv_cache, runner = manager._loop._core.scheduler.kv_cache, manager._loop._core.runner
         launch = runner.launch
 
         def watch(batch: Any) -> Any:

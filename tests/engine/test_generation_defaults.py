@@ -56,7 +56,7 @@ def whole(model: PreTrainedModel) -> LoadedModel:
 
 
 def _request(manager: ContinuousBatchingManager, **options: Any) -> GenerationRequest:
-    return manager._prepare("a", PROMPTS[0], None, None, options).spec
+    return manager._builder.build("a", PROMPTS[0], None, None, options).spec
 
 
 def _of_generate(

@@ -65,7 +65,7 @@ def near(loaded: Callable[[str], LoadedModel], right: list[list[int]]) -> Iterat
     manager = loaded("qwen3").init_continuous_batching(continuous_batching_config=config)
     yield Neighbourhood(manager, right)
     manager.stop(hard_stop=True)
-    kv_cache = manager._core.scheduler.kv_cache
+    kv_cache = manager._loop._core.scheduler.kv_cache
     kv_cache.check_integrity()
     assert kv_cache.num_used_blocks == 0
 
@@ -180,7 +180,7 @@ def test_exception_in_forward(
     near: Neighbourhood, right: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near.check()
-    runner: Any = near.manager._core.runner
+    runner: Any = near.manager._loop._core.runner
     forward, left = runner._forward.as_it_comes, 1
 
     def failing(*arguments: Any) -> Any:
@@ -206,7 +206,7 @@ def test_exception_in_forward(
 def test_a_request_without_finite_logits_fails_alone(
     near: Neighbourhood, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner: Any = near.manager._core.runner
+    runner: Any = near.manager._loop._core.runner
     begin = runner._sampler.begin
 
     def poisoned(logits: torch.Tensor, requests: Any, lengths: Any) -> Any:
@@ -250,7 +250,7 @@ def test_nan_left_in_freed_blocks_reaches_nobody(
 ) -> None:
     config = ContinuousBatchingConfig(block_size=8, num_blocks=80, max_batch_tokens=64)
     manager = loaded("qwen3").init_continuous_batching(continuous_batching_config=config)
-    runner: Any = manager._core.runner
+    runner: Any = manager._loop._core.runner
     for cache in runner.kv.caches:
         cache.keys[8:] = float("nan")  # all but the null block
         cache.values[8:] = float("nan")

@@ -106,7 +106,7 @@ def _run(
                 assert output is not None
                 assert output.status is RequestStatus.FINISHED, output.error
                 results[output.request_id] = output
-        manager._core.scheduler.kv_cache.check_integrity()
+        manager._loop._core.scheduler.kv_cache.check_integrity()
     return [results[name] for name in names]
 
 

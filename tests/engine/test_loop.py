@@ -187,7 +187,7 @@ class Steps:
 
     def wait_for_window(self, rig: Rig) -> None:
         """Have the second step wait until somebody wants a window, or had one before it."""
-        self.asked_for = lambda: rig.manager._window.is_wanted or self.stopped
+        self.asked_for = lambda: rig.manager._loop._window.is_wanted or self.stopped
 
     def __call__(self, batch: ScheduledBatch) -> None:
         self.count += 1
@@ -338,7 +338,7 @@ def test_death_before_the_window_opens(monkeypatch: pytest.MonkeyPatch) -> None:
             caught.append(error)
 
     holder = in_thread(hold)
-    while not rig.manager._window.is_wanted:
+    while not rig.manager._loop._window.is_wanted:
         assert holder.is_alive()
     gate.set()
     assert ended(holder)
@@ -590,7 +590,7 @@ def test_a_grammar_is_compiled_before_its_request_is_taken(rig: Rig) -> None:
         make_request("a", [1], 3), grammar=GrammarParams(kind=GrammarKind.JSON_OBJECT)
     )
     with pytest.raises(UnsupportedFeatureError, match="grammar"):
-        rig.manager.compile_grammar(request)
+        rig.loop.compile_grammar(request)
     with pytest.raises(ValueError, match="matcher"):
-        rig.manager.submit(request)
-    assert rig.manager.compile_grammar(make_request("a", [1], 3)) is None
+        rig.loop.submit(request)
+    assert rig.loop.compile_grammar(make_request("a", [1], 3)) is None

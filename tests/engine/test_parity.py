@@ -51,20 +51,20 @@ def _run(
 ) -> tuple[list[GenerationOutput], int, int]:
     """All outputs in order, how often a request was preempted, and the longest step in tokens."""
     manager = loaded.init_continuous_batching(continuous_batching_config=config)
-    execute, longest = manager._core.runner.launch, 0
+    execute, longest = manager._loop._core.runner.launch, 0
 
     def watch(batch):  # type: ignore[no-untyped-def]
         nonlocal longest
         longest = max(longest, batch.num_tokens)
         return execute(batch)
 
-    manager._core.runner.launch = watch  # type: ignore[method-assign]
+    manager._loop._core.runner.launch = watch  # type: ignore[method-assign]
     manager.start()
     for index, prompt in enumerate(prompts):
         manager.add_request(prompt, request_id=str(index), max_new_tokens=NEW_TOKENS)
     manager.stop()
     outputs = {output.request_id: output for output in manager}
-    kv_cache = manager._core.scheduler.kv_cache
+    kv_cache = manager._loop._core.scheduler.kv_cache
     kv_cache.check_integrity()
     assert kv_cache.num_used_blocks == 0
     assert all(pool.num_free == pool.num_blocks for pool in kv_cache.pools)
@@ -128,7 +128,7 @@ def test_who_gives_a_place_up_goes_on_where_it_was(family: str, overlap: bool) -
         scheduler_type="fair",
         use_async_batching=overlap,
     )
-    core = _loaded(family).init_continuous_batching(continuous_batching_config=config)._core
+    core = _loaded(family).init_continuous_batching(continuous_batching_config=config)._loop._core
     set_aside, kept = core.scheduler.set_aside, []
 
     def watch(plan: StepPlan, request: Request) -> None:

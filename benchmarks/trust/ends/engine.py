@@ -134,9 +134,7 @@ class ScriptedEngine(LocalEngineClient):
         limits = AdmissionLimits(
             vocab_size=VOCAB_SIZE, model_context=CONTEXT, cache_context=self.core.max_context_tokens
         )
-        loop = EngineLoop(
-            self.core, limits, sink=bridge.deliver, on_end=bridge.end, max_queue_size=1024
-        )
+        loop = EngineLoop(self.core, limits, sink=bridge.deliver, max_queue_size=1024)
         info = model_info(
             max_context_tokens=limits.max_context_tokens, max_running_requests=self._max_requests
         )

@@ -224,7 +224,7 @@ def test_a_full_queue_refuses_at_once_with_advice() -> None:
     rig.manager.add_request([1], request_id="running", max_new_tokens=3)
     rig.wait_for_step()
     for index in range(3):
-        assert rig.manager.submit(make_request(f"w{index}", [1], 1)).queue_position == index
+        assert rig.loop.submit(make_request(f"w{index}", [1], 1)).queue_position == index
     with pytest.raises(QueueFullError, match=r"max_queue_size.* try again in") as caught:
         rig.manager.add_request([1], request_id="late", max_new_tokens=1)
     assert caught.value.retry_after_s > 0

@@ -339,7 +339,7 @@ def test_a_dropped_manager_frees_its_cache_at_once(llama: LoadedModel) -> None:
     manager.start()
     manager.add_request([5, 6], max_new_tokens=2)
     manager.stop()
-    runner: Any = manager._core.runner
+    runner: Any = manager._loop._core.runner
     cache = weakref.ref(runner.kv.caches[0].keys)
     gc.collect()
     gc.disable()
@@ -384,8 +384,8 @@ def test_death_in_a_batch_gives_what_there_is(
         raise RuntimeError("a bug")
 
     manager = llama.init_continuous_batching(continuous_batching_config=SMALL)
-    monkeypatch.setattr(manager._core.scheduler, "schedule", broken)
-    monkeypatch.setattr(manager._core, "fail_all", broken)
+    monkeypatch.setattr(manager._loop._core.scheduler, "schedule", broken)
+    monkeypatch.setattr(manager._loop._core, "fail_all", broken)
     manager.stop(keep_for_next_session=True)
     outputs = llama.generate_batch(
         [[5], [6], [7]], continuous_batching_config=SMALL, max_new_tokens=3, progress_bar=False

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.api.manager import _Prepared
+from engine.api.request_builder import PreparedRequest
 from engine.api.results import GenerationOutput, Mailbox, ResultRouter, choice_name
 from engine.errors import (
     DuplicateRequestError,
@@ -447,7 +447,7 @@ def admit(rig: Rig, name: str, n: int, max_tokens: int = 3, **options: Any) -> N
     """A request of several choices, as num_return_sequences makes it."""
     spec = dataclasses.replace(make_request(name, [4, 5], max_tokens), n=n)
     rig.manager._admit(
-        [_Prepared(spec, options.pop("make_stop_finder", None))],
+        [PreparedRequest(spec, options.pop("make_stop_finder", None))],
         **{"streaming": False, "record_timestamps": False, **options},
     )
 
@@ -460,7 +460,7 @@ def forks() -> Iterator[Rig]:
     rig.let()
     rig.manager.stop(timeout=WAIT, hard_stop=True)
     assert rig.kv_cache.num_used_blocks == 0
-    assert not rig.manager._live
+    assert not rig.manager._loop._live
     assert not rig.manager._router._requests
 
 
@@ -486,7 +486,7 @@ def test_each_choice_has_a_name_of_its_own(forks: Rig) -> None:
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_choices_of_next_to_nothing(forks: Rig, max_tokens: int) -> None:
     spec = dataclasses.replace(make_request("a", [4], max_tokens), n=3)
-    forks.manager._admit([_Prepared(spec, None)], streaming=True, record_timestamps=False)
+    forks.manager._admit([PreparedRequest(spec, None)], streaming=True, record_timestamps=False)
     for index in range(3):
         outputs = list(forks.manager.request_id_iter(choice_name("a", index)))
         assert [output.is_finished() for output in outputs] == [True]

@@ -100,7 +100,7 @@ def run(loaded: LoadedModel, case: Case) -> dict[str, Any]:
     manager.stop()
     outputs.extend(manager)
     stats = manager.stats()
-    manager._core.scheduler.kv_cache.check_integrity()
+    manager._loop._core.scheduler.kv_cache.check_integrity()
     return {
         "tokens": {out.request_id: list(out.generated_tokens) for out in outputs if out},
         "errors": [out.error if out else "no result" for out in outputs if not out or out.error],

@@ -269,7 +269,7 @@ def test_a_grammar_is_never_ignored(manager: ContinuousBatchingManager) -> None:
         grammar=form(GrammarKind.JSON_OBJECT),
     )
     with pytest.raises(ValueError, match="compile_grammar"):
-        manager.submit(request)
+        manager._loop.submit(request)
 
 
 def test_without_a_tokenizer_a_form_is_refused(loaded: Callable[[str], LoadedModel]) -> None:
