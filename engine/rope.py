@@ -17,6 +17,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
+LENGTH_SHIFT = 32
+"""A position id beyond the original length carries its length in the bits from this one up."""
+POSITION_MASK = (1 << LENGTH_SHIFT) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class RopeLengths:
@@ -42,3 +49,14 @@ class RopeLengths:
         if rope_length <= self.original:
             return 0
         return rope_length if self.is_graded else 1
+
+
+def with_lengths(
+    positions: npt.NDArray[np.int64], rope_lengths: npt.NDArray[np.int64], original: int
+) -> npt.NDArray[np.int64]:
+    """Position ids that carry the lengths beyond the original one: int64 [T].
+
+    rope_lengths: of each token's request, int64 [T].
+    """
+    lengths = np.maximum(rope_lengths, positions + 1)
+    return positions + (np.where(lengths > original, lengths, 0) << LENGTH_SHIFT)

@@ -43,7 +43,6 @@ PROMPT = "Once upon a time there was a mill by the river"
 JOINED = {
     "engine/local_client.py": "engine/loop.py",
     "engine/inbox.py": "engine/loop.py",
-    "engine/pause.py": "engine/loop.py",
     "engine/model_window.py": "engine/loop.py",
     "engine/threads.py": "engine/loop.py",
     "engine/endings.py": "engine/core.py",

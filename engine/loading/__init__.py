@@ -2,7 +2,7 @@
 
     checkpoint ─▶ model ─▶ view, with our attention ─▶ gate: compared with the model itself
         ─▶ our decoder (engine.models), or packed linear layers ─▶ compared again
-        ─▶ memory: the KV cache's size ─▶ a runner (engine.runner)
+        ─▶ memory: the KV cache's size ─▶ compiled, if that is wanted ─▶ a runner (engine.runner)
 
 Here a model that would be run incorrectly is refused; a step later finds everything decided.
 """

@@ -47,12 +47,12 @@ from engine.loading.memory import GIB, HostLimits, StepLimits
 from engine.loading.model_defaults import context_length, default_sampling, eos_token_ids
 from engine.loading.packing import Packing, choose_packing, pack_model
 from engine.loading.pages import trim
+from engine.loading.rotary import follow_lengths, read_rope
 from engine.loading.view import ModelView
 from engine.models.choosing import NOT_ASKED, CausalDecoder, make_decoder, plan_decoder
 from engine.parallel.sharding import check_plan, sharding, whole_logits
 from engine.rope import RopeLengths
 from engine.runner.forward import CausalModel
-from engine.runner.rope import follow_lengths, read_rope
 from engine.runner.runner_options import RunnerOptions
 from engine.sampling_params import SamplingParams
 from engine.startup import KERNELS, VERIFY, WEIGHTS, enter

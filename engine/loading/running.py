@@ -19,6 +19,7 @@ from engine.config import (
     block_size_on,
 )
 from engine.kv_cache.groups import LayerGroup
+from engine.loading.compile import compile_model, compile_options
 from engine.loading.loader import VerifiedModel
 from engine.loading.memory import CachePlan, HostLimits, StepLimits, plan_cache, step_limits
 from engine.loading.profiling import (
@@ -29,7 +30,6 @@ from engine.loading.profiling import (
     measure_step,
 )
 from engine.runner.buckets import Sizes
-from engine.runner.compile import compile_model, compile_options
 from engine.runner.cuda_graph import CapturingBackend, CudaCapture, GraphBackend
 from engine.runner.forward import ModelForward
 from engine.runner.kv_tensors import KVTensors, allocate_kv, make_groups

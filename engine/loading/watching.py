@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from engine.attention.base import LayerShape
 from engine.errors import ModelRefusedError
 from engine.loading.mask_rules import MaskWatch, UnknownMaskError
-from engine.runner.rope import read_rope
+from engine.loading.rotary import read_rope
 
 _LONGEST_CONTEXT = 1 << 20
 """The context assumed for a model without a limit."""

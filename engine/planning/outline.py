@@ -32,13 +32,13 @@ from engine.loading.checkpoint import Checkpoint, read_checkpoint
 from engine.loading.gate import num_embeddings
 from engine.loading.model_defaults import context_length
 from engine.loading.packing import Packing, choose_packing, held_bytes
+from engine.loading.rotary import read_rope
 from engine.loading.watching import LayerWatch, masks_of
 from engine.models.choosing import TORCH_DEVICES
 from engine.models.native_layer import DTYPES
 from engine.models.table import NotDescribedError, describe
 from engine.planning.operations import Operations
 from engine.runner.kv_tensors import make_groups
-from engine.runner.rope import read_rope
 
 _NAME = "headrace_outline"
 CALLED_WITH = 16

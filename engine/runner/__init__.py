@@ -1,1 +1,3 @@
-"""Everything that touches the device: loading, memory, the cache's tensors, and running a batch."""
+"""What runs a step: it lays a batch out, computes it, samples, and copies blocks. Nothing else uses
+the device while an engine runs; `engine.loading` prepares everything that this needs.
+"""

@@ -135,3 +135,9 @@ class ModelForward:
         )
         logits: torch.Tensor = output.logits  # type: ignore[attr-defined]  # a ModelOutput
         return logits[0]
+
+
+def one_line(error: Exception) -> str:
+    """A compiler's error on one line, without advice on how to debug torch."""
+    text = str(error).partition("\n\nSet TORCHDYNAMO")[0]
+    return " ".join(text.split())[:500]

@@ -24,10 +24,9 @@ from engine.request import GenerationRequest, Request
 from engine.rope import RopeLengths
 from engine.runner.block_copies import BlockCopier
 from engine.runner.captured import CapturedSteps
-from engine.runner.compile import describe
 from engine.runner.cuda_graph import GraphBackend
 from engine.runner.device import StepDevice, step_device
-from engine.runner.forward import ModelForward
+from engine.runner.forward import ModelForward, one_line
 from engine.runner.input_batch import InputBatch, InputBatchBuilder
 from engine.runner.launched import CarriedTokens, InputBuffers, LaunchedStep
 from engine.runner.prompt_logprobs import report_prompts
@@ -204,7 +203,7 @@ class ModelRunner:
             except (RuntimeError, NotImplementedError) as error:
                 if not self._forward.is_compiled:
                     raise
-                message = _COMPILE_FAILED.format(error=describe(error))
+                message = _COMPILE_FAILED.format(error=one_line(error))
                 raise ConfigError("compile_config", message) from error
         if self._captured is not None:
             with torch.inference_mode():

@@ -17,37 +17,17 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.rope import RopeLengths
+from engine.rope import LENGTH_SHIFT, POSITION_MASK, RopeLengths
 
-_SHIFT = 32
-_POSITION = (1 << _SHIFT) - 1
 _DYNAMIC, _LONG = "dynamic", "longrope"
 _TRIED_TOKENS = 5
 
 Embeddings = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines: [B, T, D] each."""
-
-
-def with_lengths(
-    positions: npt.NDArray[np.int64], rope_lengths: npt.NDArray[np.int64], original: int
-) -> npt.NDArray[np.int64]:
-    """Position ids that carry the lengths beyond the original one: int64 [T].
-
-    rope_lengths: of each token's request, int64 [T].
-    """
-    lengths = np.maximum(rope_lengths, positions + 1)
-    return positions + (np.where(lengths > original, lengths, 0) << _SHIFT)
-
-
-def without_lengths(positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The positions alone."""
-    return positions & _POSITION
 
 
 def read_rope(model: PreTrainedModel) -> RopeLengths | None:
@@ -115,7 +95,7 @@ def _reach_nothing_else(model: PreTrainedModel, rotary: Sequence[_Rotary], longe
     which changes no frequencies, and its rotary modules compute what they should beyond it.
     """
     ids = torch.arange(_TRIED_TOKENS, device=model.device).unsqueeze(0)
-    carrying = ids + (_TRIED_TOKENS << _SHIFT)
+    carrying = ids + (_TRIED_TOKENS << LENGTH_SHIFT)
     try:
         with torch.inference_mode():
             plain, other = (
@@ -172,7 +152,7 @@ class _Rotary:
     ) -> Embeddings:
         """See the module: cosines and sines for position ids [1, T] that may carry lengths."""
         named = {} if layer_type is None else {"layer_type": layer_type}
-        lengths, positions = position_ids >> _SHIFT, position_ids & _POSITION
+        lengths, positions = position_ids >> LENGTH_SHIFT, position_ids & POSITION_MASK
         kind = self._kinds if layer_type is None else self._kinds[layer_type]
         if kind == _DYNAMIC:
             table = self._tables[layer_type]
@@ -214,7 +194,7 @@ class _Rotary:
             named = {} if layer_type is None else {"layer_type": layer_type}
             for length in (self._original + 1, longest):
                 positions = torch.tensor([[0, 1, self._original // 2, length - 1]], device=device)
-                ours = self(x, positions + (length << _SHIFT), **named)
+                ours = self(x, positions + (length << LENGTH_SHIFT), **named)
                 bound = 1e-4 + 1e-6 * length  # the last bit of a frequency, times a position
                 for one, other in zip(ours, self.at(x, positions, length, named), strict=True):
                     if not torch.allclose(one, other, rtol=0.0, atol=bound):

@@ -15,7 +15,7 @@ from engine.api.offline import LoadedModel, from_model
 from engine.attention.opaque import CALLS
 from engine.config import ContinuousBatchingConfig
 from engine.errors import ConfigError
-from engine.runner.compile import compile_options
+from engine.loading.compile import compile_options
 from engine.runner.runner_options import StepPath
 from tests.engine.runner.steps import build, make_core, make_request, run, tokens_of
 from tests.tiny_models import FAMILIES, greedy_reference, make_model, make_prompts

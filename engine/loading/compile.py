@@ -17,7 +17,7 @@ import torch
 
 from engine.config import ContinuousBatchingConfig
 from engine.errors import ConfigError
-from engine.runner.forward import CausalModel
+from engine.runner.forward import CausalModel, one_line
 from engine.runner.runner_options import StepPath
 
 logger = logging.getLogger(__name__)
@@ -129,12 +129,6 @@ def compile_model(
     return models
 
 
-def describe(error: Exception) -> str:
-    """A compiler's error on one line, without advice on how to debug torch."""
-    text = str(error).partition("\n\nSet TORCHDYNAMO")[0]
-    return " ".join(text.split())[:500]
-
-
 def _with_limit(compiled: Callable[..., Any]) -> CausalModel:
     def call(**inputs: object) -> object:
         with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
@@ -155,7 +149,7 @@ def _try_compiler(options: CompileOptions, device: torch.device) -> None:
         raise ConfigError(
             options.source,
             f"backend {options.backend!r} of torch.compile does not work here "
-            f"({type(error).__name__}: {describe(error)}); install what it needs (for inductor a "
+            f"({type(error).__name__}: {one_line(error)}); install what it needs (for inductor a "
             "C++ compiler, on CUDA Triton too), or leave compilation out",
         ) from error
 
