@@ -25,7 +25,7 @@ from engine.models.operations import Operations, TorchOperations
 from engine.models.parts import UnboundError
 from engine.models.recording import Record, record
 from engine.models.table import NotDescribedError, describe
-from engine.models.torch_decoder import TorchDecoder
+from engine.models.torch_decoder import TORCH_DTYPES, TorchDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,10 @@ TORCH_DEVICES = frozenset({"cuda"})
 Plan = tuple[Decoder, Record] | str
 """What our decoder is to compute, and what the model computed; or why it cannot compute the model.
 """
+_REDUCTIONS = (
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_reduced_precision_reduction",
+)
 NOT_ASKED: Plan = "our own is not asked for"
 
 
@@ -55,12 +59,13 @@ def plan_decoder(
         prompt: token ids.
         is_packed: whether its linear layers are, or will be, packed for our kernels.
     """
-    if model.device.type not in TORCH_DEVICES:
+    in_torch = model.device.type in TORCH_DEVICES
+    if not in_torch:
         if not is_packed:
             return "its weights are not packed for our kernels"
         if not isinstance(backend, NativeAttentionBackend):
             return "attention does not run on our kernels"
-    if model.dtype not in DTYPES:
+    if model.dtype not in (TORCH_DTYPES if in_torch else DTYPES):
         return f"there are no kernels for {model.dtype}"
     try:
         described = describe(model)
@@ -127,13 +132,15 @@ def operations_for(device: torch.device, dtype: torch.dtype) -> Operations:
 
 @contextmanager
 def _exact_sums() -> Iterator[None]:
-    """A block in which products of bfloat16 on CUDA are summed in float32 throughout. Otherwise the
-    same product may have other roundings beside another one, which a comparison would find.
+    """A block in which products of 16-bit types on CUDA are summed in float32 throughout. Otherwise
+    the same product may have other roundings beside another one, which a comparison would find.
     """
     settings = torch.backends.cuda.matmul
-    before = settings.allow_bf16_reduced_precision_reduction
-    settings.allow_bf16_reduced_precision_reduction = False
+    before = [getattr(settings, name) for name in _REDUCTIONS]
     try:
+        for name in _REDUCTIONS:
+            setattr(settings, name, False)
         yield
     finally:
-        settings.allow_bf16_reduced_precision_reduction = before
+        for name, value in zip(_REDUCTIONS, before, strict=True):
+            setattr(settings, name, value)

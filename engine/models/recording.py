@@ -3,6 +3,7 @@ packed: what a decoder of ours is compared with (`engine.models.comparison`).
 
     prompt ─▶ embedding ─ x ─▶ layer ─ x ─▶ layer … ─▶ norm ─▶ output ─▶ logits
                            [x, x · 2⁻¹⁰, x · 2⁶] ─▶ a batch of three, of which the first goes on
+                                  (x · 2³ in float16, which ends at 65504)
 
 The model runs once on a short prompt. Hooks give each layer its input in several magnitudes, since
 a fault may depend on values: very small ones show the eps of a norm, very large ones what is added
@@ -25,13 +26,20 @@ from transformers.masking_utils import eager_mask
 from engine.models import description as described
 
 _NAME = "headrace_recording"
-MAGNITUDES = (1.0, 2.0**-10, 2.0**6)
-"""What layers' inputs are multiplied with; powers of two, so that no element is rounded."""
+_WIDE = (1.0, 2.0**-10, 2.0**6)
+MAGNITUDES = {
+    torch.float32: _WIDE,
+    torch.bfloat16: _WIDE,
+    torch.float16: (1.0, 2.0**-10, 2.0**3),
+}
+"""What layers' inputs are multiplied with, by the model's type; powers of two, so that no element
+in range is rounded.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRecord:
-    """One layer's results. M: MAGNITUDES, T: tokens.
+    """One layer's results. M: how many MAGNITUDES there are, T: tokens.
 
     Attributes:
         x: its input, [M * T, K].
@@ -139,7 +147,8 @@ class _Taps:
 
     def _watch_layer(self, model: PreTrainedModel, layer: described.Layer) -> list[Any]:
         def widen(_: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (torch.cat([arguments[0] * one for one in MAGNITUDES]), *arguments[1:])
+            x = arguments[0]
+            return (torch.cat([x * one for one in MAGNITUDES[x.dtype]]), *arguments[1:])
 
         def keep(_: Any, arguments: tuple[Any, ...], y: torch.Tensor) -> torch.Tensor:
             self.layers.append(

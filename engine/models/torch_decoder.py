@@ -30,6 +30,9 @@ from engine.models.frame import DecoderFrame, DecoderOutput
 from engine.models.operations import BoundNorm, Heads, Operations, Places, Tables
 from engine.models.parts import Kind, UnboundError
 
+TORCH_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+"""The types of models that it computes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Product:

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from engine.models.comparison import _norm as judge_norm
 from engine.models.operations import BoundNorm, Heads, Places, Tables, TorchOperations
 from engine.models.triton_operations import TritonOperations, add_norm_launch, turn_launch
+from tests.gpu.conftest import INTERPRETED
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +51,10 @@ def check_norm(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert judge_norm(actual.flatten(1), expected.flatten(1)) is None
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=TYPES[:2] if INTERPRETED else TYPES, ids=str)
 def numbers(request: pytest.FixtureRequest, device: torch.device) -> Numbers:
     return Numbers(device, request.param)
 
@@ -210,3 +214,13 @@ def test_activations(activation: Any, gated: bool, numbers: Numbers) -> None:
         inner[0, :4] = torch.tensor([-300.0, 300.0, 0.0, -88.0])
         ours = TRITON.gate(inner, activation, gated=gated)
         check_norm(ours, PLAIN.gate(inner, activation, gated=gated))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a device every test is run in float16")
+def test_float16(device: torch.device) -> None:
+    """One of each: the kernels do not ask which of the 16-bit types it is."""
+    numbers = Numbers(device, torch.float16)
+    test_all_at_once_is_each_after_the_other("rounded_first", 0.22, numbers)
+    test_rotations_are_equal(4, 2, 64, False, numbers)
+    test_norms_of_heads("rounded_first", False, False, numbers)
+    test_activations("silu", True, numbers)

@@ -51,13 +51,14 @@ class Launches(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What computes a model's steps, how to move it to the device, and the shapes of its layers'
-    keys and values.
+    """What computes a model's steps, how to move it to the device, the shapes of its layers' keys
+    and values, and their type.
     """
 
     model: CausalModel
     move: Callable[[], None]
     shapes: tuple[LayerShape, ...]
+    dtype: torch.dtype = torch.bfloat16
 
 
 def by_transformers(recipe: Recipe) -> Served:
@@ -71,7 +72,7 @@ def by_transformers(recipe: Recipe) -> Served:
     return Served(view, lambda: to_fake_cuda(view, torch.bfloat16), shapes)
 
 
-def by_ours(recipe: Recipe) -> Served | None:
+def by_ours(recipe: Recipe, dtype: torch.dtype = torch.bfloat16) -> Served | None:
     """The same with our own decoder; None: it does not know the family."""
     model = make_model(recipe.config(eos_token_id=None))
     try:
@@ -85,10 +86,10 @@ def by_ours(recipe: Recipe) -> Served | None:
         from engine.attention.triton_backend import TritonAttentionBackend
         from engine.models.triton_operations import TritonOperations
 
-        to_fake_cuda(model, torch.bfloat16)
+        to_fake_cuda(model, dtype)
         made.append(TorchDecoder(model, described, TritonOperations(), TritonAttentionBackend()))
 
-    return Served(lambda **inputs: made[0](**inputs), move, shapes)
+    return Served(lambda **inputs: made[0](**inputs), move, shapes, dtype)
 
 
 DECODERS: dict[str, Callable[[Recipe], Served | None]] = {
@@ -111,7 +112,7 @@ def trace(served: Served) -> dict[str, list[str]]:
         from engine.attention.triton_backend import TritonAttentionBackend
 
         served.move()
-        kv, backend = cache_of(served.shapes), TritonAttentionBackend()
+        kv, backend = cache_of(served.shapes, served.dtype), TritonAttentionBackend()
         forward = ModelForward(served.model, kv, backend)
         for kind in KINDS:
             layout, is_decode = _layout(kind), kind == "decode"
@@ -166,11 +167,11 @@ def write_table() -> None:
     TABLE.write_text(text + ",\n".join(lines) + "\n }\n}\n", encoding="utf-8")
 
 
-def cache_of(shapes: Sequence[LayerShape]) -> KVTensors:
+def cache_of(shapes: Sequence[LayerShape], dtype: torch.dtype = torch.bfloat16) -> KVTensors:
     """A cache on the device, for REQUESTS requests. Call it within `fake_cuda`."""
-    groups = make_groups(shapes, torch.bfloat16)
+    groups = make_groups(shapes, dtype)
     blocks = [REQUESTS * (DECODE_AT // BLOCK + 1)] * len(groups)
-    caches = allocate_caches(shapes, groups, blocks, BLOCK, torch.bfloat16, CUDA)
+    caches = allocate_caches(shapes, groups, blocks, BLOCK, dtype, CUDA)
     return KVTensors(groups, caches, (), BLOCK)
 
 

@@ -5,6 +5,7 @@ layer, in a decode step of long contexts, whose attention has two, as in one of 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from engine.models.description import Experts
 from engine.models.table import describe
@@ -33,3 +34,13 @@ def test_launches_of_a_layer(family: str) -> None:
     most = 9 if described.layers[0].parallel else 10
     assert (decode.layer, prefill.layer) == (most, most - 1)
     assert decode.step - most * len(described.layers) <= MOST_BESIDE
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_float16_launches_the_same(family: str) -> None:
+    found = []
+    for dtype in (torch.bfloat16, torch.float16):
+        served = by_ours(RECIPES[family], dtype)
+        assert served is not None
+        found.append(trace(served))
+    assert found[0] == found[1]

@@ -12,6 +12,7 @@ import torch
 from tests.engine.cuda.kernel_cases import (
     LAYERS,
     RESTS,
+    TYPES,
     Case,
     attention,
     between,
@@ -27,7 +28,7 @@ QWEN = LAYERS[0]
 FEW = [
     *(attention(QWEN, 64, HALF, kind) for kind in ("decode", "prefill")),
     attention(LAYERS[3], 32, torch.float16, "prefill"),
-    between(RESTS[0], HALF),
+    *(between(RESTS[0], dtype) for dtype in (HALF, torch.float16)),
     selection(counts=False),
 ]
 MORE = [
@@ -38,7 +39,7 @@ MORE = [
         for kind in ("decode", "prefill")
     ),
     *(attention(layer, 64, torch.float32, "prefill") for layer in LAYERS),
-    *(between(rest, dtype) for rest in RESTS for dtype in (HALF, torch.float32)),
+    *(between(rest, dtype) for rest in RESTS for dtype in TYPES),
 ]
 
 

@@ -75,6 +75,19 @@ def test_every_family_of_the_table(family: str) -> None:
         assert tokens[: len(wanted)] == wanted, "up to the end of sequence, where it stops"
 
 
+@pytest.mark.parametrize("family", ["gemma2", "olmo2", "qwen3"])
+def test_float16(family: str) -> None:
+    """Inputs in other magnitudes say nothing where they are too large for the model itself: here
+    for the last layers of olmo2, whose products have no norm before them.
+    """
+    model, lines = make(family).half(), []
+    judge = copy.deepcopy(model).float()
+    verified = verify(model, lines)
+    assert f"decoder: our own, for {model.config.model_type}" in lines
+    for prompt, tokens in zip(PROMPTS, generate(verified)[0], strict=True):
+        assert _gaps(judge, prompt, tokens).max() <= 0.02
+
+
 @pytest.mark.parametrize("family", ["gemma3", "qwen3"])
 def test_captured_steps_equal_generate(family: str) -> None:
     """There is no state, and no tensor is looked at: everything is replayed."""
@@ -222,21 +235,28 @@ def test_operations_are_kernels_where_triton_works(
 
 
 def test_it_is_compared_with_sums_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded and compared: cuBLAS may otherwise sum parts of a product in bfloat16."""
+    """Recorded and compared: cuBLAS may otherwise sum parts of a product in the model's type."""
     seen = []
     settings = torch.backends.cuda.matmul
+
+    def reduced() -> tuple[bool, bool]:
+        return (
+            settings.allow_bf16_reduced_precision_reduction,
+            settings.allow_fp16_reduced_precision_reduction,
+        )
+
     for name in ("record", "compare"):
         right = getattr(choosing, name)
 
         def noting(*given: Any, right: Any = right) -> Any:
-            seen.append(settings.allow_bf16_reduced_precision_reduction)
+            seen.append(reduced())
             return right(*given)
 
         monkeypatch.setattr(choosing, name, noting)
-    assert settings.allow_bf16_reduced_precision_reduction
+    assert reduced() == (True, True)
     verify(make("llama"))
-    assert seen == [False, False]
-    assert settings.allow_bf16_reduced_precision_reduction
+    assert seen == [(False, False)] * 2
+    assert reduced() == (True, True)
 
 
 # ---- planted faults ----------------------------------------------------------------------------
@@ -255,6 +275,7 @@ def _a_bias(model: Any) -> None:
     model.model.layers[0].self_attn.v_proj.bias[3] += 0.5
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("family", "change", "said"),
     [
@@ -264,7 +285,7 @@ def _a_bias(model: Any) -> None:
     ],
 )
 def test_wrong_weights_are_found(
-    family: str, change: Any, said: str, monkeypatch: pytest.MonkeyPatch
+    family: str, change: Any, said: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that change between the record and the comparison."""
 
@@ -275,7 +296,7 @@ def test_wrong_weights_are_found(
 
     monkeypatch.setattr(choosing, "TorchDecoder", changed)
     with pytest.raises(ModelRefusedError, match=said):
-        verify(make(family))
+        verify(make(family).to(dtype))
 
 
 class _Wrong(TorchOperations):
