@@ -20,56 +20,38 @@ The runner is injected: a real one drives the device, a scripted one drives most
 runner raises, only the requests of that batch end with an error. If it raises at launch, the
 results of the step before are still collected; if it raises in the results, the next step, already
 launched, goes on without the requests that ended.
+
+What is made of a collected step's results is in `engine.step_results`.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from engine import form_budget
 from engine.batch import ScheduledBatch
-from engine.endings import LiveRequest, LiveRequests, describe_end, new_error_id, why_no_token
+from engine.endings import LiveRequests, new_error_id
 from engine.errors import RanksLostError
 from engine.outputs import (
     FinishReason,
     RequestFailure,
-    RequestOutput,
     StepOutputs,
-    StepRecord,
-    TokenLogprobs,
 )
 from engine.request import PENDING_TOKEN, GenerationRequest, Request, TokenMatcher
 from engine.rope import RopeLengths
-from engine.runner_protocol import INVALID_TOKEN, PendingStep, Runner, SampledTokens
+from engine.runner_protocol import Runner
 from engine.scheduler.base import Scheduler
 from engine.stats import EngineStats
-from engine.types import RequestId, RequestKey, TokenId
+from engine.step_results import LaunchedStep, StepResults
+from engine.types import RequestId, RequestKey
 
 logger = logging.getLogger(__name__)
 
 MatcherFactory = Callable[[], TokenMatcher]
 """Makes a matcher for a grammar, at its start; called once for each choice."""
-
-
-@dataclass(frozen=True, slots=True)
-class _LaunchedStep:
-    """A step whose results have not been collected yet.
-
-    Attributes:
-        batch, pending: what is computed, and the handle to its results.
-        launched: monotonic seconds.
-        void: requests whose results are wrong, because an earlier step failed to copy their blocks.
-    """
-
-    batch: ScheduledBatch
-    pending: PendingStep
-    launched: float
-    void: set[RequestKey] = field(default_factory=set)
 
 
 class EngineCore:
@@ -104,15 +86,9 @@ class EngineCore:
         self.clock = clock
         self._outgrown: list[Request] = []  # have just outgrown the original length of `rope`
         self._live = LiveRequests(scheduler, runner, clock)
-        self._in_flight: deque[_LaunchedStep] = deque()  # at most two, the older first
-        self._last_collect = -math.inf
-        self._record: StepRecord | None = None
+        self._in_flight: deque[LaunchedStep] = deque()  # at most two, the older first
+        self._results = StepResults(scheduler, self._live, clock)
         self._next_key = 0
-        self._steps = 0
-        self._decode_steps = 0
-        self._prompt_tokens = 0
-        self._generated_tokens = 0
-        self._last_step_s = 0.0
 
     # ---- commands ------------------------------------------------------------------------------
 
@@ -253,26 +229,25 @@ class EngineCore:
 
     def take_outputs(self) -> StepOutputs:
         """The outputs since the last call."""
-        outputs, record = self._live.take_outputs(), self._record
-        self._record = None
+        outputs, record = self._live.take_outputs(), self._results.take_record()
         return StepOutputs(time=self.clock(), outputs=outputs, step=record)
 
     def stats(self) -> EngineStats:
         """The figures now."""
         kv_cache, pace = self.scheduler.kv_cache, self.scheduler.pace
-        callers = self.scheduler.callers.named()
+        callers, results = self.scheduler.callers.named(), self._results
         return EngineStats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             blocks_total=kv_cache.num_blocks,
             blocks_used=kv_cache.num_used_blocks,
-            steps=self._steps,
-            prompt_tokens=self._prompt_tokens,
-            generated_tokens=self._generated_tokens,
+            steps=results.num_steps,
+            prompt_tokens=results.num_prompt_tokens,
+            generated_tokens=results.num_generated_tokens,
             requests_accepted=self._live.num_accepted,
             requests_finished=self._live.num_finished,
             preemptions=self.scheduler.num_preemptions,
-            last_step_s=self._last_step_s,
+            last_step_s=results.last_step_s,
             blocks_cached=kv_cache.num_cached_blocks,
             host_blocks_total=kv_cache.num_host_blocks,
             host_blocks_used=kv_cache.num_used_host_blocks,
@@ -282,7 +257,7 @@ class EngineCore:
             prefix_hits=kv_cache.prefix_hits,
             held=self.scheduler.num_held,
             holds=self._live.num_holds,
-            num_decode_steps=self._decode_steps,
+            num_decode_steps=results.num_decode_steps,
             num_steps_over_target=0 if pace is None else pace.num_over_target,
             callers=callers,
             other_callers=self.scheduler.callers.others(callers),
@@ -323,7 +298,7 @@ class EngineCore:
                 rope = self.rope
                 if rope and rope.restarts and part.request.num_tokens == rope.original + 1:
                     self._outgrown.append(part.request)
-        self._in_flight.append(_LaunchedStep(batch, pending, now))
+        self._in_flight.append(LaunchedStep(batch, pending, now))
         return True
 
     def _collect(self) -> None:
@@ -336,8 +311,7 @@ class EngineCore:
         except Exception as error:
             self._step_failed(step.batch, error)
         else:
-            self._steps += 1
-            self._take(step, sampled)
+            self._results.take(step, sampled)
         if self._in_flight:
             self._sample()
 
@@ -373,159 +347,6 @@ class EngineCore:
                 step.void.add(request.key)
             del request.token_ids[request.num_tokens - request.num_pending_tokens :]
             request.num_pending_tokens = 0
-
-    def _take(self, step: _LaunchedStep, sampled: SampledTokens) -> None:
-        """Record what was computed, append the new tokens, end what is complete."""
-        now = self.clock()
-        tokens = iter(sampled.token_ids)
-        logprobs = iter(sampled.logprobs) if sampled.logprobs is not None else None
-        num_prompt_tokens = 0
-        for part in step.batch.requests:
-            request, start, num_tokens, _, samples = part
-            if num_tokens > 1 or start < request.num_prompt_tokens:
-                num_prompt_tokens += num_tokens
-            token = next(tokens) if samples else None
-            token_logprobs = next(logprobs) if samples and logprobs is not None else None
-            if request.status.is_terminal or request.key in step.void:
-                continue  # the request ended, or lost its blocks, while the step ran
-            live = self._live.by_id[request.request_id]
-            if samples and not live.is_forked:
-                self._fork(live, request)
-            self.scheduler.computed(part)
-            if not live.is_prompt_reported:
-                known = sampled.prompt_logprobs.get(request.key, ())
-                # Results from before a preemption are dropped.
-                done = len(request.prompt_logprobs)
-                request.prompt_logprobs.extend(known[max(0, done - start) :])
-            if token is not None:
-                self._append(live, request, start + num_tokens, token, token_logprobs, now)
-        self._measure(step, num_prompt_tokens, now)
-
-    def _measure(self, step: _LaunchedStep, num_prompt_tokens: int, now: float) -> None:
-        """Record the duration and size of a step. `now`: monotonic seconds."""
-        self._prompt_tokens += num_prompt_tokens
-        self._last_step_s = now - step.launched
-        num_tokens = step.batch.num_tokens
-        self._record = StepRecord(
-            duration_s=self._last_step_s,
-            num_requests=len(step.batch.requests),
-            num_prompt_tokens=num_prompt_tokens,
-            num_decode_tokens=num_tokens - num_prompt_tokens,
-        )
-        # A step that was launched while another ran began when that one ended.
-        seconds = now - max(step.launched, self._last_collect)
-        is_decode = num_tokens > num_prompt_tokens
-        self._decode_steps += is_decode
-        self.scheduler.step_done(step.batch, seconds, is_decode=is_decode)
-        self._last_collect = now
-
-    def _append(
-        self,
-        live: LiveRequest,
-        request: Request,
-        position: int,
-        token: TokenId,
-        logprobs: TokenLogprobs | None,
-        now: float,
-    ) -> None:
-        """Append the token that was sampled for a live choice."""
-        if token == INVALID_TOKEN:
-            self._live.fail_at_token(live, request, why_no_token(request))
-            return
-        if position >= request.max_total_tokens:
-            # max_tokens is 0: the prompt was processed, and the sampled token is dropped.
-            prompt_done, prompt_logprobs = self._report_prompt(live, request)
-            self._live.outputs.append(
-                RequestOutput(
-                    request.request_id,
-                    choice=request.choice,
-                    prompt_done=prompt_done,
-                    prompt_logprobs=prompt_logprobs,
-                )
-            )
-            self._live.end_all(live, FinishReason.LENGTH)
-            return
-        try:
-            reason = self._reason_to_end(request, position, token)
-        except Exception as error:
-            self._live.fail_alone(live, "the grammar failed", error)
-            return
-        if reason is FinishReason.ERROR:
-            self._live.fail_at_token(live, request, "the model left the form that was asked for")
-            return
-        if reason is None and not form_budget.charge(request, live.choices.values()):
-            self._live.fail_form(live, form_budget.TOO_SLOW)
-            return
-        form_budget.release(request)
-        prompt_done, prompt_logprobs = self._report_prompt(live, request)
-        request.token_ids[position] = token
-        request.num_pending_tokens -= 1
-        self._generated_tokens += 1
-        if request.first_token is None:
-            request.first_token = now
-        request.last_token = now
-        finish = None
-        if reason is not None:
-            stop_token_id = token if token in request.ending_token_ids else None
-            self._live.close(live, request, reason)
-            finish = describe_end(request, reason, self.clock(), stop_token_id=stop_token_id)
-        self._live.outputs.append(
-            RequestOutput(
-                request.request_id,
-                request.choice,
-                (token,),
-                (logprobs,) if logprobs is not None else None,
-                prompt_done,
-                prompt_logprobs,
-                finish,
-                ends_request=not live.choices,
-            )
-        )
-
-    def _reason_to_end(
-        self, request: Request, position: int, token: TokenId
-    ) -> FinishReason | None:
-        """Why a choice ends with its new token, if it does; ERROR: its grammar does not allow the
-        token.
-        """
-        if token in request.ending_token_ids:
-            return FinishReason.STOP
-        if request.matcher is not None:
-            if not request.matcher.accept(token):
-                return FinishReason.ERROR
-            if request.matcher.is_complete:
-                return FinishReason.STOP
-        if position + 1 < request.max_total_tokens:
-            return None
-        full = position + 1 - request.num_prompt_tokens >= request.spec.stop.max_tokens
-        return FinishReason.LENGTH if full else FinishReason.CONTEXT
-
-    def _report_prompt(
-        self, live: LiveRequest, request: Request
-    ) -> tuple[int | None, tuple[TokenLogprobs, ...] | None]:
-        """What to report about the prompt when it was first processed completely."""
-        if live.is_prompt_reported:
-            return None, None
-        live.is_prompt_reported = True
-        logprobs = tuple(request.prompt_logprobs)
-        request.prompt_logprobs.clear()
-        wanted = request.spec.prompt_logprobs is not None
-        return request.num_cached_tokens, logprobs if wanted else None
-
-    def _fork(self, live: LiveRequest, parent: Request) -> None:
-        """Start the other choices when the prompt was first processed completely.
-
-        Called before the step is recorded as computed. Each choice computes the last prompt token
-        for itself, and the blocks that this token attends to are still held until then.
-        """
-        if parent.num_prompt_tokens >= parent.max_total_tokens:
-            return  # max_tokens is 0, so all choices end
-        live.is_forked = True
-        children = [request for request in live.choices.values() if request is not parent]
-        self.scheduler.fork(parent, children)
-        if live.is_held:
-            for child in children:
-                self.scheduler.hold(child)
 
     def _end_hopeless(self, now: float) -> None:
         """End the waiting requests that the policy gives up. Choices that already run may go on to

@@ -46,6 +46,7 @@ JOINED = {
     "engine/model_window.py": "engine/loop.py",
     "engine/threads.py": "engine/loop.py",
     "engine/endings.py": "engine/core.py",
+    "engine/step_results.py": "engine/core.py",
 }
 MOVED = {
     "service/operator_control.py": "service/control.py",

@@ -20,6 +20,7 @@ from engine.scheduler.fifo import FIFOScheduler
 from engine.scheduler.prefill_first import PrefillFirstScheduler
 from engine.scheduler.priority import PriorityScheduler
 from engine.scheduler.request_heap import RequestHeap
+from engine.step_results import StepResults
 from engine.types import RequestKey
 from tests.engine.core_machine import POLICIES, CoreMachine
 from tests.engine.fake_runner import Violation, make_core
@@ -34,7 +35,7 @@ _preempt = Scheduler.preempt
 _extend = Scheduler.extend
 _extend_all = Scheduler.extend_all
 _close = LiveRequests.close
-_append = EngineCore._append
+_append = StepResults._append
 _schedule = Scheduler.schedule
 _launch_step = EngineCore._launch
 
@@ -65,12 +66,12 @@ def the_heap_forgets_who_was_preempted(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def a_choice_ends_twice(patch: pytest.MonkeyPatch) -> None:
-    def append(self: EngineCore, live: Any, request: Request, *rest: Any) -> None:
+    def append(self: StepResults, live: Any, request: Request, *rest: Any) -> None:
         _append(self, live, request, *rest)
         if request.status.is_terminal and self._live.outputs:
             self._live.outputs.append(self._live.outputs[-1])
 
-    patch.setattr(EngineCore, "_append", append)
+    patch.setattr(StepResults, "_append", append)
 
 
 @plant
@@ -86,19 +87,19 @@ def an_ended_request_keeps_running(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def a_token_is_delivered_twice(patch: pytest.MonkeyPatch) -> None:
-    def append(self: EngineCore, live: Any, request: Request, *rest: Any) -> None:
+    def append(self: StepResults, live: Any, request: Request, *rest: Any) -> None:
         count = len(self._live.outputs)
         _append(self, live, request, *rest)
         new = self._live.outputs[count:]
         if request.preemptions and new and new[-1].finish is None:
             self._live.outputs.append(new[-1])
 
-    patch.setattr(EngineCore, "_append", append)
+    patch.setattr(StepResults, "_append", append)
 
 
 @plant
 def the_token_behind_a_stop_is_delivered(patch: pytest.MonkeyPatch) -> None:
-    def reason(self: EngineCore, request: Request, position: int, token: int) -> object:
+    def reason(self: StepResults, request: Request, position: int, token: int) -> object:
         if token in request.ending_token_ids and not request.num_pending_tokens > 1:
             return FinishReason.STOP
         if position + 1 < request.max_total_tokens:
@@ -106,7 +107,7 @@ def the_token_behind_a_stop_is_delivered(patch: pytest.MonkeyPatch) -> None:
         full = position + 1 - request.num_prompt_tokens >= request.spec.stop.max_tokens
         return FinishReason.LENGTH if full else FinishReason.CONTEXT
 
-    patch.setattr(EngineCore, "_reason_to_end", reason)
+    patch.setattr(StepResults, "_reason_to_end", reason)
 
 
 @plant
