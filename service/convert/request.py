@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from headrace.v1 import generation_pb2, generation_service_pb2
 
@@ -203,47 +204,28 @@ class Converter:
             InvalidRequestError, UnsupportedFeatureError: a field is wrong; named as in the engine.
             ChatTemplateUnavailableError: the model has no template.
         """
-        spec, replies = draft.spec, []
+        spec = draft.spec
         output, field = spec.output, input_field(spec)
         request = self._without_prompt(spec, account, weight, max_priority, engine_id)
         plan = reply_plan(spec, self._reply)
         options = _delivery(output, request.logprobs, lives_by is LivesBy.CALLS)
         stop_strings = _stop_strings(spec)
+        skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
+        make_text = self._text_maker(spec, request.stop.min_tokens, plan, stop_strings, skip)
         prompt, rendered = await self._prompt(account, spec, field, plan)
         if options.describe_prompt:
             self._check_prompt_size(options, len(prompt))
-        room, stop = self._info.max_context_tokens - len(prompt), request.stop
-        if not spec.stop.HasField("max_tokens") and stop.max_tokens > room:
-            stop = replace(stop, max_tokens=room)
-        skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
         echo = await self._text.decode(account, prompt, skip) if output.echo else ""
         tail = ""
         if plan.model is not None:
             ending = prompt[-PROMPT_TAIL:]
             tail = self._text.tokenizer.decode(ending, skip_special_tokens=False)
+        room, stop = self._info.max_context_tokens - len(prompt), request.stop
+        output_tokens = min(stop.max_tokens, room)
+        if not spec.stop.HasField("max_tokens"):
+            stop = replace(stop, max_tokens=output_tokens)
         grammar = plan.grammar(tail, rendered.form)
         request = replace(request, prompt=prompt, stop=stop, grammar=grammar)
-        texts: list[TextStream | None] = [None] * request.n
-        if self._encoder is not None and not output.omit_text:
-            stops = StopStrings(stop_strings) if stop_strings else ()
-            texts = [
-                TextStream(
-                    self._encoder.tokenizer,
-                    stop_strings=stops,
-                    include_stop=spec.stop.include_stop,
-                    min_tokens=stop.min_tokens,
-                    skip_special_tokens=skip,
-                    prompt_tail=prompt[-PROMPT_TAIL:],
-                    shown=plan.shown,
-                    initial_text=echo,
-                )
-                for _ in texts
-            ]
-        if plan.parser is not None:
-            replies = reply_texts(
-                plan.parser, tail, draft.request_id, rendered.types, n=request.n, calls=plan.calls
-            )
-        output_tokens = min(stop.max_tokens, room)
         return Submission(
             account=account,
             request_id=draft.request_id,
@@ -258,14 +240,42 @@ class Converter:
                 labels=draft.labels,
             ),
             options=options,
-            texts=texts,
-            replies=replies,
+            texts=[
+                make_text and make_text(prompt_tail=prompt[-PROMPT_TAIL:], initial_text=echo)
+                for _ in range(request.n)
+            ],
+            replies=[]
+            if plan.parser is None
+            else reply_texts(
+                plan.parser, tail, draft.request_id, rendered.types, n=request.n, calls=plan.calls
+            ),
             stop_strings=stop_strings,
             include_stop=spec.stop.include_stop,
             max_reasoning_tokens=plan.max_reasoning_tokens,
             lives_by=lives_by,
             digest=draft.digest,
             labels=draft.labels,
+        )
+
+    def _text_maker(
+        self,
+        spec: generation_pb2.GenerationSpec,
+        min_tokens: int,
+        plan: ReplyPlan,
+        stop_strings: tuple[str, ...],
+        skip_special: bool,
+    ) -> Callable[..., TextStream] | None:
+        """What makes a choice's text, but for what depends on the prompt; None: none is wanted."""
+        if self._encoder is None or spec.output.omit_text:
+            return None
+        return partial(
+            TextStream,
+            self._encoder.tokenizer,
+            stop_strings=StopStrings(stop_strings) if stop_strings else (),
+            include_stop=spec.stop.include_stop,
+            min_tokens=min_tokens,
+            skip_special_tokens=skip_special,
+            shown=plan.shown,
         )
 
     def _without_prompt(
