@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.config import ContinuousBatchingConfig, LoadConfig, RankPlace
+from engine.config import ContinuousBatchingConfig, LoadConfig
+from engine.environment import RankPlace
 from engine.errors import ConfigError
 from service import flags, planning, tokens
 from service.config import ProcessConfig, ServiceConfig

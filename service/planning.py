@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.config import ContinuousBatchingConfig, LoadConfig, engine_environ
+from engine.config import ContinuousBatchingConfig, LoadConfig
+from engine.environment import engine_environ
 from engine.errors import ConfigError, HeadraceError
 from engine.planning.wanted import Wanted
 from service import flags

@@ -7,7 +7,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from engine.config import LoadConfig, RankPlace
+from engine.config import LoadConfig
+from engine.environment import RankPlace
 from engine.threads import call_on_own_thread
 
 logger = logging.getLogger(__name__)

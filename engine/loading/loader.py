@@ -32,8 +32,8 @@ from engine.attention.registry import (
 )
 from engine.config import (
     LoadConfig,
-    RankPlace,
 )
+from engine.environment import RankPlace
 from engine.errors import InsufficientMemoryError, ModelChangedError, ModelRefusedError
 from engine.loading.checkpoint import Checkpoint, read_checkpoint, resolve_path
 from engine.loading.gate import (

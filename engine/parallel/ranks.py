@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from engine.config import LoadConfig, RankPlace
+from engine.config import LoadConfig
+from engine.environment import RankPlace
 from engine.errors import ConfigError, HeadraceError, ModelRefusedError, RanksLostError
 from engine.parallel.rank_messages import Message
 

@@ -34,7 +34,8 @@ import msgspec
 
 import engine
 from engine.client import Admission, EngineClient, EngineVerbs, ModelInfo, ProgressSink, StepSink
-from engine.config import ContinuousBatchingConfig, LoadConfig, engine_environ
+from engine.config import ContinuousBatchingConfig, LoadConfig
+from engine.environment import engine_environ
 from engine.errors import ConfigError, DuplicateRequestError, EngineUnavailableError
 from engine.logs import records
 from engine.logs.lines import LineReader, open_pipe

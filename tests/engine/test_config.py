@@ -13,10 +13,9 @@ from engine.config import (
     CPU_TARGET_STEP_TIME,
     ContinuousBatchingConfig,
     LoadConfig,
-    RankPlace,
     block_size_on,
-    engine_environ,
 )
+from engine.environment import RankPlace, engine_environ
 from engine.errors import ConfigError, UnsupportedFeatureError
 from engine.loading.profiling import HostMemory
 

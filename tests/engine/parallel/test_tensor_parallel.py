@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from engine.api.offline import from_model, load
-from engine.config import LoadConfig, RankPlace
+from engine.config import LoadConfig
+from engine.environment import RankPlace
 from engine.errors import ConfigError, InsufficientMemoryError, ModelRefusedError
 from engine.loading.memory import CachePlan
 from engine.parallel.leader import Leader
