@@ -3,12 +3,10 @@
     event loop ── Call, for each verb ───▶ socket ──▶ engine.process.worker
     event loop ◀─ Step, Answer, … ──────── socket ◀──
 
-The process is started by exec, with one end of a private socket pair as its only channel. If it
+The process (`engine.process.child`) has one end of a private socket pair as its only channel. If it
 dies, the socket closes at once. If it hangs, live requests get no steps, or an idle process does
 not answer. Either way every live request ends here with an error that says "try again", and `start`
-may be called for another process. Its stderr is a pipe that is read here: its log lines become
-records of this process's log, and what it wrote before a crash is not lost. Neither torch nor
-transformers is imported on this side.
+may be called for another process. Neither torch nor transformers is imported on this side.
 
 In the process, `engine.local_client` carries out the verbs. This side sends them, and keeps track
 of those that change whether steps are to be expected.
@@ -20,27 +18,20 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import secrets
-import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 import msgspec
 
-import engine
 from engine.client import Admission, EngineClient, EngineVerbs, ModelInfo, ProgressSink, StepSink
 from engine.config import ContinuousBatchingConfig, LoadConfig
-from engine.environment import engine_environ
 from engine.errors import ConfigError, DuplicateRequestError, EngineUnavailableError
-from engine.logs import records
-from engine.logs.lines import LineReader, open_pipe
 from engine.outputs import RequestFailure, StepOutputs, end_of_lost
 from engine.process import messages
+from engine.process.child import EngineProcess
 from engine.process.exits import MENTIONS, describe_exit
 from engine.process.verbs import VERBS, Verb, raw, sends_the_rest
 from engine.process.wire import FrameReader, FrameWriter
@@ -56,18 +47,9 @@ _RECENT_STEPS = 64
 _WATCH_INTERVAL_S = 0.25
 _BUSY_SHARE = 0.05
 """The fraction of one CPU, over `_WATCH_INTERVAL_S`, above which a process counts as computing."""
-_EXIT_GRACE_S = 5.0
-_LAST_WORDS_S = 0.5
-"""How long to wait for the end of an ended process's stderr, which its children may also hold."""
 _REAP_S = 0.2
 """How long to wait for the exit code before live requests are ended."""
 _LOST = "the engine failed before the request was complete; try again"
-
-_PROGRAM = (
-    f"import sys; sys.path.insert(0, {str(Path(engine.__file__).parents[1])!r}); "
-    "from engine.process.worker import main; main()"
-)
-"""Makes the new process run the code of this one, whatever its own import path has."""
 
 As = TypeVarTuple("As")
 R = TypeVar("R")
@@ -119,8 +101,7 @@ class ProcessEngineClient(EngineClient):
         self._is_restartable = load_config is None or load_config.tensor_parallel == "none"
         self._hang_timeout_s = hang_timeout_s
         self._sink: StepSink | None = None
-        self._process: asyncio.subprocess.Process | None = None
-        self._stderr: LineReader | None = None
+        self._process: EngineProcess | None = None
         self._writer: FrameWriter | None = None
         self._started: asyncio.Future[ModelInfo] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -153,7 +134,7 @@ class ProcessEngineClient(EngineClient):
         self._durations.clear()
         loop = asyncio.get_running_loop()
         self._started = loop.create_future()
-        ours = await self._spawn()
+        self._process, ours = await EngineProcess.spawn()
         reader, writer = await asyncio.open_connection(sock=ours)
         self._writer = FrameWriter(writer)
         self._writer.write(self._start_message)
@@ -161,39 +142,13 @@ class ProcessEngineClient(EngineClient):
         self._last_heard = time.monotonic()
         self._tasks = [
             loop.create_task(self._read(frames, progress)),
-            loop.create_task(self._watch()),
+            loop.create_task(self._watch(self._process)),
         ]
         try:
             return await self._started
         except BaseException:
             await self._end_process()
             raise
-
-    async def _spawn(self) -> socket.socket:
-        """Start the process; returns this side's end of the socket pair."""
-        reading, stderr = open_pipe()
-        self._stderr = LineReader(reading, _log)  # ends when the other end is closed everywhere
-        try:
-            ours, theirs = socket.socketpair()
-            with theirs:
-                self._process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-P",  # nothing is imported from the working directory
-                    "-c",
-                    _PROGRAM,
-                    str(theirs.fileno()),
-                    str(os.getpid()),
-                    env=engine_environ(),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=stderr,
-                    stderr=stderr,
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,  # the front end handles a terminal's Ctrl-C
-                )
-        finally:
-            os.close(stderr)
-        ours.setblocking(False)
-        return ours
 
     async def close(self) -> None:
         """Stop at once; see the protocol."""
@@ -339,7 +294,7 @@ class ProcessEngineClient(EngineClient):
             reason = "a message of its process could not be handled"
         if self._process is not None and not self._closing:
             with contextlib.suppress(TimeoutError):
-                code = await asyncio.wait_for(self._process.wait(), _REAP_S)
+                code = await asyncio.wait_for(self._process.exit_code(), _REAP_S)
                 reason += f" ({describe_exit(code)})"
         failure = EngineUnavailableError(f"the engine has failed: {reason}").naming(*MENTIONS)
         self._fail(_LOST, failure)
@@ -387,7 +342,7 @@ class ProcessEngineClient(EngineClient):
         """Whether there are requests that the engine has to compute."""
         return len(self._admitted) > len(self._held)
 
-    async def _watch(self) -> None:
+    async def _watch(self, process: EngineProcess) -> None:
         """End the process if it hangs: if it has requests but makes no steps, or sends nothing at
         all. If no request needs a step (the process is idle, paused or compiling grammars, or all
         requests are held), it is sent a call that it can answer at once.
@@ -409,7 +364,7 @@ class ProcessEngineClient(EngineClient):
             limit = max(self._hang_timeout_s, _HANG_FACTOR * max(self._durations, default=0.0))
             waits_for_step = self._makes_steps and not self._is_paused
             if self._is_loading:
-                if not self._look()[1]:
+                if not process.look()[1]:
                     self._last_heard = time.monotonic()
             elif not waits_for_step:
                 self._tell(EngineVerbs.stats, call_id=next(self._call_ids))
@@ -418,32 +373,19 @@ class ProcessEngineClient(EngineClient):
                 suspected, used = False, None
                 continue
             used_before = used
-            used, _ = self._look()
+            used, _ = process.look()
             may_compute = self._computes_on_cpu and (
                 used_before is None or used - used_before > _BUSY_SHARE * _WATCH_INTERVAL_S
             )
-            if suspected and not may_compute and self._process is not None:
+            if suspected and not may_compute:
                 logger.error("the engine was silent for %.1f s; its process is ended", limit)
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.kill()
+                process.kill()
                 return
             suspected = not may_compute
 
     @property
     def _is_loading(self) -> bool:
         return self._started is not None and not self._started.done()
-
-    def _look(self) -> tuple[float, bool]:
-        """The CPU seconds that the process has used, and whether it is stopped (as by SIGSTOP); 0
-        and False if they cannot be read.
-        """
-        try:
-            status = Path(f"/proc/{self.pid}/stat").read_text(errors="replace")
-        except OSError:
-            return 0.0, False
-        state, *fields = status.rpartition(")")[2].split()
-        user, system = fields[10:12]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK"), state == "T"
 
     # ---- ends ----------------------------------------------------------------------------------
 
@@ -491,20 +433,5 @@ class ProcessEngineClient(EngineClient):
         if self._writer is not None:
             await self._writer.close()
             self._writer = None
-        if process is None:
-            return
-        try:
-            await asyncio.wait_for(process.wait(), _EXIT_GRACE_S)
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-        if self._stderr is not None:
-            await asyncio.to_thread(self._stderr.join, _LAST_WORDS_S)
-            self._stderr = None
-
-
-def _log(line: str) -> None:
-    """Log a line that the process wrote. The process has already applied the log level."""
-    record = records.decode(line, "engine")
-    logging.getLogger(record.name).handle(record)
+        if process is not None:
+            await process.end()

@@ -31,6 +31,7 @@ from engine.errors import (
 from engine.local_client import LocalEngineClient
 from engine.outputs import FinishReason, RequestOutput, StepOutputs
 from engine.process import messages
+from engine.process.child import EngineProcess
 from engine.process.client import ProcessEngineClient
 from engine.request import GenerationRequest
 from engine.sampling_params import (
@@ -335,9 +336,9 @@ async def test_a_process_that_is_stopped_while_it_loads_or_is_idle_is_ended(
 async def test_a_long_step_on_a_cpu_is_no_hang(program: str, on_cpu: bool, is_ended: bool) -> None:
     client = ProcessEngineClient(DEMO, hang_timeout_s=0.2)
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
-    client._process, client._computes_on_cpu = process, on_cpu
+    client._computes_on_cpu = on_cpu
     client._live, client._admitted = {RequestId("a"): 0.0}, {RequestId("a")}
-    watching = asyncio.ensure_future(client._watch())
+    watching = asyncio.ensure_future(client._watch(EngineProcess(process, None)))
     await asyncio.wait({watching}, timeout=WAIT if is_ended else 2.5)
     assert watching.done() is is_ended
     watching.cancel()

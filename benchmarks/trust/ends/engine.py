@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import engine.process.client
+import engine.process.child
 from benchmarks.processes import ROOT
 from engine.admission import AdmissionLimits
 from engine.batch import ScheduledBatch
@@ -195,7 +195,7 @@ class ScriptedProcess(ProcessEngineClient):
         )
 
     async def _spawn(self) -> Any:
-        engine.process.client._PROGRAM = self._program
+        engine.process.child._PROGRAM = self._program
         return await super()._spawn()
 
     def holds(self, name: str) -> bool:

@@ -1,0 +1,109 @@
+"""The process of an engine: started by exec, with one end of a private socket pair and a pipe for
+its stderr. Its log lines become records of this process's log, and what it wrote before a crash is
+not lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+
+import engine
+from engine.environment import engine_environ
+from engine.logs import records
+from engine.logs.lines import LineReader, open_pipe
+
+_EXIT_GRACE_S = 5.0
+_LAST_WORDS_S = 0.5
+"""How long to wait for the end of an ended process's stderr, which its children may also hold."""
+
+_PROGRAM = (
+    f"import sys; sys.path.insert(0, {str(Path(engine.__file__).parents[1])!r}); "
+    "from engine.process.worker import main; main()"
+)
+"""Makes the new process run the code of this one, whatever its own import path has."""
+
+
+class EngineProcess:
+    """See the module."""
+
+    def __init__(self, process: asyncio.subprocess.Process, stderr: LineReader | None) -> None:
+        """process: the engine's. stderr: reads its stderr; None: nobody does."""
+        self._process = process
+        self._stderr = stderr
+
+    @classmethod
+    async def spawn(cls) -> tuple[EngineProcess, socket.socket]:
+        """Start a process, with this side's end of the socket pair."""
+        reading, stderr = open_pipe()
+        lines = LineReader(reading, _log)  # ends when the other end is closed everywhere
+        try:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-P",  # nothing is imported from the working directory
+                    "-c",
+                    _PROGRAM,
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                    env=engine_environ(),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=stderr,
+                    stderr=stderr,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,  # the front end handles a terminal's Ctrl-C
+                )
+        finally:
+            os.close(stderr)
+        ours.setblocking(False)
+        return cls(process, lines), ours
+
+    @property
+    def pid(self) -> int:
+        """Its id."""
+        return self._process.pid
+
+    def look(self) -> tuple[float, bool]:
+        """The CPU seconds that the process has used, and whether it is stopped (as by SIGSTOP); 0
+        and False if they cannot be read.
+        """
+        try:
+            status = Path(f"/proc/{self.pid}/stat").read_text(errors="replace")
+        except OSError:
+            return 0.0, False
+        state, *fields = status.rpartition(")")[2].split()
+        user, system = fields[10:12]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK"), state == "T"
+
+    async def exit_code(self) -> int:
+        """Wait for its end; see asyncio's Process.wait."""
+        return await self._process.wait()
+
+    def kill(self) -> None:
+        """Kill it. Harmless if it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def end(self) -> None:
+        """Wait for its end, and for the last lines of its stderr; kill it if it does not end. Its
+        socket is closed.
+        """
+        try:
+            await asyncio.wait_for(self.exit_code(), _EXIT_GRACE_S)
+        except TimeoutError:
+            self.kill()
+            await self.exit_code()
+        if self._stderr is not None:
+            await asyncio.to_thread(self._stderr.join, _LAST_WORDS_S)
+
+
+def _log(line: str) -> None:
+    """Log a line that the process wrote. The process has already applied the log level."""
+    record = records.decode(line, "engine")
+    logging.getLogger(record.name).handle(record)
