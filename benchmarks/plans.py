@@ -291,7 +291,6 @@ def measure(shape: Shape, folder: Path, say: Any) -> dict[str, Any]:
         "flags": shape.flags,
         "parameters": plan["model"]["parameters"],
         "memory": memory,
-        "rates": plan["times"]["rates"],
         "planned": planned,
         "taken": taken,
         "load_average": os.getloadavg()[0],

@@ -269,12 +269,16 @@ def assumptions(plan: Plan) -> Iterator[str]:
     outline = plan.outline
     if plan.times is not None:
         rates = plan.times.rates
-        how = "as measured now, at best" if rates.is_measured else "as given"
-        yield (
-            f"memory is read at {rates.packed.bandwidth / 1e9:.1f} GB/s and matrices are "
-            f"multiplied at {rates.packed.rate / 1e12:.3g} TFLOP/s, {how}; other work on the "
-            "machine makes steps slower"
-        )
+        if rates is None:
+            yield (
+                "its steps take as long as they took just now, here, with made-up weights; other "
+                "work on the machine makes them slower"
+            )
+        else:
+            yield (
+                f"memory is read at {rates.bandwidth / 1e9:.1f} GB/s and matrices are multiplied "
+                f"at {rates.rate / 1e12:.3g} TFLOP/s, as given"
+            )
         yield "a prompt is computed alone, and shares no prefix; the front end is not counted"
     if outline.device.type == "cuda":
         yield "plans of CUDA devices were never compared with a run"

@@ -153,7 +153,7 @@ def pack_model(model: torch.nn.Module, how: Packing) -> PackingReport:
     Raises:
         ModelRefusedError: a packed layer does not compute the same as the original.
     """
-    groups = list(_shared_weights(model, how))
+    groups = list(shared_weights(model, how))
     with torch.no_grad():
         if how == "onednn":
             report = _pack_for_onednn(model, groups)
@@ -182,7 +182,7 @@ class _Group:
         return next(iter(self.linears.values())).weight
 
 
-def _shared_weights(model: torch.nn.Module, how: Packing) -> Iterator[_Group]:
+def shared_weights(model: torch.nn.Module, how: Packing) -> Iterator[_Group]:
     """The weights that can be packed, in the order in which their first layer is found."""
     dtype = torch.bfloat16
     if how == "native" and next(model.parameters()).dtype is torch.float32:
@@ -244,7 +244,7 @@ def held_bytes(model: torch.nn.Module, how: Packing | None) -> dict[str, int]:
     if how is None:
         return held
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for group in _shared_weights(model, how):
+    for group in shared_weights(model, how):
         weight, name = group.weight, names[id(group.weight)]
         # What is shared with an embedding can be read from our packed weight, not from oneDNN's.
         is_held_twice = not group.is_ours or (how == "onednn" and bool(group.embeddings))

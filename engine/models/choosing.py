@@ -59,6 +59,19 @@ def plan_decoder(
         prompt: token ids.
         is_packed: whether its linear layers are, or will be, packed for our kernels.
     """
+    described = describe_steps(model, backend, is_packed=is_packed)
+    if isinstance(described, str):
+        return described
+    with _exact_sums():
+        return described, record(model, described, prompt)
+
+
+def describe_steps(
+    model: PreTrainedModel, backend: AttentionBackend, *, is_packed: bool
+) -> Decoder | str:
+    """What our decoder is to compute, or why it cannot compute this model; for the arguments see
+    `plan_decoder`. The model may be on the meta device, for a CPU.
+    """
     in_torch = model.device.type in TORCH_DEVICES
     if not in_torch:
         if not is_packed:
@@ -68,11 +81,9 @@ def plan_decoder(
     if model.dtype not in (TORCH_DTYPES if in_torch else DTYPES):
         return f"there are no kernels for {model.dtype}"
     try:
-        described = describe(model)
+        return describe(model)
     except NotDescribedError as error:
         return str(error)
-    with _exact_sums():
-        return described, record(model, described, prompt)
 
 
 def make_decoder(
@@ -97,7 +108,7 @@ def make_decoder(
     if not isinstance(plan, str):
         described, recorded = plan
         try:
-            decoder = _bind(model, described, backend)
+            decoder = bind(model, described, backend)
         except UnboundError as error:
             reason = str(error)
         else:
@@ -109,7 +120,12 @@ def make_decoder(
     return None
 
 
-def _bind(model: PreTrainedModel, described: Decoder, backend: AttentionBackend) -> CausalDecoder:
+def bind(model: PreTrainedModel, described: Decoder, backend: AttentionBackend) -> CausalDecoder:
+    """Our decoder for a described model, not compared.
+
+    Raises:
+        UnboundError: its tensors are not packed, or not in the kernels' format.
+    """
     if model.device.type in TORCH_DEVICES:
         operations = operations_for(model.device, model.dtype)
         return TorchDecoder(model, described, operations, backend)

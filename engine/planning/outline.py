@@ -10,11 +10,11 @@ that a server runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import (
@@ -43,7 +43,8 @@ from engine.runner.kv_tensors import make_groups
 _NAME = "headrace_outline"
 CALLED_WITH = 16
 """Tokens of the watched forward."""
-_FAILURES = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
+FAILURES = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
+"""What modules raise where they need numbers that are not there."""
 FUSED_OPERATIONS = 8
 """The parallel regions of a layer that is computed by our kernels in one call."""
 
@@ -76,29 +77,11 @@ class Experts:
         weights: of all its experts.
         total: how many experts.
         chosen: how many compute each token.
-        module: itself, without weights.
-        args, kwargs: what it was called with, on the meta device.
     """
 
     weights: Matrices
     total: int
     chosen: int
-    module: torch.nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def called_with(
-        self, change: Callable[[torch.Tensor], torch.Tensor]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What it was called with, with each tensor changed."""
-
-        def changed(one: Any) -> Any:
-            return change(one) if isinstance(one, torch.Tensor) else one
-
-        return (
-            tuple(map(changed, self.args)),
-            {name: changed(one) for name, one in self.kwargs.items()},
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,8 +178,7 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
     if load_config.dtype != "auto":
         dtype = getattr(torch, load_config.dtype)
     packing = choose_packing(device, dtype, load_config.pack_weights, load_config.quantization)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(checkpoint.config, dtype=dtype).eval()
+    model = model_without_weights(checkpoint, dtype)
     ours: list[torch.nn.Module] = []
     is_ours = packing in ("native", "int8") or device.type in TORCH_DEVICES
     if is_ours and load_config.decoder == "own" and dtype in DTYPES:
@@ -206,7 +188,7 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
     kv_dtype, shapes = watch.dtype(model), watch.all_shapes()
     head = model.get_output_embeddings()
     embeddings = model.get_input_embeddings()
-    sorted_out = _Sorted(model, held_bytes(model, packing), work.calls)
+    sorted_out = _Sorted(model, held_bytes(model, packing), work.chosen)
     return Outline(
         checkpoint=checkpoint,
         name=type(model).__name__,
@@ -233,11 +215,18 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
     )
 
 
+def model_without_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    """A checkpoint's model on the meta device."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(checkpoint.config, dtype=dtype)
+    return model.eval()
+
+
 class _Sorted:
     """A model's parameters by kind."""
 
     def __init__(
-        self, model: PreTrainedModel, held: dict[str, int], calls: dict[torch.nn.Module, _Call]
+        self, model: PreTrainedModel, held: dict[str, int], chosen: dict[torch.nn.Module, int]
     ) -> None:
         self.linear = self.head = self.embedding = self.other = Matrices()
         self.experts: list[Experts] = []
@@ -251,13 +240,10 @@ class _Sorted:
             own = [one for one in module.parameters(recurse=False) if id(one) not in seen]
             seen.update(map(id, own))
             found = {id(one): Matrices(one.numel(), held[names[id(one)]], 1) for one in own}
-            if module in calls:
+            if module in chosen:
                 weights = sum(found.values(), Matrices())
                 total = max(len(one) for one in own if one.dim() > 2)
-                call = calls[module]
-                self.experts.append(
-                    Experts(weights, total, call.chosen, module, call.args, call.kwargs)
-                )
+                self.experts.append(Experts(weights, total, chosen[module]))
                 continue
             for one in own:
                 if one is head:
@@ -271,19 +257,11 @@ class _Sorted:
                     self.other += found[id(one)]
 
 
-class _Call(NamedTuple):
-    """A call of a module of experts: how many of them compute each token, and its arguments."""
-
-    chosen: int
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 class _Work(Operations):  # type: ignore[no-untyped-call]
     """Counts the small operations of a forward, and the bytes that they write.
 
     Attributes:
-        calls: of the modules of experts.
+        chosen: how many experts compute each token, by their module.
     """
 
     _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "t"))
@@ -292,7 +270,7 @@ class _Work(Operations):  # type: ignore[no-untyped-call]
         super().__init__()
         self.operations = 0
         self.token_bytes = 0
-        self.calls: dict[torch.nn.Module, _Call] = {}
+        self.chosen: dict[torch.nn.Module, int] = {}
 
     def __torch_dispatch__(
         self,
@@ -339,7 +317,7 @@ def _watch(model: PreTrainedModel, ours: Sequence[torch.nn.Module]) -> tuple[Lay
     ids = torch.zeros((1, CALLED_WITH), dtype=torch.long, device="meta")
     try:
         with (
-            _noting_calls(experts, work.calls),
+            _noting_choices(experts, work.chosen),
             torch.inference_mode(False),
             torch.no_grad(),
             work,
@@ -353,7 +331,7 @@ def _watch(model: PreTrainedModel, ours: Sequence[torch.nn.Module]) -> tuple[Lay
                 # A tensor, as in every step: some models compute fewer tokens if it is an int.
                 logits_to_keep=torch.zeros(1, dtype=torch.long, device="meta"),
             )
-    except _FAILURES as error:
+    except FAILURES as error:
         raise ModelRefusedError(
             f"{type(model).__name__} cannot be planned: what its layers keep cannot be found out "
             "without its weights"
@@ -362,7 +340,7 @@ def _watch(model: PreTrainedModel, ours: Sequence[torch.nn.Module]) -> tuple[Lay
         model.set_experts_implementation(own_experts)
     watch.check(model, model.config.get_text_config().num_hidden_layers)
     for module in replaced:
-        if module not in work.calls:
+        if module not in work.chosen:
             work.operations += FUSED_OPERATIONS if module._modules else 1
     return watch, work
 
@@ -387,11 +365,11 @@ def _computed_by_ours(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 @contextmanager
-def _noting_calls(
-    experts: Sequence[torch.nn.Module], calls: dict[torch.nn.Module, _Call]
+def _noting_choices(
+    experts: Sequence[torch.nn.Module], chosen: dict[torch.nn.Module, int]
 ) -> Iterator[None]:
-    """Note what modules of experts are called with. How many experts compute each token is the
-    width of the table of choices.
+    """Note how many experts compute each token: the width of the table of choices that a module of
+    experts is called with.
     """
 
     def note(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -400,7 +378,7 @@ def _noting_calls(
             for one in (*args, *kwargs.values())
             if isinstance(one, torch.Tensor) and not one.is_floating_point() and one.dim() == 2
         ]
-        calls[module] = _Call(widths[0] if widths else _count_experts(module), args, dict(kwargs))
+        chosen[module] = widths[0] if widths else _count_experts(module)
 
     hooks = [one.register_forward_pre_hook(note, with_kwargs=True) for one in experts]
     try:

@@ -1,7 +1,7 @@
 """Makes a plan of a model: its memory, its speed, and the options that follow.
 
-path ─▶ Outline ─┬─▶ MemoryPlan ─▶ Room ─┬─▶ Plan
-                 └─▶ Rates ─▶ StepTimes ─┘
+path ─▶ Outline ─┬─▶ MemoryPlan ─▶ Room ────────────────┬─▶ Plan
+                 └─▶ Rehearsal, or Rates ─▶ StepTimes ──┘
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from engine.config import ContinuousBatchingConfig, LoadConfig, block_size_on
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ModelRefusedError
 from engine.loading.checkpoint import resolve_path
 from engine.loading.loader import set_threads
+from engine.loading.memory import CachePlan
 from engine.planning.memory import MemoryPlan, Room, blocks_for, plan_memory, room
 from engine.planning.outline import Outline, read_outline
-from engine.planning.rates import Rates, given_rates, measure_rates
-from engine.planning.times import StepTimes
+from engine.planning.rehearsal import Rehearsal
+from engine.planning.times import Rates, StepTimes
 from engine.planning.wanted import DEFAULT_OUTPUT, DEFAULT_PROMPT, Wanted
 
 DECODES = (1, 16, 64)
@@ -36,13 +37,13 @@ class Times:
     """Expected times.
 
     Attributes:
-        rates: of the machine.
+        rates: those that were given; None: steps were run on this machine.
         context: the tokens behind which decode steps compute.
         decode: steps, by the number of requests.
         prompt_tokens, prefill_s: a prompt, and its seconds.
     """
 
-    rates: Rates
+    rates: Rates | None
     context: int
     decode: tuple[DecodeTime, ...]
     prompt_tokens: int
@@ -56,7 +57,7 @@ class Plan:
     Attributes:
         config: the options that it is of: those given, and with `Wanted.requests` the blocks and
             requests that these need.
-        times: None: no rates are known.
+        times: None: no rates were given, and the steps not run.
     """
 
     config: ContinuousBatchingConfig
@@ -95,20 +96,13 @@ def make_plan(
         size = block_size_on(config, outline.device.type)
         config = _for_requests(config, wanted.requests, prompt_tokens + output_tokens, size)
     memory = plan_memory(outline, config, wanted.memory)
-    rates = None
-    if wanted.bandwidth is not None and wanted.rate is not None:
-        row_bytes = outline.vocab_size * outline.dtype.itemsize
-        rates = given_rates(wanted.bandwidth, wanted.rate, row_bytes)
-    elif wanted.measures and outline.device.type == "cpu":
-        progress("measuring this machine: about five seconds")
-        rates = measure_rates(outline, load_config, memory.cache.block_size)
     found = room(outline, memory.cache, prompt_tokens, output_tokens)
     return Plan(
         config=config,
         outline=outline,
         memory=memory,
         room=found,
-        times=None if rates is None else _times(outline, memory, found, rates),
+        times=_times(outline, memory.cache, found, wanted, load_config, progress),
     )
 
 
@@ -143,17 +137,38 @@ def _length(outline: Outline, wanted: Wanted) -> tuple[int, int]:
     return prompt, output
 
 
-def _times(outline: Outline, memory: MemoryPlan, found: Room, rates: Rates) -> Times:
-    steps = StepTimes(outline, rates)
+def _times(
+    outline: Outline,
+    cache: CachePlan,
+    found: Room,
+    wanted: Wanted,
+    load_config: LoadConfig,
+    progress: Callable[[str], None],
+) -> Times | None:
     context = found.prompt_tokens + found.output_tokens // 2
     most = max(1, found.requests)
     counts = sorted({count for count in DECODES if count < most} | {most})
-    return Times(
-        rates=rates,
-        context=context,
-        decode=tuple(
-            DecodeTime(requests=count, seconds=steps.decode_s(count, context)) for count in counts
-        ),
-        prompt_tokens=found.prompt_tokens,
-        prefill_s=steps.prefill_s(found.prompt_tokens, memory.cache.max_batch_tokens),
-    )
+    rates = None
+    try:
+        steps: StepTimes | Rehearsal
+        if wanted.bandwidth is not None and wanted.rate is not None:
+            rates = Rates(wanted.bandwidth, wanted.rate)
+            steps = StepTimes(outline, rates, cache.max_batch_tokens)
+        elif wanted.measures and outline.device.type == "cpu":
+            progress("running its steps with made-up weights: some seconds")
+            steps = Rehearsal(outline, load_config, cache.block_size, cache.max_batch_tokens)
+        else:
+            return None
+        return Times(
+            rates=rates,
+            context=context,
+            decode=tuple(
+                DecodeTime(requests=count, seconds=steps.decode_s(count, context))
+                for count in counts
+            ),
+            prompt_tokens=found.prompt_tokens,
+            prefill_s=steps.prefill_s(found.prompt_tokens),
+        )
+    except ModelRefusedError as error:
+        progress(f"no times: {error}")
+        return None

@@ -15,12 +15,11 @@ from engine.errors import ConfigError, InsufficientMemoryError, ModelRefusedErro
 from engine.loading.loader import load_model
 from engine.loading.running import build_runner
 from engine.models.packed import native_library
-from engine.planning import memory, rates
+from engine.planning import memory
 from engine.planning.memory import plan_memory, room, step_bytes
-from engine.planning.outline import Matrices, read_outline
+from engine.planning.outline import read_outline
 from engine.planning.plan import make_plan
-from engine.planning.rates import Products, between, given_rates, measure_rates
-from engine.planning.times import StepTimes
+from engine.planning.times import Rates, StepTimes
 from engine.planning.wanted import Wanted
 from tests.model_recipes import RECIPES
 from tests.tiny_models import CONTEXT, FAMILIES, make_model
@@ -190,9 +189,9 @@ def test_times_follow_the_rates(tmp_path: Path) -> None:
     path = tmp_path / "model"
     FAMILIES["llama"](hidden_size=1024, intermediate_size=4096).save_pretrained(path)
     outline = read_outline(path, LoadConfig())
-    slow, fast = (StepTimes(outline, given_rates(rate, rate * 10, 0)) for rate in (1e6, 2e6))
+    slow, fast = (StepTimes(outline, Rates(rate, rate * 10), 16) for rate in (1e6, 2e6))
     assert slow.decode_s(1, 100) == pytest.approx(2 * fast.decode_s(1, 100), rel=0.01)
-    assert slow.prefill_s(64, 16) == pytest.approx(2 * fast.prefill_s(64, 16), rel=0.01)
+    assert slow.prefill_s(64) == pytest.approx(2 * fast.prefill_s(64), rel=0.01)
     # One row is the time of reading all weights but the embedding.
     read = outline.linear.held + outline.head.held
     assert slow.decode_s(1, 0) == pytest.approx(read / 1e6, rel=0.1)
@@ -200,50 +199,13 @@ def test_times_follow_the_rates(tmp_path: Path) -> None:
     assert slow.decode_s(1, 512) > slow.decode_s(1, 256)
 
 
-def test_products_take_as_long_as_measured_with_about_as_many_rows() -> None:
-    points = ((1, 1.0), (4, 3.0), (16, 5.0))
-    assert [between(points, rows) for rows in (1, 2.5, 4, 10, 16, 32)] == [1, 2, 3, 4, 5, 10]
-    matrices = Matrices(elements=50, held=100, count=1)
-    assert Products(7.0, 7.0, points).seconds(matrices, 4) == 300
-
-
 def test_rows_are_sampled(tmp_path: Path) -> None:
     outline = read_outline(_saved(tmp_path / "model", "llama"), LoadConfig())
-    without, with_it = (StepTimes(outline, given_rates(1e9, 1e12, size)) for size in (0, 10**9))
-    assert with_it.decode_s(3, 0) - without.decode_s(3, 0) == pytest.approx(6)
-    assert with_it.prefill_s(64, 16) - without.prefill_s(64, 16) == pytest.approx(2)
-
-
-@pytest.mark.parametrize("name", ["mixtral", "llama"])
-def test_a_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """All that a plan needs, experts as transformers computes them; and nothing of it is zero."""
-    monkeypatch.setattr(rates, "_TRYING_S", 1e-9)
-    monkeypatch.setattr(rates, "_ELEMENTS", 8 << 20)
-    outline = read_outline(_saved(tmp_path / "model", name, torch.bfloat16), LoadConfig())
-    assert len(outline.experts) == (3 if name == "mixtral" else 0)
-    found = measure_rates(outline, LoadConfig(), 32)
-    assert [rows for rows, _ in found.packed.points] == [1, 4, 16, 64, 256]
-    assert bool(found.experts) == bool(outline.experts)
-    assert min(seconds for _, seconds in (*found.packed.points, *found.experts)) > 0
-    assert min(found.kv_bandwidth, found.attention_rate, found.sampled_row_s) > 0
-    if outline.experts:
-        doubled = dataclasses.replace(found, experts=tuple((x, 2 * s) for x, s in found.experts))
-        extra = StepTimes(outline, doubled).decode_s(4, 9) - StepTimes(outline, found).decode_s(
-            4, 9
-        )
-        assert extra == pytest.approx(outline.experts_bytes * between(found.experts, 4))
-
-
-def test_experts_that_cannot_be_run_are_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outline = read_outline(_saved(tmp_path / "model", "mixtral"), LoadConfig())
-    one = outline.experts[0]
-    assert one.module.config._experts_implementation != "batched_mm"  # type: ignore[union-attr]
-    monkeypatch.setattr(rates, "_TRYING_S", 1e-9)
-    assert rates._experts(dataclasses.replace(one, args=(), kwargs={}), outline.dtype) == ()
-    monkeypatch.setattr(rates, "_EXPERTS_BYTES", one.weights.held - 1)
-    assert rates._experts(one, outline.dtype) == ()
+    larger = dataclasses.replace(outline, vocab_size=outline.vocab_size + 10**9)
+    without, with_it = (StepTimes(one, Rates(8e9, 1e12), 16) for one in (outline, larger))
+    assert outline.dtype is torch.float32
+    assert with_it.decode_s(3, 0) - without.decode_s(3, 0) == pytest.approx(3)
+    assert with_it.prefill_s(64) - without.prefill_s(64) == pytest.approx(1)
 
 
 def test_chosen_experts_alone_are_read(tmp_path: Path) -> None:
@@ -251,7 +213,7 @@ def test_chosen_experts_alone_are_read(tmp_path: Path) -> None:
     FAMILIES["mixtral"](hidden_size=256, intermediate_size=1024).save_pretrained(path)
     outline = read_outline(path, LoadConfig())
     assert {(one.total, one.chosen) for one in outline.experts} == {(4, 2)}
-    times = StepTimes(outline, given_rates(1e6, 1e12, 0))
+    times = StepTimes(outline, Rates(1e6, 1e12), 16)
     assert outline.linear.held + outline.head.held + outline.experts_bytes / 2 == pytest.approx(
         times.decode_s(1, 0) * 1e6, rel=0.02
     )

@@ -1,0 +1,141 @@
+"""Weights that are made up, for a model whose own are not there.
+
+    the model on the meta device ─▶ parameters and buffers, then packed layers, of the right shapes
+
+Of each shape there are only a few, which layers use in turn: as many as no cache of a processor
+holds, or one for each layer of a small model, which a cache may well hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from typing import TypeVar, cast
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.loading.packing import Packing, shared_weights
+from engine.models.packed import (
+    PackedEmbedding,
+    PackedLinear,
+    new_scales,
+    packed_size,
+    packed_view,
+)
+from engine.models.packed_onednn import OneDnnLinear
+
+UNCACHED_BYTES = 64 << 20
+"""Of one shape: more than a processor's cache keeps of it while others are read, too."""
+_TILE = (1 << 20) - 3
+"""Made-up numbers repeat after so many: rows of a matrix differ."""
+
+_Made = TypeVar("_Made")
+
+
+class Rings:
+    """A few of each kind, which are given out in turn."""
+
+    def __init__(self) -> None:
+        self._rings: defaultdict[Hashable, list[object]] = defaultdict(list)
+        self._bytes: defaultdict[Hashable, int] = defaultdict(int)
+        self._given: defaultdict[Hashable, int] = defaultdict(int)
+
+    def take(self, kind: Hashable, size: int, make: Callable[[], _Made]) -> _Made:
+        """A new one of a kind, which has so many bytes; or one that was made before."""
+        ring = self._rings[kind]
+        if self._bytes[kind] < UNCACHED_BYTES:
+            self._bytes[kind] += size
+            ring.append(make())
+            return cast("_Made", ring[-1])
+        self._given[kind] += 1
+        return cast("_Made", ring[(self._given[kind] - 1) % len(ring)])
+
+
+class TooLargeError(Exception):
+    """Even a few weights of each shape do not fit."""
+
+
+class _Weights:
+    """Makes weights up. most_bytes: of all of them."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._left = most_bytes
+        self._rings = Rings()
+        chance = torch.Generator().manual_seed(0)
+        self._numbers = torch.randn(_TILE, generator=chance) * 0.02
+
+    def like(self, one: torch.Tensor) -> torch.Tensor:
+        """Stands for a tensor on the meta device."""
+        shape, dtype = tuple(one.shape), one.dtype
+        return self._rings.take((shape, dtype), one.nbytes, lambda: self._new(shape, dtype))
+
+    def parameter(self, one: torch.Tensor) -> torch.nn.Parameter:
+        """The same as a parameter."""
+        return torch.nn.Parameter(self.like(one), requires_grad=False)
+
+    def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Small random numbers; ones for vectors, most of which scale."""
+        if len(shape) < 2 or not dtype.is_floating_point:
+            return torch.ones(shape, dtype=dtype)
+        self._left -= math.prod(shape) * dtype.itemsize
+        if self._left < 0:
+            raise TooLargeError
+        flat = torch.empty(math.prod(shape), dtype=dtype)
+        numbers = self._numbers.to(dtype)
+        for start in range(0, len(flat), _TILE):
+            part = flat[start : start + _TILE]
+            part.copy_(numbers[: len(part)])
+        return flat.view(shape)
+
+    def packed(
+        self, weight: torch.Tensor, *, int8: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Stands for a weight on the meta device, packed for our kernels, with its scales."""
+        shape, dtype = tuple(weight.shape), weight.dtype
+        size = packed_size(*shape, dtype=dtype, int8=int8)
+
+        def make() -> tuple[torch.Tensor, torch.Tensor | None]:
+            numbers = self._new((size // dtype.itemsize, 1), dtype).view(-1)
+            scales = new_scales(shape[0]).fill_(0.01) if int8 else None
+            return packed_view(numbers.view(torch.uint8), dtype), scales
+
+        return self._rings.take(("packed", shape, dtype), size, make)
+
+
+def make_up(model: PreTrainedModel, packing: Packing | None, most_bytes: int) -> None:
+    """Give a model on the meta device made-up weights, packed as a server would pack them.
+
+    Raises:
+        TooLargeError: they would take more than so many bytes.
+    """
+    weights = _Weights(most_bytes)
+    groups = [] if packing is None else list(shared_weights(model, packing))
+    in_linears = {id(group.weight) for group in groups}
+    unpacked = {id(group.weight) for group in groups if packing == "onednn" or not group.is_ours}
+    made: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, one in module._parameters.items():
+            is_packed = id(one) in in_linears and (
+                isinstance(module, torch.nn.Linear) or id(one) not in unpacked
+            )
+            if one is not None and not is_packed:
+                made.setdefault(id(one), weights.parameter(one))
+                module._parameters[name] = made[id(one)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = weights.like(buffer)
+    for group in groups:
+        if packing == "onednn":
+            weight = weights.parameter(group.weight)
+            for name, linear in group.linears.items():
+                linear.weight = weight
+                model.set_submodule(name, OneDnnLinear(linear))
+            continue
+        packed, scales = weights.packed(group.weight, int8=packing == "int8")
+        for name, linear in group.linears.items():
+            model.set_submodule(name, PackedLinear(packed, linear, scales))
+        if group.is_ours:
+            for name, embedding in group.embeddings.items():
+                model.set_submodule(name, PackedEmbedding(packed, embedding, scales))

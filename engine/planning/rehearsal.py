@@ -1,0 +1,326 @@
+"""Runs a model's own steps before its weights are there, and times them.
+
+    path ─▶ the model on the meta device ─▶ make_up ─▶ our decoder, or the model ─▶ ModelRunner
+         ─▶ EngineCore ─▶ steps of some requests ─▶ seconds
+
+So a step has all that a server's step has, by the server's own code: products with just as many
+rows, small operations, mixtures of experts as they are called, attention over the context,
+sampling, the schedule. The tokens in front of a step are not computed: its time does not depend on
+what is in the KV cache. What takes too long or too much memory to run is computed from two smaller
+ones, on the line through both.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from engine.attention.base import AttentionBackend, AttentionParams, LayerCache
+from engine.attention.registry import (
+    ATTENTION_NAME,
+    AttentionUnavailableError,
+    choose_backend,
+    fall_back,
+    register,
+)
+from engine.batch import ScheduledBatch, ScheduledRequest
+from engine.config import LoadConfig
+from engine.core import EngineCore
+from engine.errors import ModelRefusedError
+from engine.kv_cache.manager import KVCacheManager
+from engine.loading.memory import HostLimits
+from engine.models.choosing import bind, describe_steps
+from engine.models.parts import UnboundError
+from engine.planning.made_up import Rings, TooLargeError, make_up
+from engine.planning.memory import blocks_for
+from engine.planning.outline import FAILURES, Outline, model_without_weights
+from engine.request import GenerationRequest
+from engine.runner.forward import CausalModel, ModelForward
+from engine.runner.kv_tensors import KVTensors, allocate_caches
+from engine.runner.model_runner import ModelRunner
+from engine.runner_protocol import PendingStep, SampledTokens
+from engine.sampling.sampler import Sampler
+from engine.sampling_params import SamplingParams, StopParams
+from engine.scheduler.fifo import FIFOScheduler
+from engine.token_ids import TokenIds
+from engine.types import RequestId, RequestKey, TokenId
+
+_LAYER_BYTES = 256 << 20
+"""The most of one layer's KV cache."""
+_MOST_REQUESTS = 64
+_FIRST_TOKENS = 128
+"""Of a prompt: from their time follows whether all are computed at once."""
+_PROMPT_S = 4.0
+"""The most that a part of a prompt may take to be computed at once."""
+_MOST_STEPS = 64
+_LONG = ((0.6, 4), (2.0, 2))
+"""Steps are run until they have taken so many seconds, and are so many."""
+
+
+class _Told:
+    """A step that is not computed."""
+
+    def __init__(self, batch: ScheduledBatch) -> None:
+        self._count = sum(part.samples for part in batch.requests)
+
+    def sample(self) -> None:
+        """Nothing."""
+
+    def result(self) -> SampledTokens:
+        """Some token for each."""
+        return SampledTokens((TokenId(0),) * self._count)
+
+
+class _Skipping:
+    """A runner that computes only the wanted steps.
+
+    Attributes:
+        has_computed: whether the last step was computed.
+    """
+
+    def __init__(self, runner: ModelRunner, wants: Callable[[ScheduledRequest], bool]) -> None:
+        self._runner = runner
+        self._wants = wants
+        self.has_computed = False
+
+    def launch(self, batch: ScheduledBatch) -> PendingStep:
+        """Compute a step, or not."""
+        self.has_computed = all(map(self._wants, batch.requests))
+        return self._runner.launch(batch) if self.has_computed else _Told(batch)
+
+    def release(self, key: RequestKey) -> None:
+        """See Runner."""
+        self._runner.release(key)
+
+    def warmup(self) -> None:
+        """See Runner."""
+        self._runner.warmup()
+
+
+class Rehearsal:
+    """A model with made-up weights, whose steps can be timed.
+
+    Attributes:
+        model: the model.
+        steps: what computes its steps: our decoder, or the model.
+        backend: computes attention.
+    """
+
+    def __init__(
+        self, outline: Outline, load_config: LoadConfig, block_size: int, max_batch_tokens: int
+    ) -> None:
+        """Make it.
+
+        Args:
+            outline: the model, for a CPU. Torch's threads must have been set.
+            load_config: how it would be loaded.
+            block_size, max_batch_tokens: of the KV cache, and of steps.
+
+        Raises:
+            ModelRefusedError: it cannot be made without its weights.
+        """
+        self._outline, self._block_size = outline, block_size
+        self._max_batch_tokens = max_batch_tokens
+        self.backend = _backend(outline, load_config)
+        try:
+            self.model, self.steps = _model(outline, load_config, self.backend)
+        except TooLargeError as error:
+            raise ModelRefusedError(
+                "a few weights of each shape take more than half of the memory that is free here"
+            ) from error
+        except FAILURES as error:
+            raise _cannot_be_run(outline) from error
+        largest = max(one.elements_per_token for one in outline.shapes) * outline.kv_dtype.itemsize
+        self._most_tokens = _LAYER_BYTES // largest
+        self._chance = np.random.default_rng(0)
+
+    def decode_s(self, requests: int, context: int) -> float:
+        """Seconds of a step in which each of some requests computes one token behind `context`
+        others.
+
+        Raises:
+            ModelRefusedError: the model cannot be run without its weights.
+        """
+        if requests > _MOST_REQUESTS:
+            return _on_line(lambda count: self.decode_s(count, context), _MOST_REQUESTS, requests)
+        most = max(2, self._most_tokens // requests)
+        if context > most:
+            return _on_line(lambda tokens: self._decode_s(requests, tokens), most, context)
+        return self._decode_s(requests, context)
+
+    def prefill_s(self, tokens: int) -> float:
+        """Seconds of computing a prompt alone, in steps of at most max_batch_tokens.
+
+        Raises:
+            ModelRefusedError: the model cannot be run without its weights.
+        """
+        few = min(tokens, self._max_batch_tokens, _FIRST_TOKENS)
+        chunk = min(tokens, self._max_batch_tokens, self._most_tokens)
+        seconds = self._chunk_s(few, 0)
+        if seconds * chunk / few > _PROMPT_S:
+            chunk = few
+        elif chunk > few:
+            seconds = self._chunk_s(chunk, 0)
+        if chunk == tokens:
+            return seconds
+        # A part also reads what is in front of it: the last one takes longest.
+        start = max(chunk, min(tokens, self._most_tokens) - chunk) // chunk * chunk
+        more = (self._chunk_s(chunk, start) - seconds) / start
+        return (seconds + more * (tokens - chunk) / 2) * tokens / chunk
+
+    def _decode_s(self, requests: int, context: int) -> float:
+        context = max(1, min(context, self._outline.context_length - _MOST_STEPS))
+        most = min(_MOST_STEPS, self._outline.context_length - context)
+        runner = self._runner(requests, context + most)
+        return _settled(
+            self._times(
+                runner,
+                requests=requests,
+                prompt=context,
+                output=most,
+                max_batch_tokens=requests * (context + 1),
+                wants=lambda part: part.start >= context,
+            )
+        )
+
+    def _chunk_s(self, tokens: int, start: int) -> float:
+        """Seconds of a step that computes so many tokens of a prompt from `start` on, which is
+        a multiple of their number.
+        """
+        runner = self._runner(1, start + tokens + 1)
+
+        def times() -> Iterator[float]:
+            while True:
+                yield from self._times(
+                    runner,
+                    requests=1,
+                    prompt=start + tokens,
+                    output=1,
+                    max_batch_tokens=tokens,
+                    wants=lambda part: part.start == start,
+                )
+
+        return _settled(times())
+
+    def _times(
+        self,
+        runner: ModelRunner,
+        *,
+        requests: int,
+        prompt: int,
+        output: int,
+        max_batch_tokens: int,
+        wants: Callable[[ScheduledRequest], bool],
+    ) -> Iterator[float]:
+        """Seconds of the wanted steps of some requests, as the engine tells them."""
+        kv = runner.kv
+        blocks = [len(one.keys) // kv.block_size - 1 for one in _of_groups(kv)]
+        skipping = _Skipping(runner, wants)
+        core = EngineCore(
+            FIFOScheduler(
+                KVCacheManager(kv.groups, blocks, kv.block_size, share_blocks=True),
+                max_batch_tokens=max_batch_tokens,
+                max_requests_per_batch=requests,
+            ),
+            skipping,
+            max_context_tokens=prompt + output,
+        )
+        for index in range(requests):
+            ids = self._chance.integers(0, self._outline.vocab_size, prompt, dtype=np.int32)
+            spec = GenerationRequest(
+                request_id=RequestId(f"rehearsed-{index}"),
+                prompt=TokenIds(ids.tobytes()),
+                sampling=SamplingParams(temperature=1.0),
+                stop=StopParams(max_tokens=output),
+            )
+            core.add(spec, core.clock())
+        while core.has_work:
+            done = core.step()
+            if any(one.finish and one.finish.failure for one in done.outputs):
+                raise _cannot_be_run(self._outline)
+            if skipping.has_computed and done.step is not None:
+                yield done.step.duration_s
+
+    def _runner(self, requests: int, tokens: int) -> ModelRunner:
+        """A runner with room for so many requests of so many tokens each."""
+        one = self._outline
+        blocks = [blocks_for(requests, tokens, self._block_size)] * len(one.groups)
+        # Only those that are written take memory.
+        caches = allocate_caches(
+            one.shapes, one.groups, blocks, self._block_size, one.kv_dtype, torch.device("cpu")
+        )
+        rings = Rings()
+
+        def written(cache: LayerCache) -> LayerCache:
+            cache.keys.fill_(0.01)
+            cache.values.fill_(0.01)
+            return cache
+
+        used = [
+            rings.take(
+                (cache.group, cache.keys.shape, cache.values.shape),
+                cache.keys.nbytes + cache.values.nbytes,
+                partial(written, cache),
+            )
+            for cache in caches
+        ]
+        kv = KVTensors(one.groups, tuple(used), (), self._block_size)
+        forward = ModelForward(self.steps, kv, self.backend)
+        return ModelRunner(forward, sampler=Sampler(one.vocab_size, kv.device))
+
+
+def _of_groups(kv: KVTensors) -> Iterator[LayerCache]:
+    """A cache of each group."""
+    return (kv.caches[group.layers[0]] for group in kv.groups)
+
+
+def _on_line(seconds: Callable[[int], float], most: int, wanted: int) -> float:
+    """What follows for more than the most that is run, from half as much and that."""
+    half, whole = seconds(most // 2), seconds(most)
+    return whole + (whole - half) * (wanted - most) / (most - most // 2)
+
+
+def _settled(times: Iterator[float]) -> float:
+    """The median of the later half of as many times as are worth their while."""
+    found: list[float] = []
+    for seconds in times:
+        found.append(seconds)
+        if any(sum(found) >= long and len(found) >= few for long, few in _LONG):
+            break
+    return statistics.median(found[len(found) // 2 :])
+
+
+def _backend(outline: Outline, load_config: LoadConfig) -> AttentionBackend:
+    register()
+    backend = choose_backend(outline.device, outline.kv_dtype, load_config.attention)
+    for shape in outline.shapes:
+        reason = backend.why_not(shape, AttentionParams(scaling=shape.key_dim**-0.5))
+        if reason is not None:
+            return fall_back(load_config.attention, AttentionUnavailableError(reason))
+    return backend
+
+
+def _model(
+    outline: Outline, load_config: LoadConfig, backend: AttentionBackend
+) -> tuple[PreTrainedModel, CausalModel]:
+    """The model with made-up weights, and what would compute its steps."""
+    model = model_without_weights(outline.checkpoint, outline.dtype)
+    is_packed = outline.packing in ("native", "int8")
+    described = describe_steps(model, backend, is_packed=is_packed)
+    make_up(model, outline.packing, HostLimits.read().memory_available // 2)
+    model.set_attn_implementation(ATTENTION_NAME)
+    steps: CausalModel = model
+    if load_config.decoder == "own" and not isinstance(described, str):
+        with suppress(UnboundError):
+            steps = bind(model, described, backend)
+    return model, steps
+
+
+def _cannot_be_run(outline: Outline) -> ModelRefusedError:
+    return ModelRefusedError(f"{outline.name} cannot be run without its weights")
