@@ -11,14 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
 from engine.errors import ConfigError, HeadraceError, InsufficientMemoryError
 from service import flags
+from service.cli import app
 from service.planning import FIELDS, described, parse_size
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"
 COMMAND = [sys.executable, "-c", "from service.cli import main; main()"]
+
+
+def _run_here(*arguments: str) -> Result:
+    """In this process, which has imported torch."""
+    return CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=False)
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -65,8 +73,8 @@ def test_a_table_for_a_person(tmp_path: Path) -> None:
     model = _demo(tmp_path / "model")
     rates = ("--bandwidth", "40", "--matrix-rate", "0.4")
     length = ("--prompt-tokens", "100", "--output-tokens", "28", "--requests", "20")
-    found = _run("--model", str(model), "--memory", "8GiB", *rates, *length)
-    assert found.returncode == 0, found.stderr
+    found = _run_here("--model", str(model), "--memory", "8GiB", *rates, *length)
+    assert found.exit_code == 0, found.stderr
     assert "weights " in found.stdout
     assert "KV cache, when full" in found.stdout
     assert "Requests of 100 + 28 tokens: 20 at once" in found.stdout
@@ -100,8 +108,8 @@ def test_a_wrong_question_is_refused_before_torch_is_imported(
 
 def test_quantized_weights_are_refused_as_serve_refuses_them(tmp_path: Path) -> None:
     model = _demo(tmp_path / "model", quantization_config={"quant_method": "gptq", "bits": 4})
-    found = _run("--model", str(model), "--no-measure")
-    assert (found.returncode, found.stdout) == (1, "")
+    found = _run_here("--model", str(model), "--no-measure")
+    assert (found.exit_code, found.stdout) == (1, "")
     assert "the weights are quantized already (gptq" in found.stderr
     assert "Traceback" not in found.stderr
 

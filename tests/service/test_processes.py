@@ -134,25 +134,3 @@ async def test_a_hangup_reads_the_callers_again_and_a_terminal_may_go(tmp_path: 
                     pass
                 assert await stream.code() is grpc.StatusCode.OK
         assert await asyncio.to_thread(server.ended) == 0
-
-
-async def test_a_policy_from_outside_the_tree_serves(tmp_path: Path) -> None:
-    (tmp_path / "somebody_s.py").write_text(
-        "from engine.scheduler.fifo import FIFOScheduler\n"
-        "class Loud(FIFOScheduler):\n"
-        "    def add(self, request):\n"
-        "        print('somebody adds', request.request_id, flush=True)\n"
-        "        super().add(request)\n"
-    )
-    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
-    options = ("--listen", "127.0.0.1:0", "--scheduler", "somebody_s:Loud")
-    with real_server(*options, PYTHONPATH=path) as server:
-        await asyncio.to_thread(server.wait_until_ready)
-        async with grpc.aio.insecure_channel(server.addresses[0]) as channel:
-            generation: Any = generation_service_pb2_grpc.GenerationServiceStub(channel)
-            asked = spec("Once", request_id="mine", stop={"max_tokens": 1})
-            await generation.Generate(rpc.GenerateRequest(spec=asked))
-        await asyncio.to_thread(server.read_until, "somebody adds anonymous/mine")
-    with real_server("--scheduler", "somebody_s:Silent", PYTHONPATH=path) as server:
-        assert await asyncio.to_thread(server.ended) == 1
-        assert "--scheduler: is 'somebody_s:Silent', and that cannot be imported" in server.said

@@ -566,11 +566,3 @@ def test_the_second_signal_ends_at_once(two: tuple[RealServer, RealServer]) -> N
                 handle.result(WAIT_S)
     assert server.said.endswith("Stopped at once.\n")
     assert not Path(server.addresses[1].removeprefix("unix:")).exists()
-
-
-def test_a_model_that_cannot_be_served(tmp_path: Path) -> None:
-    with real_server("--listen", f"unix:{tmp_path}/s", "--model", "/no/such/model") as server:
-        assert server.ended() == 1
-    assert "headrace-server: the model cannot be served: /no/such/model is not a" in server.said
-    assert "Traceback" not in server.said
-    assert not (tmp_path / "s").exists()

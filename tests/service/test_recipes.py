@@ -8,14 +8,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.service.readme import ROOT, code_blocks
-from tests.service.real_server import WAIT_S, RealServer, demo_server, real_server
+from tests.service.real_server import WAIT_S, RealServer, demo_server
 
 RECIPES = [
     block.strip()
@@ -76,11 +75,8 @@ def demo() -> RealServer:
 
 
 @pytest.fixture(scope="module")
-def on_a_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = tmp_path_factory.mktemp("socket") / "s"
-    with real_server("--listen", f"unix:{path}") as server:
-        server.wait_until_ready()
-        yield path
+def on_a_socket(demo: RealServer) -> Path:
+    return Path(demo.addresses[1].removeprefix("unix:"))
 
 
 def test_there_are_recipes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,14 @@ def test_weights_that_are_quantized_already_are_refused_by_name(saved: Path, met
     (saved / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelRefusedError, match=f"quantized already .{method},.* --quantization"):
         _load(saved)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_directory_without_a_model(tmp_path: Path, exists: bool) -> None:
+    path = tmp_path if exists else tmp_path / "nowhere"
+    words = "it has no config.json; give the directory with" if exists else "is not a"
+    with pytest.raises(ModelRefusedError, match=f"{re.escape(str(path))} .*{words}"):
+        _load(path)
 
 
 def test_missing_weights_are_not_made_up(saved: Path) -> None:
