@@ -25,9 +25,11 @@ from engine.attention.triton_kernels import (
 )
 
 _LOG2E = 1.4426950408889634
-_HELD = ((64, 4), (128, 3), (256, 2))
-"""(head size, how many decode programs with such heads have enough registers on one of the device's
-multiprocessors), as compiled for compute capability 9.0; with larger heads one.
+_HELD = ((1 << 10, 3, 168), (1 << 11, 3, None), (1 << 13, 2, 255))
+"""(elements of a decode program's queries, how many such programs have enough of a multiprocessor's
+64k registers, the most registers of a thread; None: the compiler finds so many by itself). As
+compiled for compute capability 9.0: told nothing, the compiler keeps some in memory rather than use
+a few more than would let another program run; told 168 where it needs that many, it does so too.
 """
 _FEWEST_CUTS, _MOST_CUTS = 16, 128
 _PARTIALS = 256
@@ -66,12 +68,16 @@ class Tiles:
         keys: BLOCK_N, keys that are read at once.
         warps: how many warps compute a program.
         depth: how many tiles of keys and values are being loaded while one is computed.
+        programs: how many programs a multiprocessor has registers for, if they are counted.
+        registers: the most registers of a thread; None: the compiler decides.
     """
 
     rows: int
     keys: int
     warps: int
     depth: int
+    programs: int = 1
+    registers: int | None = None
 
     @property
     def stages(self) -> int:
@@ -103,7 +109,7 @@ def choose_tiles(
         rows, keys, depth = (16 if is_decode or widest > 128 else 32), 32, 1
         keys = 32 if widest <= 128 else 16
     elif is_decode:
-        rows, keys, depth = 16, (64 if widest <= 128 else 32), (1 if widest <= 64 else 2)
+        rows, keys, depth = 16, (64 if widest <= 128 else 32), 2
     elif widest <= 256:
         rows, keys, depth = 128, 64, (2 if widest <= 128 else 1)
     else:
@@ -131,9 +137,12 @@ def choose_tiles(
             depth = 0
         else:
             break  # the compiler reports what it lacks
-    is_small = is_decode and rows <= 32 and widest <= 256 and itemsize < 4
-    warps = 4 if is_small else 8
-    return Tiles(rows, keys, warps, depth)
+    if not is_decode or itemsize == 4:
+        return Tiles(rows, keys, 8, depth)
+    if rows > 32 or widest > 256:
+        return Tiles(rows, keys, 8, depth, registers=255)
+    held = next(one for one in _HELD if rows * widest <= one[0])
+    return Tiles(rows, keys, 4, depth, programs=held[1], registers=held[2])
 
 
 def _shared_bytes(tiles: Tiles, *, dim: int, value_dim: int, itemsize: int, is_decode: bool) -> int:
@@ -163,8 +172,8 @@ def decode_places(
 ) -> int:
     """How many decode programs run on a device at the same time. See `choose_tiles`."""
     tile = _shared_bytes(tiles, dim=dim, value_dim=value_dim, itemsize=itemsize, is_decode=True)
-    held = 1 if itemsize == 4 else next((n for most, n in _HELD if max(dim, value_dim) <= most), 1)
-    return size.processors * max(1, min(held, size.shared_memory // (tile - _SHARED_SLACK)))
+    fit = size.shared_memory // (tile - _SHARED_SLACK)
+    return size.processors * max(1, min(tiles.programs, fit))
 
 
 @cache
@@ -302,6 +311,7 @@ class _Attention:
             MAX_CUTS=limit,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
+            maxnreg=tiles.registers,
             **layer,
         )
         merge_kernel[(rows, kv_heads * groups)](

@@ -27,6 +27,7 @@ HALF = torch.bfloat16
 QWEN = LAYERS[0]
 FEW = [
     *(attention(QWEN, 64, HALF, kind) for kind in ("decode", "prefill")),
+    attention(LAYERS[1], 32, HALF, "decode"),
     attention(LAYERS[3], 32, torch.float16, "prefill"),
     *(between(RESTS[0], dtype) for dtype in (HALF, torch.float16)),
     selection(counts=False),
@@ -35,7 +36,7 @@ MORE = [
     *(
         attention(layer, block_size, HALF, kind)
         for layer in LAYERS
-        for block_size in (32, 256)
+        for block_size in (16, 32, 256)
         for kind in ("decode", "prefill")
     ),
     *(attention(layer, 64, torch.float32, "prefill") for layer in LAYERS),
