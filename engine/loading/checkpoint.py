@@ -1,9 +1,9 @@
-"""Reads what a checkpoint says before any weight is read: its config, and the heads of its
-safetensors files. What can be refused by these is refused here, for a server as for a plan.
+"""Reads what a checkpoint says before any weight is read: its config, and the headers of its
+safetensors files. A model that these rule out is refused here, for a server as for a plan.
 
-A safetensors file begins with the length of its head (8 bytes), then comes the head, JSON with the
-type, shape and place of each tensor, then the tensors. So a file that was not copied to its end is
-found by its length.
+A safetensors file has the length of its header (8 bytes), the header (JSON with the type, shape and
+place of each tensor), and the tensors. So a file that was not copied to its end is found by its
+length.
 """
 
 from __future__ import annotations

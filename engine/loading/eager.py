@@ -27,8 +27,8 @@ _LIBRARY = "transformers."
 
 
 def eager_attention(layer: nn.Module) -> Callable[..., Any]:
-    """The eager attention function in the file of the forward of a layer's class, or of the first
-    class that it derives from and that has one.
+    """The eager attention function that a layer uses: the one in the file of its class's forward,
+    or of the first of its base classes whose file has one.
 
     Raises:
         ModelRefusedError: there is none.

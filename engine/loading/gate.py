@@ -307,8 +307,8 @@ def self_check(
     """Run both prompts paged, ragged and in chunks, and compare with the eager logits.
 
     Leaves the model with our attention implementation. With a decoder, that is run instead of the
-    model. was_packed: the model was packed after the probe; then what sums in another order change
-    comes on top of what is allowed.
+    model. was_packed: the model was packed after the probe; then what another order of sums changes
+    is allowed in addition.
 
     Raises:
         ModelRefusedError: the logits differ.
@@ -355,8 +355,8 @@ def self_check(
 
 
 def _packing_noise(model: PreTrainedModel, probe: ModelProbe) -> float:
-    """The error of a packed model's eager logits, relative to those before: how much other orders
-    of sums change what this model computes. Leaves the model with eager attention.
+    """The error of a packed model's eager logits, relative to those before it was packed: how much
+    another order of sums changes what this model computes. Leaves the model with eager attention.
     """
     model.set_attn_implementation("eager")
     return max(

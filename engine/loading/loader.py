@@ -290,8 +290,8 @@ def verify_model(
 
 
 def _view(original: PreTrainedModel) -> tuple[ModelView, PreTrainedModel, RopeLengths | None]:
-    """A view, its model, and how that one's rotary frequencies depend on a request's length, if
-    they do and the view could be made to follow.
+    """A view, its model, and how the model's rotary frequencies depend on a request's length; None:
+    they do not, or the view cannot follow.
     """
     view = ModelView.of(original)
     rope = read_rope(view.model)

@@ -4,9 +4,9 @@
     pack_model     ─▶ for each weight: pack, compare, replace, free the original
 
 Only plain torch.nn.Linear layers on the CPU are replaced: those in bfloat16, and those in float32
-of a model in float32. A weight that an embedding shares is packed once for
-both; a weight that anything else shares is copied. Only models that Headrace has loaded itself are
-packed; others belong to their owners.
+of a model in float32. A weight that an embedding shares is packed once for both; a weight that
+anything else shares is copied. Only models that Headrace has loaded itself are packed; others
+belong to their owners.
 """
 
 from __future__ import annotations
@@ -222,8 +222,8 @@ def _is_plain_linear(module: torch.nn.Linear, dtype: torch.dtype) -> bool:
 
 
 def _is_plain_embedding(module: torch.nn.Embedding) -> bool:
-    """Whether it is torch's own, or one of those of Gemma, which multiply rows by a buffer; that
-    they do nothing else is seen when they are replaced.
+    """Whether it is torch's own class, or one of Gemma's, which multiply rows by a buffer. That
+    these do nothing else is checked when they are replaced.
     """
     is_scaled = list(module._buffers) == ["embed_scale"] and _OF_LIBRARY in type(module).__module__
     return (
@@ -378,7 +378,7 @@ def _random_input(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _random_products(weight: torch.Tensor) -> torch.Tensor:
-    """What a weight [N, K] makes of random input, with torch: float32 [rows, N]."""
+    """The product of random input and a weight [N, K], by torch: float32 [rows, N]."""
     return torch_linear(_random_input(weight), weight).float()
 
 

@@ -162,8 +162,8 @@ def measure_graphs(
     options: RunnerOptions,
     block_size: int,
 ) -> int:
-    """How many bytes captured steps take, in addition to all else: inputs, logits, and what the
-    largest one of each path needs for its results; all others have the same places.
+    """How many bytes captured steps take in addition to all else: inputs, logits, and what the
+    largest one of each path needs for its results. The others share that memory.
 
     Args:
         memory, model, backend, probe, groups, device, block_size: see `measure_step`.
@@ -211,8 +211,8 @@ def _one_block(
 def fitting_step(
     measure: Callable[[StepLimits], int], limits: StepLimits, available: int
 ) -> tuple[StepLimits, int]:
-    """Half as many tokens, again and again, until the largest step takes a quarter of the device's
-    memory at most; but no fewer than 512 tokens, with which it may take more.
+    """Halve the number of tokens until the largest step takes at most a quarter of the free memory.
+    A step of 512 tokens may take more; there are never fewer.
 
     Args:
         measure: how many bytes the largest step takes; raises InsufficientMemoryError if there is

@@ -3,10 +3,10 @@
     positions [T] ── tokens beyond the original length carry their length in the upper half
         ─▶ model ─▶ its rotary module ─▶ each token by the frequencies of its length ─▶ cos, sin
 
-The model hands position ids on to its rotary module; steps give them to a stand-in there, in the
-view alone. The frequencies of each length are those that transformers gives for it, and what they
-become is computed by the module's own forward. Where each length has its own, all of them are made
-beforehand, in one table, so that a step looks nothing up on the host and can be captured.
+The model hands position ids on to its rotary module. In the view that steps run on, a stand-in has
+that module's place. The frequencies of each length are those of transformers, and the module's own
+forward computes cosines and sines from them. If each length has its own frequencies, all are put
+into one table when the model is loaded: a step looks nothing up on the host, and can be captured.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def _reach_nothing_else(model: PreTrainedModel, rotary: Sequence[_Rotary], longe
 
 
 class _OfTokens:
-    """Stands where a module's frequencies are, [F]: those of each token, [T, F]. Every token is a
-    request of its own, so positions are [T, 1].
+    """Takes the place of a module's frequencies [F], with those of each token: [T, F]. Each token
+    is a request of its own, so positions are [T, 1].
     """
 
     def __init__(self, frequencies: torch.Tensor) -> None:

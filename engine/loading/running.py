@@ -3,7 +3,7 @@ and wires the parts.
 
     VerifiedModel ─▶ measure_step ─▶ plan_cache ─▶ KVTensors ─▶ ModelRunner
 
-Of a split model (`engine.parallel.ranks`), rank 0 builds the runner; the others follow it.
+If the model is split (`engine.parallel.ranks`), rank 0 builds the runner, and the others follow it.
 """
 
 from __future__ import annotations

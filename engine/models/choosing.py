@@ -49,8 +49,8 @@ def plan_decoder(
     *,
     is_packed: bool,
 ) -> Plan:
-    """What our decoder is to compute, and what the model computes for a prompt; or why it cannot
-    compute this model.
+    """What our decoder is to compute, with what the model computes for a prompt; or the reason why
+    our decoder cannot compute this model.
 
     Args:
         model: in evaluation mode, not in use, and not packed yet; with int8, which changes results,

@@ -5,15 +5,16 @@ part.
            ─▶ the whole layer in one call a step, over a paged cache: equal to its parts
            ─▶ embedding, last norm, output layer, logits
 
-Parts without a sum must be equal, bit for bit. Norms and activations may differ by one neighbouring
-number in at most 1 % of places, or by two, since some are rounded twice: their sums are in another
-order, and e^x has other last bits. But an element may not differ in half of the tokens. In a
-product, each output's error over the tokens must be below half a percent of that output, apart from
-single elements that are rounded the other way; an error of 1 % in one row of one weight is found.
+Parts without a sum must be equal, bit for bit. The sums of norms may be in another order, and the
+e^x of activations may have other last bits. So at most 1 % of their elements may differ, by one or
+two neighbouring numbers (two, because some are rounded twice). But no element may differ in half of
+the tokens: that is a fault of one weight. In a product, each output's error over the tokens must be
+below half a percent of that output, apart from single elements that are rounded the other way; an
+error of 1 % in one row of one weight is found.
 
-Loading waits for this, so each weight is read but three times: once for all magnitudes together,
-once for each step of the layer in one call. Judging runs on one thread: what is judged is so small
-that on a busy machine threads would only wait for each other.
+Loading waits for this, so each weight is read only three times: once for all magnitudes together,
+and once for each of two steps of the layer in one call. The results are judged on one thread: they
+are so small that on a busy machine several threads would only wait for each other.
 """
 
 from __future__ import annotations
@@ -131,8 +132,8 @@ def _compare_layer(
 
 
 def _in_range(record: LayerRecord, magnitudes: int) -> list[bool]:
-    """By magnitude, whether the model's own results are finite, without which they say nothing: in
-    float16 a larger input may be too large. The input as it is always counts.
+    """By magnitude, whether the model's own results are finite. If they are not, they say nothing:
+    in float16 a larger input may be too large. The unscaled input always counts.
     """
     if record.x.dtype is not torch.float16:
         return [True] * magnitudes
@@ -321,8 +322,8 @@ def _told(wrong: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> 
 
 
 def _are_common(places: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Which of these places [T, width] are in columns where half of the tokens, or more, differ:
-    roundings are scattered, and a fault of one element of a weight is not.
+    """Which of these places [T, width] are in columns in which at least half of the tokens differ.
+    Roundings are scattered; a fault of one element of a weight is not.
     """
     columns = places.nonzero()[:, 1]
     counts = torch.bincount(columns[other], minlength=places.shape[1])

@@ -6,9 +6,9 @@ It stands where the transformers model stands in a step, and reads the same weig
 output layer and mixtures of experts are called as the model has them; a call of the library ends
 before each of these. Everything else is computed here.
 
-What is done to logits (a factor, a divisor, a softcap) depends on nothing but the logit, and a
-bfloat16 has 65,536 values. So torch computes it once for each of them, and the output layer's
-kernel looks its results up as it stores them: no pass over the logits is left, and bits are equal.
+What is done to a logit (a factor, a divisor, a softcap) depends on that logit alone, and a bfloat16
+has 65,536 values. So torch computes it once for each of them, and the output layer's kernel looks
+each result up as it stores it. This saves a pass over the logits, and the bits are the same.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class NativeDecoder(DecoderFrame):
 
 
 def _up_to_experts(layers: tuple[BoundLayer, ...]) -> Iterator[tuple[BoundLayer, ...]]:
-    """Divide layers behind each whose MLP the kernels do not compute."""
+    """Divide layers after each one with experts, which the kernels do not compute."""
     start = 0
     for index, one in enumerate(layers):
         if one.experts is not None or index == len(layers) - 1:

@@ -77,7 +77,7 @@ class Held:
         return NormWeight(self.address(weight), self.address(bias), one.width, one.eps, form)
 
     def linears(self, paths: Sequence[str], inputs: int, outputs: int) -> list[LinearWeight]:
-        """Packed linear layers with the same input; one, if their weights are adjacent.
+        """Packed linear layers with the same input. If their weights are adjacent, one for all.
 
         inputs, outputs: how many they must have together.
         """
@@ -274,7 +274,7 @@ class BoundLayer:
         return _sum(self.spec, x, made)
 
     def add_experts(self, x: torch.Tensor) -> torch.Tensor:
-        """The rest of a layer of which the kernels computed what comes before the MLP."""
+        """The rest of a layer with experts: the kernels have computed what comes before them."""
         spec = self.spec
         made = _norm(spec, spec.before_mlp, x)
         return _sum(spec, x, _norm(spec, spec.after_mlp, self.mix(made)))

@@ -1,4 +1,4 @@
-"""What stands between a decoder's matrix products and its attention, as few operations as can be:
+"""What stands between a decoder's matrix products and its attention, in three operations:
 
     add_norm  x + norm(made) ─ norm ─▶    the sum, and what the next product reads
     turn      queries, keys, values ─▶    norms, rotary embeddings, the write into the KV cache
@@ -6,8 +6,8 @@
 
 `TorchOperations` computes them plainly, on any device, and says what they are:
 `engine.models.triton_operations` computes the same on a CUDA device, with one kernel for each.
-Elements are computed in float32, and rounded wherever the models' own operations round; only the
-order of sums and the last bits of e^x are open.
+Elements are computed in float32, and rounded wherever the models' own operations round. Only the
+order of sums and the last bits of e^x may differ.
 """
 
 from __future__ import annotations

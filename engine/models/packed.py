@@ -1,11 +1,13 @@
 """Linear layers and embeddings with weights in the order in which the native kernel reads them.
 
 Packing moves elements without changing them, except with int8. Reading a layer's `weight` unpacks
-it. With int8, elements are multiples of their row's scale, which is its largest element / 127.
-These layers have no gradients: a backward pass through one is refused, so that nobody trains the
-rest of a model without noticing. A packed weight is a tensor whose type says what its elements are:
-int32, each float32; uint8, parts of bfloat16, or int8 if there are scales. Both are types that a
-conversion of the model leaves alone.
+it. With int8, each element is a multiple of its row's scale: the row's largest element / 127. These
+layers have no gradients: a backward pass through one is refused, so that nobody trains the rest of
+a model without noticing.
+
+The type of a packed tensor says what it holds. int32: the bits of float32. uint8: the bits of
+bfloat16, or int8 if there are scales. A conversion of the model (`model.to(dtype)`) leaves both
+types alone.
 """
 
 from __future__ import annotations
@@ -423,7 +425,7 @@ class PackedEmbedding(_Packed):
         return self.scaled(run(self.packed, self.scales, token_ids, *sizes))
 
     def scaled(self, rows: torch.Tensor) -> torch.Tensor:
-        """What it makes of rows of its weight."""
+        """Rows of its weight, as they are returned: scaled, if the embedding scales them."""
         return rows if self.embed_scale is None else rows * self.embed_scale.to(rows.dtype)
 
     def extra_repr(self) -> str:

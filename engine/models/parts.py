@@ -121,7 +121,7 @@ class OurDecoder(Protocol):
 
 
 class UnboundError(Exception):
-    """A layer's tensors are not as the kernels need them; the message says why, as the end of a
+    """A layer's tensors are not as the kernels need them. The message says why; it ends a
     sentence.
     """
 

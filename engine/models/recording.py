@@ -6,9 +6,9 @@ packed: what a decoder of ours is compared with (`engine.models.comparison`).
                                   (x · 2³ in float16, which ends at 65504)
 
 The model runs once on a short prompt. Hooks give each layer its input in several magnitudes, since
-a fault may depend on values: very small ones show the eps of a norm, very large ones what is added
-to what. They are the rows of one batch, so that weights are read once. Other hooks keep the results
-of its modules, and a stand-in for eager attention keeps queries and keys.
+a fault may depend on values: very small ones show a norm's eps, very large ones which terms are
+added to each other. They are the rows of one batch, so that weights are read once. Other hooks keep
+the results of its modules, and a stand-in for eager attention keeps queries and keys.
 """
 
 from __future__ import annotations

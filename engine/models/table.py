@@ -46,7 +46,7 @@ _SOURCE = "transformers."
 
 
 class NotDescribedError(Exception):
-    """A model has no description; the message says why, as the end of a sentence."""
+    """A model has no description. The message says why; it ends a sentence."""
 
 
 @dataclass(frozen=True, slots=True)

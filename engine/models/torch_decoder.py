@@ -216,7 +216,7 @@ class TorchDecoder(DecoderFrame):
         context: AttentionContext,
         last: BoundNorm | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Some layers' result, and that by the norm of what comes next."""
+        """The result of some layers, and the same after the norm that follows."""
         add_norm = self._operations.add_norm
         norms = [*(one.before_attention for one in layers), last]
         x, normed = add_norm(x, before=norms[0])

@@ -1,5 +1,5 @@
-"""The sizes to which captured steps are padded: few enough to capture, and close enough to waste
-little.
+"""The sizes to which captured steps are padded: few enough to capture them all, and close
+enough to each other to waste little.
 """
 
 from __future__ import annotations

@@ -138,6 +138,6 @@ class ModelForward:
 
 
 def one_line(error: Exception) -> str:
-    """A compiler's error on one line, without advice on how to debug torch."""
+    """A compiler's error on one line, without torch's advice on how to debug it."""
     text = str(error).partition("\n\nSet TORCHDYNAMO")[0]
     return " ".join(text.split())[:500]
