@@ -62,9 +62,9 @@ class TokenIds(Sequence[TokenId]):
         return cls(array("i", listed).tobytes())
 
     @classmethod
-    def set_of(cls, ids: Iterable[int], field: str = "ids") -> TokenIds:
+    def set_of(cls, ids: Iterable[int]) -> TokenIds:
         """Pack ids in ascending order, without duplicates. Raises like `of`."""
-        given = cls.of(ids, field).array
+        given = cls.of(ids).array
         if len(given) and given.max() < _DENSE * len(given):
             is_there = np.zeros(int(given.max()) + 1, dtype=np.bool_)
             is_there[given] = True

@@ -31,10 +31,9 @@ class BlockPool:
     cache.
     """
 
-    def __init__(self, num_blocks: int, index: PrefixIndex | None = None) -> None:
-        """`index`: the prefixes that the blocks hold; None: a new index."""
+    def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.index = index if index is not None else PrefixIndex()
+        self.index = PrefixIndex()
         self._free: list[BlockId] = [BlockId(i) for i in range(num_blocks, 0, -1)]
         self._holders: dict[BlockId, int] = {}
         self._cached: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first

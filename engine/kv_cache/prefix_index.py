@@ -76,8 +76,8 @@ class PrefixIndex:
 
     __slots__ = ("_blocks", "_digests", "watch")
 
-    def __init__(self, watch: PrefixWatch | None = None) -> None:
-        self.watch = watch if watch is not None else PrefixWatch()
+    def __init__(self) -> None:
+        self.watch = PrefixWatch()
         self._blocks: dict[bytes, BlockId] = {}
         self._digests: dict[BlockId, bytes] = {}
 
