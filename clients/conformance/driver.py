@@ -9,12 +9,13 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ANSWER_SECONDS = 30.0
 END_SECONDS = 5.0
 ROOT = Path(__file__).resolve().parents[2]
 _LINE_BYTES = 256 * 1024 * 1024
+_S = TypeVar("_S", asyncio.StreamReader, asyncio.StreamWriter)
 
 
 class DriverFault(Exception):
@@ -25,7 +26,11 @@ class Driver:
     """One driver's process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
+        """Made by `start`, which gives the process a pipe for each of its three streams."""
         self._process = process
+        self._input = _pipe(process.stdin)
+        self._output = _pipe(process.stdout)
+        self._stderr = _pipe(process.stderr)
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._errors: list[str] = []
@@ -63,8 +68,7 @@ class Driver:
             raise DriverFault(self.fault)
         self._waiting[number] = future
         line = json.dumps({"id": number, "op": op, **members}, ensure_ascii=False)
-        assert self._process.stdin is not None
-        self._process.stdin.write(line.encode() + b"\n")
+        self._input.write(line.encode() + b"\n")
         return number, future
 
     def said(self) -> str:
@@ -73,8 +77,7 @@ class Driver:
 
     async def end(self) -> str | None:
         """Ends its input; returns what is wrong with its end."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._input.close()
         try:
             async with asyncio.timeout(END_SECONDS):
                 code = await self._process.wait()
@@ -94,9 +97,8 @@ class Driver:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _read(self) -> None:
-        assert self._process.stdout is not None
         try:
-            while line := await self._process.stdout.readuntil(b"\n"):
+            while line := await self._output.readuntil(b"\n"):
                 self._take(json.loads(line))
         except (ValueError, asyncio.LimitOverrunError, UnicodeDecodeError) as problem:
             self._fail(f"a line that is not of the protocol: {problem}")
@@ -124,10 +126,15 @@ class Driver:
         self._waiting.clear()
 
     async def _hear(self) -> None:
-        assert self._process.stderr is not None
-        while piece := await self._process.stderr.read(65536):
+        while piece := await self._stderr.read(65536):
             self._errors.append(piece.decode(errors="replace"))
             del self._errors[:-200]
+
+
+def _pipe(stream: _S | None) -> _S:
+    if stream is None:
+        raise DriverFault("its process has no pipes for its input, output and errors")
+    return stream
 
 
 def _configures(name: str) -> bool:

@@ -5,17 +5,21 @@ that is about it, and says why; the true drivers meet every vector.
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from clients.conformance.driver import ROOT
 from clients.conformance.registry import LANGUAGES, Language
 from clients.conformance.suite import END, Outcome, load_vectors, run_language
 from tests.clients.conformance.faulty_driver import CHANGES, DRIVERS
 
-PYTHON, ASYNCIO = LANGUAGES[0], LANGUAGES[1]
+PYTHON, ASYNCIO, GO = LANGUAGES[:3]
 FAULTS = {
     "drops-a-delta": ("stream", "elements"),
     "splits-a-character": ("characters-split-anywhere", "is right"),
@@ -29,6 +33,18 @@ FAULTS = {
     "retries-early": ("refused-then-taken", "it was told"),
     "pays-for-all": ("credits", "credit was given"),
 }
+
+
+GO_FAULTS = {
+    "drops-a-delta": ("stream", "elements"),
+    "splits-a-character": ("characters-split-anywhere", "is right"),
+    "swallows-an-error": ("failed-request", "no error, but"),
+    "foreign-errors": ("failed-request", "not of the library's"),
+    "answers-from-the-file": ("generate", ".text is '$w, $w'"),
+    "leaks-a-stream": ("two-sessions", "left calls open"),
+    "resumes-late": ("resumed-after-close", "attaches from event 5; 4 is right"),
+}
+"""Those of clients/go/cmd/conformance/planted.go."""
 
 
 def vectors_of(name: str) -> list[dict[str, Any]]:
@@ -52,6 +68,29 @@ async def test_a_planted_fault_is_found(fault: str) -> None:
     outcomes = await run(replace(PYTHON, command=command), name)
     found = {one.vector: one.problem for one in outcomes}
     assert problem in found[name]
+
+
+@pytest.fixture(scope="module")
+def planted_go(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The Go driver with the faults in it; the command line names one."""
+    if shutil.which("go") is None:
+        pytest.skip("go is not installed")
+    driver = str(tmp_path_factory.mktemp("go") / "conformance-planted")
+    command = ("go", "build", "-tags", "planted", "-o", driver, "./cmd/conformance")
+    environment = {**os.environ, **GO.environment}
+    folder = ROOT / "clients" / "go"
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return driver
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", GO_FAULTS)
+async def test_a_fault_in_the_go_driver_is_found(planted_go: str, fault: str) -> None:
+    name, problem = GO_FAULTS[fault]
+    [outcome] = await run(replace(GO, command=(planted_go, fault)), name)
+    assert problem in outcome.problem
 
 
 async def test_the_true_driver_has_none_of_them() -> None:

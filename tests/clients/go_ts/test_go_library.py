@@ -65,6 +65,15 @@ def test_its_own_tests() -> None:
 def test_its_form() -> None:
     assert run(["gofmt", "-l", "."], GO) == ""
     run(["go", "vet", "./..."], GO)
+    run(["go", "vet", "-tags", "planted", "./cmd/conformance"], GO)
+
+
+@pytest.mark.skipif(
+    shutil.which("staticcheck") is None,
+    reason="staticcheck is not installed (go install honnef.co/go/tools/cmd/staticcheck@v0.8.2)",
+)
+def test_what_staticcheck_says() -> None:
+    run(["staticcheck", "-tags", "planted", "./..."], GO)
 
 
 def test_a_session(session: list[str], address: str) -> None:

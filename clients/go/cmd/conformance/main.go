@@ -20,6 +20,7 @@ import (
 
 func main() {
 	d := newDriver(os.Stdout)
+	plant(d)
 	d.tell(map[string]any{"ready": map[string]any{"language": "go", "protocol": 1}})
 	lines := bufio.NewReaderSize(os.Stdin, 1<<20)
 	for {
@@ -36,6 +37,7 @@ func main() {
 
 // A driver has the clients, sessions and handles that the runner named, and the commands that wait.
 type driver struct {
+	act func(context.Context, *command) (map[string]any, error) // carries a command out
 	out sync.Mutex
 	to  io.Writer
 
@@ -56,7 +58,7 @@ type stream struct {
 }
 
 func newDriver(to io.Writer) *driver {
-	return &driver{
+	d := &driver{
 		to:       to,
 		clients:  make(map[string]*headrace.Client),
 		sessions: make(map[string]*headrace.Session),
@@ -64,6 +66,8 @@ func newDriver(to io.Writer) *driver {
 		streams:  make(map[string]*stream),
 		waiting:  make(map[int64]context.CancelFunc),
 	}
+	d.act = d.do
+	return d
 }
 
 func (d *driver) tell(answer map[string]any) {
@@ -112,7 +116,7 @@ func (d *driver) take(line []byte) {
 }
 
 func (d *driver) answer(ctx context.Context, c *command) {
-	ok, err := d.do(ctx, c)
+	ok, err := d.act(ctx, c)
 	d.mu.Lock()
 	if cancel := d.waiting[c.ID]; cancel != nil {
 		delete(d.waiting, c.ID)
