@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,7 +49,7 @@ from engine.loading.packing import Packing, choose_packing, pack_model
 from engine.loading.pages import trim
 from engine.loading.rotary import follow_lengths, read_rope
 from engine.loading.view import ModelView
-from engine.models.choosing import NOT_ASKED, CausalDecoder, make_decoder, plan_decoder
+from engine.models.choosing import NOT_ASKED, CausalDecoder, Plan, make_decoder, plan_decoder
 from engine.parallel.sharding import check_plan, sharding, whole_logits
 from engine.rope import RopeLengths
 from engine.runner.forward import CausalModel
@@ -248,12 +248,9 @@ def verify_model(
     original, view, rope = model, None, None
     if ranks is None:  # the hooks of a split model are bound to its own modules
         view, model, rope = _view(original)
-    backend, probe = _probe(model, backend, attention)
-    plan = NOT_ASKED
-    if own_decoder:
-        is_packed = packing in ("native", "int8")
-        plan = plan_decoder(model, backend, probe.prompts[-1], is_packed=is_packed)
-        trim()
+    is_packed = packing in ("native", "int8")
+    backend, probe, plan = _probe(model, backend, attention, is_packed if own_decoder else None)
+    trim()
     was_packed = packing not in (None, "int8")
     if packing not in (None, "int8"):
         view, model = None, original  # the view would hold the originals of packed weights
@@ -300,15 +297,27 @@ def _view(original: PreTrainedModel) -> tuple[ModelView, PreTrainedModel, RopeLe
 
 
 def _probe(
-    model: PreTrainedModel, backend: AttentionBackend, attention: str
-) -> tuple[AttentionBackend, ModelProbe]:
-    """Probe a model; with another backend, if the one that was chosen does not support a layer."""
-    layers = model.config.get_text_config().num_hidden_layers
+    model: PreTrainedModel, backend: AttentionBackend, attention: str, is_packed: bool | None
+) -> tuple[AttentionBackend, ModelProbe, Plan]:
+    """Probe a model, and plan our decoder on what it computes for the probe's last prompt; with
+    another backend, if the one that was chosen does not support a layer.
+
+    is_packed: see `plan_decoder`; None: our decoder is not asked for.
+    """
+    layers, plan = model.config.get_text_config().num_hidden_layers, NOT_ASKED
+
+    def record(prompt: Sequence[TokenId]) -> torch.Tensor | None:
+        nonlocal plan
+        if is_packed is not None:
+            plan = plan_decoder(model, backend, prompt, is_packed=is_packed)
+        return None if isinstance(plan, str) else plan[1].logits[-1]
+
     try:
-        return backend, probe_layers(model, backend, layers)
+        probe = probe_layers(model, backend, layers, record)
     except AttentionUnavailableError as error:
         backend = fall_back(attention, error)
-    return backend, probe_layers(model, backend, layers)
+        probe = probe_layers(model, backend, layers, record)
+    return backend, probe, plan
 
 
 def _leader(ranks: Ranks | None) -> Leader | None:

@@ -8,7 +8,7 @@ import ctypes
 import dataclasses
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.errors import ModelRefusedError
-from engine.loading import loader
+from engine.loading import gate, loader
 from engine.models import choosing, comparison, native_decoder, native_layer, recording
 from engine.models.description import Decoder, Layer
 from engine.models.packed import PackedLinear, native_library, pack
@@ -290,6 +290,25 @@ def test_what_was_recorded_is_gone_when_memory_is_returned(
     monkeypatch.setattr(loader, "trim", lambda: alive.append(kept[0]() is not None))
     verify(make())
     assert alive == [True, False]
+
+
+def test_the_unmodified_model_runs_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading waits for it: what is recorded is also what the load gate knows of that prompt."""
+    prompts: list[int] = []
+    eager_forward, record = gate.eager_forward, choosing.record
+
+    def watched(model: Any, ids: torch.Tensor) -> Any:
+        prompts.append(ids.shape[1])
+        return eager_forward(model, ids)
+
+    def recorded(model: Any, described: Decoder, prompt: Sequence[int]) -> recording.Record:
+        prompts.append(len(prompt))
+        return record(model, described, prompt)
+
+    monkeypatch.setattr(gate, "eager_forward", watched)
+    monkeypatch.setattr(choosing, "record", recorded)
+    verify(make())
+    assert prompts == [43, 11]
 
 
 def test_a_weight_is_read_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
