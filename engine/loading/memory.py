@@ -196,6 +196,38 @@ def _default_percent(config: ContinuousBatchingConfig, on_cuda: bool) -> float:
     return CUDA_MEMORY_PERCENT
 
 
+@dataclass(frozen=True, slots=True)
+class _Sizing:
+    """What a cache takes, by its blocks for the layers with full attention."""
+
+    groups: tuple[LayerGroup, ...]
+    block_size: int
+    limits: StepLimits
+
+    def blocks(self, num_blocks: int) -> tuple[int, ...]:
+        """The blocks of each group."""
+        limits = self.limits
+        return tuple(
+            num_blocks
+            if group.window is None
+            else sliding_group_blocks(
+                group.window,
+                self.block_size,
+                num_blocks,
+                limits.max_requests,
+                limits.max_batch_tokens,
+            )
+            for group in self.groups
+        )
+
+    def total_bytes(self, num_blocks: int) -> int:
+        """The bytes of all groups, with their null blocks."""
+        return sum(
+            (count + 1) * self.block_size * group.bytes_per_token
+            for count, group in zip(self.blocks(num_blocks), self.groups, strict=True)
+        )
+
+
 def plan_cache(
     config: ContinuousBatchingConfig,
     groups: tuple[LayerGroup, ...],
@@ -225,40 +257,25 @@ def plan_cache(
     if step_bytes:
         free += f", less {step_bytes / GIB:.2f} GiB that a step needs"
     block_size = block_size_on(config, device.type)
-
-    def sizes(num_blocks: int) -> tuple[int, ...]:
-        return tuple(
-            num_blocks
-            if group.window is None
-            else sliding_group_blocks(
-                group.window, block_size, num_blocks, limits.max_requests, limits.max_batch_tokens
-            )
-            for group in groups
-        )
-
-    def cost(num_blocks: int) -> int:
-        return sum(
-            (count + 1) * block_size * group.bytes_per_token
-            for count, group in zip(sizes(num_blocks), groups, strict=True)
-        )
-
+    sizing = _Sizing(groups, block_size, limits)
     wanted = math.ceil(model_context / block_size) * limits.max_requests
     reason = f"{limits.max_requests} requests of {model_context} tokens"
     if config.num_blocks is not None:
         num_blocks, reason = config.num_blocks, "num_blocks"
-    elif on_cuda or cost(wanted) > budget:
-        num_blocks = _largest(cost, budget, 1 << 24 if on_cuda else wanted)
+    elif on_cuda or sizing.total_bytes(wanted) > budget:
+        num_blocks = _largest(sizing.total_bytes, budget, 1 << 24 if on_cuda else wanted)
         reason = f"{percent:.0%} of {free}"
     else:
         num_blocks = wanted
-    if num_blocks < 1 or cost(num_blocks) > budget:
+    if num_blocks < 1 or sizing.total_bytes(num_blocks) > budget:
+        needed = sizing.total_bytes(max(1, num_blocks))
         raise _does_not_fit(
-            f"the KV cache needs {cost(max(1, num_blocks)) / GIB:.2f} GiB, and {budget / GIB:.2f} "
+            f"the KV cache needs {needed / GIB:.2f} GiB, and {budget / GIB:.2f} "
             f"GiB may be used ({percent:.0%} of {free.replace(' free', f' free on {device}')}): "
-            f"{_largest(cost, budget, num_blocks) * block_size} tokens would fit; "
+            f"{_largest(sizing.total_bytes, budget, num_blocks) * block_size} tokens would fit; "
             f"{_remedies(percent, step_bytes)}"
         )
-    device_bytes = cost(num_blocks)
+    device_bytes = sizing.total_bytes(num_blocks)
     host_blocks, host_bytes = _plan_host(
         config,
         groups,
@@ -267,7 +284,7 @@ def plan_cache(
         available=host_available if on_cuda else host_available - device_bytes,
     )
     plan = CachePlan(
-        num_blocks=sizes(num_blocks),
+        num_blocks=sizing.blocks(num_blocks),
         block_size=block_size,
         max_batch_tokens=limits.max_batch_tokens,
         max_requests=limits.max_requests,

@@ -29,7 +29,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
-from typing import ClassVar
+from typing import ClassVar, NotRequired, TypedDict
 
 from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.kv_cache.groups import growth_blocks
@@ -40,7 +40,20 @@ from engine.scheduler.pace import StepPace
 from engine.scheduler.plan import StepPendingError, StepPlan
 from engine.types import RequestKey
 
-__all__ = ["Scheduler", "StepPendingError", "StepPlan"]  # re-exported for policies
+__all__ = [
+    "Scheduler",
+    "SchedulerLimits",
+    "StepPendingError",
+    "StepPlan",
+]  # re-exported for policies
+
+
+class SchedulerLimits(TypedDict):
+    """What a policy hands on to the base class's constructor; see there."""
+
+    max_batch_tokens: int
+    max_requests_per_batch: int
+    safety_margin: NotRequired[float | None]
 
 
 class Scheduler(ABC):

@@ -6,11 +6,11 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import Request
-from engine.scheduler.base import Scheduler, StepPlan
+from engine.scheduler.base import Scheduler, SchedulerLimits, StepPlan
 from engine.scheduler.callers import OUTPUT_COST, service_of
 from engine.scheduler.shares import Order, Share, Shares
 from engine.scheduler.time_limits import TimeLimits
@@ -55,22 +55,10 @@ class FairScheduler(Scheduler):
 
     heeds_priorities: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        kv_cache: KVCacheManager,
-        *,
-        max_batch_tokens: int,
-        max_requests_per_batch: int,
-        safety_margin: float | None = None,
-    ) -> None:
-        super().__init__(
-            kv_cache,
-            max_batch_tokens=max_batch_tokens,
-            max_requests_per_batch=max_requests_per_batch,
-            safety_margin=safety_margin,
-        )
+    def __init__(self, kv_cache: KVCacheManager, **limits: Unpack[SchedulerLimits]) -> None:
+        super().__init__(kv_cache, **limits)
         self._shares = Shares(self.callers, self._busiest)
-        self._limits = TimeLimits(kv_cache, self.waiting, max_batch_tokens)
+        self._limits = TimeLimits(kv_cache, self.waiting, self.max_batch_tokens)
         self._is_choosing = False
 
     # ---- the queue -----------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import Request
-from engine.scheduler.base import Scheduler, StepPlan
+from engine.scheduler.base import Scheduler, SchedulerLimits, StepPlan
 from engine.types import RequestKey
 
 PATIENCE = 8
@@ -27,20 +29,8 @@ class PrefillFirstScheduler(Scheduler):
     first always goes on.
     """
 
-    def __init__(
-        self,
-        kv_cache: KVCacheManager,
-        *,
-        max_batch_tokens: int,
-        max_requests_per_batch: int,
-        safety_margin: float | None = None,
-    ) -> None:
-        super().__init__(
-            kv_cache,
-            max_batch_tokens=max_batch_tokens,
-            max_requests_per_batch=max_requests_per_batch,
-            safety_margin=safety_margin,
-        )
+    def __init__(self, kv_cache: KVCacheManager, **limits: Unpack[SchedulerLimits]) -> None:
+        super().__init__(kv_cache, **limits)
         self._left_out: dict[RequestKey, int] = {}  # by request: steps in a row without it
 
     def choose(self, plan: StepPlan, now: float) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import Request
-from engine.scheduler.base import Scheduler, StepPlan
+from engine.scheduler.base import Scheduler, SchedulerLimits, StepPlan
 from engine.scheduler.request_heap import RequestHeap
 from engine.scheduler.time_limits import TimeLimits
 
@@ -30,22 +30,10 @@ class PriorityScheduler(Scheduler):
 
     heeds_priorities: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        kv_cache: KVCacheManager,
-        *,
-        max_batch_tokens: int,
-        max_requests_per_batch: int,
-        safety_margin: float | None = None,
-    ) -> None:
-        super().__init__(
-            kv_cache,
-            max_batch_tokens=max_batch_tokens,
-            max_requests_per_batch=max_requests_per_batch,
-            safety_margin=safety_margin,
-        )
+    def __init__(self, kv_cache: KVCacheManager, **limits: Unpack[SchedulerLimits]) -> None:
+        super().__init__(kv_cache, **limits)
         self._queue = RequestHeap(self.waiting)
-        self._limits = TimeLimits(kv_cache, self.waiting, max_batch_tokens)
+        self._limits = TimeLimits(kv_cache, self.waiting, self.max_batch_tokens)
 
     # ---- the queue -----------------------------------------------------------------------------
 
