@@ -48,6 +48,8 @@ from engine.types import RequestId, TokenId
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
 CONFIG = ContinuousBatchingConfig(block_size=16, num_blocks=256, max_queue_size=4)
 WAIT = 60.0
+PHASES = ["import", "weights", "kernels", "verify", "cache", "vocabulary", "warm_up"]
+"""Of a start, in this order."""
 _REFUSED_FORM = GrammarParams(kind=GrammarKind.REGEX, text="(?=a)b")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -101,12 +103,22 @@ async def shared() -> AsyncIterator[tuple[ProcessEngineClient, Sink]]:
     client = ProcessEngineClient(
         DEMO, CONFIG, LoadConfig(threads=1), log_level="warning", hang_timeout_s=1.0
     )
+    with pytest.raises(EngineUnavailableError):
+        await client.pause()
+    await client.set_log_level("error")  # kept for the process that is to come
     lines: list[str] = []
     info = await client.start(sink, lines.append)
     assert any("verified" in line for line in lines)
     assert (info.vocab_size, info.max_queue_size) == (3072, 4)
+    assert [phase for phase, _ in info.startup] == PHASES
+    assert all(seconds > 0 for _, seconds in info.startup)
     yield client, sink
-    await client.close()
+    try:
+        await client.set_log_level("debug")
+        await client.pause()
+    finally:
+        await client.close()  # also while paused
+    assert client.pid is None
 
 
 async def test_tokens_are_those_of_an_engine_in_this_process(
@@ -197,39 +209,29 @@ async def test_reasoning_before_a_form_crosses(
     assert len(sink.tokens("free")) == 20
 
 
-async def test_a_pause_crosses_and_is_no_hang_and_the_tokens_stay_the_same(sink: Sink) -> None:
-    client = ProcessEngineClient(
-        DEMO, CONFIG, LoadConfig(threads=1), log_level="warning", hang_timeout_s=1.0
-    )
-    with pytest.raises(EngineUnavailableError):
-        await client.pause()
-    await client.set_log_level("error")  # kept for the process that is to come
-    await client.start(sink, lambda line: None)
-    try:
-        await client.submit(_request("plain", max_tokens=400))
-        await sink.until("plain")
-        await client.submit(_request("a", max_tokens=400))
-        await client.submit(_request("c", max_tokens=1500))
-        await sink.until("a", ended=False)
-        await client.pause()
-        steps = (await client.stats()).steps
-        await client.submit(_request("b"))
-        await client.reset_prefix_cache()
-        assert await client.cancel(RequestId("c"))
-        assert (await sink.until("c")).finish is not None
-        await asyncio.sleep(2.2)  # longer than the timeout of a hang, and two looks at it
-        assert client.failure is None
-        assert (await client.stats()).steps == steps
-        assert not sink.outputs["a"][-1].ends_request
-        await client.resume()
-        await sink.until("a")
-        await sink.until("b")
-        assert sink.tokens("a") == sink.tokens("plain")
-        await client.set_log_level("debug")
-        await client.pause()
-    finally:
-        await client.close()  # also while paused
-    assert client.pid is None
+async def test_a_pause_crosses_and_is_no_hang_and_the_tokens_stay_the_same(
+    shared: tuple[ProcessEngineClient, Sink],
+) -> None:
+    client, sink = shared
+    await client.submit(_request("plain", max_tokens=400))
+    await sink.until("plain")
+    await client.submit(_request("paused", max_tokens=400))
+    await client.submit(_request("cancelled meanwhile", max_tokens=1500))
+    await sink.until("paused", ended=False)
+    await client.pause()
+    steps = (await client.stats()).steps
+    await client.submit(_request("came meanwhile"))
+    await client.reset_prefix_cache()
+    assert await client.cancel(RequestId("cancelled meanwhile"))
+    assert (await sink.until("cancelled meanwhile")).finish is not None
+    await asyncio.sleep(2.2)  # longer than the timeout of a hang, and two looks at it
+    assert client.failure is None
+    assert (await client.stats()).steps == steps
+    assert not sink.outputs["paused"][-1].ends_request
+    await client.resume()
+    await sink.until("paused")
+    await sink.until("came meanwhile")
+    assert sink.tokens("paused") == sink.tokens("plain")
 
 
 async def test_a_hold_of_all_requests_crosses_and_is_no_hang(
@@ -269,35 +271,40 @@ async def impatient() -> AsyncIterator[ProcessEngineClient]:
     assert client.pid is None
 
 
-async def test_a_killed_and_a_hung_process_end_their_requests_and_can_be_replaced(
+async def test_a_killed_process_ends_its_requests_and_its_successor_is_ended_if_it_stops_while_idle(
     sink: Sink, impatient: ProcessEngineClient
 ) -> None:
     client = impatient
-    for turn, number in enumerate((signal.SIGKILL, signal.SIGSTOP)):
-        await client.start(sink, lambda line: None)
-        assert client.failure is None
-        if turn == 0:
-            await _refusals_for(2.5, client)
-        name = f"lost {turn}"
-        await client.submit(_request(name, max_tokens=1500))
-        await sink.until(name, ended=False)
-        assert client.pid is not None
-        # Its threads wait asleep for each other, if they wait long.
-        assert b"GOMP_SPINCOUNT=" in _environ(client.pid)
-        began = time.monotonic()
-        os.kill(client.pid, number)
-        last = await sink.until(name)
-        if number == signal.SIGKILL:
-            assert time.monotonic() - began < 5
-        assert last.finish is not None
-        assert last.finish.failure is not None
-        assert last.finish.failure.retryable
-        assert await client.wait_failed() is client.failure
-        with pytest.raises(EngineUnavailableError):
-            await client.submit(_request("late"))
+    await client.start(sink, lambda line: None)
+    assert client.failure is None
+    await _refusals_for(2.5, client)
+    await client.submit(_request("lost", max_tokens=1500))
+    await sink.until("lost", ended=False)
+    assert client.pid is not None
+    # Its threads wait asleep for each other, if they wait long.
+    assert b"GOMP_SPINCOUNT=" in _environ(client.pid)
+    began = time.monotonic()
+    os.kill(client.pid, signal.SIGKILL)
+    last = await sink.until("lost")
+    assert time.monotonic() - began < 5
+    assert last.finish is not None
+    assert last.finish.failure is not None
+    assert last.finish.failure.retryable
+    assert await client.wait_failed() is client.failure
+    with pytest.raises(EngineUnavailableError):
+        await client.submit(_request("late"))
+
+    await client.start(sink, lambda line: None)
+    await asyncio.sleep(2.0)  # idle for longer than the timeout
+    assert client.failure is None
+    os.kill(client.pid, signal.SIGSTOP)
+    failure = await client.wait_failed()
+    assert isinstance(failure, EngineUnavailableError)
+    assert "exit code -9: it was killed; unless a line before says that it hung" in str(failure)
+    assert failure.mentions == ("max_memory_percent",)
 
 
-async def test_a_process_that_is_stopped_while_it_loads_or_is_idle_is_ended(
+async def test_a_process_that_is_stopped_while_it_loads_is_ended(
     sink: Sink, impatient: ProcessEngineClient
 ) -> None:
     client = impatient
@@ -314,14 +321,6 @@ async def test_a_process_that_is_stopped_while_it_loads_or_is_idle_is_ended(
         os.kill(client.pid, signal.SIGSTOP)
         with pytest.raises(EngineUnavailableError, match="exit code -9"):
             await starting
-        await client.start(sink, note)
-        await asyncio.sleep(2.0)  # idle for longer than the timeout
-        assert client.failure is None
-        os.kill(client.pid, signal.SIGSTOP)
-        failure = await client.wait_failed()
-        assert isinstance(failure, EngineUnavailableError)
-        assert "exit code -9: it was killed; unless a line before says that it hung" in str(failure)
-        assert failure.mentions == ("max_memory_percent",)
 
 
 @pytest.mark.parametrize(
@@ -367,14 +366,6 @@ async def test_a_request_ends_though_its_process_dies_after_it_was_found_to_have
     client._fail("its process ended")
     assert sink.outputs.keys() == {accepted}
     assert sink.outputs[accepted][0].ends_request
-
-
-async def test_a_model_that_cannot_be_served_is_refused_with_the_reason(sink: Sink) -> None:
-    client = ProcessEngineClient("./no-such-model", log_level="error")
-    with pytest.raises(ModelRefusedError, match="no-such-model"):
-        await client.start(sink, lambda line: None)
-    await client.close()
-    assert client.pid is None
 
 
 async def test_the_process_ends_with_its_parent() -> None:

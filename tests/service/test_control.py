@@ -20,7 +20,6 @@ from headrace.v1.control_service_pb2_grpc import ControlServiceStub
 
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.local_client import LocalEngineClient
-from engine.process.client import ProcessEngineClient
 from service.config import ServiceConfig
 from service.server import HeadraceServer
 from tests.service.fake_engine import FakeEngine, model_info, says
@@ -481,12 +480,10 @@ async def test_long_reasons_are_refused() -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("kind", [LocalEngineClient, ProcessEngineClient])
-async def test_a_pause_of_the_real_engine_changes_no_token(
-    kind: type[LocalEngineClient] | type[ProcessEngineClient],
-) -> None:
+async def test_a_pause_of_the_real_engine_changes_no_token() -> None:
+    """That it crosses to an engine's process: see tests/engine/test_process_client.py."""
     batching = ContinuousBatchingConfig(block_size=32, num_blocks=256)
-    engine = kind(DEMO, batching, LoadConfig(dtype="float32", threads=1))
+    engine = LocalEngineClient(DEMO, batching, LoadConfig(dtype="float32", threads=1))
     server = HeadraceServer(
         ServiceConfig(listen=("127.0.0.1:0",), log_level="error"), engine, restart_delay_s=0.01
     )

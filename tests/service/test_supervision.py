@@ -129,14 +129,7 @@ async def test_a_server_that_listens_no_more_is_a_failure(
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(signal.SIGKILL, marks=pytest.mark.slow, id="killed"),
-        pytest.param(signal.SIGSTOP, id="hung"),
-    ],
-)
-async def test_a_real_engine_process_that_is_killed_or_hangs(number: int) -> None:
+async def test_a_real_engine_process_that_hangs() -> None:
     engine = ProcessEngineClient(
         DEMO,
         ContinuousBatchingConfig(block_size=32, num_blocks=256),
@@ -161,7 +154,7 @@ async def test_a_real_engine_process_that_is_killed_or_hangs(number: int) -> Non
             live = server.registry.live_requests
             await until(lambda: [one.log.output_tokens > 30 for one in live()] == [True] * 5)
             assert engine.pid is not None
-            os.kill(engine.pid, number)
+            os.kill(engine.pid, signal.SIGSTOP)
             async with asyncio.timeout(DEADLINE_S):
                 error = await call
             assert error.code is grpc.StatusCode.UNAVAILABLE
