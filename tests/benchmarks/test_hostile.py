@@ -477,6 +477,7 @@ def test_every_input_is_planned_on_each_of_its_models() -> None:
     assert set(part.CUT) <= set(INPUTS)
 
 
+@pytest.mark.slow
 def test_an_input_on_a_real_server(tmp_path: Path) -> None:
     rows: list[Tried] = []
     course = Course(

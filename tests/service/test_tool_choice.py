@@ -130,26 +130,26 @@ def groups() -> list[list[dict[str, Any]]]:
     return [TOOLS[start : start + GROUP] for start in range(0, len(TOOLS), GROUP)]
 
 
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A random model of each format that has calls."""
-    return {
-        name: make_directory(tmp_path_factory.mktemp(name.replace("_", "-")), name)
-        for name in CALLING
-    }
-
-
 @pytest.fixture(
+    scope="module",
     params=[
         pytest.param(name, marks=() if name in FEW else (pytest.mark.slow,)) for name in CALLING
-    ]
+    ],
 )
-async def client(
-    request: pytest.FixtureRequest, directories: dict[str, Path]
-) -> AsyncIterator[tuple[str, AsyncClient]]:
+def directory(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
+    """A format that has calls, and a random model of it."""
+    name = request.param
+    return name, make_directory(tmp_path_factory.mktemp(name.replace("_", "-")), name)
+
+
+@pytest.fixture
+async def client(directory: tuple[str, Path]) -> AsyncIterator[tuple[str, AsyncClient]]:
     """A client of a server of each."""
-    async with calling(directories[request.param], request.param) as client:
-        yield request.param, client
+    name, path = directory
+    async with calling(path, name) as client:
+        yield name, client
 
 
 async def ask(client: AsyncClient, tools: Sequence[Any], seed: int, **options: Any) -> Result:

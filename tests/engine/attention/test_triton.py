@@ -37,26 +37,29 @@ AMPERE = DeviceSize(processors=108, shared_memory=163 << 10)
 CONSUMER = DeviceSize(processors=84, shared_memory=99 << 10)
 
 
-ALL = ("test_triton_attention.py", "test_triton_engine.py")
 FEW = (  # each kernel, in layers of several kinds and in an engine
-    "test_triton_attention.py::test_many_steps_of_usual_layers",
-    "test_triton_attention.py::test_many_heads_to_a_key_head",
-    "test_triton_attention.py::test_long_contexts_are_cut[700-3]",
-    "test_triton_attention.py::test_cuts_are_shared_out_evenly",
-    "test_triton_attention.py::test_strides_are_taken_as_they_are",
-    "test_triton_attention.py::test_over_a_cache_that_is_written_already",
-    "test_triton_attention.py::test_no_padding_is_left_as_it_was",
-    "test_triton_engine.py::test_greedy_tokens_equal_generate[True-True-llama]",
+    "tests/gpu/test_triton_attention.py::test_many_steps_of_usual_layers",
+    "tests/gpu/test_triton_attention.py::test_many_heads_to_a_key_head",
+    "tests/gpu/test_triton_attention.py::test_long_contexts_are_cut[700-3]",
+    "tests/gpu/test_triton_attention.py::test_cuts_are_shared_out_evenly",
+    "tests/gpu/test_triton_attention.py::test_strides_are_taken_as_they_are",
+    "tests/gpu/test_triton_attention.py::test_over_a_cache_that_is_written_already",
+    "tests/gpu/test_triton_attention.py::test_no_padding_is_left_as_it_was",
+    "tests/gpu/test_triton_engine.py::test_greedy_tokens_equal_generate[True-True-llama]",
+)
+REST = (
+    "tests/gpu/test_triton_attention.py",
+    "tests/gpu/test_triton_engine.py",
+    *(f"--deselect={test}" for test in FEW),
 )
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "names", [pytest.param(FEW, id="few"), pytest.param(ALL, marks=pytest.mark.slow, id="all")]
+    "tests", [pytest.param(FEW, id="few"), pytest.param(REST, marks=pytest.mark.slow, id="rest")]
 )
-def test_by_the_interpreter(names: tuple[str, ...]) -> None:
+def test_by_the_interpreter(tests: tuple[str, ...]) -> None:
     """In a process of its own: triton is imported as an interpreter, or it is not."""
-    tests = [str(ROOT / "tests" / "gpu" / name) for name in names]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=300", *tests],
         cwd=ROOT,
