@@ -285,21 +285,16 @@ async def storm(kinds: dict[str, int], requests: int, *, unix: bool, seed: int) 
     assert statistics.median(freed) < 1.0
 
 
-@pytest.mark.parametrize(
-    "unix",
-    [pytest.param(False, id="tcp"), pytest.param(True, marks=pytest.mark.slow, id="unix")],
-)
-async def test_200_sessions_whose_connections_break(unix: bool) -> None:
+async def test_200_sessions_whose_connections_break() -> None:
     counts = {"leased": 100, "reading": 30, "added": 30, "bare": 40}
-    await storm(counts, 2, unix=unix, seed=7 + unix)
+    await storm(counts, 2, unix=False, seed=7)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", range(2))
-async def test_many_sessions_whose_connections_break(seed: int) -> None:
+async def test_400_sessions_whose_connections_break() -> None:
     counts = {"leased": 200, "reading": 60, "added": 60, "bare": 80}
-    await storm(counts, 4, unix=seed % 2 == 1, seed=seed)
+    await storm(counts, 4, unix=True, seed=1)
 
 
 # Clients that do not read
@@ -480,7 +475,7 @@ async def test_20_sessions_that_stop_reading_hold_up_nobody() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_100_sessions_that_stop_reading_hold_up_nobody() -> None:
-    await stalled_readers(100, 16, 800)
+    await stalled_readers(100, 8, 240)
 
 
 async def test_a_client_that_writes_and_does_not_read_leaves_nothing() -> None:

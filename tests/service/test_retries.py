@@ -623,7 +623,6 @@ async def test_retried_calls_with_random_cuts(call: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("call", ["AddRequest", "Generate"])
-async def test_1000_retried_calls_with_random_cuts(call: str, seed: int) -> None:
-    await storm(call, 1000, seed=seed)
+async def test_1000_retried_calls_with_random_cuts(call: str) -> None:
+    await storm(call, 1000, seed=0)
