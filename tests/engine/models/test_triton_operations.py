@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[3]
     "name",
     [
         "test_triton_operations.py",
+        "test_triton_comparison.py",
         # A whole engine, with our decoder.
         pytest.param("test_triton_decoder.py", marks=pytest.mark.slow),
     ],
