@@ -379,9 +379,10 @@ def _packing_noise(model: PreTrainedModel, probe: ModelProbe) -> float:
     another order of sums changes what this model computes. Leaves the model with eager attention.
     """
     model.set_attn_implementation("eager")
+    prompts = [torch.tensor([prompt], device=model.device) for prompt in probe.prompts]
     return max(
-        logits_error(eager_forward(model, torch.tensor([prompt])).logits[0, -1], expected)
-        for prompt, expected in zip(probe.prompts, probe.logits, strict=True)
+        logits_error(eager_forward(model, ids).logits[0, -1], expected)
+        for ids, expected in zip(prompts, probe.logits, strict=True)
     )
 
 

@@ -43,12 +43,14 @@ from engine.loading.gate import (
     probe_layers,
     self_check,
 )
+from engine.loading.joining import join_linears, shared_inputs
 from engine.loading.memory import GIB, HostLimits, StepLimits
 from engine.loading.model_defaults import context_length, default_sampling, eos_token_ids
 from engine.loading.packing import Packing, choose_packing, pack_model
 from engine.loading.pages import trim
 from engine.loading.rotary import follow_lengths, read_rope
 from engine.loading.view import ModelView
+from engine.models import choosing
 from engine.models.choosing import NOT_ASKED, CausalDecoder, Plan, make_decoder, plan_decoder
 from engine.parallel.sharding import check_plan, sharding, whole_logits
 from engine.rope import RopeLengths
@@ -222,14 +224,15 @@ def verify_model(
     view of it (see `engine.loading.view`), which has our attention.
 
     Args:
-        model: the model. Its modules are replaced if its weights are packed; on CUDA our decoder
-            makes some of its parameters views of longer ones. Otherwise it is not changed.
+        model: the model. Its modules are replaced if its weights are packed; on CUDA some of its
+            parameters become views of longer ones. Otherwise it is not changed.
         path: its local directory.
         progress: gets a line for each stage.
         attention: see LoadConfig.
         packing: how its weights are packed, if they are. What is packed is compared with the model
             as it was before; with int8, which changes results, with the packed model.
-        own_decoder: whether our decoder computes its steps if it can.
+        own_decoder: whether our decoder computes its steps if it can. Where it cannot, on CUDA,
+            linear layers with the same input are joined.
         ranks: the processes across which it is split; all of them call this. The gate then compares
             with the results of the whole model.
 
@@ -259,6 +262,8 @@ def verify_model(
     enter(progress, VERIFY)
     decoder = make_decoder(model, plan, backend, [shape.window for shape in probe.shapes], progress)
     del plan  # what was recorded of the model
+    if own_decoder and decoder is None and view is not None:
+        was_packed |= _join(model, probe, progress)
     if ranks is not None:
         probe = replace(probe, logits=whole_logits(model, probe))
     self_check(model, probe, backend, model.device, decoder, was_packed=was_packed)
@@ -318,6 +323,17 @@ def _probe(
         backend = fall_back(attention, error)
         probe = probe_layers(model, backend, layers, record)
     return backend, probe, plan
+
+
+def _join(model: PreTrainedModel, probe: ModelProbe, progress: Callable[[str], None]) -> bool:
+    """Join linear layers of a view where its steps run as transformers wrote them, on a device for
+    which nothing is packed. Returns whether there are any.
+    """
+    if model.device.type not in choosing.TORCH_DEVICES:
+        return False
+    products = join_linears(shared_inputs(model, probe.prompts[-1]))
+    progress(f"joined: {products} products of linear layers that have the same input")
+    return products > 0
 
 
 def _leader(ranks: Ranks | None) -> Leader | None:

@@ -27,6 +27,7 @@ from engine.attention.base import AttentionBackend, AttentionContext, AttentionP
 from engine.attention.registry import CONTEXT_KEYWORD
 from engine.models import description as described
 from engine.models.frame import DecoderFrame, DecoderOutput
+from engine.models.joined import join_tensors
 from engine.models.operations import BoundNorm, Heads, Operations, Places, Tables
 from engine.models.parts import Kind, UnboundError
 
@@ -373,28 +374,8 @@ class _Binding:
         if len(layers) == 1:
             bias = layers[0].bias
             return Product(weights[0].detach(), None if bias is None else bias.detach())
-        biases = None
-        if any(one.bias is not None for one in layers):
-            biases = _joined(
-                [weight.new_zeros(len(weight)) if one.bias is None else one.bias
-                 for one, weight in zip(layers, weights, strict=True)]
-            )  # fmt: skip
-        product = Product(_joined(weights), biases)
-        if product.weight.is_cuda:
-            # Free the originals' memory, which neither the next joined weight nor the KV cache
-            # could reuse.
-            torch.cuda.empty_cache()
-        return product
+        return Product(*join_tensors(layers))
 
 
 def _norms_of(layer: described.Layer) -> tuple[described.Norm | None, ...]:
     return (layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp)
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor of parts, which become views of it."""
-    with torch.no_grad():
-        whole = torch.cat([one.detach() for one in parts])
-    for part, view in zip(parts, whole.split_with_sizes([len(one) for one in parts]), strict=True):
-        part.data = view
-    return whole

@@ -22,6 +22,7 @@ from engine.attention.base import BatchLayout, LayerShape
 from engine.attention.registry import ATTENTION_NAME, register
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.loading.gate import probe_layers
+from engine.loading.joining import join_linears, shared_inputs
 from engine.loading.view import ModelView
 from engine.models.table import NotDescribedError, describe
 from engine.models.torch_decoder import TorchDecoder
@@ -68,8 +69,14 @@ def by_transformers(recipe: Recipe) -> Served:
     view = ModelView.of(model).model
     layers = view.config.get_text_config().num_hidden_layers
     shapes = probe_layers(view, TorchAttentionBackend(), layers).shapes
+    groups = shared_inputs(view, [3, 4, 5])
     view.set_attn_implementation(ATTENTION_NAME)
-    return Served(view, lambda: to_fake_cuda(view, torch.bfloat16), shapes)
+
+    def move() -> None:
+        to_fake_cuda(view, torch.bfloat16)
+        join_linears(groups)
+
+    return Served(view, move, shapes)
 
 
 def by_ours(recipe: Recipe, dtype: torch.dtype = torch.bfloat16) -> Served | None:

@@ -198,14 +198,13 @@ def _shared(model: PreTrainedModel) -> None:
     ],
 )
 def test_another_model_runs_as_it_was_written(change: Any, reason: str) -> None:
-    """Nothing is joined then."""
+    """Its linear layers are joined then, but for those that are not alone with their weights."""
     model, lines = make("llama"), []
     change(model)
-    places = [one.data_ptr() for one in model.parameters()]
     verified = verify(model, lines)
     assert verified.decoder is None
     assert f"decoder: transformers', because {reason}" in lines
-    assert [one.data_ptr() for one in model.parameters()] == places
+    assert "joined: 5 products of linear layers that have the same input" in lines
     generate(verified)
 
 
