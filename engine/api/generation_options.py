@@ -13,7 +13,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import InvalidRequestError, UnsupportedFeatureError
@@ -79,46 +79,6 @@ REQUEST_KEYS = _CONFIG_KEYS | {
 """The keywords that are allowed for a single request."""
 _CHOICES_KEYS = ("n", "num_return_sequences")
 _LENGTH_KEYS = ("max_new_tokens", "max_length", "min_length", "eos_token_id")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOptions:
-    """All parameters of one request: the fields of a GenerationRequest, and its stop strings, which
-    are matched by the detokenizer.
-    """
-
-    sampling: SamplingParams
-    stop: StopParams
-    logprobs: LogprobParams | None
-    stop_strings: tuple[str, ...]
-    prompt_logprobs: int | None = None
-    grammar: GrammarParams | None = None
-    n: int = 1
-    priority: int = 0
-    cache_salt: bytes = b""
-    bypass_prefix_cache: bool = False
-    time_limit_s: float | None = None
-    caller: CallerKey = NO_CALLER
-    weight: float = 1.0
-
-    def to_request(self, request_id: RequestId, prompt: tuple[TokenId, ...]) -> GenerationRequest:
-        """The request with these options. Its bounds are checked at admission."""
-        return GenerationRequest(
-            request_id=request_id,
-            prompt=TokenIds.of(prompt, "prompt"),
-            sampling=self.sampling,
-            stop=self.stop,
-            logprobs=self.logprobs,
-            prompt_logprobs=self.prompt_logprobs,
-            grammar=self.grammar,
-            n=self.n,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-            bypass_prefix_cache=self.bypass_prefix_cache,
-            time_limit_s=self.time_limit_s,
-            caller=self.caller,
-            weight=self.weight,
-        )
 
 
 class GenerationDefaults:
@@ -205,13 +165,18 @@ class GenerationDefaults:
 
     def resolve(
         self,
-        num_prompt_tokens: int,
+        request_id: str,
+        prompt: tuple[TokenId, ...],
         *,
         max_new_tokens: int | None,
         eos_token_id: int | Iterable[int] | None,
         overrides: Mapping[str, Any],
-    ) -> RequestOptions:
+    ) -> tuple[GenerationRequest, tuple[str, ...]]:
         """Complete one request's parameters. A keyword that is None counts as left out.
+
+        Returns:
+            The request, whose bounds are checked at admission; and its stop strings, which are
+            matched by the detokenizer.
 
         Raises:
             InvalidRequestError: a keyword is unknown, or a value is out of bounds.
@@ -223,22 +188,23 @@ class GenerationDefaults:
         if "temperature" in overrides and "do_sample" not in overrides:
             values["do_sample"] = overrides["temperature"] != 0
         eos = self._eos(eos_token_id)
-        limit = self._max_tokens(num_prompt_tokens, max_new_tokens)
+        limit = self._max_tokens(len(prompt), max_new_tokens)
         stop_strings = values["stop_strings"] or ()
         stop_strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
         check_stop_strings(stop_strings)
         stop = StopParams(
             max_tokens=limit,
-            min_tokens=self._min_tokens(num_prompt_tokens, limit, overrides),
+            min_tokens=self._min_tokens(len(prompt), limit, overrides),
             stop_token_ids=_packed("stop_token_ids", values),
             eos_token_ids=TokenIds.of(eos, "eos_token_id"),
             ignore_eos=bool(values["ignore_eos"]),
         )
-        options = RequestOptions(
+        spec = GenerationRequest(
+            request_id=RequestId(request_id),
+            prompt=TokenIds.of(prompt, "prompt"),
             sampling=_sampling(values, eos),
             stop=stop,
             logprobs=self._logprobs(values),
-            stop_strings=stop_strings,
             prompt_logprobs=_optional_integer("prompt_logprobs", values["prompt_logprobs"]),
             grammar=_grammar(values["grammar"]),
             n=_choices(values, overrides),
@@ -249,10 +215,10 @@ class GenerationDefaults:
             caller=_caller(values["caller"]),
             weight=_number("weight", values["weight"], 1.0),
         )
-        if values.get("seed") is not None:
-            return options
-        # Drawn last, so that a request that is refused above uses up no seed.
-        return replace(options, sampling=replace(options.sampling, seed=self._draw_seed()))
+        if values.get("seed") is None:
+            # Drawn last, so that a request that is refused above uses up no seed.
+            spec = replace(spec, sampling=replace(spec.sampling, seed=self._draw_seed()))
+        return spec, stop_strings
 
     def _draw_seed(self) -> int:
         if self._seed is None:

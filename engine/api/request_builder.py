@@ -19,7 +19,7 @@ from engine.api.results import StopFinder
 from engine.core import MatcherFactory
 from engine.errors import InvalidRequestError, UnsupportedFeatureError
 from engine.request import GenerationRequest
-from engine.types import RequestId, TokenId
+from engine.types import TokenId
 
 _FREE_KEYS = frozenset(
     {
@@ -94,16 +94,15 @@ class RequestBuilder:
                 raise InvalidRequestError(
                     known[0], "is set for one request; that needs per_request_processors=True"
                 )
-        prompt = token_ids(input_ids)
-        options = self._defaults.resolve(
-            len(prompt),
+        spec, stop_strings = self._defaults.resolve(
+            name,
+            token_ids(input_ids),
             max_new_tokens=max_new_tokens,
             eos_token_id=eos_token_id,
             overrides=overrides,
         )
-        spec = options.to_request(RequestId(name), prompt)
         self._limits.check(spec)
-        find_stop = self._stop_finder(options.stop_strings)
+        find_stop = self._stop_finder(stop_strings)
         return PreparedRequest(spec, find_stop, self._compile_grammar(spec))
 
     def _stop_finder(self, stop_strings: tuple[str, ...]) -> Callable[[], StopFinder] | None:

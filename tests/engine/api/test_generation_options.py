@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from engine.api.generation_options import REQUEST_KEYS, GenerationDefaults, RequestOptions
+from engine.api.generation_options import REQUEST_KEYS, GenerationDefaults
 from engine.errors import InvalidRequestError, UnsupportedFeatureError
 from engine.request import GenerationRequest
 from engine.sampling.random import derived_seed
-from engine.sampling_params import GrammarKind, GrammarParams, LogprobParams, SamplingParams
+from engine.sampling_params import (
+    GrammarKind,
+    GrammarParams,
+    LogprobParams,
+    SamplingParams,
+    StopParams,
+)
 from engine.types import CallerKey, RequestId, TokenId
 
 EOS = (TokenId(2),)
@@ -43,13 +49,18 @@ def _resolve(
     max_new_tokens: int | None = 50,
     eos_token_id: int | list[int] | None = None,
     **overrides: Any,
-) -> RequestOptions:
-    return defaults.resolve(
-        prompt, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, overrides=overrides
+) -> GenerationRequest:
+    spec, _ = defaults.resolve(
+        "a",
+        (TokenId(1),) * prompt,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=eos_token_id,
+        overrides=overrides,
     )
+    return spec
 
 
-def _field(options: RequestOptions, name: str) -> object:
+def _field(options: GenerationRequest, name: str) -> object:
     for holder in (options, options.sampling, options.stop, options.logprobs):
         if hasattr(holder, name):
             return getattr(holder, name)
@@ -259,8 +270,9 @@ class TestSeeds:
 
 
 def test_the_request_has_all_of_it() -> None:
-    options = _resolve(
+    spec = _resolve(
         _defaults(),
+        prompt=2,
         n=2,
         priority=3,
         grammar=GRAMMAR,
@@ -274,12 +286,11 @@ def test_the_request_has_all_of_it() -> None:
         temperature=0.5,
         seed=3,
     )
-    prompt = (TokenId(1), TokenId(2))
-    assert options.to_request(RequestId("a"), prompt) == GenerationRequest(
+    assert spec == GenerationRequest(
         request_id=RequestId("a"),
-        prompt=prompt,
+        prompt=spec.prompt,
         sampling=SamplingParams(temperature=0.5, top_k=50, seed=3),
-        stop=options.stop,
+        stop=spec.stop,
         logprobs=LogprobParams(top_n=1),
         prompt_logprobs=2,
         grammar=GRAMMAR,
@@ -293,5 +304,13 @@ def test_the_request_has_all_of_it() -> None:
     )
     # Groups of callers are a gateway's; here each caller is one by itself. Who is refused is not
     # told when to come again.
-    shared = {*GenerationRequest.__slots__} - {"request_id", "prompt", "caller_group", "ticket"}
-    assert shared | {"stop_strings"} == {*RequestOptions.__slots__}, "no field is forgotten"
+    plain = GenerationRequest(
+        request_id=spec.request_id,
+        prompt=spec.prompt,
+        sampling=SamplingParams(),
+        stop=StopParams(max_tokens=20),
+    )
+    left = {
+        name for name in GenerationRequest.__slots__ if getattr(spec, name) == getattr(plain, name)
+    }
+    assert left == {"request_id", "prompt", "caller_group", "ticket"}, "no field is forgotten"
