@@ -34,6 +34,10 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.name().split(".")[0] in _REFUSED:
             raise RuntimeError(f"operation not permitted when stream is capturing: {func.name()}")
+        with self:  # in inference mode an operation that is made of others comes as a whole
+            parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
         result = func(*args, **kwargs)
         read = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)}
         # Views, and what was changed in place, are not results: their storage is an argument's.
