@@ -42,7 +42,7 @@ def valid(tokens: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
     """Replace the tokens of rows without a finite largest logit by INVALID_TOKEN: these have a NaN,
     or nothing is left to choose.
     """
-    return tokens.masked_fill(~torch.isfinite(best), INVALID_TOKEN)
+    return torch.where(best.abs() < torch.inf, tokens, INVALID_TOKEN)
 
 
 class InLibrary:
