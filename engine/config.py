@@ -76,8 +76,9 @@ class ContinuousBatchingConfig:
         kv_padding_interval_size: the length of the context that attention in torch reads is padded
             to a multiple of this many tokens; 0: not at all. Captured steps read each context at
             its own length.
-        max_cached_graphs: most captured graphs. If there are more shapes, every other one is left
-            out, and its steps are padded to the next larger one. 0: 32.
+        max_cached_graphs: most captured shapes of steps. If there are more, every other one is left
+            out, and its steps are padded to the next larger one. 0: 32. Each number of requests
+            that these have adds two small graphs, which draw tokens.
         varlen_compile_config, decode_compile_config: how torch.compile compiles the model for the
             path of varying lengths and for the decode fast path: a transformers CompileConfig, or
             any object with its fields; None: the generation config's compile_config, else

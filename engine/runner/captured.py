@@ -4,6 +4,7 @@
                       │                      ╎
                       ▼                      ▼
     fill the inputs ─▶ replay ─▶ logits      computed directly, without capture
+                              └▶ the most likely tokens, or those drawn (`captured_choices`)
 
 A shape is a number of tokens and a number of requests: lengths are read on the device, so that a
 graph serves contexts of any length. All shapes are captured at warm-up, the largest first, so that
@@ -18,8 +19,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from engine.attention.base import StaticShape
@@ -29,18 +32,58 @@ from engine.runner.buckets import (
     mixed_sizes,
     request_sizes,
 )
-from engine.runner.cuda_graph import CapturedStep, GraphBackend
+from engine.runner.captured_choices import CapturedChoices
+from engine.runner.cuda_graph import CapturedGraph, GraphBackend
 from engine.runner.device import StepDevice
 from engine.runner.forward import ModelForward
 from engine.runner.input_batch import InputBatch
 from engine.runner.runner_options import RunnerOptions, StepPath
 from engine.runner.static_inputs import InputMemory, StaticInputs
+from engine.sampling.plain import PlainChoice, choose_most_likely
 from engine.startup import CAPTURE, enter
+from engine.transfer import to_device
 
 logger = logging.getLogger(__name__)
 
 _MOST_TABLE_ENTRIES = 1 << 20
 """The most block table entries of a captured step: 8 MiB that are copied at each replay."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """A captured forward pass, its inputs, and what chooses its tokens."""
+
+    inputs: StaticInputs
+    graph: CapturedGraph
+    choices: CapturedChoices
+
+    def run(
+        self,
+        inputs: InputBatch,
+        buffers: int,
+        carried: tuple[Sequence[int], Sequence[int]],
+        choice: PlainChoice | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Copy a step's inputs in and replay it.
+
+        Args:
+            inputs, buffers, carried: see `StaticInputs.fill`.
+            choice: how its tokens are chosen; None: not by captured work.
+
+        Returns:
+            The logits [S, V] of the rows that it needs, and its tokens, int64 [S]; None: they are
+            still to be chosen. Both are overwritten by the next step.
+        """
+        rows = inputs.logit_rows
+        in_order = not self.inputs.shape.is_decode or np.array_equal(rows, np.arange(len(rows)))
+        if choice is not None and not (in_order and self.choices.has(choice, len(rows))):
+            choice = None
+        self.inputs.fill(inputs, buffers, carried, choice)
+        logits = self.graph.replay()
+        if not in_order:
+            return logits.index_select(0, to_device(rows, logits.device)), None
+        tokens = None if choice is None else self.choices.choose(choice, len(rows))
+        return logits[: len(rows)], tokens
 
 
 class CapturedSteps:
@@ -91,6 +134,13 @@ class CapturedSteps:
             )
         return None
 
+    def keep(self, token_ids: torch.Tensor) -> None:
+        """Put a step's tokens, int64 [S], where the next captured step finds them, unless captured
+        work has chosen them.
+        """
+        if self.steps:
+            self.steps[0].choices.keep(token_ids)
+
     def warmup(self, progress: Callable[[str], None]) -> None:
         """Capture all shapes, the largest first; once."""
         shapes = planned_shapes(self._options, self._kv.block_size)
@@ -98,16 +148,19 @@ class CapturedSteps:
             return
         enter(progress, CAPTURE)
         started = time.monotonic()
+        most_rows = max(self._options.max_requests, *(one.requests for one in shapes))
         memory = InputMemory(
-            shapes, self._attention, self._kv, self._device, self._options.num_input_buffers
+            *(shapes, self._attention, self._kv, self._device),
+            *(self._options.num_input_buffers, most_rows),
         )
+        choices = CapturedChoices(memory, self._graphs)
         given_up: set[bool] = set()
         for shape in shapes:
             if shape.is_decode in given_up:
                 continue
             inputs = StaticInputs(shape, self._attention, self._kv, memory)
             try:
-                self.steps.insert(0, self._capture(inputs, max(one.requests for one in shapes)))
+                self.steps.insert(0, self._capture(inputs, memory, choices))
             except torch.OutOfMemoryError:
                 logger.warning(
                     "not enough memory to capture %s; such steps run as they come", shape
@@ -119,27 +172,32 @@ class CapturedSteps:
                     "decode" if shape.is_decode else "mixed",
                     str(error).partition("\n")[0],
                 )
+        choices.capture(self._logits, {step.inputs.shape.requests for step in self.steps})
         seconds = time.monotonic() - started
         progress(f"captured {len(self.steps)} shapes of steps in {seconds:.1f} s")
 
-    def _capture(self, inputs: StaticInputs, most_rows: int) -> CapturedStep:
+    def _capture(
+        self, inputs: StaticInputs, memory: InputMemory, choices: CapturedChoices
+    ) -> CapturedStep:
         """Capture a shape. Raises what the forward or the capture raises."""
         shape = inputs.shape
         path = StepPath.DECODE if shape.is_decode else StepPath.VARLEN
 
         def compute() -> torch.Tensor:
             return self._forward(
-                path, inputs.token_ids, inputs.positions, inputs.logit_rows, inputs.metadata()
+                path, inputs.token_ids(), inputs.positions, inputs.logit_rows, inputs.metadata()
             )
 
         def run() -> torch.Tensor:
-            return self._logits[: shape.requests].copy_(compute())
+            logits = self._logits[: shape.requests].copy_(compute())
+            choose_most_likely(logits, memory.tokens[: shape.requests])
+            return logits
 
         inputs.clear()
         if not len(self._logits):
             logits = compute()
-            self._logits = logits.new_empty((most_rows, logits.shape[-1]))
-        return CapturedStep(inputs, self._graphs.capture(run))
+            self._logits = logits.new_empty((len(memory.tokens), logits.shape[-1]))
+        return CapturedStep(inputs, self._graphs.capture(run), choices)
 
 
 def planned_shapes(options: RunnerOptions, block_size: int) -> list[StaticShape]:

@@ -12,12 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-
-from engine.runner.input_batch import InputBatch
-from engine.runner.static_inputs import StaticInputs
-from engine.transfer import to_device
 
 
 class CapturedGraph(Protocol):
@@ -172,21 +167,3 @@ def _without_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedStep:
-    """A captured forward pass, and its inputs' tensors."""
-
-    inputs: StaticInputs
-    graph: CapturedGraph
-
-    def replay(self, inputs: InputBatch) -> torch.Tensor:
-        """Copy a step's inputs in and replay it. Returns the logits [S, V] of the rows that it
-        needs.
-        """
-        logits = self.graph.replay()
-        rows = inputs.logit_rows
-        if not self.inputs.shape.is_decode or np.array_equal(rows, np.arange(len(rows))):
-            return logits[: len(rows)]
-        return logits.index_select(0, to_device(rows, logits.device))

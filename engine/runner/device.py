@@ -57,7 +57,7 @@ class SynchronousDevice:
 
     def download(self, source: torch.Tensor) -> torch.Tensor:
         """See StepDevice."""
-        return source
+        return source.clone()
 
     def record(self) -> DeviceEvent:
         """See StepDevice."""

@@ -60,13 +60,18 @@ class CarriedTokens:
         self._requests = requests
         self._token_ids = token_ids
 
+    def places(self, inputs: InputBatch) -> tuple[list[int], list[int]]:
+        """The missing tokens of a step, and which of the last step's tokens they are."""
+        if not inputs.carried:
+            return [], []
+        rows = {request.key: row for row, request in enumerate(self._requests)}
+        return [row for row, _ in inputs.carried], [rows[key] for _, key in inputs.carried]
+
     def fill_in(self, inputs: InputBatch, token_ids: torch.Tensor) -> None:
         """Put the missing tokens of a step into its inputs, int64 [T] on the device."""
-        if not inputs.carried:
+        targets, sources = self.places(inputs)
+        if not targets:
             return
-        rows = {request.key: row for row, request in enumerate(self._requests)}
-        targets = [row for row, _ in inputs.carried]
-        sources = [rows[key] for _, key in inputs.carried]
         # A request without a valid token fails when its step is collected; this step must not fail.
         known = self._token_ids.clamp(min=0)
         if sources != list(range(len(known))):

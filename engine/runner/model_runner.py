@@ -1,7 +1,8 @@
 """Runs batches: lays them out, computes them on one of the paths, and samples.
 
 ScheduledBatch ─▶ block copies ─▶ InputBatch ─┬─▶ ModelForward, as it comes ──┬─▶ logits ─▶ Sampler
-                                              └─▶ CapturedSteps, replayed ────┘               │
+                                              └─▶ CapturedSteps, replayed ──┬─┘               │
+                                                                            └─▶ plain tokens ─┤
                   SampledTokens ◀── LaunchedStep.result ◀── queued copy to the host ◀─────────┘
 
 The sampler is called at the launch, or in LaunchedStep.sample if a request's options need a token
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -141,34 +142,43 @@ class ModelRunner:
 
     def _compute(self, inputs: InputBatch, buffers: int) -> LaunchedStep:
         """Queue a step's work up to its logits."""
-        logits = self._logits(inputs, buffers)
-        count = len(inputs.sampling)
+        requests = inputs.sampling
+        count = len(requests)
+        lengths = [request.num_tokens for request in requests]
+        logits, tokens = self._run(inputs, buffers, lengths)
         prompts = report_prompts(self._sampler, logits[count:], inputs.prompts)
         logits = logits[:count]
-        requests = inputs.sampling
-        lengths = [request.num_tokens for request in requests]
 
         def choose() -> SampledRows:
-            rows = self._sampler.begin(logits, requests, lengths)
+            if tokens is not None:
+                rows = SampledRows(tokens, ())
+            else:
+                rows = self._sampler.begin(logits, requests, lengths)
+                if self._captured is not None:
+                    self._captured.keep(rows.token_ids)
             self._carried.keep(requests, rows.token_ids)
             return rows
 
         return LaunchedStep(self._buffers, buffers, self._device, choose, prompts)
 
-    def _logits(self, inputs: InputBatch, buffers: int) -> torch.Tensor:
-        """The logits [S + P, V] of a step."""
-        captured = None if self._captured is None else self._captured.find(inputs)
-        self.steps[StepKind(inputs.path, is_replayed=captured is not None)] += 1
-        if captured is None:
-            return self._forward.as_it_comes(inputs, self._carried.fill_in)
-        captured.inputs.fill(inputs, buffers)
-        self._carried.fill_in(inputs, captured.inputs.token_ids)
-        return captured.replay(inputs)
+    def _run(
+        self, inputs: InputBatch, buffers: int, lengths: Sequence[int] | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The logits [S + P, V] of a step, and its tokens [S] if captured work has chosen them.
+
+        lengths: see `Sampler.begin`; None: its tokens are not wanted.
+        """
+        step = None if self._captured is None else self._captured.find(inputs)
+        self.steps[StepKind(inputs.path, is_replayed=step is not None)] += 1
+        if step is None:
+            return self._forward.as_it_comes(inputs, self._carried.fill_in), None
+        choice = None if lengths is None else self._sampler.plain(inputs.sampling, lengths)
+        return step.run(inputs, buffers, self._carried.places(inputs), choice)
 
     def logits(self, batch: ScheduledBatch) -> torch.Tensor:
         """Compute a batch and return the logits [S, V] of its sampled rows, for the load gate."""
         with torch.inference_mode():
-            return self._logits(self._builder.build(batch), 0)
+            return self._run(self._builder.build(batch), 0, None)[0]
 
     def release(self, key: RequestKey) -> None:
         """Drop the sampling state of a choice."""

@@ -33,7 +33,7 @@ class RunnerOptions:
         kv_interval: the context that steps without capture read is padded to a multiple of this
             many tokens; 0: not at all.
         captured_paths: the paths whose steps are captured and replayed.
-        max_graphs: most captured steps.
+        max_graphs: most captured shapes of steps; draws of tokens are not counted.
         max_tokens, max_requests: the largest step.
         num_input_buffers: how many sets of input buffers the host has, and so how many steps may be
             pending at once.

@@ -1,8 +1,13 @@
 """A step's inputs at fixed addresses, as a captured step needs them.
 
     InputBatch ──fill──▶ host[set], one int64 array ──one copy──▶ one int64 tensor on the device:
-                                                     its parts are the model's inputs and the
-                                                     fields of the attention's metadata
+                                                     its parts are the numbers of the choice, the
+                                                     model's inputs and the fields of the
+                                                     attention's metadata
+
+The tokens of the last step stand in front of that tensor, where captured steps write them. A step
+gathers its own tokens from both, by index: so a token that is not on the host yet is carried over
+by the captured work itself.
 
 All shapes share these arrays, and divide them differently. On CUDA the host's arrays are pinned.
 There is one for each set of input buffers, because a copy may still be in progress when the next
@@ -12,7 +17,7 @@ order on one stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -24,6 +29,7 @@ from engine.kv_cache.groups import LayerGroup
 from engine.runner.device import StepDevice
 from engine.runner.input_batch import InputBatch
 from engine.runner.kv_tensors import KVTensors
+from engine.sampling.plain import COLUMNS, IDLE, PlainChoice, PlainKind
 
 _Array = TypeVar("_Array", npt.NDArray[np.int64], torch.Tensor)
 
@@ -33,7 +39,9 @@ class InputMemory:
 
     Attributes:
         host: one int64 array for each set of input buffers.
-        target: their copy on the device.
+        tokens: int64 [R] on the device, those of the last step.
+        whole: the same, and then `target`.
+        target: the host's array on the device.
         device: queues copies.
     """
 
@@ -44,11 +52,19 @@ class InputMemory:
         kv: KVTensors,
         device: StepDevice,
         num_input_buffers: int,
+        most_requests: int,
     ) -> None:
         size = max(sum(_sizes(shape, backend, kv.groups).values()) for shape in shapes)
         self.device = device
         self.host = tuple(device.host_buffer(size) for _ in range(num_input_buffers))
-        self.target = torch.zeros(size, dtype=torch.int64, device=kv.device)
+        self.whole = torch.zeros(most_requests + size, dtype=torch.int64, device=kv.device)
+        self.tokens, self.target = self.whole[:most_requests], self.whole[most_requests:]
+
+    def numbers(self, rows: int) -> torch.Tensor:
+        """The numbers of a step's choice on the device, whatever its shape: float64 [R, COLUMNS],
+        see `engine.sampling.plain`.
+        """
+        return self.target[: rows * COLUMNS].view(torch.float64).view(rows, COLUMNS)
 
 
 class StaticInputs:
@@ -69,14 +85,37 @@ class StaticInputs:
         self._total = sum(sizes.values())
         self._arrays = tuple(_split(host.numpy(), sizes) for host in memory.host)
         self._tensors = _split(memory.target, sizes)
+        first = len(memory.tokens) + shape.requests * COLUMNS
+        self._own = np.arange(first, first + shape.tokens)
 
     def clear(self) -> None:
         """Make them those of a step without requests, of which only the null block is written."""
-        self._memory.target.zero_()
+        self._memory.whole.zero_()
 
-    def fill(self, inputs: InputBatch, buffers: int) -> None:
-        """Write a step, which must fit the shape, and queue its copy to the device."""
+    def fill(
+        self,
+        inputs: InputBatch,
+        buffers: int,
+        carried: tuple[Sequence[int], Sequence[int]],
+        choice: PlainChoice | None,
+    ) -> None:
+        """Write a step, which must fit the shape, and queue its copy to the device.
+
+        Args:
+            inputs: the step.
+            buffers: the set of buffers.
+            carried: the step's tokens that are not on the host yet, and which of the last step's
+                tokens they are.
+            choice: how its tokens are chosen by captured work; None: they are not.
+        """
         arrays, shape, count = self._arrays[buffers], self.shape, inputs.num_tokens
+        if choice is not None and choice.kind is not PlainKind.GREEDY:
+            numbers = arrays["numbers"].view(np.float64).reshape(-1, COLUMNS)
+            numbers[: len(choice.numbers)] = choice.numbers
+            numbers[len(choice.numbers) :] = IDLE
+        arrays["sources"][:] = self._own
+        targets, sources = carried
+        arrays["sources"][targets] = sources
         for name, values in (("token_ids", inputs.token_ids), ("positions", inputs.positions)):
             arrays[name][:count] = values[:count]
             arrays[name][count:] = 0
@@ -90,10 +129,11 @@ class StaticInputs:
         memory, total = self._memory, self._total
         memory.device.upload(memory.host[buffers][:total], memory.target[:total])
 
-    @property
     def token_ids(self) -> torch.Tensor:
-        """[T]."""
-        return self._tensors["token_ids"]
+        """[T], gathered on the device; this is part of the captured work."""
+        known = self._memory.whole.index_select(0, self._tensors["sources"])
+        # A request without a valid token fails when its step is collected; this step must not fail.
+        return known.clamp_(min=0)
 
     @property
     def positions(self) -> torch.Tensor:
@@ -122,7 +162,9 @@ def _sizes(
     shape: StaticShape, backend: AttentionBackend, groups: Iterable[LayerGroup]
 ) -> dict[str, int]:
     """The number of elements of each input, by name."""
-    sizes = {"token_ids": shape.tokens, "positions": shape.tokens}
+    # The numbers come first, so that they have one place in all shapes.
+    sizes = {"numbers": shape.requests * COLUMNS, "token_ids": shape.tokens}
+    sizes |= {"sources": shape.tokens, "positions": shape.tokens}
     if not shape.is_decode:
         sizes["logit_rows"] = shape.requests
     for group in groups:

@@ -13,12 +13,14 @@ from engine.request import Request
 from engine.sampling import ops
 from engine.sampling.filters import TOPK_LIMIT
 from engine.sampling.history import NgramIndex
+from engine.sampling.random import uniform
 from engine.sampling_params import SamplingParams, SamplingSteps
 
 ARGMAX = SamplingSteps()
 """Greedy, without any other operation."""
 DRAW = SamplingSteps(draws=True)
 """A draw at a temperature, without any other operation."""
+_LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)
 
 
 class Row(NamedTuple):
@@ -77,6 +79,14 @@ def _lasting_steps(request: Request, vocab_size: int) -> SamplingSteps:
         min_p=params.min_p > 0.0,
         typical=params.typical_p < 1.0,
     )
+
+
+def chance(row: Row) -> tuple[float, float]:
+    """The uniform number and the temperature of a row's draw."""
+    request, length = row
+    params = request.spec.sampling
+    number = uniform(params.seed, request.choice, length - request.num_prompt_tokens)
+    return number, max(params.temperature, _LEAST_TEMPERATURE)
 
 
 class ChoiceState:

@@ -30,8 +30,8 @@ from engine.sampling.edits import LogitEdits
 from engine.sampling.filters import Filters, filtered_weights
 from engine.sampling.greedy import choose_greedy, valid
 from engine.sampling.logprobs import GivenLogprobs, RowLogprobs, row_logprobs
-from engine.sampling.plan import ARGMAX, DRAW, Row, steps_of
-from engine.sampling.random import uniform
+from engine.sampling.plain import PlainChoice, plain_choice
+from engine.sampling.plan import ARGMAX, DRAW, Row, chance, steps_of
 from engine.sampling.selection import choose_bound
 from engine.sampling_params import LogprobParams, SamplingParams, SamplingSteps
 from engine.transfer import to_device
@@ -41,7 +41,6 @@ _CHUNK_ON_CPU = 1 << 19
 """How many logits are processed at a time on a CPU, so that they fit in its caches."""
 _CHUNK_ON_DEVICE = 1 << 25
 """The same on other devices; limits the memory of intermediate results, some 45 bytes per logit."""
-_LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)
 
 
 class SampledRows:
@@ -103,6 +102,12 @@ class Sampler:
         host.
         """
         return self._edits.needs_host_tokens(request)
+
+    def plain(self, requests: Sequence[Request], lengths: Sequence[int]) -> PlainChoice | None:
+        """How captured work chooses a token for each request, of which so many tokens come before
+        it; None: only `begin` can.
+        """
+        return plain_choice(requests, lengths, self._vocab_size)
 
     def release(self, key: RequestKey) -> None:
         """Drop the state of a choice. Harmless if it has none."""
@@ -231,7 +236,7 @@ class Sampler:
     def _numbers(self, row: Row) -> tuple[float, ...]:
         params = row.request.spec.sampling
         return (
-            *_chance(row),
+            *chance(row),
             self._top_k(params),
             params.top_p,
             params.min_p,
@@ -271,16 +276,8 @@ class Sampler:
         return to_device(values, self._device)
 
 
-def _chance(row: Row) -> tuple[float, float]:
-    """The uniform number and the temperature of a row's draw."""
-    request, length = row
-    params = request.spec.sampling
-    number = uniform(params.seed, request.choice, length - request.num_prompt_tokens)
-    return number, max(params.temperature, _LEAST_TEMPERATURE)
-
-
 def _chances(rows: Sequence[Row]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
-    uniforms, temperatures = zip(*map(_chance, rows), strict=True)
+    uniforms, temperatures = zip(*map(chance, rows), strict=True)
     return np.array(uniforms, dtype=np.float64), np.array(temperatures, dtype=np.float32)
 
 

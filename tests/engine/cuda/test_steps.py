@@ -230,3 +230,63 @@ def test_a_capture_that_raises_at_its_exit() -> None:
         assert rig.capture.abandoned > 0
         assert not rig.capture.is_capturing
         assert (rig.watch.faults, rig.failures) == ([], [])
+
+
+# ---- what a step launches besides its graph ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "replays"),
+    [
+        (("greedy", "greedy"), 1),
+        (("plain",), 2),
+        (("plain", "top k", "greedy", "min p", "top p"), 2),
+    ],
+)
+def test_a_plain_step_launches_nothing_besides_its_graphs(
+    names: tuple[str, ...], replays: int
+) -> None:
+    """One copy to the device, whoever it is for; tokens are carried and chosen within graphs."""
+    prompts = make_prompts((20, 9, 3, 14, 30))
+    with engine(verified("llama", **SMALL)) as rig:
+        for index, name in enumerate(names):
+            request = make_request(
+                f"{index}", prompts[index], 9 + 4 * index, sampling=options_of(name)
+            )
+            rig.add(request)
+        rig.steps(3)
+        rig.watch.launches.clear()
+        rig.watch.copies = rig.capture.replays = 0
+        rig.steps(3)
+        assert rig.watch.launches == []
+        assert (rig.watch.copies, rig.capture.replays) == (3, 3 * replays)
+        rig.steps()
+        assert rig.watch.launches == [], "nor as requests end"
+        assert (rig.watch.faults, rig.failures) == ([], [])
+
+
+def test_a_wait_in_a_draw_is_found_before_it_is_captured(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And said. Tokens are then drawn as they come; the forward and greedy steps are replayed."""
+
+    rigs: list[Engine] = []
+
+    def waits(kind: Any, logits: torch.Tensor, numbers: torch.Tensor, *rest: Any) -> None:
+        if rigs[0].watch.is_on:
+            numbers.sum().item()
+
+    monkeypatch.setattr("engine.runner.captured_choices.draw_tokens", waits)
+    with (
+        caplog.at_level(logging.WARNING),
+        engine(verified("llama", **SMALL), prepare=rigs.append) as rig,
+    ):
+        assert len(rig.watch.faults) == 2
+        assert "_local_scalar_dense waits for the device" in rig.watch.faults[0]
+        rig.watch.faults.clear()
+        rig.add(make_request("drawn", make_prompts((9,))[0], 6, sampling=options_of("plain")))
+        rig.steps()
+        assert (rig.watch.faults, rig.failures) == ([], [])
+        assert rig.capture.captured == 3
+        assert rig.capture.replays == 6
+    assert "drawn tokens are chosen as they come: that cannot be captured (aten::_l" in caplog.text

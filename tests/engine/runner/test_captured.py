@@ -114,8 +114,10 @@ def test_a_graph_serves_any_context(loaded: Callable[[str], LoadedModel]) -> Non
     for prompt in make_prompts((3, 200, CONTEXT - NEW - 1)):
         tokens = tokens_of(run(make_core(built), [make_request("a", prompt, NEW)])["a"])
         assert tokens == greedy_reference(loaded("llama").model, prompt, NEW)
-    assert len(graphs.graphs) == 2, "one of decode steps, one of mixed ones"
-    assert all(graph.replays > 10 for graph in graphs.graphs)
+    steps, draws = graphs.graphs[:2], graphs.graphs[2:]
+    assert len(draws) == 2, "behind one of decode steps, one of mixed ones"
+    assert all(graph.replays > 10 for graph in steps)
+    assert not any(graph.replays for graph in draws)
     assert replayed(built).total() == built.runner.steps.total()
 
 
@@ -127,7 +129,7 @@ def test_graphs_share_their_inputs_and_the_place_of_their_logits(
     assert captured is not None
     with torch.inference_mode():
         places = {step.graph.replay().data_ptr() for step in captured.steps}
-    inputs = {step.inputs.token_ids.untyped_storage().data_ptr() for step in captured.steps}
+    inputs = {step.inputs.positions.untyped_storage().data_ptr() for step in captured.steps}
     assert len(captured.steps) > 5
     assert (len(places), len(inputs)) == (1, 1)
 
@@ -143,7 +145,8 @@ def test_fewer_graphs_than_shapes(loaded: Callable[[str], LoadedModel]) -> None:
         max_requests_per_batch=5,
     )
     assert generate(built) == reference("llama")
-    assert len(graphs.graphs) == 2
+    assert built.runner._captured is not None
+    assert len(built.runner._captured.steps) == 2
     assert replayed(built).total() == built.runner.steps.total()
 
 
@@ -235,15 +238,15 @@ def test_warmup_captures_all_shapes(loaded: Callable[[str], LoadedModel]) -> Non
     built = build_runner(verified, config, stages, graphs=graphs)
     keys = [cache.keys.clone() for cache in built.runner.kv.caches]
     built.runner.warmup()
-    # 1, 2, 4, 8 and 16 decodes; 64, 128 and 256 tokens of 4 or 16 requests.
-    assert len(graphs.graphs) == 5 + 3 * 2
+    # 1, 2, 4, 8 and 16 decodes; 64, 128 and 256 tokens of 4 or 16 requests; two draws of each size.
+    assert len(graphs.graphs) == 5 + 3 * 2 + 2 * 5
     assert "captured 11 shapes of steps in" in lines[-1]
     assert [phase for phase, _ in stages.end()] == ["cache", "capture"]
     for before, cache_ in zip(keys, built.runner.kv.caches, strict=True):
         assert torch.equal(before[8:], cache_.keys[8:]), "the null block alone was touched"
     built.runner.warmup()
     assert generate(built) == reference("llama")
-    assert len(graphs.graphs) == 11, "nothing was left to capture"
+    assert len(graphs.graphs) == 21, "nothing was left to capture"
 
 
 BOTH_PATHS = frozenset(StepPath)
@@ -337,12 +340,14 @@ def test_sizes() -> None:
     ]  # fmt: skip
 
 
-def test_a_capture_refuses_what_cuda_refuses() -> None:
+@pytest.mark.parametrize("inference", [True, False])
+def test_a_capture_refuses_what_cuda_refuses(inference: bool) -> None:
     """The stand-in for CUDA graphs itself."""
-    place = torch.tensor([1.0, 2.0])
-    graph = RecordingBackend().capture(lambda: (place * 2).add_(1.0).sum())
-    place.fill_(5.0)
-    assert graph.replay().item() == 22.0
-    for look in (lambda: place * place.sum().item(), lambda: torch.nonzero(place)):
-        with pytest.raises(RuntimeError, match="not permitted"):
-            RecordingBackend().capture(look)
+    with torch.inference_mode(inference):
+        place = torch.tensor([1.0, 2.0])
+        graph = RecordingBackend().capture(lambda: (place * 2).add_(1.0).sum())
+        place.fill_(5.0)
+        assert graph.replay().item() == 22.0
+        for look in (lambda: place * place.sum().item(), lambda: torch.nonzero(place)):
+            with pytest.raises(RuntimeError, match="not permitted"):
+                RecordingBackend().capture(look)

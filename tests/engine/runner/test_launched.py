@@ -266,7 +266,7 @@ def test_a_step_that_fails_gives_its_buffers_back(
     prompt = make_prompts((9,))[0]
     for _ in range(3):
         with monkeypatch.context() as patch:
-            patch.setattr(built.runner, "_logits", _fail)
+            patch.setattr(built.runner, "_run", _fail)
             (outputs,) = run(
                 make_core(built, overlap=True), [make_request("a", prompt, 4)]
             ).values()

@@ -1,0 +1,92 @@
+"""The captured choice of a step's tokens; see `engine.sampling.plain` for which can be.
+
+    a step's graph ─▶ logits ─▶ the most likely tokens ─┬───────────────────▶ tokens, for the next
+                                                        └▶ a draw's graph ─▶  step and for the host
+
+The most likely tokens are part of every captured step: they cost next to nothing. Draws depend on
+the number of rows alone, so they are graphs of their own: two for each number of requests that a
+captured step has, one of them with filters. They are captured behind the steps, in the same memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+import torch
+
+from engine.runner.cuda_graph import CapturedGraph, GraphBackend
+from engine.runner.static_inputs import InputMemory
+from engine.sampling.plain import PlainChoice, PlainKind, draw_tokens
+from engine.sampling.selection import LeastBound, choose_bound
+
+logger = logging.getLogger(__name__)
+
+
+class CapturedChoices:
+    """Captures draws and replays them. All calls are made in inference mode.
+
+    Attributes:
+        draws: the captured draws of each kind and their numbers of rows, the smallest first.
+    """
+
+    def __init__(self, memory: InputMemory, graphs: GraphBackend) -> None:
+        self._memory = memory
+        self._graphs = graphs
+        self.draws: dict[PlainKind, list[tuple[int, CapturedGraph]]] = {
+            PlainKind.DRAWN: [],
+            PlainKind.FILTERED: [],
+        }
+
+    def capture(self, logits: torch.Tensor, sizes: Collection[int]) -> None:
+        """Capture draws for each of these numbers of rows of captured logits, [R, V]."""
+        bound = choose_bound(logits.device)
+        for kind in (PlainKind.DRAWN, PlainKind.FILTERED):
+            for rows in sorted(sizes, reverse=True):
+                try:
+                    graph = self._capture(kind, logits[:rows], bound)
+                except torch.OutOfMemoryError:
+                    logger.warning("not enough memory to capture how %d tokens are drawn", rows)
+                except RuntimeError as error:
+                    logger.warning(
+                        "%s tokens are chosen as they come: that cannot be captured (%s)",
+                        *(kind.name.lower(), str(error).partition("\n")[0]),
+                    )
+                    break
+                else:
+                    self.draws[kind].insert(0, (rows, graph))
+
+    def _capture(self, kind: PlainKind, logits: torch.Tensor, bound: LeastBound) -> CapturedGraph:
+        # What is run before a step was filled in finds zeros: rows without a token, which is fine.
+        numbers, tokens = self._memory.numbers(len(logits)), self._memory.tokens[: len(logits)]
+
+        def run() -> torch.Tensor:
+            draw_tokens(kind, logits, numbers, tokens, bound)
+            return tokens
+
+        return self._graphs.capture(run)
+
+    def has(self, choice: PlainChoice, rows: int) -> bool:
+        """Whether captured work can choose the tokens of so many rows."""
+        return choice.kind is PlainKind.GREEDY or self._find(choice.kind, rows) is not None
+
+    def choose(self, choice: PlainChoice, rows: int) -> torch.Tensor:
+        """Queue the choice of tokens behind the replay of their step; see `has`.
+
+        Returns:
+            int64 [R], until the next step overwrites them.
+        """
+        draw = self._find(choice.kind, rows)
+        if draw is not None:
+            draw.replay()
+        return self._memory.tokens[:rows]
+
+    def keep(self, token_ids: torch.Tensor) -> None:
+        """Put a step's tokens that were chosen otherwise where the next captured step finds
+        them.
+        """
+        self._memory.tokens[: len(token_ids)] = token_ids
+
+    def _find(self, kind: PlainKind, rows: int) -> CapturedGraph | None:
+        found = (graph for most, graph in self.draws.get(kind, ()) if rows <= most)
+        return next(found, None)

@@ -1,0 +1,140 @@
+"""The choice of tokens by parameters that are tensors, so that it can be captured with a step.
+
+    greedy                                       ─▶ the most likely token
+    drawn      temperature                       ─┐
+    filtered   temperature, top_k, top_p, min_p  ─┴▶ numbers [R, 5] ─▶ a token by one uniform number
+
+Which operations are done, and their shapes, depend on the kind alone. All rows of a step are chosen
+by the kind of the row that needs most: a greedy row keeps the token that `greedy` gave it, and
+filters that a row does not have keep everything. The operations are those of the sampler, so in
+float32 the tokens are the same. A row that needs more than this (edits, masks, typical_p,
+log-probabilities) leaves its step to the sampler.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.request import Request
+from engine.sampling import ops
+from engine.sampling.filters import TOPK_LIMIT, Filters, filtered_weights
+from engine.sampling.greedy import valid
+from engine.sampling.plan import Row, chance, steps_of
+from engine.sampling.selection import LeastBound
+
+COLUMNS = 5
+"""The numbers of a row: uniform number, temperature, top_k, top_p, min_p."""
+IDLE = (0.0, 1.0, 1.0, 1.0, 0.0)
+"""Those of a row that nobody asks for."""
+
+_GREEDY = (-1.0, *IDLE[1:])
+"""Those of a greedy row: no uniform number is negative."""
+_NO_TOP_P = 1.5
+"""More than there is: not even rounding a row's sum cuts anything."""
+_CHUNK = 1 << 23
+"""How many logits are drawn from at a time. What is captured keeps its memory, some 45 bytes for
+each of these.
+"""
+
+
+class PlainKind(enum.IntEnum):
+    """What a step's rows need, from the least to the most."""
+
+    GREEDY = 0
+    DRAWN = 1
+    FILTERED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PlainChoice:
+    """How a step's tokens are chosen.
+
+    Attributes:
+        kind: what its rows need.
+        numbers: float64 [R, COLUMNS]; no rows if all are greedy.
+    """
+
+    kind: PlainKind
+    numbers: npt.NDArray[np.float64]
+
+
+def plain_choice(
+    requests: Sequence[Request], lengths: Sequence[int], vocab_size: int
+) -> PlainChoice | None:
+    """How to choose each request's token after so many; None: a row needs more than this."""
+    kind, numbers = PlainKind.GREEDY, []
+    for row in map(Row, requests, lengths):
+        steps = steps_of(*row, vocab_size)
+        if steps.edits or steps.masks or steps.typical or row.request.spec.logprobs is not None:
+            return None
+        if not steps.draws:
+            numbers.append(_GREEDY)
+            continue
+        kind = max(kind, PlainKind.DRAWN if steps.keeps_all else PlainKind.FILTERED)
+        params = row.request.spec.sampling
+        top_k = min(params.top_k or vocab_size, vocab_size)
+        top_p = params.top_p if params.top_p < 1.0 else _NO_TOP_P
+        numbers.append((*chance(row), float(top_k), top_p, params.min_p))
+    if kind is PlainKind.GREEDY:
+        numbers = []
+    return PlainChoice(kind, np.array(numbers, dtype=np.float64).reshape(-1, COLUMNS))
+
+
+def choose_most_likely(logits: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Write the first of each row's largest entries; see `engine.sampling.greedy.Greedy`.
+
+    Args:
+        logits: [R, V]. tokens: int64 [R], where to.
+    """
+    best, ids = logits.max(dim=-1)
+    tokens.copy_(valid(ids, best))
+
+
+def draw_tokens(
+    kind: PlainKind,
+    logits: torch.Tensor,
+    numbers: torch.Tensor,
+    tokens: torch.Tensor,
+    bound: LeastBound,
+) -> None:
+    """Draw a token for each row that is not greedy.
+
+    Args:
+        kind: what the rows need: DRAWN or FILTERED.
+        logits: [R, V]; not changed.
+        numbers: float64 [R, COLUMNS].
+        tokens: int64 [R]: those of `choose_most_likely`; overwritten where a token is drawn.
+        bound: finds where filters cut.
+    """
+    rows = max(1, _CHUNK // logits.shape[-1])
+    for start in range(0, len(logits), rows):
+        piece = slice(start, start + rows)
+        _draw(kind, logits[piece], numbers[piece], tokens[piece], bound)
+
+
+def _draw(
+    kind: PlainKind,
+    logits: torch.Tensor,
+    numbers: torch.Tensor,
+    tokens: torch.Tensor,
+    bound: LeastBound,
+) -> None:
+    uniforms, temperature, top_k, top_p, min_p = torch.split(numbers, 1, dim=-1)
+    best = logits.amax(dim=-1, keepdim=True).float()
+    scaled = torch.sub(logits, best).div_(temperature.float())
+    filters = Filters()
+    if kind is PlainKind.FILTERED:
+        filters = Filters(
+            top_k=top_k.to(torch.int64),
+            max_top_k=max(logits.shape[-1], TOPK_LIMIT + 1),  # whatever it is: whole rows
+            top_p=top_p,
+            min_p=min_p.float(),
+        )
+    drawn = valid(ops.draw(filtered_weights(scaled, filters, bound), uniforms), best.squeeze(-1))
+    tokens.copy_(torch.where(uniforms.squeeze(-1) < 0, tokens, drawn))
