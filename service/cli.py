@@ -140,11 +140,12 @@ def _engine_client(
     batching: ContinuousBatchingConfig,
     load: LoadConfig,
 ) -> EngineClient:
-    from engine.local_client import LocalEngineClient
+    if process.in_process:
+        from engine.local_client import LocalEngineClient
+
+        return LocalEngineClient(model, batching, load)
     from engine.process.client import DEFAULT_HANG_TIMEOUT_S, ProcessEngineClient
 
-    if process.in_process:
-        return LocalEngineClient(model, batching, load)
     hang_timeout_s = process.hang_timeout_s
     return ProcessEngineClient(  # type: ignore[abstract]  # `sends_the_rest` makes those verbs
         model,

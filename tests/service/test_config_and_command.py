@@ -306,6 +306,28 @@ def test_the_engine_has_a_process_of_its_own_unless_told_otherwise(
     assert started[-1].more == {}
 
 
+def test_the_front_end_does_not_import_the_engine() -> None:
+    """It would wait for that before it starts the engine's process."""
+    lines = (
+        "import sys",
+        "for name in ('engine.local_client', 'engine.core'): sys.modules[name] = None",
+        "import service.process",
+        "service.process.run_to_the_end = lambda *_, **__: print('served')",
+        "from service.cli import app",
+        "app(['serve'])",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        cwd=Path(cli.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("served\n")
+
+
 def test_without_options_the_server_has_its_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     _, started = run_serve(monkeypatch)
     assert started[3] == ServiceConfig()
