@@ -48,7 +48,7 @@ from engine.loading.memory import GIB, HostLimits, StepLimits
 from engine.loading.model_defaults import context_length, default_sampling, eos_token_ids
 from engine.loading.packing import Packing, choose_packing, pack_model
 from engine.loading.pages import trim
-from engine.loading.rotary import follow_lengths, read_rope
+from engine.loading.rotary import follow_lengths, keep_frequencies, read_rope
 from engine.loading.view import ModelView
 from engine.models import choosing
 from engine.models.choosing import NOT_ASKED, CausalDecoder, Plan, make_decoder, plan_decoder
@@ -296,6 +296,7 @@ def _view(original: PreTrainedModel) -> tuple[ModelView, PreTrainedModel, RopeLe
     they do not, or the view cannot follow.
     """
     view = ModelView.of(original)
+    keep_frequencies(view.model)
     rope = read_rope(view.model)
     follows = rope is not None and follow_lengths(view.model, rope)
     return view, view.model, rope if follows else None

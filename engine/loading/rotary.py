@@ -7,6 +7,7 @@ The model hands position ids on to its rotary module. In the view that steps run
 that module's place. The frequencies of each length are those of transformers, and the module's own
 forward computes cosines and sines from them. If each length has its own frequencies, all are put
 into one table when the model is loaded: a step looks nothing up on the host, and can be captured.
+Modules that compute fixed frequencies anew in each call, on the host, find them on the device.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from engine.rope import LENGTH_SHIFT, POSITION_MASK, RopeLengths
 
 _DYNAMIC, _LONG = "dynamic", "longrope"
 _TRIED_TOKENS = 5
+_MAKES = "rope_init_fn"
+"""The attribute of a rotary module with the function that computes its frequencies."""
 
 Embeddings = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines: [B, T, D] each."""
@@ -107,6 +110,37 @@ def _reach_nothing_else(model: PreTrainedModel, rotary: Sequence[_Rotary], longe
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError):
         return False
     return torch.equal(plain, other)
+
+
+def keep_frequencies(model: PreTrainedModel) -> int:
+    """Let rotary modules of a view that compute their frequencies in each call, on the host, find
+    those on the device of the model. Frequencies that depend on the length are left. Returns how
+    many modules these are.
+    """
+    found = [
+        one
+        for one in model.modules()
+        if _MAKES in inspect.unwrap(type(one).forward).__code__.co_names
+        and not _kinds_of(one) & {_DYNAMIC, _LONG}
+    ]
+    for one in found:
+        one.forward = _Kept(one)
+    return len(found)
+
+
+class _Kept:
+    """The forward of a rotary module, whose frequencies were made beforehand."""
+
+    def __init__(self, module: Any) -> None:
+        frequencies, scaling = module.rope_init_fn(module.config)
+        made = frequencies.to(next(module.buffers()).device), scaling
+        self._compute = type(module).forward
+        self._module = object.__new__(type(module))
+        vars(self._module).update(vars(module), **{_MAKES: lambda *given, **named: made})
+
+    def __call__(self, *given: Any, **named: Any) -> Embeddings:
+        made: Embeddings = self._compute(self._module, *given, **named)
+        return made
 
 
 class _OfTokens:

@@ -23,6 +23,7 @@ from engine.attention.registry import ATTENTION_NAME, register
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.loading.gate import probe_layers
 from engine.loading.joining import join_linears, shared_inputs
+from engine.loading.rotary import keep_frequencies
 from engine.loading.view import ModelView
 from engine.models.table import NotDescribedError, describe
 from engine.models.torch_decoder import TorchDecoder
@@ -74,6 +75,7 @@ def by_transformers(recipe: Recipe) -> Served:
 
     def move() -> None:
         to_fake_cuda(view, torch.bfloat16)
+        keep_frequencies(view)
         join_linears(groups)
 
     return Served(view, move, shapes)
