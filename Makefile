@@ -141,8 +141,8 @@ launch-table: $(DEV) ## Write what a step of each family launches on CUDA, trace
 	$(BIN)/python scripts/launch_table.py
 
 .PHONY: kernels
-kernels: $(DEV) ## Compile every Triton kernel for an H100, without one, in all sizes, block sizes and types: ten minutes.
-	$(BIN)/python scripts/compile_kernels.py
+kernels: $(DEV) ## Compile every Triton kernel for an H100, without one, in all sizes, block sizes and types: some minutes (ARGS='more flags').
+	$(BIN)/python scripts/compile_kernels.py $(ARGS)
 
 .PHONY: top-picture
 top-picture: $(DEV) $(NATIVE) ## Draw docs/top.svg, the picture of `headrace top` in README.md, from a real run.
