@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from engine.attention.base import BatchLayout
+from engine.attention.base import AttentionBackend, BatchLayout, StaticShape
 from engine.attention.torch_layout import slots_of
 
 
@@ -56,3 +56,23 @@ def fill_arrays(layout: BatchLayout, arrays: Mapping[str, npt.NDArray[np.int64]]
         arrays[name][len(values) :] = padding
     arrays["extent"][:] = (layout.num_decodes, rows - layout.num_decodes, tokens)
     arrays["blocks"][: rows * width] = layout.tables.reshape(-1)
+
+
+class StepArraysBackend(AttentionBackend):
+    """A backend whose captured steps are these arrays."""
+
+    can_capture = True
+
+    def static_fields(self, shape: StaticShape, window: int | None) -> Mapping[str, int]:
+        """See the base class."""
+        return array_sizes(shape.tokens, shape.requests, shape.requests * shape.blocks)
+
+    def fill_static(
+        self,
+        layout: BatchLayout,
+        window: int | None,
+        shape: StaticShape,
+        fields: Mapping[str, npt.NDArray[np.int64]],
+    ) -> None:
+        """See the base class."""
+        fill_arrays(layout, fields)

@@ -11,18 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.attention.base import (
-    AttentionBackend,
     AttentionMetadata,
     AttentionParams,
     BatchLayout,
     LayerCache,
     StaticShape,
 )
-from engine.attention.step_arrays import array_sizes, fill_arrays
+from engine.attention.step_arrays import StepArraysBackend, array_sizes, fill_arrays
 from engine.attention.triton_launch import triton_attention
 from engine.transfer import to_device
 
@@ -54,11 +52,10 @@ class TritonMetadata(AttentionMetadata):
     prefill_rows: int
 
 
-class TritonAttentionBackend(AttentionBackend):
+class TritonAttentionBackend(StepArraysBackend):
     """See the module."""
 
     name = "triton"
-    can_capture = True
 
     def prepare(
         self, layout: BatchLayout, window: int | None, like: torch.Tensor
@@ -80,20 +77,6 @@ class TritonAttentionBackend(AttentionBackend):
             decode_rows=max(layout.num_decodes, int(layout.num_padding > 0)),
             prefill_rows=len(layout.counts) - layout.num_decodes,
         )
-
-    def static_fields(self, shape: StaticShape, window: int | None) -> Mapping[str, int]:
-        """See the base class."""
-        return array_sizes(shape.tokens, shape.requests, shape.requests * shape.blocks)
-
-    def fill_static(
-        self,
-        layout: BatchLayout,
-        window: int | None,
-        shape: StaticShape,
-        fields: Mapping[str, npt.NDArray[np.int64]],
-    ) -> None:
-        """See the base class."""
-        fill_arrays(layout, fields)
 
     def static_metadata(
         self,

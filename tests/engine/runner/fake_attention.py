@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.attention.base import (
@@ -18,7 +17,7 @@ from engine.attention.base import (
     LayerCache,
     StaticShape,
 )
-from engine.attention.step_arrays import array_sizes, fill_arrays
+from engine.attention.step_arrays import StepArraysBackend
 from engine.attention.torch_backend import TorchAttentionBackend
 
 
@@ -29,22 +28,8 @@ class _Places(AttentionMetadata):
     window: int
 
 
-class CapturableAttention(TorchAttentionBackend):
+class CapturableAttention(StepArraysBackend, TorchAttentionBackend):
     """See the module."""
-
-    can_capture = True
-
-    def static_fields(self, shape: StaticShape, window: int | None) -> Mapping[str, int]:
-        return array_sizes(shape.tokens, shape.requests, shape.requests * shape.blocks)
-
-    def fill_static(
-        self,
-        layout: BatchLayout,
-        window: int | None,
-        shape: StaticShape,
-        fields: Mapping[str, npt.NDArray[np.int64]],
-    ) -> None:
-        fill_arrays(layout, fields)
 
     def static_metadata(
         self,
