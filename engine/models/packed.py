@@ -84,7 +84,7 @@ def pack(weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor | None
         scales: see `new_scales`. If given, they are filled, and the weight is packed as int8.
     """
     outputs, inputs = weight.shape
-    _ask_for_large_pages(packed)
+    ask_for_large_pages(packed)
     native_library().linear_pack(
         weight.data_ptr(),
         weight.stride(0),
@@ -97,7 +97,7 @@ def pack(weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor | None
     )
 
 
-def _ask_for_large_pages(packed: torch.Tensor) -> None:
+def ask_for_large_pages(packed: torch.Tensor) -> None:
     """Ask the system for large pages before memory is written for the first time.
 
     A step reads all weights. Where memory is in pieces, looking up each page of 4 KiB takes longer

@@ -20,6 +20,7 @@ from engine.loading.packing import Packing, shared_weights
 from engine.models.packed import (
     PackedEmbedding,
     PackedLinear,
+    ask_for_large_pages,
     new_scales,
     packed_size,
     packed_view,
@@ -30,6 +31,9 @@ UNCACHED_BYTES = 64 << 20
 """Of one shape: more than a processor's cache keeps of it while others are read, too."""
 _TILE = (1 << 20) - 3
 """Made-up numbers repeat after so many: rows of a matrix differ."""
+
+_CHUNK_BYTES = 256 << 20
+_ALIGNED = 64
 
 _Made = TypeVar("_Made")
 
@@ -62,6 +66,7 @@ class _Weights:
 
     def __init__(self, most_bytes: int) -> None:
         self._left = most_bytes
+        self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
         self._rings = Rings()
         chance = torch.Generator().manual_seed(0)
         self._numbers = torch.randn(_TILE, generator=chance) * 0.02
@@ -79,15 +84,29 @@ class _Weights:
         """Small random numbers; ones for vectors, most of which scale."""
         if len(shape) < 2 or not dtype.is_floating_point:
             return torch.ones(shape, dtype=dtype)
-        self._left -= math.prod(shape) * dtype.itemsize
+        flat = torch.empty(math.prod(shape), dtype=dtype)
+        self._fill(flat)
+        return flat.view(shape)
+
+    def _fill(self, flat: torch.Tensor) -> None:
+        self._left -= flat.nbytes
         if self._left < 0:
             raise TooLargeError
-        flat = torch.empty(math.prod(shape), dtype=dtype)
-        numbers = self._numbers.to(dtype)
+        numbers = self._numbers.to(flat.dtype)
         for start in range(0, len(flat), _TILE):
             part = flat[start : start + _TILE]
             part.copy_(numbers[: len(part)])
-        return flat.view(shape)
+
+    def _in_large_pages(self, size: int) -> torch.Tensor:
+        """Memory that was not written yet, in large pages if possible, as packed weights have."""
+        if size > len(self._chunk) - self._used:
+            # Only what is written takes memory.
+            self._chunk = torch.empty(max(size, _CHUNK_BYTES), dtype=torch.uint8)
+            self._used = 0
+            ask_for_large_pages(self._chunk)
+        part = self._chunk[self._used : self._used + size]
+        self._used += -(-size // _ALIGNED) * _ALIGNED
+        return part
 
     def packed(
         self, weight: torch.Tensor, *, int8: bool
@@ -97,9 +116,10 @@ class _Weights:
         size = packed_size(*shape, dtype=dtype, int8=int8)
 
         def make() -> tuple[torch.Tensor, torch.Tensor | None]:
-            numbers = self._new((size // dtype.itemsize, 1), dtype).view(-1)
+            memory = self._in_large_pages(size)
+            self._fill(memory.view(dtype))
             scales = new_scales(shape[0]).fill_(0.01) if int8 else None
-            return packed_view(numbers.view(torch.uint8), dtype), scales
+            return packed_view(memory, dtype), scales
 
         return self._rings.take(("packed", shape, dtype), size, make)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from engine.errors import ModelRefusedError
 from engine.loading.loader import load_model
 from engine.loading.memory import HostLimits
 from engine.models.native_decoder import NativeDecoder
+from engine.models.packed import PackedLinear
 from engine.planning import made_up, rehearsal
 from engine.planning.made_up import Rings
 from engine.planning.outline import read_outline
@@ -192,6 +194,22 @@ def test_of_each_shape_there_are_only_as_many_as_no_cache_holds(
     assert len(addresses()) == 8
     monkeypatch.setattr(made_up, "UNCACHED_BYTES", 1)
     assert len(addresses()) == 1
+
+
+def test_packed_weights_are_in_large_pages_as_those_of_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[torch.Tensor] = []
+    monkeypatch.setattr(made_up, "ask_for_large_pages", asked.append)
+    monkeypatch.setattr(made_up, "_CHUNK_BYTES", 1 << 17)
+    model = _rehearsal(_saved(tmp_path / "model", "llama", torch.bfloat16)).model
+    packed = [one.packed for one in model.modules() if isinstance(one, PackedLinear)]
+    assert packed
+    assert len(asked) > 1
+    addresses = sorted({(one.data_ptr(), one.data_ptr() + one.nbytes) for one in packed})
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(addresses))
+    for first, last in addresses:
+        assert any(one.data_ptr() <= first and last <= one.data_ptr() + one.nbytes for one in asked)
 
 
 def test_a_model_whose_steps_fail_is_planned_without_times(
