@@ -6,27 +6,25 @@ Each command is a task; those that do not wait are done before the next line is 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import headrace
 
 from clients.conformance.drivers import python_telling as telling
+from clients.conformance.drivers.python_naming import Naming, Tell, begin, seconds
 
 _LINE_BYTES = 256 * 1024 * 1024
 
 
-class Driver:
-    """The clients, sessions and handles that the runner has named."""
+class Driver(Naming[headrace.AsyncClient]):
+    """What is done with clients for asyncio, and the tasks that do it."""
 
-    def __init__(self, tell: Callable[[dict[str, Any]], None]) -> None:
-        self.tell = tell
-        self.clients: dict[str, headrace.AsyncClient] = {}
-        self.sessions: dict[str, headrace.AsyncSession] = {}
-        self.handles: dict[str, Any] = {}
-        self.iterators: dict[str, AsyncIterator[headrace.Chunk]] = {}
+    def __init__(self, tell: Tell) -> None:
+        super().__init__(tell)
         self.tasks: dict[int, asyncio.Task[None]] = {}
 
     async def answer(self, command: dict[str, Any]) -> None:
@@ -38,13 +36,14 @@ class Driver:
         chunks: list[dict[str, Any]] = []
         try:
             with telling.traced(command):
-                told = await (act(command, chunks) if command["op"] == "read" else act(command))
+                told = act(command, chunks) if command["op"] == "read" else act(command)
+                if inspect.isawaitable(told):
+                    told = await told
         except asyncio.CancelledError:
             error = {"code": "CANCELLED", "message": "the task was cancelled"}
             self.tell({"id": command["id"], "error": error})
         except Exception as error:  # every one is told; the runner judges it
-            answer = {"id": command["id"], "error": telling.tell_error(error)}
-            self.tell({**answer, "chunks": chunks} if command["op"] == "read" else answer)
+            self.tell_failure(command, error, chunks)
         else:
             self.tell({"id": command["id"], "ok": told or {}})
         finally:
@@ -58,18 +57,15 @@ class Driver:
         await self.clients.pop(command["client"]).close()
 
     async def generate(self, command: dict[str, Any]) -> dict[str, Any]:
-        request = command["request"]
-        client = self.clients[command["client"]]
-        prompt = telling.prompt_of(request)
-        return telling.tell_result(await client.generate(prompt, **telling.options_of(request)))
+        client, prompt, options = self.asked(command)
+        return telling.tell_result(await client.generate(prompt, **options))
 
     async def abandon(self, command: dict[str, Any]) -> None:
         self.tasks[command["of"]].cancel()
 
     async def stream(self, command: dict[str, Any]) -> None:
-        request = command["request"]
-        client = self.clients[command["client"]]
-        stream = client.stream(telling.prompt_of(request), **telling.options_of(request))
+        client, prompt, options = self.asked(command)
+        stream = client.stream(prompt, **options)
         await stream.__aenter__()
         self.handles[command["handle"]] = stream
 
@@ -80,22 +76,6 @@ class Driver:
         client = self.clients[command["client"]]
         session = client.session(**telling.session_options(command))
         self.sessions[command["session"]] = await session.__aenter__()
-
-    async def submit(self, command: dict[str, Any]) -> dict[str, Any]:
-        request = command["request"]
-        session = self.sessions[command["session"]]
-        handle = session.submit(telling.prompt_of(request), **telling.options_of(request))
-        self.handles[command["handle"]] = handle
-        return {"request_id": handle.request_id}
-
-    async def attach(self, command: dict[str, Any]) -> None:
-        self.handles[command["handle"]] = self.sessions[command["session"]].attach(
-            command["request_id"], from_seq=command.get("from_seq", 1), n=command.get("n")
-        )
-
-    async def resume(self, command: dict[str, Any]) -> None:
-        old = self.handles[command["of"]]
-        self.handles[command["handle"]] = self.sessions[command["session"]].resume(old)
 
     async def read(self, command: dict[str, Any], chunks: list[dict[str, Any]]) -> dict[str, Any]:
         name = command["handle"]
@@ -110,10 +90,8 @@ class Driver:
         return {"chunks": chunks, "end": False}
 
     async def result(self, command: dict[str, Any]) -> dict[str, Any]:
-        timeout = command.get("timeout_ms")
-        seconds = None if timeout is None else timeout / 1000
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(seconds(command)):
                 return telling.tell_result(await self.handles[command["handle"]].result())
         except TimeoutError as error:  # asyncio's own form of the wait's end
             raise headrace.DeadlineExceededError("the wait ended") from error
@@ -123,51 +101,29 @@ class Driver:
         if answer is not None:
             await answer
 
-    async def session(self, command: dict[str, Any]) -> dict[str, Any]:
-        return telling.tell_session(self.sessions[command["session"]])
-
     async def close_session(self, command: dict[str, Any]) -> None:
         await self.sessions[command["session"]].close(cancel=bool(command.get("cancel")))
 
     async def batch(self, command: dict[str, Any]) -> dict[str, Any]:
-        requests = [
-            headrace.Request(telling.prompt_of(one), **telling.options_of(one))
-            for one in command["requests"]
-        ]
-        outcomes = self.clients[command["client"]].batch(
-            requests,
-            max_in_flight=command.get("max_in_flight", 64),
-            ordered=bool(command.get("ordered")),
-        )
-        return telling.tell_outcomes([one async for one in outcomes])
+        return telling.tell_outcomes([one async for one in self.outcomes_of(command)])
 
     async def add_request(self, command: dict[str, Any]) -> dict[str, Any]:
-        request = command["request"]
-        client = self.clients[command["client"]]
-        prompt = telling.prompt_of(request)
-        accepted = await client.add_request(prompt, **telling.options_of(request))
-        return {"request_id": accepted.request_id}
+        client, prompt, options = self.asked(command)
+        return {"request_id": (await client.add_request(prompt, **options)).request_id}
 
     async def get_result(self, command: dict[str, Any]) -> dict[str, Any]:
-        timeout = command.get("timeout_ms")
-        seconds = None if timeout is None else timeout / 1000
         client = self.clients[command["client"]]
-        return telling.tell_result(await client.get_result(command["request_id"], timeout=seconds))
+        result = await client.get_result(command["request_id"], timeout=seconds(command))
+        return telling.tell_result(result)
 
     async def cancel_ids(self, command: dict[str, Any]) -> dict[str, Any]:
         statuses = await self.clients[command["client"]].cancel(command["request_ids"])
         return {"statuses": {name: str(status) for name, status in statuses.items()}}
 
 
-async def serve(make: Callable[[Callable[[dict[str, Any]], None]], Driver] = Driver) -> None:
+async def serve(make: Callable[[Tell], Driver] = Driver) -> None:
     """Takes commands from stdin until it ends; `make`: another driver than the true one."""
-
-    def tell(answer: dict[str, Any]) -> None:
-        sys.stdout.buffer.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
-        sys.stdout.buffer.flush()
-
-    driver = make(tell)
-    tell({"ready": {"language": "python", "protocol": 1}})
+    driver = make(begin())
     reader = asyncio.StreamReader(limit=_LINE_BYTES)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

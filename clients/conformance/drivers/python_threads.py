@@ -9,12 +9,13 @@ import itertools
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import headrace
 
 from clients.conformance.drivers import python_telling as telling
+from clients.conformance.drivers.python_naming import Naming, Tell, begin, seconds
 
 WAITING = {
     "generate", "read", "result", "leave", "close_session", "close_client", "batch",
@@ -22,15 +23,8 @@ WAITING = {
 }  # fmt: skip
 
 
-class Driver:
-    """The clients, sessions and handles that the runner has named."""
-
-    def __init__(self, tell: Callable[[dict[str, Any]], None]) -> None:
-        self.tell = tell
-        self.clients: dict[str, headrace.Client] = {}
-        self.sessions: dict[str, headrace.Session] = {}
-        self.handles: dict[str, Any] = {}
-        self.iterators: dict[str, Iterator[headrace.Chunk]] = {}
+class Driver(Naming[headrace.Client]):
+    """What is done with clients for threads."""
 
     def take(self, command: dict[str, Any]) -> None:
         """Begins a command."""
@@ -50,8 +44,7 @@ class Driver:
             with telling.traced(command):
                 told = act(command, chunks) if command["op"] == "read" else act(command)
         except Exception as error:  # every one is told; the runner judges it
-            answer = {"id": command["id"], "error": telling.tell_error(error)}
-            self.tell({**answer, "chunks": chunks} if command["op"] == "read" else answer)
+            self.tell_failure(command, error, chunks)
         else:
             self.tell({"id": command["id"], "ok": told or {}})
 
@@ -63,15 +56,12 @@ class Driver:
         self.clients.pop(command["client"]).close()
 
     def generate(self, command: dict[str, Any]) -> dict[str, Any]:
-        request = command["request"]
-        client = self.clients[command["client"]]
-        prompt = telling.prompt_of(request)
-        return telling.tell_result(client.generate(prompt, **telling.options_of(request)))
+        client, prompt, options = self.asked(command)
+        return telling.tell_result(client.generate(prompt, **options))
 
     def stream(self, command: dict[str, Any]) -> None:
-        request = command["request"]
-        client = self.clients[command["client"]]
-        stream = client.stream(telling.prompt_of(request), **telling.options_of(request))
+        client, prompt, options = self.asked(command)
+        stream = client.stream(prompt, **options)
         stream.__enter__()
         self.handles[command["handle"]] = stream
 
@@ -81,22 +71,6 @@ class Driver:
     def open_session(self, command: dict[str, Any]) -> None:
         client = self.clients[command["client"]]
         self.sessions[command["session"]] = client.session(**telling.session_options(command))
-
-    def submit(self, command: dict[str, Any]) -> dict[str, Any]:
-        request = command["request"]
-        session = self.sessions[command["session"]]
-        handle = session.submit(telling.prompt_of(request), **telling.options_of(request))
-        self.handles[command["handle"]] = handle
-        return {"request_id": handle.request_id}
-
-    def attach(self, command: dict[str, Any]) -> None:
-        self.handles[command["handle"]] = self.sessions[command["session"]].attach(
-            command["request_id"], from_seq=command.get("from_seq", 1), n=command.get("n")
-        )
-
-    def resume(self, command: dict[str, Any]) -> None:
-        old = self.handles[command["of"]]
-        self.handles[command["handle"]] = self.sessions[command["session"]].resume(old)
 
     def read(self, command: dict[str, Any], chunks: list[dict[str, Any]]) -> dict[str, Any]:
         name = command["handle"]
@@ -108,62 +82,35 @@ class Driver:
         return {"chunks": chunks, "end": wanted is None or len(chunks) < wanted}
 
     def result(self, command: dict[str, Any]) -> dict[str, Any]:
-        handle = self.handles[command["handle"]]
-        if command.get("timeout_ms") is not None:
-            return telling.tell_result(handle.result(command["timeout_ms"] / 1000))
-        return telling.tell_result(handle.result())
+        handle, bound = self.handles[command["handle"]], seconds(command)
+        return telling.tell_result(handle.result() if bound is None else handle.result(bound))
 
     def cancel(self, command: dict[str, Any]) -> None:
         self.handles[command["handle"]].cancel()
-
-    def session(self, command: dict[str, Any]) -> dict[str, Any]:
-        return telling.tell_session(self.sessions[command["session"]])
 
     def close_session(self, command: dict[str, Any]) -> None:
         self.sessions[command["session"]].close(cancel=bool(command.get("cancel")))
 
     def batch(self, command: dict[str, Any]) -> dict[str, Any]:
-        requests = [
-            headrace.Request(telling.prompt_of(one), **telling.options_of(one))
-            for one in command["requests"]
-        ]
-        outcomes = self.clients[command["client"]].batch(
-            requests,
-            max_in_flight=command.get("max_in_flight", 64),
-            ordered=bool(command.get("ordered")),
-        )
-        return telling.tell_outcomes(list(outcomes))
+        return telling.tell_outcomes(list(self.outcomes_of(command)))
 
     def add_request(self, command: dict[str, Any]) -> dict[str, Any]:
-        request = command["request"]
-        client = self.clients[command["client"]]
-        prompt = telling.prompt_of(request)
-        accepted = client.add_request(prompt, **telling.options_of(request))
-        return {"request_id": accepted.request_id}
+        client, prompt, options = self.asked(command)
+        return {"request_id": client.add_request(prompt, **options).request_id}
 
     def get_result(self, command: dict[str, Any]) -> dict[str, Any]:
-        timeout = command.get("timeout_ms")
-        seconds = None if timeout is None else timeout / 1000
         client = self.clients[command["client"]]
-        return telling.tell_result(client.get_result(command["request_id"], timeout=seconds))
+        result = client.get_result(command["request_id"], timeout=seconds(command))
+        return telling.tell_result(result)
 
     def cancel_ids(self, command: dict[str, Any]) -> dict[str, Any]:
         statuses = self.clients[command["client"]].cancel(command["request_ids"])
         return {"statuses": {name: str(status) for name, status in statuses.items()}}
 
 
-def serve(make: Callable[[Callable[[dict[str, Any]], None]], Driver] = Driver) -> None:
+def serve(make: Callable[[Tell], Driver] = Driver) -> None:
     """Takes commands from stdin until it ends; `make`: another driver than the true one."""
-    lock = threading.Lock()
-
-    def tell(answer: dict[str, Any]) -> None:
-        line = json.dumps(answer, ensure_ascii=False).encode() + b"\n"
-        with lock:
-            sys.stdout.buffer.write(line)
-            sys.stdout.buffer.flush()
-
-    driver = make(tell)
-    tell({"ready": {"language": "python", "protocol": 1}})
+    driver = make(begin())
     for line in sys.stdin.buffer:
         driver.take(json.loads(line))
     for client in driver.clients.values():
