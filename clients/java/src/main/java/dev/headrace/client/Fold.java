@@ -122,18 +122,18 @@ final class Fold {
     if (event.hasAccepted() && !event.getAccepted().getRequestId().equals(id)) {
       return event.getAccepted().getRequestId() + " was accepted where " + id + " was due";
     }
-    String name = "event " + Long.toUnsignedString(event.getSeq());
     int index = event.getChoiceIndex();
+    String what;
     if (event.getSeq() != next) {
-      return name + " came where " + next + " was due";
+      what = " came where " + next + " was due";
+    } else if (done || !event.hasFailed() && hasEnded(index)) {
+      what = " came after the end";
+    } else if (index < 0 || index >= MOST_CHOICES || n > 0 && index >= n) {
+      what = " is of choice " + Integer.toUnsignedString(index) + ", out of " + n;
+    } else {
+      return null;
     }
-    if (done || !event.hasFailed() && hasEnded(index)) {
-      return name + " came after the end";
-    }
-    if (index < 0 || index >= MOST_CHOICES || n > 0 && index >= n) {
-      return name + " is of choice " + Integer.toUnsignedString(index) + ", out of " + n;
-    }
-    return null;
+    return "event " + Long.toUnsignedString(event.getSeq()) + what;
   }
 
   private boolean hasEnded(int index) {
@@ -225,15 +225,37 @@ final class Fold {
 
     Chunk add(ResultEvent event, Delta delta) {
       List<Token> details = Token.of(delta.getTokensList());
-      UnsignedInts more =
-          details.isEmpty()
-              ? UnsignedInts.of(delta.getTokenIdsList())
-              : UnsignedInts.of(details.stream().map(token -> (int) token.id()).toList());
+      UnsignedInts more = UnsignedInts.of(idsOf(delta));
       int offset = ids.size();
       text.append(delta.getText());
       reasoning.append(delta.getReasoning());
       ids.addAll(more);
       tokens.addAll(details);
+      return new Chunk(
+          event.getChoiceIndex(),
+          event.getSeq(),
+          offset,
+          delta.getText(),
+          delta.getReasoning(),
+          addCalls(delta),
+          more,
+          details);
+    }
+
+    /** A delta's ids; with details each has its own there. */
+    private static int[] idsOf(Delta delta) {
+      int detailed = delta.getTokensCount();
+      int[] ids = new int[detailed > 0 ? detailed : delta.getTokenIdsCount()];
+      for (int i = 0; i < ids.length; i++) {
+        ids[i] = detailed > 0 ? delta.getTokens(i).getId() : delta.getTokenIds(i);
+      }
+      return ids;
+    }
+
+    private List<Chunk.ToolCallPart> addCalls(Delta delta) {
+      if (delta.getToolCallsCount() == 0) {
+        return List.of();
+      }
       List<Chunk.ToolCallPart> parts = new ArrayList<>(delta.getToolCallsCount());
       for (ToolCallDelta told : delta.getToolCallsList()) {
         parts.add(
@@ -241,15 +263,7 @@ final class Fold {
                 told.getIndex(), told.getId(), told.getName(), told.getArgumentsJson()));
         addCall(told);
       }
-      return new Chunk(
-          event.getChoiceIndex(),
-          event.getSeq(),
-          offset,
-          delta.getText(),
-          delta.getReasoning(),
-          List.copyOf(parts),
-          more,
-          details);
+      return List.copyOf(parts);
     }
 
     /** Joins the parts of calls, which come in order: a call's first part has its id and name. */

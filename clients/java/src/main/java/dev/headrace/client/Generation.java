@@ -22,7 +22,7 @@ public abstract sealed class Generation implements Iterable<Chunk>
   private final Executor callbacks;
   private final CompletableFuture<Void> ended = new CompletableFuture<>();
   private final Iterator<Chunk> reader = new Reader();
-  private Chunk ahead; // the reader has looked at it
+  private volatile Chunk ahead; // the reader has looked at it; there is one reader at a time
   private ChunkSubscription subscription;
 
   Generation(Executor callbacks) {
@@ -210,14 +210,12 @@ public abstract sealed class Generation implements Iterable<Chunk>
 
   /** The next chunk, of what the reader has looked at too; null: there is none now. */
   Chunk poll() {
-    synchronized (lock) {
-      if (ahead != null) {
-        Chunk found = ahead;
-        ahead = null;
-        return found;
-      }
+    Chunk found = ahead;
+    if (found == null) {
+      return take();
     }
-    return take();
+    ahead = null;
+    return found;
   }
 
   /** The end of the output, once all was read: null, if there is more; empty: it is whole. */
@@ -231,17 +229,12 @@ public abstract sealed class Generation implements Iterable<Chunk>
     @Override
     public boolean hasNext() {
       for (; ; ) {
-        synchronized (lock) {
-          if (ahead != null) {
-            return true;
-          }
-        }
-        Chunk found = take();
-        synchronized (lock) {
+        Chunk found = poll();
+        if (found != null) {
           ahead = found;
-          if (found != null) {
-            return true;
-          }
+          return true;
+        }
+        synchronized (lock) {
           if (isOver() && !hasChunk()) {
             if (fold().error() != null) {
               throw fold().error().thrownHere();
@@ -261,14 +254,10 @@ public abstract sealed class Generation implements Iterable<Chunk>
 
     @Override
     public Chunk next() {
-      if (!hasNext()) {
+      if (ahead == null && !hasNext()) {
         throw new NoSuchElementException("the request has ended");
       }
-      synchronized (lock) {
-        Chunk found = ahead;
-        ahead = null;
-        return found;
-      }
+      return poll();
     }
   }
 }

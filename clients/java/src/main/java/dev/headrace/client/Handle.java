@@ -14,11 +14,6 @@ import java.util.function.Consumer;
  * kept until then; with credits the server sends no more than these allow.
  */
 public final class Handle extends Generation {
-  /**
-   * Output that has arrived by a stream, which is paid for it when it is read; null: it is paid.
-   */
-  private record Queued(Chunk chunk, Wire wire) {}
-
   final Session session;
   final String id;
   private final Consumer<Handle> onEnd; // called at the end, with the session's lock held; or null
@@ -45,7 +40,8 @@ public final class Handle extends Generation {
 
   // The handle's lock guards these.
   private final Fold fold;
-  private List<Queued> chunks = new ArrayList<>(); // all: who resumes it elsewhere wants all
+  private final List<Chunk> chunks = new ArrayList<>(); // all: who resumes it elsewhere wants all
+  private final List<Wire> payers; // of each chunk: the stream to pay when it is read; null: paid
   private int read; // how many of them the reader has taken
   private final boolean discards; // whether nobody will read it
   private boolean closed;
@@ -57,13 +53,14 @@ public final class Handle extends Generation {
     this.fold = fold;
     this.onEnd = onEnd;
     this.discards = onEnd != null;
+    this.payers = session.hasCredits() ? new ArrayList<>() : null; // without credits none is paid
   }
 
   /** A handle that goes on where a lost one was interrupted, with all of its output. */
   static Handle resuming(Session session, Handle lost) {
     synchronized (lost.lock) {
       Handle made = new Handle(session, lost.fold.reopened(), null);
-      lost.chunks.forEach(one -> made.chunks.add(new Queued(one.chunk, null)));
+      lost.chunks.forEach(one -> made.add(one, null));
       return made;
     }
   }
@@ -84,17 +81,20 @@ public final class Handle extends Generation {
 
   @Override
   Chunk take() {
-    Queued next;
+    Chunk next;
+    Wire payer;
     synchronized (lock) {
       if (read == chunks.size()) {
         return null;
       }
-      next = chunks.get(read++);
+      next = chunks.get(read);
+      payer = payers == null ? null : payers.get(read);
+      read++;
     }
-    if (next.wire != null) {
-      session.pay(this, next.wire, next.chunk.tokenIds().size());
+    if (payer != null) {
+      session.pay(this, payer, next.tokenIds().size());
     }
-    return next.chunk;
+    return next;
   }
 
   @Override
@@ -123,11 +123,10 @@ public final class Handle extends Generation {
   int takeOwed() {
     int tokens = 0;
     synchronized (lock) {
-      for (int i = read; i < chunks.size(); i++) {
-        Queued one = chunks.get(i);
-        if (one.wire != null && one.wire == wire) {
-          tokens += one.chunk.tokenIds().size();
-          chunks.set(i, new Queued(one.chunk, null));
+      for (int i = read; payers != null && i < chunks.size(); i++) {
+        if (payers.get(i) != null && payers.get(i) == wire) {
+          tokens += chunks.get(i).tokenIds().size();
+          payers.set(i, null);
         }
       }
     }
@@ -142,12 +141,19 @@ public final class Handle extends Generation {
       if (chunk == null) {
         return 0;
       }
-      boolean owes = session.hasCredits() && !unlimited;
       if (!discards) {
-        chunks.add(new Queued(chunk, owes ? from : null));
+        add(chunk, unlimited ? null : from);
         signal();
       }
       return session.hasCredits() && unlimited ? chunk.tokenIds().size() : 0;
+    }
+  }
+
+  /** Keeps a chunk for the reader. The lock is held. */
+  private void add(Chunk chunk, Wire payer) {
+    chunks.add(chunk);
+    if (payers != null) {
+      payers.add(payer);
     }
   }
 
@@ -179,7 +185,10 @@ public final class Handle extends Generation {
   void restart() {
     synchronized (lock) {
       fold.restart();
-      chunks = new ArrayList<>();
+      chunks.clear();
+      if (payers != null) {
+        payers.clear();
+      }
       read = 0;
     }
   }

@@ -19,9 +19,12 @@ final class UnsignedInts extends AbstractList<Long> implements RandomAccess {
   }
 
   static UnsignedInts of(List<Integer> told) {
-    return told.isEmpty()
-        ? NONE
-        : new UnsignedInts(told.stream().mapToInt(Integer::intValue).toArray(), told.size());
+    return of(told.stream().mapToInt(Integer::intValue).toArray());
+  }
+
+  /** These numbers; the array is the list's from then on. */
+  static UnsignedInts of(int[] values) {
+    return values.length == 0 ? NONE : new UnsignedInts(values, values.length);
   }
 
   @Override
