@@ -37,7 +37,7 @@ _GREEDY = (-1.0, *IDLE[1:])
 """Those of a greedy row: no uniform number is negative."""
 _NO_TOP_P = 1.5
 """More than there is: not even rounding a row's sum cuts anything."""
-_CHUNK = 1 << 23
+DRAWN_AT_ONCE = 1 << 23
 """How many logits are drawn from at a time. What is captured keeps its memory, some 45 bytes for
 each of these.
 """
@@ -112,7 +112,7 @@ def draw_tokens(
         tokens: int64 [R]: those of `choose_most_likely`; overwritten where a token is drawn.
         bound: finds where filters cut.
     """
-    rows = max(1, _CHUNK // logits.shape[-1])
+    rows = max(1, DRAWN_AT_ONCE // logits.shape[-1])
     for start in range(0, len(logits), rows):
         piece = slice(start, start + rows)
         _draw(kind, logits[piece], numbers[piece], tokens[piece], bound)

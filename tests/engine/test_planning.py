@@ -258,3 +258,20 @@ def test_graphs_have_memory_of_their_own(tmp_path: Path) -> None:
     eager = step_bytes(outline, dataclasses.replace(config, use_cuda_graph=False))
     logits = 64 * outline.vocab_size * outline.dtype.itemsize
     assert step_bytes(outline, config) > eager + logits
+
+
+def test_what_captured_draws_need_has_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They look at so many logits at a time, however many requests a step has."""
+    outline = read_outline(_saved(tmp_path / "model", "llama"), LoadConfig(device="cuda"))
+
+    def draws(requests: int) -> int:
+        config = ContinuousBatchingConfig(max_batch_tokens=2048, max_requests_per_batch=requests)
+        captured = step_bytes(outline, config)
+        captured -= requests * outline.vocab_size * 2 * outline.dtype.itemsize
+        return captured - step_bytes(outline, dataclasses.replace(config, use_cuda_graph=False))
+
+    monkeypatch.setattr("engine.planning.memory.DRAWN_AT_ONCE", 100 * outline.vocab_size)
+    assert draws(65) - draws(1) == 64 * outline.vocab_size * 45
+    assert draws(101) == draws(300) > draws(65)

@@ -54,7 +54,7 @@ def test_replays_give_the_tokens_of_the_sampler(
     kind: PlainKind, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One capture, then steps with other logits and other requests; in pieces of five rows."""
-    monkeypatch.setattr(plain, "_CHUNK", 5 * SIZE)
+    monkeypatch.setattr(plain, "DRAWN_AT_ONCE", 5 * SIZE)
     chance = random.Random(kind)
     sampler = Sampler(SIZE, CPU)
     sampler._draw = None  # its exponential has another last bit now and then
@@ -100,7 +100,7 @@ def test_pieces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         logits = torch.empty((1, 1)).expand(rows, width)
         plain.draw_tokens(DRAWN, logits, logits, logits, least_bound)
         assert sum(sizes) == rows * width
-        assert max(sizes) <= max(plain._CHUNK, width)
+        assert max(sizes) <= max(plain.DRAWN_AT_ONCE, width)
         sizes.clear()
 
 
