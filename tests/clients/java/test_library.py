@@ -19,6 +19,8 @@ from tests.clients.go_ts.programs import REPOSITORY, Addresses, run_program, run
 
 JAVA = REPOSITORY / "clients" / "java"
 MAVEN = ("mvn", "-q", "-B", "-ntp")
+QUICK = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
+"""A program that ends within a second is not worth the second compiler."""
 PROMPTS = [f"Prompt {number}: é 😀 \u2028 <&>" for number in range(64)]
 
 # Builds may start from empty caches.
@@ -41,7 +43,7 @@ def run(command: Sequence[str], folder: Path) -> str:
 
 def example(name: str) -> list[str]:
     classes = f"{JAVA}/target/classes:{JAVA}/target/lib/*"
-    return ["java", "-cp", classes, str(JAVA / "examples" / f"{name}.java")]
+    return ["java", *QUICK, "-cp", classes, str(JAVA / "examples" / f"{name}.java")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,6 +54,12 @@ def built() -> None:
 @pytest.fixture(scope="module")
 def addresses() -> Iterator[Addresses]:
     with running_server("service_server") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def tool_addresses() -> Iterator[Addresses]:
+    with running_server("tool_server") as running:
         yield running
 
 
@@ -111,10 +119,11 @@ def test_an_address_where_nothing_listens() -> None:
 
 @pytest.mark.parametrize("where", ["tcp", "unix"])
 @pytest.mark.parametrize("choice", [(), ("--tool-choice", "required")])
-def test_a_question_is_answered_with_a_tool(where: str, choice: tuple[str, ...]) -> None:
-    with running_server("tool_server") as running:
-        question = "How high is the Danube in Ulm?"
-        done = run_program(example("Tools"), getattr(running, where), *choice, question)
+def test_a_question_is_answered_with_a_tool(
+    tool_addresses: Addresses, where: str, choice: tuple[str, ...]
+) -> None:
+    question = "How high is the Danube in Ulm?"
+    done = run_program(example("Tools"), getattr(tool_addresses, where), *choice, question)
 
     assert done.out == "I look.\nI heard Ulm: 3 m; Köln: 5 m; \n"
     assert done.err == (
@@ -123,18 +132,16 @@ def test_a_question_is_answered_with_a_tool(where: str, choice: tuple[str, ...])
     assert done.code == 0
 
 
-def test_a_reply_that_was_cut_calls_nothing() -> None:
-    with running_server("tool_server") as running:
-        done = run_program(example("Tools"), running.tcp, "cut short")
+def test_a_reply_that_was_cut_calls_nothing(tool_addresses: Addresses) -> None:
+    done = run_program(example("Tools"), tool_addresses.tcp, "cut short")
 
     assert done.code == 1
     assert "its calls may not be whole" in done.err
     assert "read_gauge {" not in done.err
 
 
-def test_a_call_that_the_model_broke_off_is_told_to_it() -> None:
-    with running_server("tool_server") as running:
-        done = run_program(example("Tools"), running.tcp, "broken")
+def test_a_call_that_the_model_broke_off_is_told_to_it(tool_addresses: Addresses) -> None:
+    done = run_program(example("Tools"), tool_addresses.tcp, "broken")
 
     assert done.code == 0
     assert "I heard that the arguments are no JSON object" in done.out
