@@ -7,7 +7,7 @@ plan_decoder ─▶ describe, record the unmodified model ─▶ (weights are pa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -40,6 +40,11 @@ _REDUCTIONS = (
     "allow_fp16_reduced_precision_reduction",
 )
 NOT_ASKED: Plan = "our own is not asked for"
+
+
+def computed_dtypes(device: torch.device) -> Collection[torch.dtype]:
+    """The types of models that our decoder computes on such a device."""
+    return TORCH_DTYPES if device.type in TORCH_DEVICES else DTYPES
 
 
 def plan_decoder(
@@ -78,7 +83,7 @@ def describe_steps(
             return "its weights are not packed for our kernels"
         if not isinstance(backend, NativeAttentionBackend):
             return "attention does not run on our kernels"
-    if model.dtype not in (TORCH_DTYPES if in_torch else DTYPES):
+    if model.dtype not in computed_dtypes(model.device):
         return f"there are no kernels for {model.dtype}"
     try:
         return describe(model)

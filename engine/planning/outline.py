@@ -34,8 +34,7 @@ from engine.loading.model_defaults import context_length
 from engine.loading.packing import Packing, choose_packing, held_bytes
 from engine.loading.rotary import read_rope
 from engine.loading.watching import LayerWatch, masks_of
-from engine.models.choosing import TORCH_DEVICES
-from engine.models.native_layer import DTYPES
+from engine.models.choosing import TORCH_DEVICES, computed_dtypes
 from engine.models.table import NotDescribedError, describe
 from engine.planning.operations import Operations
 from engine.runner.kv_tensors import make_groups
@@ -181,7 +180,7 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
     model = model_without_weights(checkpoint, dtype)
     ours: list[torch.nn.Module] = []
     is_ours = packing in ("native", "int8") or device.type in TORCH_DEVICES
-    if is_ours and load_config.decoder == "own" and dtype in DTYPES:
+    if is_ours and load_config.decoder == "own" and dtype in computed_dtypes(device):
         ours = _computed_by_ours(model)
     watch, work = _watch(model, ours)
     text_config = model.config.get_text_config()

@@ -176,10 +176,11 @@ def test_a_cuda_device_need_not_be_there(tmp_path: Path) -> None:
     assert found.times is not None
 
 
-def test_our_decoder_is_planned_for_a_cuda_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
+def test_our_decoder_is_planned_for_a_cuda_device(tmp_path: Path, dtype: Any) -> None:
     path = _saved(tmp_path / "model", "llama")
-    ours = read_outline(path, LoadConfig(device="cuda"))
-    theirs = read_outline(path, LoadConfig(device="cuda", decoder="transformers"))
+    ours = read_outline(path, LoadConfig(device="cuda", dtype=dtype))
+    theirs = read_outline(path, LoadConfig(device="cuda", dtype=dtype, decoder="transformers"))
     assert ours.own_decoder
     assert not theirs.own_decoder
     assert ours.operations < theirs.operations
