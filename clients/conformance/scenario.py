@@ -73,6 +73,7 @@ class Scenario:
 
             return RealServer(name, proxy, folder, self.vector["real"])
         server = ScriptedServer(self.stage, name, proxy, folder, self.chance)
+        self.stage.unasked.add(name)
         server.token = self.vector.get("token")
         if self.vector.get("tls"):
             server.secure = self._certificates.credentials
@@ -387,12 +388,14 @@ class Scenario:
         elif does == "drain":
             await server.drain()
         elif does == "down":
+            self.stage.unasked.discard(server.name)
             server.proxy.accepting = False
             server.proxy.cut()
         elif does == "up":
             server.proxy.accepting = True
         elif does in ("unhealthy", "healthy"):
             server.serving = does == "healthy"
+            self.stage.unasked.discard(server.name)
         elif does == "end_sessions":
             status = make_status(step["status"])[0] if "status" in step else None
             for call in self.stage.open_calls():

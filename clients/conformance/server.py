@@ -29,6 +29,8 @@ from clients.conformance.stage import WAIT_SECONDS, Arrival, Call, End, Served, 
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _LEASE_SECONDS = 30
+_TOGETHER_SECONDS = 1.0
+"""How long a card waits for the other servers to be asked for theirs."""
 
 
 class ScriptedServer:
@@ -271,10 +273,7 @@ class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc]
             "AddRequest": (self._whole("AddRequest"), s.AddRequestRequest),
             "Cancel": (self._at_once("Cancel", server.cancel_by_ids), s.CancelRequest),
             "GetResult": (self._result, s.GetResultRequest),
-            "GetModel": (
-                self._at_once("GetModel", lambda _request: server.card()),
-                m.GetModelRequest,
-            ),
+            "GetModel": (self._model, m.GetModelRequest),
             "Check": (self._at_once("Check", self._health), health_pb2.HealthCheckRequest),
         }
         if method not in unary:
@@ -318,6 +317,18 @@ class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc]
             return b""
 
         return behave
+
+    async def _model(self, request: Any, context: Any) -> bytes:
+        """The model's card; the first ones of all servers go out together. A client may place its
+        first requests before all servers have answered, and vectors tell where requests go.
+        """
+        stage = self._server.stage
+        stage.unasked.discard(self._server.name)
+        stage.changed()
+        with contextlib.suppress(Unmet):
+            await stage.until(lambda: not stage.unasked, "all servers' clients", _TOGETHER_SECONDS)
+        answer = self._at_once("GetModel", lambda _request: self._server.card())
+        return bytes(await answer(request, context))
 
     async def _result(self, request: Any, context: Any) -> bytes:
         call = self._server.begin("GetResult", context)

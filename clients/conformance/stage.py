@@ -150,6 +150,8 @@ class Stage:
         self.faults: list[str] = []
         self.ignored: set[str] = set()
         """Ids of requests whose arrivals are nobody's business."""
+        self.unasked: set[str] = set()
+        """The servers that are ready, and whose model no client has asked for yet."""
         self._refused: dict[tuple[str, str], tuple[float, float]] = {}
         self._changed = asyncio.Event()
 

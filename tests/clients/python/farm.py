@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TypeVar
+
+import grpc
 
 from service.config import ServiceConfig
 from service.server import HeadraceServer
@@ -175,3 +178,23 @@ class Farm:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(WAIT_S)
         self._loop.close()
+
+
+@contextmanager
+def silent_server() -> Iterator[str]:
+    """The address of a server that takes every call, and never answers."""
+    over = threading.Event()
+
+    class Silent(grpc.GenericRpcHandler):  # type: ignore[misc]
+        def service(self, _details: Any) -> Any:
+            return grpc.unary_unary_rpc_method_handler(lambda _request, _context: over.wait(WAIT_S))
+
+    with ThreadPoolExecutor(4) as threads:
+        server = grpc.server(threads, handlers=[Silent()])
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            over.set()
+            server.stop(0).wait()

@@ -18,7 +18,7 @@ from headrace import CancelStatus, FinishReason
 from headrace.cli.app import app
 from typer.testing import CliRunner
 
-from tests.clients.python.farm import WAIT_S, Farm, Member
+from tests.clients.python.farm import WAIT_S, Farm, Member, silent_server
 
 
 @pytest.fixture
@@ -323,6 +323,21 @@ def test_nobody_there(farm: Farm, monkeypatch: pytest.MonkeyPatch) -> None:
             handle = session.submit("hi", max_tokens=1)
             with pytest.raises(headrace.UnavailableError, match="none of 2 servers is ready"):
                 handle.result(WAIT_S)
+
+
+def test_a_server_that_never_answers_delays_nothing(
+    farm: Farm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.fleet.CHECK_SECONDS", 60.0)
+    member = farm.start()
+    with (
+        silent_server() as silent,
+        headrace.Client([silent, member.target]) as client,
+        client.session() as session,
+    ):
+        handle = session.submit("hi", max_tokens=3)
+        assert len(client.generate("hi", max_tokens=3).token_ids) == 3
+        assert len(handle.result(WAIT_S).token_ids) == 3
 
 
 def test_two_addresses_of_one_server_are_one(farm: Farm) -> None:

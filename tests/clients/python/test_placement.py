@@ -218,6 +218,31 @@ def test_one_server_behind_two_addresses_is_used_once() -> None:
     assert twin.state is ServerState.READY
 
 
+@pytest.mark.parametrize("last", ["ready", "not ready", "silent"])
+def test_who_answers_first_waits_a_moment_for_the_others(last: str) -> None:
+    clock = Clock()
+    state = FleetState(clock, lambda: 0.5)
+    one, other = state.listed(Address(f"127.0.0.1:{i}") for i in range(2))
+    assert state.next_in() == 0.0
+    for server in state.due_for_check():
+        state.asked(server)
+    assert state.next_in() is None
+    state.found(one, "i0", 8)
+    assert (state.tell(), state.choose(None)) == (False, None)
+    assert state.next_in() == pytest.approx(0.1)
+    if last == "ready":
+        state.found(other, "i1", 8)
+    elif last == "not ready":
+        state.not_joined(other, headrace.UnavailableError("loading"))
+    else:
+        clock.now += 0.1
+    assert state.next_in() == 0.0
+    assert (state.tell(), state.tell()) == (True, False)
+    assert state.choose(None, avoid=[other]) is one
+    assert (state.choose(None, avoid=[one]) is other) == (last == "ready")
+    assert state.due_for_check() == []  # what did not answer yet is not asked again
+
+
 def refusal(code: int, reason: str, retry_after: float | None = None, **metadata: str) -> object:
     from google.protobuf.duration_pb2 import Duration
     from google.rpc import error_details_pb2

@@ -38,6 +38,8 @@ PATIENCE_SECONDS = 5.0
 LOAD_INTERVAL = 1.0
 """How often sessions ask for their servers' loads, in seconds."""
 _LOAD_SECONDS = 5.0  # an older report says nothing any more
+TOGETHER_SECONDS = 0.1
+"""How long a server that is ready waits for the others that were asked."""
 _FIRST_CHECK = 0.1
 _TWIN_SECONDS = 10.0
 _LEFT_SECONDS = 60.0
@@ -76,6 +78,8 @@ class Server:
         """Why it is not ready."""
         self.is_known = False
         """Whether it has answered for its health, or failed to."""
+        self.is_asked = False
+        """Whether a question for its health is on its way."""
         self._checks = 0
         self._others = 0
         self._others_until = 0.0
@@ -141,6 +145,9 @@ class FleetState:
         """Why a name could not be looked up, the last time that it could not."""
         self._placement = Placement()
         self._owners: OrderedDict[str, str] = OrderedDict()
+        self._found: dict[Server, tuple[str, int]] = {}
+        """The servers that are ready and not told yet, with their instances and capacities."""
+        self._tell_at = 0.0
         self._turn = 0
         self._alone: OrderedDict[str, tuple[Server, float]] = OrderedDict()
 
@@ -175,13 +182,48 @@ class FleetState:
     def due_for_check(self) -> list[Server]:
         """The servers whose health is to be asked for now."""
         now = self.clock()
-        joining = [one for one in self.servers.values() if one.state is ServerState.JOINING]
-        return [one for one in joining if one.check_at <= now]
+        return [one for one in self._unasked() if one.check_at <= now]
 
-    def next_check(self) -> float | None:
-        """In how many seconds the next one is due; None: none is."""
-        joining = [one for one in self.servers.values() if one.state is ServerState.JOINING]
-        return max(min(s.check_at for s in joining) - self.clock(), 0.0) if joining else None
+    def next_in(self) -> float | None:
+        """In how many seconds a server is to be asked, or the ones that were found are to be told:
+        0 is now; None: nothing is to be done.
+        """
+        now = self.clock()
+        times = [one.check_at for one in self._unasked()]
+        if self._found:
+            times.append(now if self._is_time_to_tell(now) else self._tell_at)
+        return max(min(times) - now, 0.0) if times else None
+
+    def _is_time_to_tell(self, now: float) -> bool:
+        asked = (one for one in self.servers.values() if one.is_asked)
+        return now >= self._tell_at or all(one in self._found for one in asked)
+
+    def _unasked(self) -> list[Server]:
+        every = self.servers.values()
+        return [s for s in every if s.state is ServerState.JOINING and not s.is_asked]
+
+    def asked(self, server: Server) -> None:
+        """A question for a server's health is sent."""
+        server.is_asked = True
+        server.wait_for_check(self.clock())
+
+    def found(self, server: Server, instance_id: str, capacity: int) -> None:
+        """A server is ready, and gets requests from the next `tell` on: with the others that were
+        asked, so that the first requests are not all placed on the first that answers; but it does
+        not wait longer than TOGETHER_SECONDS for them.
+        """
+        if not self._found:
+            self._tell_at = self.clock() + TOGETHER_SECONDS
+        self._found[server] = (instance_id, capacity)
+
+    def tell(self) -> bool:
+        """The servers that were found are ready now, if it is time; whether there were any."""
+        if not self._found or not self._is_time_to_tell(self.clock()):
+            return False
+        found, self._found = self._found, {}
+        for server, told in found.items():
+            self.joined(server, *told)
+        return True
 
     def joined(self, server: Server, instance_id: str, capacity: int) -> None:
         """A server is ready; it told its instance (empty: it did not) and its capacity. If it is
@@ -189,7 +231,7 @@ class FleetState:
         """
         server.instance_id = instance_id
         server.capacity = max(capacity, 1)
-        server.is_known = True
+        server.is_known, server.is_asked = True, False
         if server.state is not ServerState.JOINING:
             return
         twins = [one for one in self.by_instance(instance_id) if one is not server]
@@ -289,7 +331,7 @@ class FleetState:
     def not_joined(self, server: Server, problem: HeadraceError) -> None:
         """A server was asked, and is not ready."""
         server.problem = problem
-        server.is_known = True
+        server.is_known, server.is_asked = True, False
 
     @property
     def is_settled(self) -> bool:

@@ -6,10 +6,12 @@ Every call takes the lock only to choose a server and to note its outcome.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -56,6 +58,8 @@ class Fleet:
         self.changed = threading.Condition()
         """Its lock guards the state; notified when a server may have become usable."""
         self._listeners: list[Callable[[], None]] = []
+        self._answers: list[Callable[[], None]] = []
+        """What takes the answers to questions for health that have come."""
         self._closed = False
         self._kicked = threading.Event()  # look names up now
         names = [place for place in settings.places if isinstance(place, Name)]
@@ -323,71 +327,87 @@ class Fleet:
                 self.changed.wait_for(lambda: self._closed, RESOLVE_AGAIN_SECONDS)
 
     def _check(self) -> None:
-        """Asks servers that are not ready whether they are."""
+        """Asks servers that are not ready whether they are. Each answer is taken as it comes: one
+        server waits for another's at most a moment (`FleetState.found`).
+        """
         while True:
             with self.changed:
-                while not self._closed and not self.state.due_for_check():
-                    self.changed.wait(self.state.next_check())
+                while not self._closed and not self._answers:
+                    if (wait := self.state.next_in()) == 0.0:
+                        break
+                    self.changed.wait(wait)
                 if self._closed:
                     return
+                answers, self._answers = self._answers, []
                 due = self.state.due_for_check()
                 for server in due:
-                    server.wait_for_check(self.state.clock())
-            finishes = [self._ask(server) for server in due]  # all at the same time
-            found = [finish() for finish in finishes]
-            if any(found):
+                    self.state.asked(server)
+                told = self.state.tell()
+                self.changed.notify_all()
+            for server in due:
+                self._ask(server)
+            for take in answers:
+                take()
+            if told:
                 for listener in list(self._listeners):
                     listener()
 
-    def _ask(self, server: Server) -> Callable[[], bool]:
-        """Begins to ask a server for its health; what is returned finishes it, and tells whether it
-        is ready.
-        """
+    def _answer(self, take: Callable[[], None]) -> None:
+        """An answer has come, in a thread of gRPC's: the thread that checks takes it."""
+        with self.changed:
+            self._answers.append(take)
+            self.changed.notify_all()
+
+    def _ask(self, server: Server) -> None:
+        """Asks a server for its health."""
         link: Link = server.link
         request = health_pb2.HealthCheckRequest(service=GENERATION_SERVICE)
-        try:
+        with contextlib.suppress(ValueError):  # the channel was closed
             call = link.health.Check.future(
                 request, timeout=CHECK_SECONDS, metadata=self.settings.metadata
             )
-        except ValueError:  # the channel was closed
-            return lambda: False
+            call.add_done_callback(lambda call: self._answer(partial(self._healthy, server, call)))
 
-        def finish() -> bool:
-            try:
-                if call.result().status != health_pb2.HealthCheckResponse.SERVING:
-                    raise UnavailableError(f"the server at {link.target} is not ready")
-                instance_id, capacity = self._identify(link)
-            except grpc.FutureCancelledError:  # the client is being closed
-                return False
-            except grpc.RpcError as failure:
-                error = error_from_rpc(failure, target=link.target)
-            except HeadraceError as problem:
-                error = problem
-            else:
-                with self.changed:
-                    self.state.joined(server, instance_id, capacity)
-                    self.changed.notify_all()
-                return True
-            with self.changed:
-                self.state.not_joined(server, error)
-                self.changed.notify_all()
-            return False
-
-        return finish
-
-    def _identify(self, link: Link) -> tuple[str, int]:
-        """A ready server's instance and how many requests it runs; a caller that may not ask for
-        its model gets neither.
-
-        Raises:
-            UnavailableError: it is not ready after all.
-        """
+    def _healthy(self, server: Server, call: Any) -> None:
+        """Takes a server's health, and asks for its model."""
+        link: Link = server.link
         try:
-            request = model_service_pb2.GetModelRequest()
-            card = link.call(link.models.GetModel, request, CHECK_SECONDS).model
-        except UnavailableError:
-            raise
-        except HeadraceError as error:
-            _log.debug("%s does not tell its instance: %s", link.target, error)
-            return "", 1
-        return card.instance_id, card.limits.max_running_requests
+            if call.result().status != health_pb2.HealthCheckResponse.SERVING:
+                raise UnavailableError(f"the server at {link.target} is not ready")
+            card = link.models.GetModel.future(
+                model_service_pb2.GetModelRequest(),
+                timeout=CHECK_SECONDS,
+                metadata=self.settings.metadata,
+            )
+        except (grpc.FutureCancelledError, ValueError):  # the client is being closed
+            return
+        except grpc.RpcError as failure:
+            self._not_joined(server, error_from_rpc(failure, target=link.target))
+        except HeadraceError as problem:
+            self._not_joined(server, problem)
+        else:
+            card.add_done_callback(lambda call: self._answer(partial(self._told, server, call)))
+
+    def _told(self, server: Server, call: Any) -> None:
+        """Takes a healthy server's instance and how many requests it runs: it is ready. A caller
+        that may not ask for its model gets neither.
+        """
+        instance_id, capacity = "", 1
+        try:
+            card = call.result().model
+            instance_id, capacity = card.instance_id, card.limits.max_running_requests
+        except grpc.FutureCancelledError:  # the client is being closed
+            return
+        except grpc.RpcError as failure:
+            error = error_from_rpc(failure, target=server.link.target)
+            if isinstance(error, UnavailableError):
+                self._not_joined(server, error)
+                return
+            _log.debug("%s does not tell its instance: %s", server.link.target, error)
+        with self.changed:
+            self.state.found(server, instance_id, capacity)
+
+    def _not_joined(self, server: Server, error: HeadraceError) -> None:
+        with self.changed:
+            self.state.not_joined(server, error)
+            self.changed.notify_all()
