@@ -26,7 +26,6 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import generation_service_pb2_grpc
 
-import engine.process.child
 from engine.client import Admission, EngineClient, ModelInfo, ProgressSink, StepSink
 from engine.outputs import (
     Finish,
@@ -172,7 +171,8 @@ class ScriptedEngine(EngineClient):
 def in_a_process(count: int, steps: int, per_second: float) -> ProcessEngineClient:
     """The real client of an engine's process, whose worker drives a scripted engine."""
     root = str(Path(__file__).parents[1])
-    engine.process.child._PROGRAM = (
+    client = ProcessEngineClient(str(DEMO), log_level="warning")
+    client._program = (
         f"import sys; sys.path.insert(0, {root!r})\n"
         "from engine.process import worker\n"
         "from benchmarks.scripted_engine import ScriptedEngine\n"
@@ -180,7 +180,7 @@ def in_a_process(count: int, steps: int, per_second: float) -> ProcessEngineClie
         f"lambda *_, **__: ScriptedEngine({count}, {steps}, {per_second})\n"
         "worker.main()"
     )
-    return ProcessEngineClient(str(DEMO), log_level="warning")
+    return client
 
 
 class Bare(generation_service_pb2_grpc.GenerationServiceServicer):

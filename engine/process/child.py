@@ -22,7 +22,7 @@ _EXIT_GRACE_S = 5.0
 _LAST_WORDS_S = 0.5
 """How long to wait for the end of an ended process's stderr, which its children may also hold."""
 
-_PROGRAM = (
+PROGRAM = (
     f"import sys; sys.path.insert(0, {str(Path(engine.__file__).parents[1])!r}); "
     "from engine.process.worker import main; main()"
 )
@@ -38,8 +38,11 @@ class EngineProcess:
         self._stderr = stderr
 
     @classmethod
-    async def spawn(cls) -> tuple[EngineProcess, socket.socket]:
-        """Start a process, with this side's end of the socket pair."""
+    async def spawn(cls, program: str) -> tuple[EngineProcess, socket.socket]:
+        """Start a process that runs a program, with this side's end of the socket pair.
+
+        program: Python code.
+        """
         reading, stderr = open_pipe()
         lines = LineReader(reading, _log)  # ends when the other end is closed everywhere
         try:
@@ -49,7 +52,7 @@ class EngineProcess:
                     sys.executable,
                     "-P",  # nothing is imported from the working directory
                     "-c",
-                    _PROGRAM,
+                    program,
                     str(theirs.fileno()),
                     str(os.getpid()),
                     env=engine_environ(),

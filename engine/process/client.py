@@ -31,7 +31,7 @@ from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import ConfigError, DuplicateRequestError, EngineUnavailableError
 from engine.outputs import RequestFailure, StepOutputs, end_of_lost
 from engine.process import messages
-from engine.process.child import EngineProcess
+from engine.process.child import PROGRAM, EngineProcess
 from engine.process.exits import MENTIONS, describe_exit
 from engine.process.verbs import VERBS, Verb, raw, sends_the_rest
 from engine.process.wire import FrameReader, FrameWriter
@@ -101,6 +101,7 @@ class ProcessEngineClient(EngineClient):
         self._is_restartable = load_config is None or load_config.tensor_parallel == "none"
         self._hang_timeout_s = hang_timeout_s
         self._sink: StepSink | None = None
+        self._program = PROGRAM
         self._process: EngineProcess | None = None
         self._writer: FrameWriter | None = None
         self._started: asyncio.Future[ModelInfo] | None = None
@@ -134,7 +135,7 @@ class ProcessEngineClient(EngineClient):
         self._durations.clear()
         loop = asyncio.get_running_loop()
         self._started = loop.create_future()
-        self._process, ours = await EngineProcess.spawn()
+        self._process, ours = await EngineProcess.spawn(self._program)
         reader, writer = await asyncio.open_connection(sock=ours)
         self._writer = FrameWriter(writer)
         self._writer.write(self._start_message)

@@ -187,6 +187,11 @@ async def test_a_cell_beside_a_fault(fault: str, tmp_path: Path) -> None:
         assert await play(cell, FAULTS[fault], is_first=is_first, folder=tmp_path) == []
 
 
+async def test_a_cell_beside_a_fault_of_the_engine_s_process(tmp_path: Path) -> None:
+    cell = Cell("StreamResult", "finish", "decoding")
+    assert await play(cell, FAULTS["engine killed"], is_first=True, folder=tmp_path) == []
+
+
 async def test_a_request_that_is_left_behind_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import engine.process.child
 from benchmarks.processes import ROOT
 from engine.admission import AdmissionLimits
 from engine.batch import ScheduledBatch
@@ -193,10 +192,6 @@ class ScriptedProcess(ProcessEngineClient):
             f"ScriptedEngine(Gate(Path({str(gate.path)!r})), target={target!r})\n"
             "worker.main()"
         )
-
-    async def _spawn(self) -> Any:
-        engine.process.child._PROGRAM = self._program
-        return await super()._spawn()
 
     def holds(self, name: str) -> bool:
         """Whether it has accepted a request of this name that lives."""
