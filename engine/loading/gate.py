@@ -39,11 +39,12 @@ from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.errors import ModelRefusedError, NoStepError
 from engine.kv_cache.manager import KVCacheManager
 from engine.loading.eager import check_users_own, eager_attention, eager_forward, is_users_own
+from engine.loading.kv_memory import allocate_caches, make_groups
 from engine.loading.mask_rules import MaskWatch
 from engine.loading.watching import LayerWatch, masks_of
 from engine.request import GenerationRequest, Request
 from engine.runner.forward import CausalModel, ModelForward
-from engine.runner.kv_tensors import KVTensors, allocate_caches, make_groups
+from engine.runner.kv_tensors import KVTensors
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams, StopParams

@@ -25,12 +25,13 @@ from engine.errors import InsufficientMemoryError
 from engine.kv_cache.groups import LayerGroup
 from engine.kv_cache.manager import KVCacheManager
 from engine.loading.gate import ModelProbe
+from engine.loading.kv_memory import allocate_caches
 from engine.loading.memory import GIB, HostLimits, StepLimits
 from engine.request import GenerationRequest, Request
 from engine.runner.captured import CapturedSteps
 from engine.runner.device import step_device
 from engine.runner.forward import CausalModel, ModelForward
-from engine.runner.kv_tensors import KVTensors, allocate_caches
+from engine.runner.kv_tensors import KVTensors
 from engine.runner.model_runner import ModelRunner
 from engine.runner.runner_options import RunnerOptions
 from engine.sampling.sampler import Sampler

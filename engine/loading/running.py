@@ -20,6 +20,7 @@ from engine.config import (
 )
 from engine.kv_cache.groups import LayerGroup
 from engine.loading.compile import compile_model, compile_options
+from engine.loading.kv_memory import allocate_kv, make_groups
 from engine.loading.loader import VerifiedModel
 from engine.loading.memory import CachePlan, HostLimits, StepLimits, plan_cache, step_limits
 from engine.loading.profiling import (
@@ -32,7 +33,7 @@ from engine.loading.profiling import (
 from engine.runner.buckets import Sizes
 from engine.runner.cuda_graph import CapturingBackend, CudaCapture, GraphBackend
 from engine.runner.forward import ModelForward
-from engine.runner.kv_tensors import KVTensors, allocate_kv, make_groups
+from engine.runner.kv_tensors import KVTensors
 from engine.runner.model_runner import ModelRunner
 from engine.runner.runner_options import resolve_options
 from engine.sampling.sampler import Sampler

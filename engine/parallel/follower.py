@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.errors import RanksLostError
+from engine.loading.kv_memory import allocate_kv, make_groups
 from engine.loading.loader import VerifiedModel
 from engine.loading.running import free_memory
 from engine.parallel.rank_messages import Begin, Copies, End, Plan, Step
@@ -21,7 +22,6 @@ from engine.parallel.ranks import Ranks
 from engine.runner.block_copies import BlockCopier
 from engine.runner.forward import ModelForward
 from engine.runner.input_batch import InputBatch
-from engine.runner.kv_tensors import allocate_kv, make_groups
 
 logger = logging.getLogger(__name__)
 

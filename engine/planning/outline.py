@@ -30,6 +30,7 @@ from engine.errors import ConfigError, ModelRefusedError
 from engine.kv_cache.groups import LayerGroup
 from engine.loading.checkpoint import Checkpoint, read_checkpoint
 from engine.loading.gate import num_embeddings
+from engine.loading.kv_memory import make_groups
 from engine.loading.model_defaults import context_length
 from engine.loading.packing import Packing, choose_packing, held_bytes
 from engine.loading.rotary import read_rope
@@ -37,7 +38,6 @@ from engine.loading.watching import LayerWatch, masks_of
 from engine.models.choosing import TORCH_DEVICES, computed_dtypes
 from engine.models.table import NotDescribedError, describe
 from engine.planning.operations import Operations
-from engine.runner.kv_tensors import make_groups
 
 _NAME = "headrace_outline"
 CALLED_WITH = 16

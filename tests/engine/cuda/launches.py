@@ -23,12 +23,13 @@ from engine.attention.registry import ATTENTION_NAME, register
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.loading.gate import probe_layers
 from engine.loading.joining import join_linears, shared_inputs
+from engine.loading.kv_memory import allocate_caches, make_groups
 from engine.loading.rotary import keep_frequencies
 from engine.loading.view import ModelView
 from engine.models.table import NotDescribedError, describe
 from engine.models.torch_decoder import TorchDecoder
 from engine.runner.forward import CausalModel, ModelForward
-from engine.runner.kv_tensors import KVTensors, allocate_caches, make_groups
+from engine.runner.kv_tensors import KVTensors
 from engine.runner.runner_options import StepPath
 from tests.engine.cuda.watch import CUDA, DeviceFault, Watch, fake_cuda, to_fake_cuda
 from tests.model_recipes import RECIPES, Recipe

@@ -13,6 +13,7 @@ from engine.api.offline import LoadedModel
 from engine.config import ContinuousBatchingConfig
 from engine.errors import InsufficientMemoryError
 from engine.loading import running
+from engine.loading.kv_memory import make_groups
 from engine.loading.memory import GIB, StepLimits, step_limits
 from engine.loading.profiling import (
     CudaMemory,
@@ -23,7 +24,6 @@ from engine.loading.profiling import (
     measure_step,
 )
 from engine.loading.running import LoadedRunner, build_runner
-from engine.runner.kv_tensors import make_groups
 from tests.engine.runner.fake_attention import CapturableAttention
 from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.tiny_models import CONTEXT

@@ -14,9 +14,10 @@ from engine.attention.base import LayerShape
 from engine.batch import ScheduledBatch
 from engine.config import ContinuousBatchingConfig
 from engine.kv_cache.copies import BlockCopy, StepCopies
+from engine.loading.kv_memory import allocate_caches, allocate_host_caches, make_groups
 from engine.loading.running import build_runner
 from engine.runner.block_copies import BlockCopier
-from engine.runner.kv_tensors import KVTensors, allocate_caches, allocate_host_caches, make_groups
+from engine.runner.kv_tensors import KVTensors
 from engine.types import GroupId
 
 BLOCKS = 6

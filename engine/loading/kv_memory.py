@@ -1,0 +1,156 @@
+"""Allocates the KV cache's tensors, layer by layer, once the number of blocks is known.
+
+shapes of layers ─▶ groups by window ─▶ blocks of each group ─▶ KVTensors
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from engine.attention.base import LayerCache, LayerShape
+from engine.kv_cache.groups import LayerGroup
+from engine.runner.kv_tensors import KVTensors
+from engine.types import GroupId
+
+
+def make_groups(shapes: Sequence[LayerShape], dtype: torch.dtype) -> tuple[LayerGroup, ...]:
+    """Group the layers by their window: the ones with full attention first, then by window."""
+    windows = sorted({shape.window for shape in shapes}, key=lambda window: window or 0)
+    groups = []
+    for index, window in enumerate(windows):
+        layers = tuple(i for i, shape in enumerate(shapes) if shape.window == window)
+        elements = sum(shapes[layer].elements_per_token for layer in layers)
+        groups.append(
+            LayerGroup(
+                group_id=GroupId(index),
+                window=window,
+                layers=layers,
+                bytes_per_token=elements * dtype.itemsize,
+            )
+        )
+    return tuple(groups)
+
+
+def allocate_caches(
+    shapes: Sequence[LayerShape],
+    groups: Sequence[LayerGroup],
+    num_blocks: Sequence[int],
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[LayerCache, ...]:
+    """Allocate zeroed caches, one for each layer; `num_blocks` per group, to which the null block
+    is added.
+
+    Zeros are needed: masked reads of slots that were never written must not find a NaN.
+    """
+    slots = [(count + 1) * block_size for count in num_blocks]
+    return _allocate(shapes, groups, slots, dtype=dtype, device=device)
+
+
+def allocate_host_caches(
+    shapes: Sequence[LayerShape],
+    groups: Sequence[LayerGroup],
+    host_blocks: Sequence[int],
+    block_size: int,
+    dtype: torch.dtype,
+    *,
+    pin_memory: bool,
+) -> tuple[LayerCache, ...]:
+    """Allocate the host's caches, one for each layer: `host_blocks` blocks per group, numbered from
+    0.
+
+    They have no null block. Empty if no group has host blocks. pin_memory: allows a CUDA device to
+    copy asynchronously.
+    """
+    if not any(host_blocks):
+        return ()
+    slots = [count * block_size for count in host_blocks]
+    host = torch.device("cpu")
+    return _allocate(shapes, groups, slots, dtype=dtype, device=host, pin_memory=pin_memory)
+
+
+class CacheSize(Protocol):
+    """The size of a cache; see CachePlan."""
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]: ...
+
+    @property
+    def host_blocks(self) -> tuple[int, ...]: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+
+def allocate_kv(
+    shapes: Sequence[LayerShape],
+    groups: tuple[LayerGroup, ...],
+    size: CacheSize,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVTensors:
+    """Allocate a whole cache, on the device and on the host."""
+    return KVTensors(
+        groups=groups,
+        caches=allocate_caches(shapes, groups, size.num_blocks, size.block_size, dtype, device),
+        host_caches=allocate_host_caches(
+            shapes,
+            groups,
+            size.host_blocks,
+            size.block_size,
+            dtype,
+            pin_memory=device.type == "cuda",
+        ),
+        block_size=size.block_size,
+    )
+
+
+def _allocate(
+    shapes: Sequence[LayerShape],
+    groups: Sequence[LayerGroup],
+    slots: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    pin_memory: bool = False,
+) -> tuple[LayerCache, ...]:
+    """Make one cache for each layer, with as many token slots as its group has."""
+    group_of = {layer: group.group_id for group in groups for layer in group.layers}
+
+    def zeros(layer: int, dim: int) -> torch.Tensor:
+        size = (slots[group_of[layer]], shapes[layer].num_kv_heads, dim)
+        if device.type == "cpu" and not pin_memory:
+            return _zeros_on_demand(size, dtype)
+        return torch.zeros(size, dtype=dtype, device=device, pin_memory=pin_memory)
+
+    return tuple(
+        LayerCache(
+            keys=zeros(layer, shape.key_dim),
+            values=zeros(layer, shape.value_dim),
+            group=group_of[layer],
+        )
+        for layer, shape in enumerate(shapes)
+    )
+
+
+def _zeros_on_demand(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Allocate zeros in memory that the kernel provides on first access, in large pages if
+    possible.
+
+    `torch.zeros` would write all of it, which takes many seconds for gigabytes, and memory that a
+    server with few requests never needs. It would also start OpenMP workers for this thread, which
+    slow down those of the engine's own thread (see `engine.threads`).
+    """
+    count = math.prod(size)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, max(count * dtype.itemsize, 1), flags=flags)
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(*size)
