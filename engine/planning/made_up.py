@@ -57,6 +57,24 @@ class Rings:
         return cast("_Made", ring[(self._given[kind] - 1) % len(ring)])
 
 
+class Numbers:
+    """Small random numbers, for whatever is made up. They repeat, but each tensor has others."""
+
+    def __init__(self) -> None:
+        chance = torch.Generator().manual_seed(0)
+        self._tile = torch.randn(_TILE, generator=chance) * 0.02
+        self._next = 0
+
+    def fill(self, flat: torch.Tensor) -> None:
+        """Write them to all of a tensor, [N]."""
+        numbers, done = self._tile.to(flat.dtype), 0
+        while done < len(flat):
+            part = numbers[self._next : self._next + len(flat) - done]
+            flat[done : done + len(part)] = part
+            done += len(part)
+            self._next = (self._next + len(part)) % _TILE
+
+
 class TooLargeError(Exception):
     """Even a few weights of each shape do not fit."""
 
@@ -68,8 +86,7 @@ class _Weights:
         self._left = most_bytes
         self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
         self._rings = Rings()
-        chance = torch.Generator().manual_seed(0)
-        self._numbers = torch.randn(_TILE, generator=chance) * 0.02
+        self._numbers = Numbers()
 
     def like(self, one: torch.Tensor) -> torch.Tensor:
         """Stands for a tensor on the meta device."""
@@ -92,10 +109,7 @@ class _Weights:
         self._left -= flat.nbytes
         if self._left < 0:
             raise TooLargeError
-        numbers = self._numbers.to(flat.dtype)
-        for start in range(0, len(flat), _TILE):
-            part = flat[start : start + _TILE]
-            part.copy_(numbers[: len(part)])
+        self._numbers.fill(flat)
 
     def _in_large_pages(self, size: int) -> torch.Tensor:
         """Memory that was not written yet, in large pages if possible, as packed weights have."""

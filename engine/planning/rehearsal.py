@@ -34,15 +34,16 @@ from engine.config import LoadConfig
 from engine.core import EngineCore
 from engine.errors import ModelRefusedError
 from engine.kv_cache.manager import KVCacheManager
+from engine.loading.kv_memory import allocate_caches
 from engine.loading.memory import HostLimits
 from engine.models.choosing import bind, describe_steps
 from engine.models.parts import UnboundError
-from engine.planning.made_up import Rings, TooLargeError, make_up
+from engine.planning.made_up import Numbers, Rings, TooLargeError, make_up
 from engine.planning.memory import blocks_for
 from engine.planning.outline import FAILURES, Outline, model_without_weights
 from engine.request import GenerationRequest
 from engine.runner.forward import CausalModel, ModelForward
-from engine.runner.kv_tensors import KVTensors, allocate_caches
+from engine.runner.kv_tensors import KVTensors
 from engine.runner.model_runner import ModelRunner
 from engine.runner_protocol import PendingStep, SampledTokens
 from engine.sampling.sampler import Sampler
@@ -73,8 +74,8 @@ class _Told:
         """Nothing."""
 
     def result(self) -> SampledTokens:
-        """Some token for each."""
-        return SampledTokens((TokenId(0),) * self._count)
+        """A token for each, another one for each: the same ones would choose the same experts."""
+        return SampledTokens(tuple(map(TokenId, range(self._count))))
 
 
 class _Skipping:
@@ -139,6 +140,7 @@ class Rehearsal:
         largest = max(one.elements_per_token for one in outline.shapes) * outline.kv_dtype.itemsize
         self._most_tokens = _LAYER_BYTES // largest
         self._chance = np.random.default_rng(0)
+        self._numbers = Numbers()
 
     def decode_s(self, requests: int, context: int) -> float:
         """Seconds of a step in which each of some requests computes one token behind `context`
@@ -236,7 +238,7 @@ class Rehearsal:
             spec = GenerationRequest(
                 request_id=RequestId(f"rehearsed-{index}"),
                 prompt=TokenIds(ids.tobytes()),
-                sampling=SamplingParams(temperature=1.0),
+                sampling=SamplingParams(temperature=1.0, seed=index),
                 stop=StopParams(max_tokens=output),
             )
             core.add(spec, core.clock())
@@ -258,8 +260,9 @@ class Rehearsal:
         rings = Rings()
 
         def written(cache: LayerCache) -> LayerCache:
-            cache.keys.fill_(0.01)
-            cache.values.fill_(0.01)
+            # Not a constant, which would make all requests alike.
+            self._numbers.fill(cache.keys.view(-1))
+            self._numbers.fill(cache.values.view(-1))
             return cache
 
         used = [

@@ -102,6 +102,24 @@ def test_steps_are_computed_by_what_the_engine_then_has(
     assert _modules(rehearsed.model) == _modules(verified.model)
 
 
+def test_requests_choose_different_experts(tmp_path: Path) -> None:
+    rehearsed = _rehearsal(_saved(tmp_path / "model", "mixtral", torch.bfloat16))
+    experts = rehearsed.model.config.num_local_experts
+    chosen: list[torch.Tensor] = []
+
+    def note(_module: object, _inputs: object, output: Any) -> None:
+        chosen.append(output[-1])  # [T, k]
+
+    routers = [one for one in rehearsed.model.modules() if type(one).__name__.endswith("Router")]
+    for one in routers:
+        one.register_forward_hook(note)
+    rehearsed.decode_s(32, 200)
+    assert chosen
+    for indices in chosen:
+        assert len(indices) == 32
+        assert len(indices.unique()) == experts > indices.shape[-1]
+
+
 class _Launched:
     """The parts of the steps that a runner was given: start and number of tokens of each."""
 
