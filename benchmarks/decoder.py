@@ -336,7 +336,7 @@ def measure_families(bench: Bench, part: str, cache: Path, only: list[str]) -> N
         bench.measure(cases, make_family(name, cache), "bfloat16", BOTH)
 
 
-def measure_shapes(bench: Bench, cache: Path) -> None:
+def measure_shapes(bench: Bench, cache: Path, only: list[str]) -> None:
     """The workloads of the 0.6B shape, and one of the tiny shape."""
     for model, workloads in ((_READY, ("W1", "W3", "W4")), ("tiny", ("W1",))):
         cases = [
@@ -345,7 +345,7 @@ def measure_shapes(bench: Bench, cache: Path) -> None:
             for name in workloads
             if not bench.has("shapes", f"{model} {name}")
         ]  # fmt: skip
-        if cases and not bench.is_late():
+        if cases and not bench.is_late() and (not only or model in only):
             bench.measure(cases, checkpoint(model, cache), "bfloat16", BOTH)
 
 
@@ -403,7 +403,9 @@ def main() -> None:
     )
     parser.add_argument("--baseline", type=Path, required=True, help="the older checkout")
     parser.add_argument("--part", choices=(*PARTS, "models"), action="append", help="default: all")
-    parser.add_argument("--family", action="append", default=[], help="only this one; several")
+    parser.add_argument(
+        "--family", action="append", default=[], help="only this one, or this shape; several"
+    )
     parser.add_argument("--turns", type=int, default=7, help="that count (default 7)")
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no case after so many")
     parser.add_argument("--anew", action="store_true", help="measure what is in the record too")
@@ -427,17 +429,17 @@ def main() -> None:
         if part in FAMILIES:
             measure_families(bench, part, arguments.cache, arguments.family)
         elif not bench.is_late():
-            _WAYS[part](bench, arguments.cache)
+            _WAYS[part](bench, arguments.cache, arguments.family)
     if book.record["cases"]:
         print(f"\n{render(book.record, arguments.output.name)}\nwritten to {arguments.output}")
     if bench.is_late():
         print("out of time: the same command goes on with what is missing")
 
 
-_WAYS: dict[str, Callable[[Bench, Path], None]] = {
+_WAYS: dict[str, Callable[[Bench, Path, list[str]], None]] = {
     "shapes": measure_shapes,
-    "ready": measure_ready,
-    "float32": lambda bench, cache: measure_float32(bench),
+    "ready": lambda bench, cache, only: measure_ready(bench, cache),
+    "float32": lambda bench, cache, only: measure_float32(bench),
 }
 
 
