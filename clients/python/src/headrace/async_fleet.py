@@ -347,33 +347,33 @@ class AsyncFleet:
             await asyncio.sleep(RESOLVE_AGAIN_SECONDS)  # failures that come together are one reason
 
     async def _check(self) -> None:
-        """Asks servers that are not ready whether they are. One server waits for another's answer
-        at most a moment (`FleetState.found`).
-        """
-        async with asyncio.TaskGroup() as asking:
-            while True:
-                while (wait := self.state.next_in()) != 0.0:
-                    await self._wait(wait)
-                if self.state.tell():
-                    self._notify()
-                    for listener in list(self._listeners):
-                        listener()
-                for server in self.state.due_for_check():
-                    self.state.asked(server)
-                    asking.create_task(self._ask(server))
+        """Asks servers that are not ready whether they are."""
+        while True:
+            while (wait := self.state.next_in()) != 0.0:
+                await self._wait(wait)
+            due = self.state.due_for_check()
+            for server in due:
+                self.state.asked(server)
+            if any(await asyncio.gather(*(self._ask(server) for server in due))):
+                for listener in list(self._listeners):
+                    listener()
 
-    async def _ask(self, server: Server) -> None:
-        """Asks a server for its health."""
+    async def _ask(self, server: Server) -> bool:
+        """Asks a server for its health; whether it is ready."""
         link: AsyncLink = server.link
         request = health_pb2.HealthCheckRequest(service=GENERATION_SERVICE)
         try:
             answer = await link.call(link.health.Check, request, CHECK_SECONDS)
             if answer.status != health_pb2.HealthCheckResponse.SERVING:
                 raise UnavailableError(f"the server at {link.target} is not ready")
-            self.state.found(server, *await self._identify(link))
+            instance_id, capacity = await self._identify(link)
         except HeadraceError as error:
             self.state.not_joined(server, error)
+            self._notify()
+            return False
+        self.state.joined(server, instance_id, capacity)
         self._notify()
+        return True
 
     async def _identify(self, link: AsyncLink) -> tuple[str, int]:
         """A ready server's instance and how many requests it runs; a caller that may not ask for
