@@ -1,4 +1,4 @@
-"""Plans against reality (`make bench-plan`, about six minutes on a quiet machine of two cores).
+"""Plans against reality (`make bench-plan`, about four minutes on a quiet machine of two cores).
 
     model ─▶ headrace-server plan --json ─▶ its command line ─▶ the server ─▶ requests
                         └──────── memory, blocks, times ── compared with ──────┘

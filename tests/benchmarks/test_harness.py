@@ -201,7 +201,7 @@ def test_a_run_from_the_model_to_the_record(tmp_path: Path) -> None:
         assert at_once["check"][name]["is_right"], at_once["check"]
         assert at_once["check"][name]["distinct"] > 0.2  # not one token all along
         assert record["systems"][name]["peak_rss_bytes"] > 100 << 20
-        assert at_once["of_floor"][name] > 0.0  # a busy machine measures a floor that is none
+        assert 0.0 < at_once["of_floor"][name] < 1.0
     assert at_once["output_tokens"] == 64
     assert output.with_suffix(".svg").read_text().startswith("<svg")
     assert set(psutil.Process().children(recursive=True)) <= before
