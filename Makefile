@@ -177,6 +177,17 @@ bench-gpu: ## Check, then measure on a CUDA device, with PYTHON's own packages (
 	  --upgrade --target $(BENCH_SITE) $(WHEELS)/*.whl
 	PYTHONPATH=$(CURDIR):$(CURDIR)/clients/python/src:$(if $(WHEELS),$(BENCH_SITE):)$$PYTHONPATH $(PYTHON) -m benchmarks gpu $(ARGS)
 
+# What the service needs and such a host seldom has; its own torch, transformers and numpy are what is measured.
+GPU_WHEELS := googleapis-common-protos|grpcio(-health-checking|-reflection|-status)?|llguidance|msgspec|opentelemetry-.*|prometheus_client|protobuf|wrapt
+GPU_PYTHON ?= 3.12
+
+.PHONY: gpu-wheels
+gpu-wheels: $(DEV) ## Fetch the wheels that the part grpc of bench-gpu needs on an offline host (WHEELS=folder GPU_PYTHON=3.12).
+	@test -n "$(WHEELS)" || { echo "make gpu-wheels: WHEELS=folder says where to"; exit 1; }
+	$(BIN)/pip download --disable-pip-version-check --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
+	  $(foreach glibc,_2_34 _2_31 _2_28 _2_27 _2_17 2014 1,--platform manylinux$(glibc)_x86_64) --dest $(WHEELS) --requirement <(grep -E '^($(GPU_WHEELS))==' constraints.txt)
+	@du -sh $(WHEELS)
+
 .PHONY: bench-report
 bench-report: $(DEV) ## Write the tables of the documents from the records in benchmarks/results/.
 	$(BIN)/python -m benchmarks report
