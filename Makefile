@@ -16,6 +16,8 @@ LISTEN ?= 127.0.0.1:50051
 WORKERS ?= auto
 MODEL ?= models/demo
 ARGS ?=
+# Also where the environment says no: without their bytecode, each process compiles torch and transformers again, for six seconds.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help
 help: ## List the targets.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import psutil
 import pytest
@@ -14,6 +15,11 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True, database=None)
 settings.register_profile("random", derandomize=False)
 settings.load_profile("repeatable")
+
+# Also where the environment says no: without their bytecode, each of the hundreds of processes that
+# tests start compiles torch and transformers again, for six seconds.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A shell has its background jobs ignore SIGINT, and what tests start there inherits that: it could
 # not be interrupted.
