@@ -214,7 +214,9 @@ async def test_none_is_called_where_none_is_to_be(client: tuple[str, AsyncClient
 
 
 async def test_what_is_called_by_choice_is_held_too(client: tuple[str, AsyncClient]) -> None:
-    """A random model calls by choice where a bias makes it write the mark."""
+    """A random model calls by choice where a bias makes it write the mark; some formats' models
+    then call without end, and what their last call lacks is not theirs.
+    """
     name, caller = client
     form = FORMATS[name].call_form("")
     assert form is not None
@@ -224,13 +226,24 @@ async def test_what_is_called_by_choice_is_held_too(client: tuple[str, AsyncClie
         bias = {(await caller.tokenize(begin)).token_ids[0 if form.bare else -1]: 6.0}
     results = await asyncio.gather(
         *(
-            ask(caller, tools, seed, tool_choice=headrace.ToolChoice("auto"), logit_bias=bias)
+            ask(
+                caller,
+                tools,
+                seed,
+                tool_choice=headrace.ToolChoice("auto"),
+                logit_bias=bias,
+                max_tokens=300,
+            )
             for seed, tools in enumerate(groups() * 3)
         )
     )
-    called = [result for result in results if result.tool_calls]
-    assert called
-    for result in called:
-        if result.finish_reason is FinishReason.TOOL_CALLS:
-            for call in result.tool_calls:
-                VALIDATORS[call.name].validate(json.loads(call.arguments))
+    whole = [
+        call
+        for result in results
+        for call in result.tool_calls[
+            : None if result.finish_reason is FinishReason.TOOL_CALLS else -1
+        ]
+    ]
+    assert whole
+    for call in whole:
+        VALIDATORS[call.name].validate(json.loads(call.arguments))
