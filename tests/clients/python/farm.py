@@ -68,6 +68,11 @@ class Member:
         return [name.partition("/")[2].rpartition("#")[0] for name in own]
 
     @property
+    def connections(self) -> int:
+        """How many clients' connections its proxies have."""
+        return sum(len(proxy.connections) for proxy in self._proxies.values())
+
+    @property
     def count(self) -> int:
         """How many requests its engine got."""
         return len(self.engine.submitted)
@@ -180,21 +185,39 @@ class Farm:
         self._loop.close()
 
 
+class SilentServer(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """A server that takes every call, and never answers.
+
+    Attributes:
+        target: where clients reach it.
+        calls: the methods of the calls that it has taken.
+    """
+
+    def __init__(self) -> None:
+        self.target = ""
+        self.calls: list[str] = []
+        self.over = threading.Event()
+
+    def service(self, details: Any) -> Any:
+        """The handler of every method."""
+
+        def wait(_request: Any, _context: Any) -> None:
+            self.calls.append(details.method.rpartition("/")[2])
+            self.over.wait(WAIT_S)
+
+        return grpc.unary_unary_rpc_method_handler(wait)
+
+
 @contextmanager
-def silent_server() -> Iterator[str]:
-    """The address of a server that takes every call, and never answers."""
-    over = threading.Event()
-
-    class Silent(grpc.GenericRpcHandler):  # type: ignore[misc]
-        def service(self, _details: Any) -> Any:
-            return grpc.unary_unary_rpc_method_handler(lambda _request, _context: over.wait(WAIT_S))
-
+def silent_server() -> Iterator[SilentServer]:
+    """A server that never answers."""
+    silent = SilentServer()
     with ThreadPoolExecutor(4) as threads:
-        server = grpc.server(threads, handlers=[Silent()])
-        port = server.add_insecure_port("127.0.0.1:0")
+        server = grpc.server(threads, handlers=[silent])
+        silent.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()
         try:
-            yield f"127.0.0.1:{port}"
+            yield silent
         finally:
-            over.set()
+            silent.over.set()
             server.stop(0).wait()

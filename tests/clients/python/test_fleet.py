@@ -332,7 +332,7 @@ def test_a_server_that_never_answers_delays_nothing(
     member = farm.start()
     with (
         silent_server() as silent,
-        headrace.Client([silent, member.target]) as client,
+        headrace.Client([silent.target, member.target]) as client,
         client.session() as session,
     ):
         handle = session.submit("hi", max_tokens=3)

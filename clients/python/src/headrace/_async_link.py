@@ -61,8 +61,18 @@ class AsyncLink:
         except aio.UsageError as error:  # gRPC's word for a channel that was closed
             raise UnavailableError(f"the client is closed: {error}") from error
         except asyncio.CancelledError as cancelled:
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
+            if is_for_task(cancelled):
                 raise
-            cancelled.__traceback__ = None
             raise CallCancelledError("the client was closed", request_id=request_id) from None
+
+
+def is_for_task(cancelled: asyncio.CancelledError) -> bool:
+    """Whether the running task is cancelled, not only the call that it waited for.
+
+    The error forgets where it was raised. Those frames have the call, a cancelled task keeps its
+    error, and gRPC keeps a closed channel's connection while a call is kept. Nor may a frame that
+    the error passes have the task: the two would keep each other.
+    """
+    cancelled.__traceback__ = None
+    current = asyncio.current_task()
+    return current is not None and current.cancelling() > 0

@@ -14,6 +14,7 @@ from typing import Any, Unpack
 import grpc
 from grpc import aio
 
+from headrace._async_link import is_for_task
 from headrace._session import Record, SessionCore, SessionOptions
 from headrace._trace import with_trace
 from headrace.errors import HeadraceError, UnavailableError, error_from_rpc
@@ -89,11 +90,10 @@ class AsyncWire:
         except aio.AioRpcError as failure:
             if (failure.code(), failure.details()) != _UNKNOWN_END:  # else as a session that ended
                 error = error_from_rpc(failure, target=self._target)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as cancelled:
             error = UnavailableError("the session was closed")
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
-                raise  # this task itself is cancelled, not only the call
+            if is_for_task(cancelled):
+                raise
         except Exception as failure:  # of a callback: nobody may be left waiting for this task
             _log.exception("the session's reader failed")
             error = HeadraceError(f"the session's reader failed: {failure}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from headrace._async_link import is_for_task
 from headrace.control import (
     LogLevel,
     cancel_requests,
@@ -73,14 +74,15 @@ class AsyncControl:
             async for message in call:
                 yield message.statistics
         except grpc.RpcError as error:
-            raise error_from_rpc(error, target=self._target) from error
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
+            cause = error.with_traceback(None)  # it has the call, as below
+            raise error_from_rpc(error, target=self._target) from cause
+        except asyncio.CancelledError as cancelled:
+            if is_for_task(cancelled):
                 raise
             raise CallCancelledError("the client was closed") from None
         finally:
             call.cancel()
+            del call  # gRPC keeps a closed channel's connection while a call is kept
 
     async def requests(self, identity: str = "") -> AsyncIterator[pb.LiveRequest]:
         """The live requests, the oldest first: of one identity, or of all.

@@ -48,7 +48,9 @@ class AsyncFleetEvents:
                 self._over()
                 if self._cancelled or self._fold.chunks or self._fold.done:
                     raise
-                await self._again(server, error_from_rpc(failure, target=server.link.target))
+                # Its traceback has the call, which keeps a closed channel's connection.
+                error = error_from_rpc(failure.with_traceback(None), target=server.link.target)
+                await self._again(server, error)
                 continue
             except BaseException:
                 self._over()

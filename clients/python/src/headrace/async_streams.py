@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self
 
 import grpc
 
+from headrace._async_link import is_for_task
 from headrace._calls import poll_request
 from headrace._fold import Fold
 from headrace.errors import (
@@ -200,9 +201,8 @@ class AsyncStream:
             error = error_from_rpc(failure, target=self._target, request_id=self.request_id)
             self._fold.fail(error)
             return False
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
+        except asyncio.CancelledError as cancelled:
+            if is_for_task(cancelled):
                 self.close()
                 raise
             self._fold.fail(CallCancelledError("the stream was closed"))
@@ -228,5 +228,8 @@ class AsyncStream:
                 await events.read()
         except (grpc.RpcError, HeadraceError):
             pass  # the status of a failure that its last event has told already
+        except asyncio.CancelledError as cancelled:
+            if is_for_task(cancelled):
+                raise
         finally:
             events.cancel()
