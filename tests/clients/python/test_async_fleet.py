@@ -13,7 +13,7 @@ import headrace
 import pytest
 from headrace import CancelStatus
 
-from tests.clients.python.farm import WAIT_S, Farm, Member
+from tests.clients.python.farm import WAIT_S, Farm, Member, silent_server
 
 
 @pytest.fixture
@@ -123,3 +123,18 @@ async def test_a_client_that_is_closed_leaves_nobody_waiting(farm: Farm) -> None
                     await handle
         with pytest.raises(headrace.UnavailableError, match="closed"):
             await client.generate("hi")
+
+
+async def test_a_server_that_never_answers_delays_nothing(
+    farm: Farm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.async_fleet.CHECK_SECONDS", 60.0)
+    member = farm.start()
+    with silent_server() as silent:
+        async with (
+            headrace.AsyncClient([silent.target, member.target]) as client,
+            client.session() as session,
+        ):
+            handle = session.submit("hi", max_tokens=3)
+            assert len((await client.generate("hi", max_tokens=3)).token_ids) == 3
+            assert len((await asyncio.wait_for(handle, WAIT_S)).token_ids) == 3

@@ -5,15 +5,20 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter, OrderedDict
+from contextlib import suppress
+from types import SimpleNamespace
 
 import headrace
 import pytest
+from grpc_health.v1 import health_pb2
 from headrace import Message, ServerLoad, build_spec
 from headrace._attempts import Attempts, OwnerTries
 from headrace._fleet import FleetState, RetryBudget, Server, ServerState
+from headrace._health import questions
 from headrace._placement import BOUND, Candidate, Placement, PrefixKeys, order, prefix_keys
 from headrace._targets import Address, Name, parse_targets
 from headrace.errors import error_from_status
+from headrace.v1 import model_service_pb2
 
 from tests.clients.python.scripted import make_status
 
@@ -212,7 +217,7 @@ def test_one_server_behind_two_addresses_is_used_once() -> None:
     assert twin.state is ServerState.JOINING
     state.set_aside(one, headrace.UnavailableError("lost"))
     clock.now += 5
-    assert twin in state.due_for_check()
+    assert twin in state.to_ask()
     state.joined(twin, "i0", 8)
     assert state.by_instance("i0")[0] is twin
     assert twin.state is ServerState.READY
@@ -224,8 +229,7 @@ def test_who_answers_first_waits_a_moment_for_the_others(last: str) -> None:
     state = FleetState(clock, lambda: 0.5)
     one, other = state.listed(Address(f"127.0.0.1:{i}") for i in range(2))
     assert state.next_in() == 0.0
-    for server in state.due_for_check():
-        state.asked(server)
+    assert state.to_ask() == [one, other]
     assert state.next_in() is None
     state.found(one, "i0", 8)
     assert (state.tell(), state.choose(None)) == (False, None)
@@ -240,7 +244,46 @@ def test_who_answers_first_waits_a_moment_for_the_others(last: str) -> None:
     assert (state.tell(), state.tell()) == (True, False)
     assert state.choose(None, avoid=[other]) is one
     assert (state.choose(None, avoid=[one]) is other) == (last == "ready")
-    assert state.due_for_check() == []  # what did not answer yet is not asked again
+    assert state.to_ask() == []  # what did not answer yet is not asked again
+
+
+def test_a_server_is_asked_for_its_health_then_who_it_is() -> None:
+    def asked_of(*answers: object) -> Server:
+        """The server when its questions have had these answers."""
+        state = FleetState(Clock())
+        [server] = state.listed([Address("127.0.0.1:1")])
+        server.link = SimpleNamespace(
+            target="here",
+            health=SimpleNamespace(Check="health"),
+            models=SimpleNamespace(GetModel="model"),
+        )
+        assert state.to_ask() == [server]
+        asking = questions(state, server)
+        question, wanted = next(asking), ["health", "model"]
+        for number, answer in enumerate(answers):
+            assert question.pick(server.link) == wanted[number]
+            with suppress(StopIteration):
+                if isinstance(answer, headrace.HeadraceError):
+                    question = asking.throw(answer)
+                else:
+                    question = asking.send(answer)
+        assert not asking.gi_running
+        assert asking.gi_frame is None  # there is no further question
+        state.tell()
+        return server
+
+    check, model = health_pb2.HealthCheckResponse, model_service_pb2.GetModelResponse
+    serving, card = check(status=check.SERVING), model()
+    card.model.instance_id, card.model.limits.max_running_requests = "i", 8
+    gone = headrace.UnavailableError("gone")
+    found = asked_of(serving, card)
+    assert (found.state, found.instance_id, found.capacity) == (ServerState.READY, "i", 8)
+    found = asked_of(serving, headrace.PermissionDeniedError("not for you"))
+    assert (found.state, found.instance_id, found.capacity) == (ServerState.READY, "", 1)
+    for answers in [(check(status=check.NOT_SERVING),), (gone,), (serving, gone)]:
+        found = asked_of(*answers)
+        assert (found.state, found.is_known, found.is_asked) == (ServerState.JOINING, True, False)
+        assert isinstance(found.problem, headrace.UnavailableError)
 
 
 def refusal(code: int, reason: str, retry_after: float | None = None, **metadata: str) -> object:

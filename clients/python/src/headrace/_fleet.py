@@ -2,7 +2,8 @@
 output. docs/fleet.md tells it in full.
 
 1. `listed` takes the addresses that the targets have now. A new one is JOINING: the flavour
-   (threads or asyncio) asks for its health until it serves, then `joined` makes it READY.
+   (threads or asyncio) asks for its health (`_health`) until it is `found`, and `tell` makes it
+   READY.
 2. `choose` gives the server for a request among those that are READY (`_placement`). Whoever sends
    it there says `begun`, and `over` at its end.
 3. A server that cannot be reached, drains or loads is told to `set_aside`: it is JOINING again. One
@@ -179,10 +180,16 @@ class FleetState:
             del self.servers[server.address]
         return gone
 
-    def due_for_check(self) -> list[Server]:
-        """The servers whose health is to be asked for now."""
+    def to_ask(self) -> list[Server]:
+        """The servers whose health is to be asked for now. They are asked from now on, until they
+        are `found` or `not_joined`.
+        """
         now = self.clock()
-        return [one for one in self._unasked() if one.check_at <= now]
+        due = [one for one in self._unasked() if one.check_at <= now]
+        for server in due:
+            server.is_asked = True
+            server.wait_for_check(now)
+        return due
 
     def next_in(self) -> float | None:
         """In how many seconds a server is to be asked, or the ones that were found are to be told:
@@ -201,11 +208,6 @@ class FleetState:
     def _unasked(self) -> list[Server]:
         every = self.servers.values()
         return [s for s in every if s.state is ServerState.JOINING and not s.is_asked]
-
-    def asked(self, server: Server) -> None:
-        """A question for a server's health is sent."""
-        server.is_asked = True
-        server.wait_for_check(self.clock())
 
     def found(self, server: Server, instance_id: str, capacity: int) -> None:
         """A server is ready, and gets requests from the next `tell` on: with the others that were

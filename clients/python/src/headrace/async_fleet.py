@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from grpc_health.v1 import health_pb2
-
 from headrace._async_link import A, AsyncLink, Method, Q
 from headrace._attempts import Attempts, OwnerTries
-from headrace._calls import GENERATION_SERVICE
 from headrace._channel import ChannelSettings
 from headrace._fleet import (
     CHECK_SECONDS,
@@ -28,10 +24,10 @@ from headrace._fleet import (
     FleetState,
     Server,
 )
+from headrace._health import questions
 from headrace._placement import prefix_keys
 from headrace._targets import Address, Name, Place, resolve
 from headrace.errors import HeadraceError, NotFoundError, UnavailableError
-from headrace.v1 import model_service_pb2
 from headrace.v1.generation_pb2 import GenerationSpec
 from headrace.v1.generation_service_pb2 import (
     CANCEL_STATUS_NOT_FOUND,
@@ -42,8 +38,6 @@ from headrace.v1.generation_service_pb2 import (
     GetResultRequest,
     GetResultResponse,
 )
-
-_log = logging.getLogger("headrace")
 
 
 class AsyncFleet:
@@ -347,48 +341,30 @@ class AsyncFleet:
             await asyncio.sleep(RESOLVE_AGAIN_SECONDS)  # failures that come together are one reason
 
     async def _check(self) -> None:
-        """Asks servers that are not ready whether they are."""
-        while True:
-            while (wait := self.state.next_in()) != 0.0:
-                await self._wait(wait)
-            due = self.state.due_for_check()
-            for server in due:
-                self.state.asked(server)
-            if any(await asyncio.gather(*(self._ask(server) for server in due))):
-                for listener in list(self._listeners):
-                    listener()
+        """Asks servers that are not ready whether they are, each in a task of its own."""
+        async with asyncio.TaskGroup() as asking:
+            while True:
+                while (wait := self.state.next_in()) != 0.0:
+                    await self._wait(wait)
+                for server in self.state.to_ask():
+                    asking.create_task(self._ask(server))
+                if self.state.tell():
+                    self._notify()
+                    for listener in list(self._listeners):
+                        listener()
 
-    async def _ask(self, server: Server) -> bool:
-        """Asks a server for its health; whether it is ready."""
+    async def _ask(self, server: Server) -> None:
+        """Asks a server all its questions."""
         link: AsyncLink = server.link
-        request = health_pb2.HealthCheckRequest(service=GENERATION_SERVICE)
-        try:
-            answer = await link.call(link.health.Check, request, CHECK_SECONDS)
-            if answer.status != health_pb2.HealthCheckResponse.SERVING:
-                raise UnavailableError(f"the server at {link.target} is not ready")
-            instance_id, capacity = await self._identify(link)
-        except HeadraceError as error:
-            self.state.not_joined(server, error)
-            self._notify()
-            return False
-        self.state.joined(server, instance_id, capacity)
+        asking = questions(self.state, server)
+        with contextlib.suppress(StopIteration):
+            question = next(asking)
+            while True:
+                try:
+                    method = question.pick(link)
+                    answer = await link.call(method, question.request, CHECK_SECONDS)
+                except HeadraceError as error:
+                    question = asking.throw(error)
+                else:
+                    question = asking.send(answer)
         self._notify()
-        return True
-
-    async def _identify(self, link: AsyncLink) -> tuple[str, int]:
-        """A ready server's instance and how many requests it runs; a caller that may not ask for
-        its model gets neither.
-
-        Raises:
-            UnavailableError: it is not ready after all.
-        """
-        try:
-            request = model_service_pb2.GetModelRequest()
-            answer = await link.call(link.models.GetModel, request, CHECK_SECONDS)
-        except UnavailableError:
-            raise
-        except HeadraceError as error:
-            _log.debug("%s does not tell its instance: %s", link.target, error)
-            return "", 1
-        card = answer.model
-        return card.instance_id, card.limits.max_running_requests

@@ -6,8 +6,6 @@ Every call takes the lock only to choose a server and to note its outcome.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,10 +13,8 @@ from functools import partial
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2
 
 from headrace._attempts import Attempts, OwnerTries
-from headrace._calls import GENERATION_SERVICE
 from headrace._channel import ChannelSettings
 from headrace._fleet import (
     CHECK_SECONDS,
@@ -28,11 +24,11 @@ from headrace._fleet import (
     FleetState,
     Server,
 )
+from headrace._health import Question, Questions, questions
 from headrace._link import A, Link, Method, Q
 from headrace._placement import prefix_keys
 from headrace._targets import Address, Name, Place, resolve
 from headrace.errors import HeadraceError, NotFoundError, UnavailableError, error_from_rpc
-from headrace.v1 import model_service_pb2
 from headrace.v1.generation_pb2 import GenerationSpec
 from headrace.v1.generation_service_pb2 import (
     CANCEL_STATUS_NOT_FOUND,
@@ -43,8 +39,6 @@ from headrace.v1.generation_service_pb2 import (
     GetResultRequest,
     GetResultResponse,
 )
-
-_log = logging.getLogger("headrace")
 
 
 class Fleet:
@@ -327,9 +321,7 @@ class Fleet:
                 self.changed.wait_for(lambda: self._closed, RESOLVE_AGAIN_SECONDS)
 
     def _check(self) -> None:
-        """Asks servers that are not ready whether they are. Each answer is taken as it comes: one
-        server waits for another's at most a moment (`FleetState.found`).
-        """
+        """Asks servers that are not ready whether they are. Each answer is taken as it comes."""
         while True:
             with self.changed:
                 while not self._closed and not self._answers:
@@ -339,75 +331,48 @@ class Fleet:
                 if self._closed:
                     return
                 answers, self._answers = self._answers, []
-                due = self.state.due_for_check()
-                for server in due:
-                    self.state.asked(server)
+                asked = self.state.to_ask()
                 told = self.state.tell()
                 self.changed.notify_all()
-            for server in due:
-                self._ask(server)
+            for server in asked:
+                asking = questions(self.state, server)
+                self._go_on(server, asking, partial(next, asking))
             for take in answers:
                 take()
             if told:
                 for listener in list(self._listeners):
                     listener()
 
-    def _answer(self, take: Callable[[], None]) -> None:
-        """An answer has come, in a thread of gRPC's: the thread that checks takes it."""
+    def _go_on(self, server: Server, asking: Questions, step: Callable[[], Question]) -> None:
+        """Asks a server the next question, if there is one: what the step gives."""
+        link: Link = server.link
         with self.changed:
-            self._answers.append(take)
-            self.changed.notify_all()
-
-    def _ask(self, server: Server) -> None:
-        """Asks a server for its health."""
-        link: Link = server.link
-        request = health_pb2.HealthCheckRequest(service=GENERATION_SERVICE)
-        with contextlib.suppress(ValueError):  # the channel was closed
-            call = link.health.Check.future(
-                request, timeout=CHECK_SECONDS, metadata=self.settings.metadata
-            )
-            call.add_done_callback(lambda call: self._answer(partial(self._healthy, server, call)))
-
-    def _healthy(self, server: Server, call: Any) -> None:
-        """Takes a server's health, and asks for its model."""
-        link: Link = server.link
+            try:
+                question = step()
+            except StopIteration:
+                self.changed.notify_all()
+                return
         try:
-            if call.result().status != health_pb2.HealthCheckResponse.SERVING:
-                raise UnavailableError(f"the server at {link.target} is not ready")
-            card = link.models.GetModel.future(
-                model_service_pb2.GetModelRequest(),
-                timeout=CHECK_SECONDS,
-                metadata=self.settings.metadata,
+            call = question.pick(link).future(
+                question.request, timeout=CHECK_SECONDS, metadata=self.settings.metadata
             )
-        except (grpc.FutureCancelledError, ValueError):  # the client is being closed
+        except ValueError:  # the channel was closed
             return
-        except grpc.RpcError as failure:
-            self._not_joined(server, error_from_rpc(failure, target=link.target))
-        except HeadraceError as problem:
-            self._not_joined(server, problem)
-        else:
-            card.add_done_callback(lambda call: self._answer(partial(self._told, server, call)))
+        call.add_done_callback(lambda call: self._answer(partial(self._take, server, asking, call)))
 
-    def _told(self, server: Server, call: Any) -> None:
-        """Takes a healthy server's instance and how many requests it runs: it is ready. A caller
-        that may not ask for its model gets neither.
-        """
-        instance_id, capacity = "", 1
+    def _take(self, server: Server, asking: Questions, call: Any) -> None:
+        """Takes the answer to a question."""
         try:
-            card = call.result().model
-            instance_id, capacity = card.instance_id, card.limits.max_running_requests
+            step = partial(asking.send, call.result())
         except grpc.FutureCancelledError:  # the client is being closed
             return
         except grpc.RpcError as failure:
             error = error_from_rpc(failure, target=server.link.target)
-            if isinstance(error, UnavailableError):
-                self._not_joined(server, error)
-                return
-            _log.debug("%s does not tell its instance: %s", server.link.target, error)
-        with self.changed:
-            self.state.found(server, instance_id, capacity)
+            step = partial(asking.throw, error)
+        self._go_on(server, asking, step)
 
-    def _not_joined(self, server: Server, error: HeadraceError) -> None:
+    def _answer(self, take: Callable[[], None]) -> None:
+        """An answer has come, in a thread of gRPC's: the thread that checks takes it."""
         with self.changed:
-            self.state.not_joined(server, error)
+            self._answers.append(take)
             self.changed.notify_all()
