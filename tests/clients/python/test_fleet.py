@@ -486,6 +486,7 @@ def test_cancel_finds_requests_wherever_they_are(farm: Farm) -> None:
         handles[0].cancel()
         found = client.cancel([handle.request_id for handle in handles[1:]])
         assert set(found.values()) == {CancelStatus.CANCELLED}
+        farm.until(lambda: sum(len(member.engine.cancelled) for member in members) == 4)
         for member in members:
             member.go_on()
         reasons = {handle.result(WAIT_S).finish_reason for handle in handles}
