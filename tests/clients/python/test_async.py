@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import types
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -64,6 +65,28 @@ async def test_a_stream_that_is_forgotten_cancels(
         break
     gc.collect()
     await until(server, lambda: server.cancelled == ["lost"])
+
+
+async def test_a_stream_that_has_ended_needs_no_status() -> None:
+    class WithoutStatus(ScriptedServer):
+        def GenerateStream(self, request: Any, context: Any) -> Iterator[Any]:
+            yield from super().GenerateStream(request, context)
+            over.wait(WAIT)
+
+    over = threading.Event()
+    server = WithoutStatus()
+    try:
+        async with AsyncClient(server.target) as client:
+            stream = client.stream("one two")
+            waiting = asyncio.create_task(stream.result())
+            async with asyncio.timeout(WAIT):
+                while not stream._fold.done:  # noqa: ASYNC110 - it has no event
+                    await asyncio.sleep(0.001)
+            assert not waiting.done()
+        assert (await waiting).text == "one two"
+    finally:
+        over.set()
+        server.stop()
 
 
 async def test_cancelling_a_stream(aclient: AsyncClient) -> None:

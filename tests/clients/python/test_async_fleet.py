@@ -14,6 +14,7 @@ import pytest
 from headrace import CancelStatus
 
 from tests.clients.python.farm import WAIT_S, Farm, Member, silent_server
+from tests.service.fake_engine import FakeEngine
 
 
 @pytest.fixture
@@ -138,3 +139,18 @@ async def test_a_server_that_never_answers_delays_nothing(
             handle = session.submit("hi", max_tokens=3)
             assert len((await client.generate("hi", max_tokens=3)).token_ids) == 3
             assert len((await asyncio.wait_for(handle, WAIT_S)).token_ids) == 3
+
+
+async def test_a_stream_that_is_left_while_it_waits_for_a_server_is_not_sent(farm: Farm) -> None:
+    gate = asyncio.Event()
+    members = [farm.start(engine=FakeEngine(load_gate=gate)) for _ in range(2)]
+    async with headrace.AsyncClient([member.target for member in members]) as client:
+        stream = client.stream("left")
+        waiting = asyncio.create_task(stream.result())
+        await until(lambda: stream._events is not None)
+        stream.close()
+        await asyncio.to_thread(farm.call, gate.set)
+        assert len((await client.generate("hi", max_tokens=1)).token_ids) == 1
+        with pytest.raises(headrace.CallCancelledError, match="closed"):
+            await waiting
+    assert sum(member.count for member in members) == 1

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import headrace
@@ -19,6 +20,7 @@ from headrace.cli.app import app
 from typer.testing import CliRunner
 
 from tests.clients.python.farm import WAIT_S, Farm, Member, silent_server
+from tests.service.fake_engine import FakeEngine
 
 
 @pytest.fixture
@@ -507,3 +509,21 @@ def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
+
+
+def test_a_stream_that_is_left_while_it_waits_for_a_server_is_not_sent(farm: Farm) -> None:
+    gate = asyncio.Event()
+    members = [farm.start(engine=FakeEngine(load_gate=gate)) for _ in range(2)]
+    with (
+        headrace.Client([member.target for member in members]) as client,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        stream = client.stream("left")
+        waiting = threads.submit(stream.result)
+        farm.until(lambda: stream._events is not None)
+        stream.close()
+        farm.call(gate.set)
+        assert len(client.generate("hi", max_tokens=1).token_ids) == 1
+        with pytest.raises(headrace.CallCancelledError, match="closed"):
+            waiting.result(WAIT_S)
+    assert sum(member.count for member in members) == 1

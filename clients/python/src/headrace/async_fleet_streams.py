@@ -11,7 +11,7 @@ from headrace._attempts import Attempts, failed_undelivered
 from headrace._fleet import Server
 from headrace._fold import Fold
 from headrace.async_fleet import AsyncFleet
-from headrace.errors import HeadraceError, error_from_rpc
+from headrace.errors import CallCancelledError, HeadraceError, error_from_rpc
 from headrace.v1.generation_pb2 import ResultEvent
 
 
@@ -40,6 +40,9 @@ class AsyncFleetEvents:
         while True:
             if self._server is None:
                 self._server = await self._fleet.place(self._attempts)
+                if self._cancelled:  # while it waited
+                    self._over()
+                    raise CallCancelledError("the stream was closed")
                 self._call = self._open_at(self._server)
             server = self._server
             try:

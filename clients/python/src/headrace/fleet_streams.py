@@ -10,7 +10,7 @@ import grpc
 from headrace._attempts import Attempts, failed_undelivered
 from headrace._fleet import Server
 from headrace._fold import Fold
-from headrace.errors import HeadraceError, error_from_rpc
+from headrace.errors import CallCancelledError, HeadraceError, error_from_rpc
 from headrace.fleet import Fleet
 from headrace.v1.generation_pb2 import ResultEvent
 
@@ -42,7 +42,11 @@ class FleetEvents:
         while True:
             if self._server is None:
                 self._server = self._fleet.place(self._attempts)
-                self._call = self._open_at(self._server)
+                if not self._cancelled:
+                    self._call = self._open_at(self._server)
+                if self._cancelled:  # while it waited, or now
+                    self.cancel()
+                    raise CallCancelledError("the stream was closed")
             server = self._server
             try:
                 message = next(self._call)
