@@ -16,13 +16,9 @@ from functools import cache
 
 import torch
 
-from engine.attention.triton_kernels import (
-    CUT,
-    decode_kernel,
-    merge_kernel,
-    prefill_kernel,
-    write_kernel,
-)
+from engine.attention.triton_kernels.decode import CUT, decode_kernel, merge_kernel
+from engine.attention.triton_kernels.prefill import prefill_kernel
+from engine.attention.triton_kernels.write import write_kernel
 
 _LOG2E = 1.4426950408889634
 _HELD = ((1 << 10, 3, 168), (1 << 11, 3, None), (1 << 13, 2, 255))

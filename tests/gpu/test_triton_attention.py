@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 triton = pytest.importorskip("triton")
 import triton.language as tl
 
-from engine.attention import triton_kernels, triton_launch
+from engine.attention import triton_launch
 from engine.attention.base import BatchLayout
+from engine.attention.triton_kernels import decode
 from tests.gpu.attention_cases import TOLERANCES, Case, Layer, make_layout, shape_for
 from tests.gpu.conftest import INTERPRETED
 
@@ -173,7 +174,7 @@ def test_long_contexts_are_cut(
 @triton.jit
 def _shares(starts, counts, found, num_rows, WINDOW: tl.constexpr, MAX_CUTS: tl.constexpr):
     place = found + tl.program_id(0) * 4
-    begin, end, row, before = triton_kernels._share(starts, counts, num_rows, WINDOW, MAX_CUTS)
+    begin, end, row, before = decode._share(starts, counts, num_rows, WINDOW, MAX_CUTS)
     tl.store(place, begin)
     tl.store(place + 1, end)
     tl.store(place + 2, row)

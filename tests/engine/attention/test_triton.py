@@ -22,8 +22,12 @@ from engine.errors import ConfigError
 
 triton = pytest.importorskip("triton")
 
-from engine.attention import triton_kernels, triton_launch
+from engine.attention import triton_launch
 from engine.attention.triton_backend import TritonAttentionBackend
+from engine.attention.triton_kernels.attend import STEP_ARRAYS
+from engine.attention.triton_kernels.decode import CUT, decode_kernel, merge_kernel
+from engine.attention.triton_kernels.prefill import prefill_kernel
+from engine.attention.triton_kernels.write import write_kernel
 from engine.attention.triton_launch import (
     HOPPER,
     DeviceSize,
@@ -87,7 +91,7 @@ def compile_for(
     for name in kernel.arg_names:
         if name in constants:
             signature[name] = "constexpr"
-        elif name in triton_kernels._STEP_ARRAYS:
+        elif name in STEP_ARRAYS:
             signature[name] = "*i64"
         elif name in ("partials", "highests", "totals"):
             signature[name] = "*fp32"
@@ -152,14 +156,14 @@ def test_compiles_and_fits_in_shared_memory(
         layer["sinks"] = None  # type: ignore[assignment]
     limit = most_cuts(8, window)
     compile_for(
-        triton_kernels.write_kernel,
+        write_kernel,
         capability,
         dtype,
         {**sizes, "BLOCK_H": 8},
     )
     merged = ("sinks", "WINDOW", "SINKS", "GROUPS", "VALUE_DIM", "BLOCK_V")
     compile_for(
-        triton_kernels.merge_kernel,
+        merge_kernel,
         capability,
         dtype,
         {key: layer[key] for key in merged if key in layer}
@@ -175,7 +179,7 @@ def test_compiles_and_fits_in_shared_memory(
             size=size,
         )
         own = {"MAX_CUTS": limit} if is_decode else {"BLOCK_Q": tiles.rows // groups}
-        kernel = triton_kernels.decode_kernel if is_decode else triton_kernels.prefill_kernel
+        kernel = decode_kernel if is_decode else prefill_kernel
         compiled = compile_for(
             kernel,
             capability,
@@ -211,7 +215,7 @@ def test_tiles() -> None:
                             size=size,
                         )
                         assert tiles.rows >= max(groups, 16)
-                        assert triton_kernels.CUT.value % tiles.keys == 0
+                        assert CUT.value % tiles.keys == 0
                         if dim <= 256 and groups <= 8:
                             assert tiles.depth >= 1
     usual = {"groups": 4, "dim": 128, "value_dim": 128, "itemsize": 2, "size": HOPPER}
