@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2
 
 from headrace._capabilities import with_capabilities
 from headrace._fold import Fold
+from headrace._from_proto import cancel_status_from_proto, tokens_from_proto
 from headrace._trace import with_trace
 from headrace.errors import DeadlineExceededError, UnavailableError, invalid_argument
 from headrace.messages import Message, MessageDict
@@ -22,8 +23,6 @@ from headrace.results import (
     HealthStatus,
     Result,
     Tokenization,
-    cancel_status_from_proto,
-    tokens_from_proto,
 )
 from headrace.v1 import model_service_pb2
 from headrace.v1.generation_pb2 import GenerationSpec

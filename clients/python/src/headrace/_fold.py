@@ -7,9 +7,26 @@ output is never silently wrong.
 
 from __future__ import annotations
 
-from headrace import results
+from collections.abc import Iterable
+
+from headrace._from_proto import (
+    accepted_from_proto,
+    call_chunks_from_proto,
+    choice_from_proto,
+    prompt_from_proto,
+    tokens_from_proto,
+)
 from headrace.errors import HeadraceError, ProtocolError, error_from_status
-from headrace.results import Accepted, Choice, Chunk, PromptInfo, Result, Usage
+from headrace.messages import ToolCall
+from headrace.results import (
+    Accepted,
+    Choice,
+    Chunk,
+    PromptInfo,
+    Result,
+    ToolCallChunk,
+    Usage,
+)
 from headrace.v1.generation_pb2 import Finished, ResultEvent
 
 
@@ -51,10 +68,10 @@ class Fold:
         if kind == "delta":
             return self._delta(event)
         if kind == "accepted":
-            self.accepted = results.accepted_from_proto(self.request_id, event.accepted)
+            self.accepted = accepted_from_proto(self.request_id, event.accepted)
             self.n = event.accepted.n or self.n or 1
         elif kind == "prompt":
-            self.prompt = results.prompt_from_proto(event.prompt)
+            self.prompt = prompt_from_proto(event.prompt)
         elif kind == "finished":
             self._finished[event.choice_index] = event.finished
             self.done = self._end_was_told = 0 < self.n <= len(self._finished)
@@ -140,10 +157,10 @@ class Fold:
     def _delta(self, event: ResultEvent) -> Chunk:
         delta, choice_index = event.delta, event.choice_index
         offset = self._token_counts.get(choice_index, 0)
-        tokens = results.tokens_from_proto(delta.tokens) if delta.tokens else ()
+        tokens = tokens_from_proto(delta.tokens) if delta.tokens else ()
         ids = tuple([token.id for token in tokens]) if tokens else tuple(delta.token_ids)
         self._token_counts[choice_index] = offset + len(ids)
-        calls = results.call_chunks_from_proto(delta.tool_calls) if delta.tool_calls else ()
+        calls = call_chunks_from_proto(delta.tool_calls) if delta.tool_calls else ()
         chunk = Chunk(
             self.request_id,
             delta.text,
@@ -162,12 +179,23 @@ class Fold:
         own = [chunk for chunk in self.chunks if chunk.choice_index == index]
         token_ids = tuple(id_ for chunk in own for id_ in chunk.token_ids)
         finished = self._finished.get(index)
-        return results.choice_from_proto(
+        return choice_from_proto(
             index,
             "".join(chunk.text for chunk in own),
             token_ids,
             tuple(token for chunk in own for token in chunk.tokens),
             finished if finished is not None else Finished(),
             "".join(chunk.reasoning for chunk in own),
-            results.joined_calls(part for chunk in own for part in chunk.tool_calls),
+            _joined_calls(part for chunk in own for part in chunk.tool_calls),
         )
+
+
+def _joined_calls(parts: Iterable[ToolCallChunk]) -> tuple[ToolCall, ...]:
+    """Whole calls of their parts, which come in order."""
+    own: dict[int, list[ToolCallChunk]] = {}
+    for part in parts:
+        own.setdefault(part.index, []).append(part)
+    return tuple(
+        ToolCall(some[0].id, some[0].name, "".join([part.arguments for part in some]))
+        for some in own.values()
+    )

@@ -26,6 +26,7 @@ from headrace._channel import (
     make_settings,
 )
 from headrace._fold import Fold
+from headrace._from_proto import accepted_from_proto, result_from_proto
 from headrace._tool_loop import OnError, ToolLoop
 from headrace.async_control import AsyncControl
 from headrace.async_session import AsyncSession
@@ -41,8 +42,6 @@ from headrace.results import (
     HealthStatus,
     Result,
     Tokenization,
-    accepted_from_proto,
-    result_from_proto,
 )
 from headrace.v1 import generation_service_pb2 as pb
 from headrace.v1 import model_service_pb2

@@ -23,6 +23,7 @@ from headrace._channel import (
     make_settings,
 )
 from headrace._fold import Fold
+from headrace._from_proto import accepted_from_proto, result_from_proto
 from headrace._link import A, Link, Method, Q
 from headrace._servers import ManyServers, OneServer
 from headrace._tool_loop import OnError, ToolLoop
@@ -37,8 +38,6 @@ from headrace.results import (
     HealthStatus,
     Result,
     Tokenization,
-    accepted_from_proto,
-    result_from_proto,
 )
 from headrace.session import Session
 from headrace.streams import PolledEvents, Stream

@@ -9,8 +9,9 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from headrace._calls import open_call
+from headrace._from_proto import cancel_status_from_proto
 from headrace.errors import CallCancelledError, error_from_rpc
-from headrace.results import CancelStatus, cancel_status_from_proto
+from headrace.results import CancelStatus
 from headrace.v1 import control_service_pb2 as pb
 from headrace.v1.control_service_pb2_grpc import ControlServiceStub
 
