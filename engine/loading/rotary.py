@@ -5,17 +5,18 @@
 
 The model hands position ids on to its rotary module. In the view that steps run on, a stand-in has
 that module's place. The frequencies of each length are those of transformers, and the module's own
-forward computes cosines and sines from them. If each length has its own frequencies, all are put
-into one table when the model is loaded: a step looks nothing up on the host, and can be captured.
-Modules that compute fixed frequencies anew in each call, on the host, find them on the device.
+forward computes cosines and sines from them. They are put into a table when the model is loaded:
+with `dynamic` embeddings those of all lengths, with `longrope` two rows, up to the original length
+and beyond it. So a step looks nothing up on the host, and can be captured. Modules that compute
+fixed frequencies anew in each call, on the host, find them on the device.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import threading
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -25,9 +26,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from engine.rope import LENGTH_SHIFT, POSITION_MASK, RopeLengths
 
 _DYNAMIC, _LONG = "dynamic", "longrope"
+_OF_LENGTHS = frozenset({_DYNAMIC, _LONG})
 _TRIED_TOKENS = 5
+_FORWARD = "forward"
 _MAKES = "rope_init_fn"
 """The attribute of a rotary module with the function that computes its frequencies."""
+_SCALINGS = "scalings_of_lengths"
+"""The buffer with what multiplies cosines and sines, where that depends on the length."""
 
 Embeddings = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines: [B, T, D] each."""
@@ -58,7 +63,7 @@ def _kinds(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     nested = [entry for entry in parameters.values() if isinstance(entry, dict)]
     for rope in nested or [parameters]:
         kind = rope.get("rope_type")
-        if kind in (_DYNAMIC, _LONG):
+        if kind in _OF_LENGTHS:
             yield kind, rope
 
 
@@ -76,16 +81,18 @@ def follow_lengths(model: PreTrainedModel, rope: RopeLengths) -> bool:
     Returns:
         Whether the view now takes position ids that carry lengths. If not, it is as before.
     """
-    rotary = [one for one in model.modules() if _kinds_of(one) & {_DYNAMIC, _LONG}]
-    before = [one.forward for one in rotary]
-    followed = [_Rotary(one, rope) for one in rotary]
-    for one, forward in zip(rotary, followed, strict=True):
-        one.forward = forward
-    if rotary and _reach_nothing_else(model, followed, rope.longest):
-        return True
-    for one, forward in zip(rotary, before, strict=True):
-        one.forward = forward
-    return False
+    rotary = [one for one in model.modules() if _kinds_of(one) & _OF_LENGTHS]
+    with ExitStack() as undo:
+        try:
+            for one in rotary:
+                stand_in = _Rotary(one, rope)
+                undo.callback(stand_in.leave)
+            follows = bool(rotary) and _reach_nothing_else(model, rotary, rope)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError):
+            return False
+        if follows:
+            undo.pop_all()
+        return follows
 
 
 def _kinds_of(module: torch.nn.Module) -> set[str]:
@@ -93,23 +100,20 @@ def _kinds_of(module: torch.nn.Module) -> set[str]:
     return set(kinds.values()) if isinstance(kinds, dict) else {str(kinds)}
 
 
-def _reach_nothing_else(model: PreTrainedModel, rotary: Sequence[_Rotary], longest: int) -> bool:
+def _reach_nothing_else(
+    model: PreTrainedModel, rotary: Sequence[torch.nn.Module], rope: RopeLengths
+) -> bool:
     """Whether a model computes the same if its positions carry a length within the original one,
     which changes no frequencies, and its rotary modules compute what they should beyond it.
     """
     ids = torch.arange(_TRIED_TOKENS, device=model.device).unsqueeze(0)
     carrying = ids + (_TRIED_TOKENS << LENGTH_SHIFT)
-    try:
-        with torch.inference_mode():
-            plain, other = (
-                model(input_ids=ids, position_ids=positions, use_cache=False).logits
-                for positions in (ids, carrying)
-            )
-            if not all(one.agrees(model.device, longest) for one in rotary):
-                return False
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError):
-        return False
-    return torch.equal(plain, other)
+    with torch.inference_mode():
+        plain, other = (
+            model(input_ids=ids, position_ids=positions, use_cache=False).logits
+            for positions in (ids, carrying)
+        )
+        return torch.equal(plain, other) and all(_agrees(one, rope) for one in rotary)
 
 
 def keep_frequencies(model: PreTrainedModel) -> int:
@@ -117,15 +121,15 @@ def keep_frequencies(model: PreTrainedModel) -> int:
     those on the device of the model. Frequencies that depend on the length are left. Returns how
     many modules these are.
     """
-    found = [
-        one
-        for one in model.modules()
-        if _MAKES in inspect.unwrap(type(one).forward).__code__.co_names
-        and not _kinds_of(one) & {_DYNAMIC, _LONG}
-    ]
+    found = [one for one in model.modules() if _makes(one) and not _kinds_of(one) & _OF_LENGTHS]
     for one in found:
         one.forward = _Kept(one)
     return len(found)
+
+
+def _makes(module: torch.nn.Module) -> bool:
+    """Whether a rotary module computes its frequencies in each call."""
+    return _MAKES in inspect.unwrap(type(module).forward).__code__.co_names
 
 
 class _Kept:
@@ -135,8 +139,7 @@ class _Kept:
         frequencies, scaling = module.rope_init_fn(module.config)
         made = frequencies.to(next(module.buffers()).device), scaling
         self._compute = type(module).forward
-        self._module = object.__new__(type(module))
-        vars(self._module).update(vars(module), **{_MAKES: lambda *given, **named: made})
+        self._module = _other(module, {_MAKES: lambda *given, **named: made})
 
     def __call__(self, *given: Any, **named: Any) -> Embeddings:
         made: Embeddings = self._compute(self._module, *given, **named)
@@ -163,83 +166,159 @@ class _OfTokens:
 
 
 class _Rotary:
-    """The forward of a rotary module in a view."""
+    """The forward of a rotary module in a view. Its tables are buffers of the module: they are
+    where the model is.
+    """
 
-    def __init__(self, module: torch.nn.Module, rope: RopeLengths) -> None:
-        # With state of its own, because transformers keeps the frequencies of the last length in
-        # the module: neither the owner's calls nor a refresh of the view may change them here.
-        buffers = {name: copy.deepcopy(one) for name, one in module._buffers.items()}
-        self._module = _with_buffers(module, buffers)
-        self._compute = type(module).forward
+    def __init__(self, module: Any, rope: RopeLengths) -> None:
+        self._module = module
         self._original = rope.original
-        self._kinds: Any = module.rope_type
-        kinds = self._kinds.items() if isinstance(self._kinds, dict) else [(None, self._kinds)]
-        self._tables = {
-            layer_type: _table(module, rope, layer_type)
-            for layer_type, kind in kinds
-            if kind == _DYNAMIC
-        }
-        self._lock = threading.Lock()
+        self._compute = type(module).forward
+        # As transformers wrote it, without what it does first: to follow the longest position.
+        self._rotate = inspect.unwrap(self._compute)
+        self._plain = _without_kind(module.config) if _makes(module) else None
+        self._before = vars(module).get(_FORWARD)
+        tables: dict[str, torch.Tensor] = {}
+        for layer_type, kind in _by_layer_type(module).items():
+            if kind == _DYNAMIC:
+                tables[_table_name(layer_type)] = _dynamic(module, rope, layer_type)
+            elif kind == _LONG:
+                frequencies, scalings = _long(module, rope, layer_type)
+                tables[_table_name(layer_type)] = frequencies
+                if self._plain is not None:
+                    tables[_SCALINGS] = scalings
+        for name, table in tables.items():
+            module.register_buffer(name, table, persistent=False)
+        self._tables = tuple(tables)
+        module.forward = self
+
+    def leave(self) -> None:
+        """Have the module as it was."""
+        for name in self._tables:
+            delattr(self._module, name)
+        if self._before is None:
+            del self._module.forward
+        else:
+            self._module.forward = self._before
 
     def __call__(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
     ) -> Embeddings:
         """See the module: cosines and sines for position ids [1, T] that may carry lengths."""
-        named = {} if layer_type is None else {"layer_type": layer_type}
-        lengths, positions = position_ids >> LENGTH_SHIFT, position_ids & POSITION_MASK
-        kind = self._kinds if layer_type is None else self._kinds[layer_type]
-        if kind == _DYNAMIC:
-            table = self._tables[layer_type]
-            rows = (lengths[0] - self._original).clamp(0, len(table) - 1)
-            name = _frequencies(layer_type)
-            buffers = {**self._module._buffers, name: _OfTokens(table.index_select(0, rows))}
-            module = _with_buffers(self._module, buffers)
-            # As transformers wrote it, without what it does first: to follow the longest position.
-            forward = inspect.unwrap(self._compute)
-            cos, sin = forward(module, x, positions.transpose(0, 1), **named)
-            return cos.transpose(0, 1), sin.transpose(0, 1)
-        if kind != _LONG:
-            return self._own(x, positions, named)
-        with self._lock:
-            # The same operations for any lengths, so that they can be captured.
-            short = self.at(x, positions.clamp(max=self._original - 1), self._original, named)
-            long = self.at(x, positions, self._original + 1, named)
-        is_long = (lengths > self._original).unsqueeze(-1)
-        return torch.where(is_long, long[0], short[0]), torch.where(is_long, long[1], short[1])
-
-    def at(
-        self, x: torch.Tensor, positions: torch.Tensor, length: int, named: dict[str, str]
-    ) -> Embeddings:
-        """As transformers rotates in a forward pass of this length."""
-        last = positions.new_full((positions.shape[0], 1), length - 1)
-        cos, sin = self._own(x, torch.cat((positions, last), -1), named)
-        return cos[:, :-1], sin[:, :-1]
-
-    def _own(self, x: torch.Tensor, positions: torch.Tensor, named: dict[str, str]) -> Embeddings:
-        found: Embeddings = self._compute(self._module, x, positions, **named)
-        return found
-
-    def agrees(self, device: torch.device, longest: int) -> bool:
-        """Whether each token is rotated as transformers does, for some lengths beyond the original
-        one.
-        """
-        x = torch.zeros((1, 1, 1), device=device)
-        for layer_type in self._tables:
-            named = {} if layer_type is None else {"layer_type": layer_type}
-            for length in (self._original + 1, longest):
-                positions = torch.tensor([[0, 1, self._original // 2, length - 1]], device=device)
-                ours = self(x, positions + (length << LENGTH_SHIFT), **named)
-                bound = 1e-4 + 1e-6 * length  # the last bit of a frequency, times a position
-                for one, other in zip(ours, self.at(x, positions, length, named), strict=True):
-                    if not torch.allclose(one, other, rtol=0.0, atol=bound):
-                        return False
-        return True
+        named, buffers = _named(layer_type), self._module._buffers
+        positions = position_ids & POSITION_MASK
+        table = buffers.get(_table_name(layer_type))
+        if table is None:
+            fixed: Embeddings = self._compute(self._module, x, positions, **named)
+            return fixed
+        rows = ((position_ids[0] >> LENGTH_SHIFT) - self._original).clamp(0, len(table) - 1)
+        frequencies = _OfTokens(table.index_select(0, rows))
+        changed: dict[str, Any] = {"_buffers": {**buffers, _frequencies(layer_type): frequencies}}
+        if self._plain is not None:
+            made = frequencies, buffers[_SCALINGS].index_select(0, rows)
+            changed |= {"config": self._plain, _MAKES: lambda *given, **named: made}
+        cos, sin = self._rotate(
+            _other(self._module, changed), x, positions.transpose(0, 1), **named
+        )
+        return cos.transpose(0, 1), sin.transpose(0, 1)
 
 
-def _with_buffers(module: torch.nn.Module, buffers: dict[str, Any]) -> torch.nn.Module:
-    """The same module with other buffers."""
+def _without_kind(config: Any) -> Any:
+    """A config with which a forward that makes its frequencies takes their scaling, too, from the
+    function that makes them. With other kinds it compares the longest position on the host.
+    """
+    plain = copy.deepcopy(config)
+    plain.rope_parameters["rope_type"] = "default"
+    return plain
+
+
+def _dynamic(module: Any, rope: RopeLengths, layer_type: str | None) -> torch.Tensor:
+    """The frequencies of each length from the original one to the longest: [lengths, F]."""
+    own = module._buffers[_frequencies(layer_type)]
+    lengths = torch.arange(rope.original, rope.longest + 1).unsqueeze(-1)
+    found: torch.Tensor
+    found, _ = ROPE_INIT_FUNCTIONS[_DYNAMIC](
+        module.config, "cpu", seq_len=lengths, **_named(layer_type)
+    )
+    return found.to(own.device)
+
+
+def _long(
+    module: Any, rope: RopeLengths, layer_type: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The frequencies up to the original length and beyond it, [2, F], and what multiplies their
+    cosines and sines: [2, 1, 1].
+    """
+    frequencies, scalings = [], []
+    for length in (rope.original, rope.original + 1):
+        first = torch.zeros((1, 1), dtype=torch.int64, device=_device(module))
+        one, cos, _ = _at(module, first, length, layer_type)
+        made = one.rope_init_fn(one.config)[0] if _makes(module) else None
+        frequencies.append(one._buffers[_frequencies(layer_type)] if made is None else made)
+        scalings.append(cos[..., :1])  # the cosine of 0 is 1
+    return torch.stack(frequencies).to(_device(module)), torch.cat(scalings)
+
+
+def _at(
+    module: Any, positions: torch.Tensor, length: int, layer_type: str | None
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """As transformers rotates positions [1, T] in a forward pass of this length: the module after
+    it, cosines and sines. This is a copy of the module: transformers keeps the frequencies of the
+    last length in it.
+    """
+    buffers = {name: copy.deepcopy(one) for name, one in module._buffers.items()}
+    one, named = _other(module, {"_buffers": buffers}), _named(layer_type)
+    compute, x = type(module).forward, torch.zeros((1, 1, 1), device=positions.device)
+    compute(one, x, positions.new_zeros((1, 1)), **named)  # forgets the last length of the owner
+    last = positions.new_full((1, 1), length - 1)
+    cos, sin = compute(one, x, torch.cat((positions, last), -1), **named)
+    return one, cos[:, :-1], sin[:, :-1]
+
+
+def _agrees(module: torch.nn.Module, rope: RopeLengths) -> bool:
+    """Whether a stand-in rotates each of some tokens, of several lengths, as transformers does. Of
+    `longrope`, every bit is the same.
+    """
+    device = _device(module)
+    x = torch.zeros((1, 1, 1), device=device)
+    lengths = (rope.original, rope.original + 1, rope.longest)
+    tried = [
+        torch.tensor([[0, 1, rope.original // 2, length - 1]], device=device) for length in lengths
+    ]
+    of_tokens = torch.tensor(lengths, device=device).repeat_interleave(tried[0].shape[1])
+    carrying = torch.cat(tried, -1) + (of_tokens << LENGTH_SHIFT)
+    for layer_type, kind in _by_layer_type(module).items():
+        if kind not in _OF_LENGTHS:
+            continue
+        made = [_at(module, *one, layer_type)[1:] for one in zip(tried, lengths, strict=True)]
+        theirs = [torch.cat(both, 1) for both in zip(*made, strict=True)]
+        ours = module.forward(x, carrying, **_named(layer_type))
+        # the last bit of a frequency, times a position
+        bound = (1e-4 + 1e-6 * of_tokens) * (kind == _DYNAMIC)
+        for one, other in zip(ours, theirs, strict=True):
+            if not bool(((one - other).abs() <= bound[:, None]).all()):
+                return False
+    return True
+
+
+def _by_layer_type(module: Any) -> dict[str | None, str]:
+    """A rotary module's kinds by the type of layer; None: of all layers."""
+    kinds = module.rope_type
+    return dict(kinds) if isinstance(kinds, dict) else {None: str(kinds)}
+
+
+def _named(layer_type: str | None) -> dict[str, str]:
+    return {} if layer_type is None else {"layer_type": layer_type}
+
+
+def _device(module: torch.nn.Module) -> torch.device:
+    return next(module.buffers()).device
+
+
+def _other(module: torch.nn.Module, changed: dict[str, Any]) -> Any:
+    """The same module with other attributes."""
     other = object.__new__(type(module))
-    vars(other).update(vars(module), _buffers=buffers)
+    vars(other).update(vars(module), **changed)
     return other
 
 
@@ -248,11 +327,6 @@ def _frequencies(layer_type: str | None) -> str:
     return "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
 
 
-def _table(module: Any, rope: RopeLengths, layer_type: str | None) -> torch.Tensor:
-    """The frequencies of each length from the original one to the longest: [lengths, F]."""
-    own = module._buffers[_frequencies(layer_type)]
-    lengths = torch.arange(rope.original, rope.longest + 1).unsqueeze(-1)
-    named = {} if layer_type is None else {"layer_type": layer_type}
-    found: torch.Tensor
-    found, _ = ROPE_INIT_FUNCTIONS[_DYNAMIC](module.config, "cpu", seq_len=lengths, **named)
-    return found.to(own.device)
+def _table_name(layer_type: str | None) -> str:
+    """The name of a stand-in's table of them."""
+    return f"{_frequencies(layer_type)}_of_lengths"

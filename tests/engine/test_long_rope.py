@@ -19,10 +19,10 @@ from engine.outputs import FinishReason
 from engine.request import RequestStatus
 from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.engine.runner.steps import build, make_core, make_request, run, tokens_of
+from tests.long_rope import MODELS, ORIGINAL
 from tests.model_recipes import RECIPES
 from tests.tiny_models import greedy_reference, make_model, make_prompts
 
-ORIGINAL = 64
 BLOCK = 8
 BUDGET = 48
 NEW = 24
@@ -31,48 +31,6 @@ LENGTHS = (5, 33, 50, ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, 90, 130)
 
 _WHOLE = "next_sequence_length"
 """What Phi-3 resets where it computes all of a request again."""
-
-_DYNAMIC: dict[str, Any] = {
-    "max_position_embeddings": ORIGINAL,
-    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
-}
-_LONG: dict[str, Any] = {
-    "max_position_embeddings": 4 * ORIGINAL,
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "original_max_position_embeddings": ORIGINAL,
-        "short_factor": [1.0] * 8,
-        "long_factor": [1.0 + 0.7 * step for step in range(8)],
-    },
-}
-_MSCALE = {"short_mscale": 1.0, "long_mscale": 1.3}
-
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama, dynamic": ("llama", _DYNAMIC),
-    "llama, longrope": ("llama", _LONG),
-    "qwen3, dynamic": ("qwen3", _DYNAMIC),
-    "phi3, longrope": ("phi3", {**_LONG, "original_max_position_embeddings": ORIGINAL}),
-    "phimoe, longrope": (
-        "phimoe",
-        {
-            **_LONG,
-            "original_max_position_embeddings": ORIGINAL,
-            "rope_parameters": {**_LONG["rope_parameters"], **_MSCALE},
-        },
-    ),
-    "gemma2, dynamic": ("gemma2", _DYNAMIC),
-    "gemma3, dynamic for full layers": (
-        "gemma3",
-        {
-            "max_position_embeddings": ORIGINAL,
-            "rope_parameters": {
-                "full_attention": _DYNAMIC["rope_parameters"],
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            },
-        },
-    ),
-}
 
 
 def _model(name: str) -> PreTrainedModel:

@@ -24,7 +24,7 @@ from engine.attention.torch_backend import TorchAttentionBackend
 from engine.loading.gate import probe_layers
 from engine.loading.joining import join_linears, shared_inputs
 from engine.loading.kv_memory import allocate_caches, make_groups
-from engine.loading.rotary import keep_frequencies
+from engine.loading.rotary import follow_lengths, keep_frequencies, read_rope
 from engine.loading.view import ModelView
 from engine.models.table import NotDescribedError, describe
 from engine.models.torch_decoder import TorchDecoder
@@ -72,6 +72,8 @@ def by_transformers(recipe: Recipe) -> Served:
     layers = view.config.get_text_config().num_hidden_layers
     shapes = probe_layers(view, TorchAttentionBackend(), layers).shapes
     groups = shared_inputs(view, [3, 4, 5])
+    rope = read_rope(view)
+    assert rope is None or follow_lengths(view, rope)
     view.set_attn_implementation(ATTENTION_NAME)
 
     def move() -> None:

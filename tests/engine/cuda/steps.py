@@ -199,7 +199,7 @@ def engine(
             moved, config, lambda line: None, graphs=CapturingBackend(capture), memory=_Memory()
         )
         runner: Any = built.runner
-        core = make_core(built, share_blocks=True, overlap=built.overlap)
+        core = make_core(built, share_blocks=True, overlap=built.overlap, rope=moved.rope)
         rig = Engine(core, watch, capture, runner, moved)
         if prepare is not None:
             prepare(rig)

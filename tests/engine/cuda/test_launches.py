@@ -4,15 +4,20 @@ where they do. See `launches`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import transformers
 
-from tests.engine.cuda.launches import KINDS, count, measure, read_table
+from tests.engine.cuda.launches import KINDS, by_transformers, count, measure, read_table, trace
 from tests.families import EVERY_FAMILY
+from tests.long_rope import MODELS
 from tests.model_recipes import RECIPES
 
 MOST = 11
 """Launches of a layer of a plain decoder."""
+MOST_FOR_LENGTHS = 10
+"""Launches that find the frequencies of a step's tokens."""
 
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)
@@ -40,6 +45,19 @@ def test_our_decoder_is_within_the_bound(family: str) -> None:
     found = read_table()["families"][family]["own"]
     assert found["decode"]["layer"] <= MOST
     assert found["prefill"]["layer"] <= MOST
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_lengths_are_looked_up_once_a_step(name: str) -> None:
+    """Rotary frequencies of each token's length add nothing to a layer, and no wait."""
+    family, settings = MODELS[name]
+    recipe = RECIPES[family]
+    plain = trace(by_transformers(recipe))
+    found = trace(by_transformers(replace(recipe, settings={**recipe.settings, **settings})))
+    for kind in KINDS:
+        ours, usual = count(found[kind], kind), count(plain[kind], kind)
+        assert ours.layer == usual.layer
+        assert ours.step - usual.step <= MOST_FOR_LENGTHS
 
 
 def test_a_layer_is_from_one_attention_to_the_next() -> None:

@@ -18,6 +18,7 @@ from engine.sampling_params import LogprobParams, SamplingParams
 from engine.types import RequestId, TokenId
 from tests.engine.cuda.steps import Engine, engine, verified
 from tests.engine.runner.steps import make_request
+from tests.long_rope import MODELS, ORIGINAL
 from tests.tiny_models import make_prompts
 
 pytest.importorskip("triton", reason="Triton is not installed here")
@@ -79,6 +80,7 @@ def check(rig: Engine) -> None:
 
 
 SMALL = {"num_hidden_layers": 1}
+LENGTHENED = ["llama, dynamic", "llama, longrope", "phi3, longrope", "phimoe, longrope"]
 
 
 @pytest.mark.parametrize(
@@ -100,6 +102,23 @@ def test_nothing_waits(family: str, changes: dict[str, Any]) -> None:
         assert any(not kind.is_replayed for kind in rig.runner.steps)
         assert stats.prefix_hits > 0
         assert rig.watch.copies > stats.steps
+
+
+@pytest.mark.parametrize("name", LENGTHENED)
+def test_nothing_waits_where_requests_outgrow_the_original_length(name: str) -> None:
+    """Each token is rotated for its own length, in replayed steps too."""
+    family, settings = MODELS[name]
+    model = verified(family, **settings)
+    assert model.rope is not None
+    assert model.rope.original == ORIGINAL
+    with engine(model, max_batch_tokens=64) as rig:
+        assert rig.watch.faults == []
+        traffic(rig)
+        check(rig)
+        assert rig.capture.abandoned == 0
+        assert rig.capture.captured > 0
+        assert rig.capture.replays > 0
+        assert any(not kind.is_replayed for kind in rig.runner.steps)
 
 
 @pytest.mark.parametrize("space", [0.0, 0.01])
