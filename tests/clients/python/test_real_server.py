@@ -150,7 +150,7 @@ async def test_a_lost_session_is_resumed(engine: FakeEngine, aclient: AsyncClien
         chunks = aiter(handle)
         first = await anext(chunks)
         streams: Any = session._streams
-        [link] = streams.core.links.values()
+        [link] = streams.core.links
         link.wire._call.cancel()
         engine.go_on()
         async with asyncio.timeout(30):

@@ -2,7 +2,7 @@
 request is with, and where it goes when that server has no room, drains or dies.
 
 1. `add` chooses a server (`FleetState.choose`) and gives the request to the `SessionCore` of the
-   stream there, a `Link`, which the flavour opens when the first request goes there.
+   stream there (`Links`), which the flavour opens when the first request goes there.
 2. The flavour passes each stream's messages to `receive`, and its end to `lost`.
 3. A request that a server refuses goes elsewhere, or waits as long as the server said.
 4. When a stream is lost, requests of which nothing was delivered are sent again elsewhere, with the
@@ -27,9 +27,10 @@ import grpc
 
 from headrace._attempts import WRONG_INSTANCE, is_worth_a_retry, note_failure
 from headrace._fleet import LOAD_INTERVAL, PATIENCE_SECONDS, FleetState, Server
+from headrace._fleet_links import Links
 from headrace._fleet_record import FleetRecord, Link, assert_fleet
 from headrace._fold import Fold
-from headrace._session import Record, SessionCore, SessionOptions, copy_of, duplicate
+from headrace._session import Record, SessionOptions, copy_of, duplicate
 from headrace.errors import (
     AlreadyExistsError,
     CallCancelledError,
@@ -41,11 +42,7 @@ from headrace.errors import (
 from headrace.options import choices_of
 from headrace.results import ServerLoad
 from headrace.v1.generation_pb2 import GenerationSpec
-from headrace.v1.generation_service_pb2 import (
-    CancelCommand,
-    StreamResultRequest,
-    StreamResultResponse,
-)
+from headrace.v1.generation_service_pb2 import StreamResultResponse
 
 _MOST_LOSSES = 5
 """How often a request is sent again because its server was lost or not ready."""
@@ -81,24 +78,26 @@ class FleetCore:
     ) -> None:
         self.records: dict[str, Record] = {}
         """The live requests, by id."""
-        self.links: dict[Server, Link] = {}
         self.closing = False
         self.ended = False
         self._state = state
         self._guard = guard
-        self._open_link = open_link
         self._later = later
         self._restarts = restarts
         room_timeout = options.get("room_timeout")
         self._room_timeout = math.inf if room_timeout is None else room_timeout
         interval = options.get("load_interval")
-        self._options: SessionOptions = {
-            **options,
-            "load_interval": LOAD_INTERVAL if interval is None else interval,
-            "room_timeout": 0,  # here it is decided who is sent again
-        }
+        self.links = Links(
+            open_link,
+            self._refused,
+            self.records.keys(),
+            {
+                **options,
+                "load_interval": LOAD_INTERVAL if interval is None else interval,
+                "room_timeout": 0,  # here it is decided who is sent again
+            },
+        )
         self._changed: dict[int, Record] = {}
-        self._orphans: dict[str, set[str]] = {}  # by instance: what was sent elsewhere since
 
     # ---- what the session's user does ------------------------------------------------------------
 
@@ -165,21 +164,13 @@ class FleetCore:
 
     @property
     def lease(self) -> float | None:
-        """The shortest lease that a server granted, in seconds; None: none has answered yet."""
-        found = [link.core.lease for link in self.links.values()]
-        return min((lease for lease in found if lease is not None), default=None)
+        """See `Links.lease`."""
+        return self.links.lease
 
     @property
     def load(self) -> ServerLoad | None:
-        """What the servers told last of their loads: the sums, and the fullest cache."""
-        loads = [link.core.load for link in self.links.values() if link.core.load is not None]
-        if not loads:
-            return None
-        return ServerLoad(
-            sum(one.running for one in loads),
-            sum(one.waiting for one in loads),
-            max(one.kv_cache_usage for one in loads),
-        )
+        """See `Links.load`."""
+        return self.links.load
 
     # ---- what the servers do ---------------------------------------------------------------------
 
@@ -200,8 +191,7 @@ class FleetCore:
     def lost(self, link: Link, error: HeadraceError | None) -> list[Record]:
         """A stream has ended; `error`: None if the server ended it in order."""
         records = link.core.give_up()
-        if self.links.get(link.server) is link:
-            del self.links[link.server]
+        self.links.lost(link)
         broken = error or UnavailableError("the server ended the session before its requests")
         is_loss = is_worth_a_retry(broken) or (
             broken.code in _LOST_IN_TRANSPORT and not broken.reason
@@ -349,8 +339,7 @@ class FleetCore:
         if record.cancelled:
             self._fail(record, CallCancelledError("it was cancelled, and its server was lost"))
             return
-        if self._options.get("lease"):  # it may run on there
-            self._orphans.setdefault(link.core.instance_id, set()).add(record.request_id)
+        self.links.left_behind(link.core.instance_id, record.request_id)
         record.fold.restart()
         record.paid = 0
         self._send_again(record, link.server)
@@ -393,9 +382,7 @@ class FleetCore:
             return
         self.records.pop(record.request_id, None)
         if record.losses:
-            self._orphans.get(link.core.instance_id, set()).discard(record.request_id)
-            for other in self.links.values():
-                self._end_orphans(other)
+            self.links.ended(link.core.instance_id, record.request_id)
 
     # ---- requests that live somewhere ------------------------------------------------------------
 
@@ -468,33 +455,13 @@ class FleetCore:
         """The stream to a server for a request that is begun there; None: the client is closed, and
         the request has failed.
         """
-        link = self.links.get(server)
-        if link is not None:
-            return link
-        core = SessionCore(**self._options)
-        link = Link(server, core)
-        core.on_refusal = partial(self._refused, link)
         try:
-            self._open_link(link)
+            return self.links.to(server)
         except UnavailableError as error:
             with self._guard:
                 self._state.over(server)
             self._fail(record, error)
             return None
-        self.links[server] = link
-        self._end_orphans(link)
-        return link
-
-    def _end_orphans(self, link: Link) -> None:
-        """Cancels what runs at a server for nobody: its request has ended elsewhere. What still
-        lives may come back to this server, and find its work there.
-        """
-        instance_id = link.server.instance_id
-        orphans = self._orphans.get(instance_id, set())
-        for request_id in [one for one in orphans if one not in self.records]:
-            orphans.discard(request_id)
-            command = CancelCommand(request_id=request_id, instance_id=instance_id)
-            link.core.outbox.append(StreamResultRequest(cancel=command))
 
     def _fail(self, record: Record, error: HeadraceError) -> None:
         record.fold.fail(error)
@@ -508,8 +475,7 @@ class FleetCore:
 
     def _close_links(self) -> None:
         if self.is_done:
-            for link in self.links.values():
-                link.core.closing = True
+            self.links.close()
 
     def _register(self, record: Record) -> None:
         if record.request_id in self.records:

@@ -54,7 +54,7 @@ class AsyncManyStreams:
 
     def flush(self) -> None:
         """Sends what the core wants sent."""
-        for link in list(self.core.links.values()):
+        for link in self.core.links:
             link.wire.flush()
         if self.core.is_done:
             self._ended.set()
@@ -65,7 +65,7 @@ class AsyncManyStreams:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), seconds)
         finally:
-            wires = [link.wire for link in self.core.links.values()]
+            wires = [link.wire for link in self.core.links]
             wake(self.core.end(UnavailableError("the session was closed")))
             self.flush()
             self._fleet.forget(self._server_changed)

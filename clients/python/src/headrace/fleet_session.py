@@ -41,7 +41,7 @@ class ManyStreams:
 
     def flush(self) -> None:
         """Sends what the core wants sent."""
-        for link in list(self.core.links.values()):
+        for link in self.core.links:
             link.wire.flush()
         if self.core.is_done:
             self._ended.notify_all()
@@ -52,7 +52,7 @@ class ManyStreams:
             try:
                 self._ended.wait_for(lambda: self.core.is_done, timeout)
             finally:
-                wires = [link.wire for link in self.core.links.values()]
+                wires = [link.wire for link in self.core.links]
                 wake(self.core.end(UnavailableError("the session was closed")))
                 self.flush()
                 self._fleet.forget(self._server_changed)

@@ -1,0 +1,115 @@
+"""The streams of one session over several servers: one for each server that has its requests,
+opened when the first goes there. What is left at a server for nobody is cancelled over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+
+from headrace._fleet import Server
+from headrace._fleet_record import Link
+from headrace._session import Record, SessionCore, SessionOptions
+from headrace.errors import HeadraceError
+from headrace.results import ServerLoad
+from headrace.v1.generation_service_pb2 import CancelCommand, StreamResultRequest
+
+
+class Links:
+    """The streams, by server.
+
+    Args:
+        open_link: opens the stream of a link.
+        refused: what to do when a server refuses a request; see `SessionCore.on_refusal`.
+        live: the ids of the session's live requests, wherever they are.
+        options: of each stream.
+    """
+
+    def __init__(
+        self,
+        open_link: Callable[[Link], None],
+        refused: Callable[[Link, Record, HeadraceError], HeadraceError | None],
+        live: Collection[str],
+        options: SessionOptions,
+    ) -> None:
+        self._open = open_link
+        self._refused = refused
+        self._live = live
+        self._options = options
+        self._links: dict[Server, Link] = {}
+        self._orphans: dict[str, set[str]] = {}
+        """By instance: what was sent elsewhere since."""
+
+    def __iter__(self) -> Iterator[Link]:
+        return iter(list(self._links.values()))
+
+    def to(self, server: Server) -> Link:
+        """The stream to a server.
+
+        Raises:
+            UnavailableError: the client is closed.
+        """
+        link = self._links.get(server)
+        if link is None:
+            link = Link(server, SessionCore(**self._options))
+            link.core.on_refusal = partial(self._refused, link)
+            self._open(link)
+            self._links[server] = link
+            self._end_orphans(link)
+        return link
+
+    def lost(self, link: Link) -> None:
+        """A stream has ended; the server's next request opens another."""
+        if self._links.get(link.server) is link:
+            del self._links[link.server]
+
+    def close(self) -> None:
+        """Half-closes all streams: nothing more will be sent."""
+        for link in self:
+            link.core.closing = True
+
+    @property
+    def lease(self) -> float | None:
+        """The shortest lease that a server granted, in seconds; None: none has answered yet."""
+        found = [link.core.lease for link in self]
+        return min((lease for lease in found if lease is not None), default=None)
+
+    @property
+    def load(self) -> ServerLoad | None:
+        """What the servers told last of their loads: the sums, and the fullest cache."""
+        loads = [link.core.load for link in self if link.core.load is not None]
+        if not loads:
+            return None
+        return ServerLoad(
+            sum(one.running for one in loads),
+            sum(one.waiting for one in loads),
+            max(one.kv_cache_usage for one in loads),
+        )
+
+    # ---- what is left for nobody -----------------------------------------------------------------
+
+    def left_behind(self, instance_id: str, request_id: str) -> None:
+        """A request is sent elsewhere, and the instance that it leaves may run on with it, as it
+        does for a lease.
+        """
+        if self._options.get("lease"):
+            self._orphans.setdefault(instance_id, set()).add(request_id)
+
+    def ended(self, instance_id: str, request_id: str) -> None:
+        """A request that was sent more than once has ended at an instance: elsewhere it runs for
+        nobody.
+        """
+        self._orphans.get(instance_id, set()).discard(request_id)
+        for link in self:
+            self._end_orphans(link)
+
+    def _end_orphans(self, link: Link) -> None:
+        """Cancels what runs at a server for nobody: its request has ended elsewhere. What still
+        lives may come back to this server, and find its work there.
+        """
+        instance_id = link.server.instance_id
+        orphans = self._orphans.get(instance_id, set())
+        for request_id in [one for one in orphans if one not in self._live]:
+            orphans.discard(request_id)
+            command = CancelCommand(request_id=request_id, instance_id=instance_id)
+            link.core.outbox.append(StreamResultRequest(cancel=command))
