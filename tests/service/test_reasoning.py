@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import headrace
 import pytest
+import pytest_asyncio
 from headrace import AsyncClient, FinishReason, Result
 from headrace.v1 import generation_pb2 as pb
 
@@ -21,6 +22,7 @@ from tests.service.callers import TEMPLATE, calling, make_directory
 from tests.service.fake_engine import FakeEngine, byte_tokenizer
 from tests.service.helpers import serving
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 MESSAGES = [{"role": "user", "content": "How high is the river?"}]
 SCHEMA = {
     "type": "object",
@@ -58,7 +60,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.fixture(params=list(KINDS))
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=list(KINDS))
 async def client(
     request: pytest.FixtureRequest, directories: dict[str, Path]
 ) -> AsyncIterator[tuple[str, AsyncClient]]:

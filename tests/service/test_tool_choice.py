@@ -12,12 +12,14 @@ from typing import Any
 
 import headrace
 import pytest
+import pytest_asyncio
 from headrace import AsyncClient, FinishReason, Result
 from jsonschema import Draft202012Validator
 
 from service.replies import FORMATS
 from tests.service.callers import calling, make_directory
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 _SHORT = {"type": "string", "maxLength": 6}
 _SMALL = {"type": "integer", "minimum": -20, "maximum": 20}
 
@@ -144,7 +146,7 @@ def directory(
     return name, make_directory(tmp_path_factory.mktemp(name.replace("_", "-")), name)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(directory: tuple[str, Path]) -> AsyncIterator[tuple[str, AsyncClient]]:
     """A client of a server of each."""
     name, path = directory
