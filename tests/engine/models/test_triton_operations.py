@@ -27,19 +27,18 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "name",
+    "names",
     [
-        "test_triton_operations.py",
-        "test_triton_comparison.py",
+        ("operations", "comparison"),
         # A whole engine, with our decoder.
-        pytest.param("test_triton_decoder.py", marks=pytest.mark.slow),
+        pytest.param(("decoder",), marks=pytest.mark.slow),
     ],
 )
-def test_by_the_interpreter(name: str) -> None:
+def test_by_the_interpreter(names: tuple[str, ...]) -> None:
     """In a process of its own: triton is imported as an interpreter, or it is not."""
-    tests = ROOT / "tests" / "gpu" / name
+    tests = [str(ROOT / "tests" / "gpu" / f"test_triton_{name}.py") for name in names]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
