@@ -13,6 +13,7 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import model_service_pb2
 
+from service import server
 from service.delivery.log import EventLog
 from service.delivery.request import ServedRequest
 from tests.service.fake_engine import FakeEngine, default_script, model_info, says
@@ -258,7 +259,10 @@ async def test_the_engine_dies_while_requests_are_held() -> None:
         assert session.events()["a"][-1].failed.status.code == 14  # its own end, without credit
 
 
-async def test_a_drain_ends_what_stays_held() -> None:
+async def test_a_drain_ends_what_stays_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The call of a client that reads nothing goes on for as long as it may, and its connection.
+    monkeypatch.setattr(server, "_CALLS_GRACE_S", 0.1)
+    monkeypatch.setattr(server, "_CONNECTIONS_GRACE_S", 0.1)
     async with serving(FakeEngine(), max_unread_tokens=20) as h:
         await blocked(h, "a", h.session())
         await until(lambda: h.engine.held)

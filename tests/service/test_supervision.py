@@ -118,10 +118,13 @@ async def test_a_server_that_listens_no_more_is_a_failure(
     """A process that is alive and deaf would stay so for ever."""
     async with serving(FakeEngine()) as h:
         failing = asyncio.ensure_future(h.server.failed())
+        come = asyncio.Event()
         # What comes of a defect in gRPC's one loop.
-        monkeypatch.setattr(unknown_methods, "_refuse", lambda *_: None)
+        monkeypatch.setattr(unknown_methods, "_refuse", lambda *_: come.set())
         # Nobody answers it, and gRPC's loop ends with its last call.
-        await refused(h.channel.unary_unary("/a/b")(b"", timeout=3))
+        call = h.channel.unary_unary("/a/b")(b"")
+        await asyncio.wait_for(come.wait(), DEADLINE_S)
+        call.cancel()
         async with asyncio.timeout(DEADLINE_S):
             failure = await failing
         assert isinstance(failure, ListeningError)
