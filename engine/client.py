@@ -178,9 +178,14 @@ class EngineVerbs(Protocol):
 
 
 class EngineClient(EngineVerbs, Protocol):
-    """An engine, in this process or another: its verbs, its start and its end. All methods are
-    called on the event loop on which `start` was called.
+    """An engine, in this process or another: its verbs, its start and its end. All methods but
+    `launch` are called on the event loop on which `start` was called.
     """
+
+    def launch(self) -> None:
+        """Begin already what `start` goes on with, as far as that needs no event loop. By itself
+        there is nothing.
+        """
 
     async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:
         """Load the model and begin to serve. The outputs of all requests go to `sink`.

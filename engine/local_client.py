@@ -65,6 +65,9 @@ class LocalEngineClient:
         self._loaded: asyncio.Event | None = None
         self._ended = asyncio.Event()
 
+    def launch(self) -> None:
+        """See EngineClient."""
+
     async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:
         """Load the model in a thread, warm it up and begin to serve; see the protocol.
 

@@ -98,6 +98,7 @@ def serve(given: flags.Given) -> None:
 
             follow_to_the_end(model, load, rank, output)
         output.say(f"headrace-server {_version()}: starting")
+        client.launch()  # before what serving imports: the engine's process has more to import
         from service.process import run_to_the_end
 
         run_to_the_end(config, client, output, telemetry_config=telemetry)

@@ -103,11 +103,10 @@ class _Process:
             progress=self._progress,
             tokenizer_loader=tokenizer_loader,
         )
-        self._began = time.monotonic()
         self._signalled = asyncio.Event()
 
     def _progress(self, line: str) -> None:
-        self._say(f"[{time.monotonic() - self._began:6.1f} s] {line}")
+        self._say(f"[{time.monotonic() - self._output.began:6.1f} s] {line}")
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -142,7 +141,7 @@ class _Process:
 
     async def _serve(self, ending: asyncio.Task[None]) -> int:
         state = self._server.state
-        seconds = time.monotonic() - self._began
+        seconds = time.monotonic() - self._output.began
         self._say(
             welcome(
                 self._config,

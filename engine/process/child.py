@@ -6,10 +6,10 @@ not lost.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from engine.logs.lines import LineReader, open_pipe
 _EXIT_GRACE_S = 5.0
 _LAST_WORDS_S = 0.5
 """How long to wait for the end of an ended process's stderr, which its children may also hold."""
+_POLL_S = 0.01
 
 PROGRAM = (
     f"import sys; sys.path.insert(0, {str(Path(engine.__file__).parents[1])!r}); "
@@ -32,14 +33,15 @@ PROGRAM = (
 class EngineProcess:
     """See the module."""
 
-    def __init__(self, process: asyncio.subprocess.Process, stderr: LineReader | None) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], stderr: LineReader | None) -> None:
         """process: the engine's. stderr: reads its stderr; None: nobody does."""
         self._process = process
         self._stderr = stderr
 
     @classmethod
-    async def spawn(cls, program: str) -> tuple[EngineProcess, socket.socket]:
-        """Start a process that runs a program, with this side's end of the socket pair.
+    def spawn(cls, program: str) -> tuple[EngineProcess, socket.socket]:
+        """Start a process that runs a program, with this side's end of the socket pair. Needs no
+        event loop: call it in the main thread, with whose end the process is killed.
 
         program: Python code.
         """
@@ -48,15 +50,17 @@ class EngineProcess:
         try:
             ours, theirs = socket.socketpair()
             with theirs:
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-P",  # nothing is imported from the working directory
-                    "-c",
-                    program,
-                    str(theirs.fileno()),
-                    str(os.getpid()),
+                process = subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-P",  # nothing is imported from the working directory
+                        "-c",
+                        program,
+                        str(theirs.fileno()),
+                        str(os.getpid()),
+                    ],
                     env=engine_environ(),
-                    stdin=asyncio.subprocess.DEVNULL,
+                    stdin=subprocess.DEVNULL,
                     stdout=stderr,
                     stderr=stderr,
                     pass_fds=(theirs.fileno(),),
@@ -64,7 +68,6 @@ class EngineProcess:
                 )
         finally:
             os.close(stderr)
-        ours.setblocking(False)
         return cls(process, lines), ours
 
     @property
@@ -85,13 +88,16 @@ class EngineProcess:
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK"), state == "T"
 
     async def exit_code(self) -> int:
-        """Wait for its end; see asyncio's Process.wait."""
-        return await self._process.wait()
+        """Wait for its end. It is asked for again and again: whoever waits for it has seen the
+        socket close, or has closed it, so it ends soon.
+        """
+        while (code := self._process.poll()) is None:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(_POLL_S)
+        return code
 
     def kill(self) -> None:
         """Kill it. Harmless if it has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        self._process.kill()
 
     async def end(self) -> None:
         """Wait for its end, and for the last lines of its stderr; kill it if it does not end. Its

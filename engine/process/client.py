@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import logging
 import secrets
+import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -34,7 +35,7 @@ from engine.process import messages
 from engine.process.child import PROGRAM, EngineProcess
 from engine.process.exits import MENTIONS, describe_exit
 from engine.process.verbs import VERBS, Verb, raw, sends_the_rest
-from engine.process.wire import FrameReader, FrameWriter
+from engine.process.wire import FrameReader, FrameWriter, frame
 from engine.request import GenerationRequest
 from engine.types import RequestId
 
@@ -102,6 +103,7 @@ class ProcessEngineClient(EngineClient):
         self._hang_timeout_s = hang_timeout_s
         self._sink: StepSink | None = None
         self._program = PROGRAM
+        self._launched: tuple[EngineProcess, socket.socket] | None = None
         self._process: EngineProcess | None = None
         self._writer: FrameWriter | None = None
         self._started: asyncio.Future[ModelInfo] | None = None
@@ -119,6 +121,19 @@ class ProcessEngineClient(EngineClient):
 
     # ---- life ----------------------------------------------------------------------------------
 
+    def launch(self) -> None:
+        """Start the process, which loads while the caller gets ready for `start`. Call it in the
+        main thread.
+        """
+        self._launched = self._spawn()
+
+    def _spawn(self) -> tuple[EngineProcess, socket.socket]:
+        """A process that was told what to load, and this side's end of its socket."""
+        process, ours = EngineProcess.spawn(self._program)
+        with contextlib.suppress(ConnectionError):  # it has ended, which its socket's reader sees
+            ours.sendall(frame(self._start_message))
+        return process, ours
+
     async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:
         """Start a process and load the model in it; see the protocol. May be called again once the
         previous process has died.
@@ -127,18 +142,19 @@ class ProcessEngineClient(EngineClient):
             ModelRefusedError, InsufficientMemoryError, ConfigError: with the reason.
             EngineUnavailableError: the process died while it loaded.
         """
-        await self._end_process()  # of the previous process
-        progress("starting the engine's process")
+        if self._launched is None:
+            await self._end_process()  # of the previous process
+            progress("starting the engine's process")
         self._sink, self._failure, self._closing = sink, None, False
         self._is_paused = False
         self._failed.clear()
         self._durations.clear()
         loop = asyncio.get_running_loop()
         self._started = loop.create_future()
-        self._process, ours = await EngineProcess.spawn(self._program)
+        self._process, ours = self._launched or self._spawn()
+        self._launched = None
         reader, writer = await asyncio.open_connection(sock=ours)
         self._writer = FrameWriter(writer)
-        self._writer.write(self._start_message)
         frames = FrameReader(reader, msgspec.msgpack.Decoder(messages.Message))
         self._last_heard = time.monotonic()
         self._tasks = [
@@ -423,6 +439,9 @@ class ProcessEngineClient(EngineClient):
 
     async def _end_process(self) -> None:
         """Close the socket, which ends the process; kill the process if it does not end."""
+        if self._launched is not None:
+            (self._process, ours), self._launched = self._launched, None
+            ours.close()
         process, self._process = self._process, None
         for task in self._tasks:
             task.cancel()

@@ -14,6 +14,12 @@ MAX_FRAME_BYTES = 256 * 1024 * 1024
 T = TypeVar("T")
 
 
+def frame(message: msgspec.Struct) -> bytes:
+    """A message as it is sent."""
+    payload = msgspec.msgpack.encode(message)
+    return len(payload).to_bytes(4, "little") + payload
+
+
 class FrameReader(Generic[T]):
     """Reads messages of one type."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
@@ -25,6 +26,9 @@ _LAST_WORDS_S = 0.2
 class Output:
     """The output of the process: `say` and, from `__enter__` to `__exit__`, the root logger,
     sys.stderr and file descriptor 2. None of it raises or waits.
+
+    Attributes:
+        began: when this was made, in monotonic seconds: what a start took is counted from here.
     """
 
     def __init__(self, log_format: str, level: str, level_of: Sequence[str] = ()) -> None:
@@ -35,6 +39,7 @@ class Output:
             level: debug, info, warning or error.
             level_of: levels of modules, see `engine.logs.levels`.
         """
+        self.began = time.monotonic()
         self._form = form(log_format)
         self._level = level.upper()
         self._level_of = level_of

@@ -304,10 +304,22 @@ async def test_a_killed_process_ends_its_requests_and_its_successor_is_ended_if_
     assert failure.mentions == ("max_memory_percent",)
 
 
+async def test_a_launched_process_that_nobody_starts_is_ended(
+    impatient: ProcessEngineClient,
+) -> None:
+    impatient.launch()
+    assert impatient._launched is not None
+    process = impatient._launched[0]
+    await impatient.close()
+    assert await process.exit_code() == 0
+
+
 async def test_a_process_that_is_stopped_while_it_loads_is_ended(
     sink: Sink, impatient: ProcessEngineClient
 ) -> None:
     client = impatient
+    client.launch()  # `start` goes on with this process
+    launched = client._launched
     loading: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def note(line: str) -> None:
@@ -317,7 +329,8 @@ async def test_a_process_that_is_stopped_while_it_loads_is_ended(
     starting = asyncio.ensure_future(client.start(sink, note))
     async with asyncio.timeout(WAIT):
         await loading
-        assert client.pid is not None
+        assert launched is not None
+        assert client.pid == launched[0].pid
         os.kill(client.pid, signal.SIGSTOP)
         with pytest.raises(EngineUnavailableError, match="exit code -9"):
             await starting
@@ -334,7 +347,7 @@ async def test_a_process_that_is_stopped_while_it_loads_is_ended(
 )
 async def test_a_long_step_on_a_cpu_is_no_hang(program: str, on_cpu: bool, is_ended: bool) -> None:
     client = ProcessEngineClient(DEMO, hang_timeout_s=0.2)
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    process = subprocess.Popen([sys.executable, "-c", program])  # noqa: ASYNC220 - at once
     client._computes_on_cpu = on_cpu
     client._live, client._admitted = {RequestId("a"): 0.0}, {RequestId("a")}
     watching = asyncio.ensure_future(client._watch(EngineProcess(process, None)))
@@ -343,7 +356,7 @@ async def test_a_long_step_on_a_cpu_is_no_hang(program: str, on_cpu: bool, is_en
     watching.cancel()
     if not is_ended:
         process.kill()
-    assert await process.wait() == -signal.SIGKILL
+    assert process.wait(WAIT) == -signal.SIGKILL
 
 
 async def test_a_request_ends_though_its_process_dies_after_it_was_found_to_have_ended(
