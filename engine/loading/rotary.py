@@ -23,6 +23,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from engine.models.lengths import FROM, LengthTable, table_name
 from engine.rope import LENGTH_SHIFT, POSITION_MASK, RopeLengths
 
 _DYNAMIC, _LONG = "dynamic", "longrope"
@@ -82,6 +83,8 @@ def follow_lengths(model: PreTrainedModel, rope: RopeLengths) -> bool:
         Whether the view now takes position ids that carry lengths. If not, it is as before.
     """
     rotary = [one for one in model.modules() if _kinds_of(one) & _OF_LENGTHS]
+    if any(_FORWARD in vars(one) for one in rotary):
+        return False  # the owner's: what it computes is not known
     with ExitStack() as undo:
         try:
             for one in rotary:
@@ -172,34 +175,29 @@ class _Rotary:
 
     def __init__(self, module: Any, rope: RopeLengths) -> None:
         self._module = module
-        self._original = rope.original
         self._compute = type(module).forward
         # As transformers wrote it, without what it does first: to follow the longest position.
         self._rotate = inspect.unwrap(self._compute)
         self._plain = _without_kind(module.config) if _makes(module) else None
-        self._before = vars(module).get(_FORWARD)
         tables: dict[str, torch.Tensor] = {}
         for layer_type, kind in _by_layer_type(module).items():
+            name = table_name(_frequencies(layer_type))
             if kind == _DYNAMIC:
-                tables[_table_name(layer_type)] = _dynamic(module, rope, layer_type)
+                tables[name] = _dynamic(module, rope, layer_type)
             elif kind == _LONG:
-                frequencies, scalings = _long(module, rope, layer_type)
-                tables[_table_name(layer_type)] = frequencies
+                tables[name], scalings = _long(module, rope, layer_type)
                 if self._plain is not None:
                     tables[_SCALINGS] = scalings
         for name, table in tables.items():
             module.register_buffer(name, table, persistent=False)
-        self._tables = tuple(tables)
+        self._own = (*tables, FROM, _FORWARD)
+        setattr(module, FROM, rope.original)
         module.forward = self
 
     def leave(self) -> None:
         """Have the module as it was."""
-        for name in self._tables:
+        for name in self._own:
             delattr(self._module, name)
-        if self._before is None:
-            del self._module.forward
-        else:
-            self._module.forward = self._before
 
     def __call__(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
@@ -207,12 +205,12 @@ class _Rotary:
         """See the module: cosines and sines for position ids [1, T] that may carry lengths."""
         named, buffers = _named(layer_type), self._module._buffers
         positions = position_ids & POSITION_MASK
-        table = buffers.get(_table_name(layer_type))
+        table = LengthTable.of(self._module, table_name(_frequencies(layer_type)))
         if table is None:
             fixed: Embeddings = self._compute(self._module, x, positions, **named)
             return fixed
-        rows = ((position_ids[0] >> LENGTH_SHIFT) - self._original).clamp(0, len(table) - 1)
-        frequencies = _OfTokens(table.index_select(0, rows))
+        rows = table.rows(position_ids[0])
+        frequencies = _OfTokens(table.frequencies.index_select(0, rows))
         changed: dict[str, Any] = {"_buffers": {**buffers, _frequencies(layer_type): frequencies}}
         if self._plain is not None:
             made = frequencies, buffers[_SCALINGS].index_select(0, rows)
@@ -234,13 +232,16 @@ def _without_kind(config: Any) -> Any:
 
 def _dynamic(module: Any, rope: RopeLengths, layer_type: str | None) -> torch.Tensor:
     """The frequencies of each length from the original one to the longest: [lengths, F]."""
-    own = module._buffers[_frequencies(layer_type)]
+    name, device = _frequencies(layer_type), _device(module)
     lengths = torch.arange(rope.original, rope.longest + 1).unsqueeze(-1)
     found: torch.Tensor
     found, _ = ROPE_INIT_FUNCTIONS[_DYNAMIC](
         module.config, "cpu", seq_len=lengths, **_named(layer_type)
     )
-    return found.to(own.device)
+    found = found.to(device)
+    first = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    found[0] = _at(module, first, rope.original, layer_type)[0]._buffers[name]  # may be rounded
+    return found
 
 
 def _long(
@@ -254,9 +255,10 @@ def _long(
         first = torch.zeros((1, 1), dtype=torch.int64, device=_device(module))
         one, cos, _ = _at(module, first, length, layer_type)
         made = one.rope_init_fn(one.config)[0] if _makes(module) else None
-        frequencies.append(one._buffers[_frequencies(layer_type)] if made is None else made)
+        own = one._buffers[_frequencies(layer_type)] if made is None else made
+        frequencies.append(own.to(first.device, torch.float32))
         scalings.append(cos[..., :1])  # the cosine of 0 is 1
-    return torch.stack(frequencies).to(_device(module)), torch.cat(scalings)
+    return torch.stack(frequencies), torch.cat(scalings)
 
 
 def _at(
@@ -325,8 +327,3 @@ def _other(module: torch.nn.Module, changed: dict[str, Any]) -> Any:
 def _frequencies(layer_type: str | None) -> str:
     """The name of a module's frequencies."""
     return "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
-
-
-def _table_name(layer_type: str | None) -> str:
-    """The name of a stand-in's table of them."""
-    return f"{_frequencies(layer_type)}_of_lengths"

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from engine.models import description as described
+from engine.models.lengths import LengthTable
+from engine.rope import POSITION_MASK
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,11 @@ class DecoderFrame:
             model.get_submodule(one.module).get_buffer(one.frequencies).float()
             for one in decoder.rotaries
         ]
+        self._of_lengths = [
+            None if one.lengths is None else LengthTable.of(module, one.lengths)
+            for one in decoder.rotaries
+            for module in [model.get_submodule(one.module)]
+        ]
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] → [T, K]."""
@@ -51,11 +58,19 @@ class DecoderFrame:
 
     def tables(self, positions: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         """Cosines and sines of tokens at these positions, for each of the rotary embeddings: [T,
-        dim / 2], of the model's type where they are rounded to it, else float32.
+        dim / 2], of the model's type where they are rounded to it, else float32. Positions may
+        carry a length, see `engine.rope`.
         """
-        found = []
-        for one, frequencies in zip(self.description.rotaries, self._frequencies, strict=True):
-            angles = positions[:, None].float() * frequencies
+        found, places = [], positions
+        if any(self._of_lengths):
+            places = positions & POSITION_MASK
+        for one, frequencies, of_lengths in zip(
+            self.description.rotaries, self._frequencies, self._of_lengths, strict=True
+        ):
+            if of_lengths is not None:
+                rows = of_lengths.rows(positions)
+                frequencies = of_lengths.frequencies.index_select(0, rows)
+            angles = places[:, None].float() * frequencies
             cos, sin = angles.cos(), angles.sin()
             if one.scaling != 1.0:
                 cos, sin = cos * one.scaling, sin * one.scaling

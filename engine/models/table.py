@@ -31,6 +31,7 @@ from engine.models.description import (
     Rotary,
 )
 from engine.models.digests import DIGESTS
+from engine.models.lengths import LengthTable, table_name
 from engine.models.packed import PackedEmbedding
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -40,7 +41,8 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu2": "relu_squared",
 }
 _FIXED_ROTARY = frozenset({"default", "linear", "llama3", "yarn", "ntk_alpha"})
-"""Kinds of rotary embeddings whose frequencies do not depend on the step."""
+"""Kinds of rotary embeddings whose frequencies do not depend on the length."""
+_ROTARY_OF_LENGTHS = frozenset({"dynamic", "longrope"})
 _EPS = ("variance_epsilon", "eps")
 _SOURCE = "transformers."
 
@@ -182,10 +184,18 @@ def describe(model: PreTrainedModel) -> Decoder:
         raise NotDescribedError(
             f"the source of {type(model).__name__} is not one that our decoder was compared with"
         )
+    ours = {one.module for one in found.rotaries if _follows_lengths(model, one)}
     for path, module in model.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        is_foreign = "forward" in vars(module) and path not in ours
+        if module._forward_hooks or module._forward_pre_hooks or is_foreign:
             raise NotDescribedError(f"{path or 'the model'} has hooks, or a forward of its own")
     return found
+
+
+def _follows_lengths(model: PreTrainedModel, one: Rotary) -> bool:
+    """Whether a rotary module's forward is the stand-in of `engine.loading.rotary`."""
+    module = model.get_submodule(one.module)
+    return one.lengths is not None and LengthTable.of(module, one.lengths) is not None
 
 
 def digest(model: torch.nn.Module) -> str:
@@ -322,11 +332,14 @@ class _Reader:
             kind = name.removesuffix("inv_freq").rstrip("_")
             prefix = f"{kind}_" if kind else ""
             rope_type = module.rope_type[kind] if kind else module.rope_type
-            if rope_type not in _FIXED_ROTARY:
+            depends = rope_type in _ROTARY_OF_LENGTHS
+            if not depends and rope_type not in _FIXED_ROTARY:
                 raise NotDescribedError(f"its rotary embeddings are {rope_type}")
             found[kind] = Rotary(
                 module="model.rotary_emb",
-                frequencies=name,
+                # The other one has those of the last length that the model was called with.
+                frequencies=f"{prefix}original_inv_freq" if depends else name,
+                lengths=table_name(name) if depends else None,
                 dim=2 * len(buffer),
                 scaling=float(getattr(module, f"{prefix}attention_scaling")),
                 paired=self.family.paired,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,8 +15,13 @@ from transformers import PreTrainedModel
 from engine.api.offline import LoadedModel, from_model, load
 from engine.api.results import GenerationOutput
 from engine.config import ContinuousBatchingConfig
+from engine.loading.loader import VerifiedModel
+from engine.models import choosing
+from engine.models.native_decoder import NativeDecoder
+from engine.models.torch_decoder import TorchDecoder
 from engine.outputs import FinishReason
 from engine.request import RequestStatus
+from engine.rope import LENGTH_SHIFT
 from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.engine.runner.steps import build, make_core, make_request, run, tokens_of
 from tests.long_rope import MODELS, ORIGINAL
@@ -66,6 +71,23 @@ def _run(
                 results[output.request_id] = output
         manager._loop._core.scheduler.kv_cache.check_integrity()
     return [results[name] for name in names]
+
+
+def _check_tables(verified: VerifiedModel) -> None:
+    """Our decoder's cosines and sines are those of the view's modules, bit by bit."""
+    decoder, view = verified.decoder, cast("Any", verified.model)
+    assert decoder is not None
+    places = torch.arange(4 * ORIGINAL).repeat(2)
+    lengths = torch.cat((places[: 4 * ORIGINAL] + 1, torch.full((4 * ORIGINAL,), 4 * ORIGINAL)))
+    carried = places + (torch.where(lengths > ORIGINAL, lengths, 0) << LENGTH_SHIFT)
+    kinds = [
+        one.frequencies.partition("original_inv_freq")[0] for one in decoder.description.rotaries
+    ]
+    for kind, ours in zip(kinds, decoder.tables(carried), strict=True):
+        named = {"layer_type": kind.removesuffix("inv_freq").rstrip("_")} if kind else {}
+        theirs = view.model.rotary_emb(torch.zeros(1, 1), carried.unsqueeze(0), **named)
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(one, other[0, :, : one.shape[-1]])
 
 
 _FAST = ("llama, dynamic", "phi3, longrope")
@@ -140,13 +162,35 @@ def test_choices_that_outgrow_the_original_length(choices: int) -> None:
         assert manager.stats().preemptions == choices  # each was computed anew, once
 
 
-@pytest.mark.parametrize("name", ["llama, dynamic", "phi3, longrope"])
-def test_a_checkpoint_that_is_loaded(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in _FAST else pytest.mark.slow)
+        for name in MODELS
+        if not name.startswith("phimoe")
+    ],
+)
+@pytest.mark.parametrize("device", ["of the CPU", "of CUDA"])
+def test_our_decoder(
+    name: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the native kernels, and as on CUDA with plain operations: as `generate`, of a checkpoint
+    that is loaded.
+    """
     model = _model(name)
     model.save_pretrained(tmp_path)
     prompts = make_prompts(LENGTHS)
-    loaded = load(str(tmp_path), dtype="float32", device="cpu")
     right = [_alone(model, prompt) for prompt in prompts]
+    if device == "of CUDA":
+        monkeypatch.setattr(choosing, "TORCH_DEVICES", frozenset({"cpu"}))
+        loaded = load(
+            str(tmp_path), dtype="float32", device="cpu", attention="torch", pack_weights=False
+        )
+        assert isinstance(loaded._verified.steps, TorchDecoder)
+    else:
+        loaded = load(str(tmp_path), dtype="float32", device="cpu")
+        assert isinstance(loaded._verified.steps, NativeDecoder)
+    _check_tables(loaded._verified)
     outputs = _run(loaded, prompts, num_blocks=256)
     assert [output.generated_tokens for output in outputs] == right
 

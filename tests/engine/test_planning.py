@@ -117,6 +117,8 @@ def test_a_context_that_rotary_embeddings_extend(tmp_path: Path) -> None:
     assert outline.context_length == CONTEXT
     verified = load_model(str(path), LoadConfig(threads=1), lambda line: None)
     assert verified.context_length == CONTEXT
+    assert outline.own_decoder
+    assert verified.decoder is not None
 
 
 def test_requests_fit_as_the_cache_says(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from engine.attention.base import BatchLayout, LayerShape
 from engine.attention.registry import ATTENTION_NAME, register
@@ -72,8 +73,7 @@ def by_transformers(recipe: Recipe) -> Served:
     layers = view.config.get_text_config().num_hidden_layers
     shapes = probe_layers(view, TorchAttentionBackend(), layers).shapes
     groups = shared_inputs(view, [3, 4, 5])
-    rope = read_rope(view)
-    assert rope is None or follow_lengths(view, rope)
+    _follow_lengths(view)
     view.set_attn_implementation(ATTENTION_NAME)
 
     def move() -> None:
@@ -84,9 +84,16 @@ def by_transformers(recipe: Recipe) -> Served:
     return Served(view, move, shapes)
 
 
+def _follow_lengths(model: PreTrainedModel) -> None:
+    """As a view of it does, if its rotary frequencies depend on lengths."""
+    rope = read_rope(model)
+    assert rope is None or follow_lengths(model, rope)
+
+
 def by_ours(recipe: Recipe, dtype: torch.dtype = torch.bfloat16) -> Served | None:
     """The same with our own decoder; None: it does not know the family."""
     model = make_model(recipe.config(eos_token_id=None))
+    _follow_lengths(model)
     try:
         described = describe(model)
     except NotDescribedError:

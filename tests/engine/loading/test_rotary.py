@@ -12,6 +12,7 @@ import torch
 
 from engine.loading.rotary import follow_lengths, keep_frequencies, read_rope
 from engine.loading.view import ModelView
+from engine.models.table import NotDescribedError, describe
 from engine.rope import LENGTH_SHIFT, RopeLengths
 from tests.long_rope import MODELS, ORIGINAL
 from tests.model_recipes import RECIPES
@@ -114,6 +115,23 @@ def test_a_view_that_cannot_follow_is_as_before() -> None:
     before = dict(vars(rotary)), set(rotary._buffers)
     assert not follow_lengths(view, rope)
     assert (dict(vars(rotary)), set(rotary._buffers)) == before
+
+
+def test_a_forward_that_the_owner_has_replaced_is_kept() -> None:
+    """What it would compute for other lengths is not known, so there are none; nor is it described
+    for our decoder.
+    """
+    family, settings = MODELS["llama, longrope"]
+    model: Any = make_model(RECIPES[family].config(**settings))
+    right = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda *given, **named: right(*given, **named)
+    view: Any = ModelView.of(model).model
+    rope = read_rope(view)
+    assert rope is not None
+    assert not follow_lengths(view, rope)
+    assert view.model.rotary_emb.forward is model.model.rotary_emb.forward
+    with pytest.raises(NotDescribedError, match="a forward of its own"):
+        describe(view)
 
 
 def test_a_module_that_rotates_otherwise_beyond_the_original_length() -> None:

@@ -261,8 +261,8 @@ def test_another_model_runs_as_it_was_written(change: Any, reason: str) -> None:
         ("llama", {"hidden_act": "relu"}, "its activation is relu"),
         (
             "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "its rotary embeddings are dynamic",
+            {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}},
+            "its rotary embeddings are proportional",
         ),
         ("llama", {"intermediate_size": 8}, "model.layers.0.mlp.gate_proj is not packed"),
     ],
