@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks import processes
 from benchmarks.processes import ROOT, System, SystemFailure
 from benchmarks.systems import SYSTEMS
 
@@ -55,7 +56,8 @@ main(Busy())
 
 
 @pytest.fixture
-def busy(tmp_path: Path) -> Iterator[System]:
+def busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[System]:
+    monkeypatch.setattr(processes, "ORPHAN_S", 0.2)  # its child ends when it is killed, not before
     (tmp_path / "busy.py").write_text(BUSY)
     path = f"{tmp_path}:{ROOT}"
     system = System("busy", "busy", sys.executable, tmp_path / "log", {"PYTHONPATH": path})

@@ -294,7 +294,7 @@ def test_a_kilobyte_that_stays_of_each_request_is_found(monkeypatch: pytest.Monk
         ended(self, request)
 
     monkeypatch.setattr(Registry, "has_ended", leaky)
-    assert traced(200).wrong
+    assert traced(50).wrong
 
 
 # ---- planted -------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from clients.conformance import driver, scenario
 from clients.conformance.driver import ROOT
 from clients.conformance.registry import LANGUAGES, Language
 from clients.conformance.suite import END, Outcome, load_vectors, run_language
@@ -33,6 +34,11 @@ FAULTS = {
     "retries-early": ("refused-then-taken", "it was told"),
     "pays-for-all": ("credits", "credit was given"),
 }
+NEVER = {
+    "leaks-a-stream": (scenario, "CLEAR_SECONDS"),
+    "does-not-end": (driver, "END_SECONDS"),
+}
+"""How long the suite waits for what does not come because of a fault."""
 
 _GO = (
     "drops-a-delta", "splits-a-character", "swallows-an-error", "foreign-errors",
@@ -60,7 +66,9 @@ def test_each_fault_is_looked_for() -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_planted_fault_is_found(fault: str) -> None:
+async def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault in NEVER:
+        monkeypatch.setattr(*NEVER[fault], 0.5)
     name, problem = FAULTS[fault]
     command = (sys.executable, "-m", "tests.clients.conformance.faulty_driver", fault)
     outcomes = await run(replace(PYTHON, command=command), name)
