@@ -1,5 +1,6 @@
-"""Compile every Triton kernel for an H100, for all sizes, block sizes and types, and say what comes
-out (`make kernels`). Ends with 1 if a kernel is not as it should be.
+"""Compile every Triton kernel for an H100, for all sizes, block sizes and types, and that of
+experts for smaller devices too, and say what comes out (`make kernels`). Ends with 1 if a kernel is
+not as it should be.
 
 A case is compiled by one of several processes. Triton's cache on disk keeps what was compiled, by
 source and constants, so what cases have in common is compiled once, and in the next run only what
@@ -30,7 +31,9 @@ Result = tuple[list[tuple[Found, list[str]]], str | None]
 def compile_case(case: Case) -> Result:
     """Compile a case, here."""
     try:
-        return [(found, faults(case, found)) for found in compile_all(case.run)], None
+        return [
+            (found, faults(case, found)) for found in compile_all(case.run, case.properties)
+        ], None
     except Exception as error:
         return [], f"{type(error).__name__}: {error}"
 

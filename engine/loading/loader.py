@@ -52,6 +52,7 @@ from engine.loading.rotary import follow_lengths, keep_frequencies, read_rope
 from engine.loading.view import ModelView
 from engine.models import choosing
 from engine.models.choosing import NOT_ASKED, CausalDecoder, Plan, make_decoder, plan_decoder
+from engine.models.experts import choose_experts
 from engine.parallel.sharding import check_plan, sharding, whole_logits
 from engine.rope import RopeLengths
 from engine.runner.forward import CausalModel
@@ -260,6 +261,8 @@ def verify_model(
         progress(str(pack_model(original, packing)))
         view, model, rope = _view(original)
     enter(progress, VERIFY)
+    if view is not None:
+        choose_experts(model, backend, progress)
     decoder = make_decoder(model, plan, backend, [shape.window for shape in probe.shapes], progress)
     del plan  # what was recorded of the model
     if own_decoder and decoder is None and view is not None:

@@ -18,12 +18,6 @@ import torch
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-UNCAPTURED = frozenset({"gpt_oss", "deepseek_v3"})
-"""Families whose steps no graph can hold in float32: for experts in float32, as for all off
-compute capability 9 and 10, `torch._grouped_mm` copies the groups' ends to the host.
-"""
-
-
 @pytest.fixture(scope="session")
 def interpreted() -> bool:
     """Whether the interpreter runs: it takes milliseconds for each program."""

@@ -19,11 +19,12 @@ pytest.importorskip("triton")
 
 from engine.attention.triton_backend import TritonAttentionBackend
 from engine.loading.loader import VerifiedModel, verify_model
+from engine.models.experts import EXPERTS_NAME
 from engine.request import GenerationRequest
 from engine.runner.runner_options import StepPath
 from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.engine.runner.steps import build_verified, make_core, make_request, run, tokens_of
-from tests.gpu.conftest import INTERPRETED, UNCAPTURED
+from tests.gpu.conftest import INTERPRETED
 from tests.tiny_models import FAMILIES, WINDOW, greedy_reference, make_model, make_prompts
 
 pytestmark = pytest.mark.gpu
@@ -32,6 +33,7 @@ NEW = 4 if INTERPRETED else 24
 LENGTHS = (1, WINDOW + 2, 9) if INTERPRETED else (1, 2, 31, WINDOW + 40, 100)
 # Beside the plain one: softcap and window; sinks and window; values of another size than keys.
 NAMES = ["llama", "gpt_oss"] if INTERPRETED else ["llama", "gemma2", "gpt_oss", "deepseek_v3"]
+WITH_EXPERTS = {"gpt_oss", "deepseek_v3"}
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +73,11 @@ def load(family: str, device: torch.device) -> VerifiedModel:
             patch.setattr(
                 "engine.loading.loader.choose_backend", lambda *wanted: TritonAttentionBackend()
             )
+            patch.setattr("engine.models.experts._waits", lambda *given: True)
         verified = verify_model(model, Path(), lambda line: None, "triton")
     assert isinstance(verified.backend, TritonAttentionBackend)
+    experts = verified.model.config._experts_implementation
+    assert (experts == EXPERTS_NAME) == (family in WITH_EXPERTS)
     return verified
 
 
@@ -86,8 +91,8 @@ def requests() -> list[GenerationRequest]:
 def test_greedy_tokens_equal_generate(
     family: str, graphs: bool, overlap: bool, device: torch.device
 ) -> None:
-    """Prompts in chunks, so that one-token and longer parts mix; with graphs all is replayed,
-    and where the model waits for the device nothing is.
+    """Prompts in chunks, so that one-token and longer parts mix; with graphs all is replayed, also
+    by models with experts, which are ours in float32.
 
     On a device tf32 would be other arithmetic; torch leaves it off.
     """
@@ -110,8 +115,7 @@ def test_greedy_tokens_equal_generate(
     found = [tokens_of(outputs[str(index)]) for index in range(len(LENGTHS))]
     assert found == expected(family)
     paths = {(kind.path, kind.is_replayed) for kind in built.runner.steps}
-    is_captured = graphs and (INTERPRETED or family not in UNCAPTURED)
-    assert paths == {(path, is_captured) for path in StepPath}
+    assert paths == {(path, graphs) for path in StepPath}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

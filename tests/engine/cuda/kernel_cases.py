@@ -13,8 +13,8 @@ import torch
 from engine.attention.base import AttentionParams, BatchLayout, LayerCache
 from engine.models.description import Activation, NormForm
 from engine.models.operations import BoundNorm, Heads, Places
-from tests.engine.cuda.kernels import SHARED_MEMORY, Found
-from tests.engine.cuda.watch import CUDA
+from tests.engine.cuda.kernels import Found
+from tests.engine.cuda.watch import ADA, AMPERE, CUDA, HOPPER, Properties
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 WIDE = 64
@@ -67,12 +67,14 @@ class Case:
         run: launches its kernels; call it by `kernels.compile_all`.
         dtype: of its tensors.
         layer: if it is attention.
+        properties: of the device for which they are compiled.
     """
 
     name: str
     run: Callable[[], object]
     dtype: torch.dtype
     layer: Layer | None = None
+    properties: Properties = HOPPER
 
 
 def attention(layer: Layer, block_size: int, dtype: torch.dtype, kind: str) -> Case:
@@ -175,6 +177,55 @@ def between(rest: Rest, dtype: torch.dtype) -> Case:
     return Case(f"{rest.name}, between products and attention, {_word(dtype)}", run, dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A module of experts: whose, the widths of what it gets and of each expert, how many there are
+    and how many compute a token, and whether its weights are transposed and have biases.
+    """
+
+    name: str
+    width: int
+    inner: int
+    experts: int
+    chosen: int
+    transposed: bool = False
+
+
+MIXTURES = (
+    Mixture("Qwen3-30B-A3B", 2048, 768, 128, 8),
+    Mixture("gpt-oss-20b", 2880, 2880, 32, 4, transposed=True),
+    Mixture("Mixtral-8x7B", 4096, 14336, 8, 2),
+)
+
+
+def experts(mixture: Mixture, dtype: torch.dtype, properties: Properties = HOPPER) -> Case:
+    """Both products of a module of experts."""
+
+    def run() -> None:
+        from engine.models.triton_experts import experts_product, sort_pairs
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=CUDA)
+
+        def product(rows: int, inputs: int, outputs: int, share: int) -> None:
+            matrix = (inputs, outputs) if mixture.transposed else (outputs, inputs)
+            weights = zeros(mixture.experts, *matrix)
+            biases = zeros(mixture.experts, outputs) if mixture.transposed else None
+            output = zeros(pairs, outputs)
+            x = zeros(rows, inputs)
+            experts_product(x, *order, weights, biases, output, share, mixture.transposed)
+
+        shape = (_REQUESTS, mixture.chosen)
+        order = sort_pairs(torch.zeros(shape, dtype=torch.int64, device=CUDA), mixture.experts)
+        pairs = _REQUESTS * mixture.chosen
+        product(_REQUESTS, mixture.width, 2 * mixture.inner, mixture.chosen)
+        product(pairs, mixture.inner, mixture.width, 1)
+
+    where = f"{properties.major}.{properties.minor}"
+    name = f"{mixture.name}, experts, capability {where}, {_word(dtype)}"
+    return Case(name, run, dtype, properties=properties)
+
+
 def selection(*, counts: bool) -> Case:
     """The kernels that find the cut of top_p, or of top_k, which counts entries."""
 
@@ -202,6 +253,9 @@ def every_case() -> Iterator[Case]:
                     yield attention(layer, block_size, dtype, kind)
         for rest in RESTS:
             yield between(rest, dtype)
+        for mixture in MIXTURES:
+            for properties in (HOPPER, AMPERE, ADA):
+                yield experts(mixture, dtype, properties)
     yield selection(counts=True)
     yield selection(counts=False)
 
@@ -210,12 +264,14 @@ def faults(case: Case, found: Found) -> list[str]:
     """What is wrong with a compiled kernel; nothing if it is as it should be.
 
     Shared memory is bounded for every kernel. Kernels for 16-bit types keep everything in
-    registers; the attention's read keys and values 16 bytes at a time, and block tables 8; a
-    prefill multiplies by tensor cores, 64 keys or elements at once.
+    registers; the attention's read keys and values 16 bytes at a time, and block tables 8; experts'
+    read weights 16 bytes at a time; a prefill and experts multiply by tensor cores, 64 keys or
+    elements at once (only those of Hopper are told).
     """
     wrong = []
-    if found.shared > SHARED_MEMORY:
-        wrong.append(f"{found.shared} bytes of shared memory, and there are {SHARED_MEMORY}")
+    shared = case.properties.shared_memory_per_block_optin
+    if found.shared > shared:
+        wrong.append(f"{found.shared} bytes of shared memory, and there are {shared}")
     if case.dtype is torch.float32:
         return wrong
     is_prefill = found.kernel == "prefill_kernel"
@@ -225,6 +281,11 @@ def faults(case: Case, found: Found) -> list[str]:
     reads_cache = layer is not None and found.kernel in ("decode_kernel", "prefill_kernel")
     if reads_cache and not {16} <= set(found.copies) <= {8, 16}:
         wrong.append(f"its copies have {found.copies} bytes")
+    if found.kernel == "experts_product_kernel":
+        if found.copies != (16,):
+            wrong.append(f"its copies have {found.copies} bytes")
+        if case.properties is HOPPER and min(found.products, default=0) < WIDE:
+            wrong.append(f"its products are {found.products} wide")
     if layer is not None and is_prefill:
         narrowest = min(found.products, default=0)
         if narrowest < WIDE and not layer.narrow:

@@ -1,4 +1,4 @@
-"""Triton kernels as they would be launched on an H100, compiled without one.
+"""Triton kernels as they would be launched on an H100, or another device, compiled without one.
 
     row of the table ─▶ its operation, on tensors without contents (see `watch`)
                      ─▶ each kernel that it launches, with its very arguments ─▶ machine code
@@ -20,11 +20,8 @@ from typing import Any
 
 import torch
 
-from tests.engine.cuda.watch import HOPPER, Watch, fake_cuda
+from tests.engine.cuda.watch import HOPPER, Properties, Watch, fake_cuda
 
-CAPABILITY = 90
-SHARED_MEMORY: int = HOPPER.shared_memory_per_block_optin
-"""The most bytes of a program."""
 _PRODUCT = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k")
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*?\], \[[^\]]*\], (?:0x)?([0-9a-f]+)")
 _LOCAL = re.compile(r"\b(?:STACK|LOCAL):(\d+)")
@@ -57,8 +54,9 @@ class _Launch:
     kwargs: Mapping[str, Any]
 
 
-def compile_all(run: Callable[[], object]) -> list[Found]:
+def compile_all(run: Callable[[], object], properties: Properties = HOPPER) -> list[Found]:
     """Every kernel that `run` launches. `run` makes its tensors itself, on `watch.CUDA`.
+    properties: the device's.
 
     Raises whatever Triton's compiler raises.
     """
@@ -73,9 +71,9 @@ def compile_all(run: Callable[[], object]) -> list[Found]:
         given = {name: mocked(value) for name, value in kwargs.items()}
         launches.append(_Launch(kernel, grid, tuple(mocked(one) for one in args), given))
 
-    with fake_cuda(Watch(), note), torch.inference_mode():
+    with fake_cuda(Watch(), note, properties), torch.inference_mode():
         run()
-    with _driver():
+    with _driver(10 * properties.major + properties.minor):
         return [_compile(launch) for launch in launches]
 
 
@@ -108,8 +106,11 @@ def _spilled(cubin: bytes) -> int:
 class _Driver:
     """Triton's driver of a device that is not here."""
 
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
     def get_current_device(self) -> int:
-        return 0
+        return self._capability  # Triton keeps what it compiled by the device's number
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -117,15 +118,15 @@ class _Driver:
     def get_current_target(self) -> object:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", CAPABILITY, 32)
+        return GPUTarget("cuda", self._capability, 32)
 
 
 @contextmanager
-def _driver() -> Iterator[None]:
+def _driver(capability: int) -> Iterator[None]:
     from triton.runtime import driver
 
     before = driver._active
-    driver.set_active(_Driver())
+    driver.set_active(_Driver(capability))
     try:
         yield
     finally:

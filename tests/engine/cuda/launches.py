@@ -27,12 +27,21 @@ from engine.loading.joining import join_linears, shared_inputs
 from engine.loading.kv_memory import allocate_caches, make_groups
 from engine.loading.rotary import follow_lengths, keep_frequencies, read_rope
 from engine.loading.view import ModelView
+from engine.models.experts import choose_experts
 from engine.models.table import NotDescribedError, describe
 from engine.models.torch_decoder import TorchDecoder
 from engine.runner.forward import CausalModel, ModelForward
 from engine.runner.kv_tensors import KVTensors
 from engine.runner.runner_options import StepPath
-from tests.engine.cuda.watch import CUDA, DeviceFault, Watch, fake_cuda, to_fake_cuda
+from tests.engine.cuda.watch import (
+    CUDA,
+    HOPPER,
+    DeviceFault,
+    Properties,
+    Watch,
+    fake_cuda,
+    to_fake_cuda,
+)
 from tests.model_recipes import RECIPES, Recipe
 from tests.tiny_models import make_model
 
@@ -65,7 +74,7 @@ class Served(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
 
 
-def by_transformers(recipe: Recipe) -> Served:
+def by_transformers(recipe: Recipe, dtype: torch.dtype = torch.bfloat16) -> Served:
     """A family's tiny model as it is served where there is no decoder of ours for it."""
     register()
     model = make_model(recipe.config(eos_token_id=None))
@@ -77,11 +86,14 @@ def by_transformers(recipe: Recipe) -> Served:
     view.set_attn_implementation(ATTENTION_NAME)
 
     def move() -> None:
-        to_fake_cuda(view, torch.bfloat16)
+        from engine.attention.triton_backend import TritonAttentionBackend
+
+        to_fake_cuda(view, dtype)
+        choose_experts(view, TritonAttentionBackend(), lambda line: None)
         keep_frequencies(view)
         join_linears(groups)
 
-    return Served(view, move, shapes)
+    return Served(view, move, shapes, dtype)
 
 
 def _follow_lengths(model: PreTrainedModel) -> None:
@@ -106,7 +118,9 @@ def by_ours(recipe: Recipe, dtype: torch.dtype = torch.bfloat16) -> Served | Non
         from engine.models.triton_operations import TritonOperations
 
         to_fake_cuda(model, dtype)
-        made.append(TorchDecoder(model, described, TritonOperations(), TritonAttentionBackend()))
+        backend = TritonAttentionBackend()
+        choose_experts(model, backend, lambda line: None)
+        made.append(TorchDecoder(model, described, TritonOperations(), backend))
 
     return Served(lambda **inputs: made[0](**inputs), move, shapes, dtype)
 
@@ -118,8 +132,8 @@ DECODERS: dict[str, Callable[[Recipe], Served | None]] = {
 """What may compute a family's steps. Where there is an own one, the server takes that."""
 
 
-def trace(served: Served) -> dict[str, list[str]]:
-    """What a step of each kind launches, by name, in order.
+def trace(served: Served, properties: Properties = HOPPER) -> dict[str, list[str]]:
+    """What a step of each kind launches, by name, in order. properties: the device's.
 
     Raises:
         DeviceFault: it waits for the device, or copies from the host.
@@ -127,7 +141,7 @@ def trace(served: Served) -> dict[str, list[str]]:
     pytest.importorskip("triton", reason="Triton is not installed here")
     watch = Watch()
     found: dict[str, list[str]] = {}
-    with fake_cuda(watch), torch.inference_mode():
+    with fake_cuda(watch, properties=properties), torch.inference_mode():
         from engine.attention.triton_backend import TritonAttentionBackend
 
         served.move()

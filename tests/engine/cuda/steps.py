@@ -18,12 +18,13 @@ from engine.config import ContinuousBatchingConfig
 from engine.core import EngineCore
 from engine.loading.loader import VerifiedModel, verify_model
 from engine.loading.running import build_runner
+from engine.models.experts import choose_experts
 from engine.outputs import RequestOutput
 from engine.request import GenerationRequest
 from engine.runner.cuda_graph import CapturingBackend
 from engine.runner_protocol import PendingStep, SampledTokens
 from engine.types import TokenId
-from tests.engine.cuda.watch import CUDA, Watch, fake_cuda, to_fake_cuda
+from tests.engine.cuda.watch import CUDA, HOPPER, Properties, Watch, fake_cuda, to_fake_cuda
 from tests.engine.runner.steps import make_core
 from tests.model_recipes import RECIPES
 from tests.tiny_models import VOCAB, make_model
@@ -159,13 +160,20 @@ def verified(family: str, **changes: Any) -> VerifiedModel:
 
 @contextmanager
 def engine(
-    model: VerifiedModel, *, prepare: Callable[[Engine], None] | None = None, **options: Any
+    model: VerifiedModel,
+    *,
+    prepare: Callable[[Engine], None] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    properties: Properties = HOPPER,
+    **options: Any,
 ) -> Iterator[Engine]:
     """An engine around a model, which is moved away from the CPU for good. Steps are watched.
 
     Args:
         model: it.
         prepare: what is done to the engine before its warm-up.
+        dtype: the type to which it is moved.
+        properties: those of the device.
         options: those of ContinuousBatchingConfig.
     """
     watch = Watch()
@@ -180,16 +188,18 @@ def engine(
             drawn += len(host)
 
     watch.downloads = tokens
-    with fake_cuda(watch):
+    with fake_cuda(watch, properties=properties):
         from engine.attention.triton_backend import TritonAttentionBackend
 
-        to_fake_cuda(model.model, torch.bfloat16)
+        to_fake_cuda(model.model, dtype)
+        backend = TritonAttentionBackend()
+        choose_experts(model.model, backend, lambda line: None)
         moved = replace(
             model,
             device=CUDA,
-            dtype=torch.bfloat16,
-            backend=TritonAttentionBackend(),
-            probe=replace(model.probe, dtype=torch.bfloat16),
+            dtype=dtype,
+            backend=backend,
+            probe=replace(model.probe, dtype=dtype),
             step_bytes={},
             view=None,
         )

@@ -27,7 +27,7 @@ def test_what_does_not_compile_is_a_fault() -> None:
 
 
 def test_each_kernel_is_told_with_its_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_kernels, "compile_all", lambda run: [RIGHT, WRONG])
+    monkeypatch.setattr(compile_kernels, "compile_all", lambda *given: [RIGHT, WRONG])
     result = compile_case(CASE)
     assert result == ([(RIGHT, []), (WRONG, faults(CASE, WRONG))], None)
     lines, wrong = describe("a layer", result)

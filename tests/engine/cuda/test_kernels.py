@@ -11,15 +11,18 @@ import torch
 
 from tests.engine.cuda.kernel_cases import (
     LAYERS,
+    MIXTURES,
     RESTS,
     TYPES,
     Case,
     attention,
     between,
+    experts,
     faults,
     selection,
 )
 from tests.engine.cuda.kernels import compile_all
+from tests.engine.cuda.watch import ADA, AMPERE, HOPPER
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
@@ -30,6 +33,8 @@ FEW = [
     attention(LAYERS[1], 32, HALF, "decode"),
     attention(LAYERS[3], 32, torch.float16, "prefill"),
     *(between(RESTS[0], dtype) for dtype in (HALF, torch.float16)),
+    experts(MIXTURES[0], torch.float16),
+    experts(MIXTURES[1], HALF, AMPERE),
     selection(counts=False),
 ]
 MORE = [
@@ -41,6 +46,12 @@ MORE = [
     ),
     *(attention(layer, 64, torch.float32, "prefill") for layer in LAYERS),
     *(between(rest, dtype) for rest in RESTS for dtype in TYPES),
+    *(
+        experts(mixture, dtype, properties)
+        for mixture in MIXTURES
+        for dtype in TYPES
+        for properties in (HOPPER, AMPERE, ADA)
+    ),
 ]
 
 
@@ -56,7 +67,7 @@ MORE = [
     ],
 )
 def test_a_kernel_is_as_it_should_be(case: Case) -> None:
-    found = compile_all(case.run)
+    found = compile_all(case.run, case.properties)
     assert found
     wrong = {one.kernel: faults(case, one) for one in found}
     assert not any(wrong.values()), wrong
@@ -85,6 +96,26 @@ def test_a_wrong_tile_is_seen(
     case = attention(QWEN, 64, HALF, "prefill")
     [found] = [one for one in compile_all(case.run) if one.kernel == "prefill_kernel"]
     assert any(fault in one for one in faults(case, found)), faults(case, found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"columns": 32}, "its products are (32,) wide"),
+        ({"rows": 32}, "its products are () wide"),
+        ({"inputs": 128, "stages": 8}, "bytes of shared memory, and there are 232448"),
+    ],
+)
+def test_a_wrong_tile_of_experts_is_seen(
+    changes: dict[str, int], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine.models import triton_experts
+
+    wrong = dataclasses.replace(triton_experts.choose_tiles(2), **changes)
+    monkeypatch.setattr(triton_experts, "choose_tiles", lambda itemsize: wrong)
+    case = experts(MIXTURES[0], torch.float16)
+    found = compile_all(case.run)
+    assert all(any(fault in one for one in faults(case, kernel)) for kernel in found)
 
 
 def test_narrow_copies_and_spills_are_seen() -> None:

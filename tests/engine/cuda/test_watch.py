@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 
 from engine.transfer import to_device
-from tests.engine.cuda.watch import CUDA, DeviceFault, Watch, fake_cuda
+from tests.engine.cuda.watch import AMPERE, CUDA, HOPPER, DeviceFault, Properties, Watch, fake_cuda
 
 Act = Callable[[torch.Tensor], object]
 
@@ -85,11 +86,15 @@ def test_a_captured_pass_may_not_even_copy_what_is_pinned(watch: Watch) -> None:
         to_device([1], CUDA)
 
 
-def test_experts_in_bfloat16_do_not_wait(watch: Watch) -> None:
-    x = torch.ones(8, 8, device=CUDA, dtype=torch.bfloat16)
-    ends = torch.zeros(2, dtype=torch.int32, device=CUDA)
-    with watch.watching():
-        torch._grouped_mm(x, x.new_ones(2, 8, 8), offs=ends)
+@pytest.mark.parametrize("properties", [HOPPER, AMPERE], ids=lambda one: one.name)
+def test_experts_in_bfloat16_wait_on_older_devices(properties: Properties) -> None:
+    watch = Watch()
+    with fake_cuda(watch, properties=properties):
+        x = torch.ones(8, 8, device=CUDA, dtype=torch.bfloat16)
+        ends = torch.zeros(2, dtype=torch.int32, device=CUDA)
+        waits = properties is AMPERE
+        with watch.watching(), pytest.raises(DeviceFault) if waits else nullcontext():
+            torch._grouped_mm(x, x.new_ones(2, 8, 8), offs=ends)
 
 
 @pytest.mark.parametrize("inference", [True, False])

@@ -17,9 +17,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,13 +30,43 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 CUDA = torch.device("cuda", 0)
-HOPPER = SimpleNamespace(
+
+
+@dataclass(frozen=True, slots=True)
+class Properties:
+    """A device's properties, by torch's names for them."""
+
+    name: str
+    major: int
+    minor: int
+    multi_processor_count: int
+    shared_memory_per_block_optin: int
+    total_memory: int
+
+
+HOPPER = Properties(
     name="a stand-in for an H100",
     major=9,
     minor=0,
     multi_processor_count=132,
     shared_memory_per_block_optin=227 << 10,
     total_memory=80 << 30,
+)
+AMPERE = Properties(
+    name="a stand-in for an A100",
+    major=8,
+    minor=0,
+    multi_processor_count=108,
+    shared_memory_per_block_optin=163 << 10,
+    total_memory=80 << 30,
+)
+ADA = Properties(
+    name="a stand-in for an L40S or an RTX 4090",
+    major=8,
+    minor=9,
+    multi_processor_count=128,
+    shared_memory_per_block_optin=99 << 10,
+    total_memory=24 << 30,
 )
 
 Launched = Callable[[Any, Any, tuple[Any, ...], Mapping[str, Any]], None]
@@ -221,7 +251,8 @@ class Watch(TorchDispatchMode):
             self.fault(f"{name} by counts waits for the device")
         elif name == "aten::_grouped_mm":
             types = {one.dtype for one in tensors if one.is_floating_point()}
-            if types != {torch.bfloat16}:
+            has_kernel = torch.cuda.get_device_capability()[0] in (9, 10)
+            if types != {torch.bfloat16} or not has_kernel:
                 self.fault(f"{name} in {types} waits for the device")
 
 
@@ -271,10 +302,15 @@ class _Event:
 
 
 @contextmanager
-def fake_cuda(watch: Watch, launched: Launched | None = None) -> Iterator[None]:
-    """A block in which there is a CUDA device without contents, of an H100's size.
+def fake_cuda(
+    watch: Watch, launched: Launched | None = None, properties: Properties = HOPPER
+) -> Iterator[None]:
+    """A block in which there is a CUDA device without contents.
 
-    launched: is told of every launch of a Triton kernel, besides the watch.
+    Args:
+        watch: watches it.
+        launched: is told of every launch of a Triton kernel, besides the watch.
+        properties: the device's, as torch tells them.
     """
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -286,8 +322,9 @@ def fake_cuda(watch: Watch, launched: Launched | None = None) -> Iterator[None]:
         if find_spec("triton") is not None:
             patch.setattr("triton.runtime.jit.JITFunction.run", run)
         patch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
-        patch.setattr(torch.cuda, "get_device_properties", lambda device=None: HOPPER)
-        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        patch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+        capability = (properties.major, properties.minor)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: None)
         patch.setattr(torch.cuda, "Event", _Event)
         with FakeTensorMode(allow_non_fake_inputs=True), watch:

@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[3]
     "names",
     [
         ("operations", "comparison"),
+        ("experts",),
         # A whole engine, with our decoder.
         pytest.param(("decoder",), marks=pytest.mark.slow),
     ],

@@ -1,0 +1,165 @@
+"""Experts without a wait for the device: pairs of tokens and experts are sorted there, and the
+kernel of `engine.models.experts_kernel` multiplies each by the weights of its expert. A product is
+launched as one torch operation (`headrace::experts_product`), so that a stand-in for CUDA graphs
+sees a single call and what it writes.
+
+    tokens, their experts ─▶ sorted pairs ─▶ [gate up] ─ the module's gate ─▶ down ─▶ weighted sum
+
+Tile sizes depend on the type alone, so a row's result depends neither on the rows beside it nor on
+how many there are. Weights are read where they are. Elements are rounded where transformers'
+`grouped_mm` rounds them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from engine.models.experts_kernel import experts_product_kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The constants of a launch.
+
+    Attributes:
+        rows, columns, inputs: BLOCK_M, BLOCK_N, BLOCK_K.
+        warps: how many warps compute a program.
+        stages: how many tiles of inputs and weights are there at a time, being loaded or computed.
+    """
+
+    rows: int
+    columns: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+_NARROW = Tiles(rows=64, columns=64, inputs=64, warps=4, stages=4)
+"""For 16-bit types: what tensor cores multiply, within the 99 KiB of the smallest devices, so that
+three programs have room on a large one. While a tile has few rows, reading weights takes longer
+than multiplying by all of it.
+"""
+_WIDE = Tiles(rows=16, columns=64, inputs=32, warps=4, stages=3)
+"""For float32, which has no tensor cores: every row that is not there is computed all the same."""
+
+
+def choose_tiles(itemsize: int) -> Tiles:
+    """The tiles for elements of so many bytes."""
+    return _WIDE if itemsize == 4 else _NARROW
+
+
+def most_tiles(pairs: int, experts: int, rows: int) -> int:
+    """The most tiles of `rows` rows that so many pairs can have: every expert that has any may have
+    one that is not full.
+    """
+    return (pairs + min(pairs, experts) * (rows - 1)) // rows
+
+
+def sort_pairs(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort pairs by their expert, on the device.
+
+    Args:
+        chosen: [T, k], the experts of each token; pair t · k + i has chosen[t, i].
+        experts: how many there are.
+
+    Returns:
+        int64 [T · k], the pairs in order, and int32 [experts], where each expert's end.
+    """
+    ids, order = torch.sort(chosen.reshape(-1), stable=True)
+    wanted = torch.arange(experts, dtype=ids.dtype, device=ids.device)
+    return order, torch.searchsorted(ids, wanted, right=True, out_int32=True)
+
+
+@torch.library.custom_op(
+    "headrace::experts_product",
+    mutates_args=("output",),
+    schema=(
+        "(Tensor x, Tensor order, Tensor ends, Tensor weights, Tensor? biases, Tensor(a!) output, "
+        "int share, bool transposed) -> ()"
+    ),
+)
+def experts_product(
+    x: torch.Tensor,
+    order: torch.Tensor,
+    ends: torch.Tensor,
+    weights: torch.Tensor,
+    biases: torch.Tensor | None,
+    output: torch.Tensor,
+    share: int,
+    transposed: bool,
+) -> None:
+    """Multiply each pair's row by the weights of its expert.
+
+    Args:
+        x: [S / share, K], contiguous.
+        order, ends: see `sort_pairs`; S pairs.
+        weights: [E, N, K] or, transposed, [E, K, N], in the type of x.
+        biases: [E, N], contiguous, which are added to rounded products; None: there are none.
+        output: [S, N], contiguous: row p is pair p's.
+        share: how many pairs in a row read the same row of x.
+        transposed: see weights.
+    """
+    tiles = choose_tiles(x.itemsize)
+    experts, width = len(weights), output.shape[1]
+    stride_e, stride_n, stride_k = (weights.mT if transposed else weights).stride()
+    grid = (most_tiles(len(order), experts, tiles.rows), triton.cdiv(width, tiles.columns))
+    # Triton launches on the current device.
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        experts_product_kernel[grid](
+            *(x, order, ends, weights, biases, output),
+            EXPERTS=experts,
+            SHARE=share,
+            INPUTS=x.shape[1],
+            OUTPUTS=width,
+            STRIDE_E=stride_e,
+            STRIDE_N=stride_n,
+            STRIDE_K=stride_k,
+            BIASED=biases is not None,
+            BLOCK_E=triton.next_power_of_2(experts),
+            BLOCK_M=tiles.rows,
+            BLOCK_N=tiles.columns,
+            BLOCK_K=tiles.inputs,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+
+
+@experts_product.register_fake
+def _write_nothing(*given: Any) -> None:
+    """What is made of tensors without elements."""
+
+
+def experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """What a module of experts computes; see transformers' ExpertsInterface.
+
+    Args:
+        self: the module.
+        hidden_states: [T, K].
+        top_k_index, top_k_weights: [T, k], the experts of each token, and their weights.
+
+    Returns:
+        [T, K].
+    """
+    share = top_k_index.shape[-1]
+    order, ends = sort_pairs(top_k_index, self.num_experts)
+
+    def product(x: torch.Tensor, name: str, share: int) -> torch.Tensor:
+        weights = getattr(self, name)
+        biases = getattr(self, f"{name}_bias") if self.has_bias else None
+        x = x.to(weights.dtype).contiguous()
+        made = x.new_empty((len(order), weights.shape[2 if self.is_transposed else 1]))
+        experts_product(x, order, ends, weights, biases, made, share, self.is_transposed)
+        return made
+
+    if self.has_gate:
+        inner = self._apply_gate(product(hidden_states, "gate_up_proj", share))
+    else:
+        inner = self.act_fn(product(hidden_states, "up_proj", share))
+    made = product(inner, "down_proj", 1) * top_k_weights.reshape(-1, 1)
+    return made.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
