@@ -200,6 +200,9 @@ def run_serve(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: s
             started.extend((model, batching, load))
             self.more = more
 
+        def launch(self) -> None:
+            """As the engine's clients have it."""
+
     for module, name in (
         ("engine.local_client", "LocalEngineClient"),
         ("engine.process.client", "ProcessEngineClient"),
