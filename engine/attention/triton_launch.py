@@ -32,6 +32,8 @@ _PARTIALS = 256
 """The most cuts of one request times key/value heads: enough to fill a device with one long
 request.
 """
+_PART, _PARTS = 128, 4
+"""Keys that are read in parts: BLOCK_D, and how many parts there are. See `Tiles.columns`."""
 _SHARED_SLACK = 8 << 10
 """Bytes of shared memory that the compiler may need besides the tiles."""
 _SCHEMA = (
@@ -66,6 +68,8 @@ class Tiles:
         depth: how many tiles of keys and values are being loaded while one is computed.
         programs: how many programs a multiprocessor has registers for, if they are counted.
         registers: the most registers of a thread; None: the compiler decides.
+        columns: BLOCK_V of programs that share a tile's values and read keys in parts; 0: one
+            program has all values, and reads keys at once.
     """
 
     rows: int
@@ -74,6 +78,7 @@ class Tiles:
     depth: int
     programs: int = 1
     registers: int | None = None
+    columns: int = 0
 
     @property
     def stages(self) -> int:
@@ -100,6 +105,11 @@ def choose_tiles(
     """
     widest = max(dim, value_dim)
     fewest = max(16, _padded(groups))
+    if not is_decode and itemsize == 2 and dim == _PARTS * _PART and fewest <= 128:
+        columns = min(256, value_dim)
+        shared = itemsize * (128 * dim + 64 * max(columns, 2 * _PART)) + _SHARED_SLACK
+        if shared <= size.shared_memory:
+            return Tiles(128, 64, 8, 0, columns=columns)
     if itemsize == 4:
         # Without tensor cores, products are unrolled one by one, so tiles are small.
         rows, keys, depth = (16 if is_decode or widest > 128 else 32), 32, 1
@@ -326,15 +336,22 @@ class _Attention:
         query = self.tensors[0]
         tiles = self._tiles(is_decode=False)
         block_q = tiles.rows // self.layer["GROUPS"]
-        prefill_kernel[(query.shape[1] // block_q + rows, self.layer["KV_HEADS"])](
+        tokens, kv_heads = query.shape[1], self.layer["KV_HEADS"]
+        blocks = {name: self.layer[name] for name in ("BLOCK_D", "BLOCK_V")}
+        value_parts = 1
+        if tiles.columns:
+            value_parts = -(-blocks["BLOCK_V"] // tiles.columns)
+            blocks = {"BLOCK_D": _PART, "BLOCK_V": tiles.columns}
+        prefill_kernel[(tokens // block_q + rows, kv_heads, value_parts)](
             *(*self.tensors, self.sinks),
             *(*self.step, *self.scales, query.stride(0), query.stride(1)),
             BLOCK_M=tiles.rows,
             BLOCK_N=tiles.keys,
             BLOCK_Q=block_q,
+            IN_PARTS=tiles.columns > 0,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
-            **self.layer,
+            **{**self.layer, **blocks},
         )
 
     def _tiles(self, *, is_decode: bool) -> Tiles:

@@ -146,6 +146,30 @@ def test_many_steps_of_usual_layers(
     check(case, case.run(device))
 
 
+@pytest.mark.parametrize(
+    ("layer", "dtype", "size"),
+    [
+        pytest.param(Layer(16, 2, 512, 512), torch.bfloat16, 64, id="all"),
+        pytest.param(
+            Layer(6, 2, 320, 264, window=70, softcap=5.0, has_sinks=True),
+            torch.float16,
+            24,
+            id="what fills no part",
+        ),
+        pytest.param(Layer(2, 1, 512, 80), torch.float16, 256, id="few values"),
+    ],
+)
+def test_keys_that_are_read_in_parts(
+    layer: Layer, dtype: torch.dtype, size: int, device: torch.device
+) -> None:
+    """Prompts of no tiles of keys that all see, and of several; behind a context, too."""
+    layout = make_layout(
+        [(0, 5), (0, 150), (64, 64), (190, 30), (40, 1)], size, window=layer.window
+    )
+    case = Case(layout, layer, dtype, fill=float("nan"))
+    check(case, case.run(device))
+
+
 @pytest.mark.parametrize("groups", [16, 70])
 def test_many_heads_to_a_key_head(groups: int, device: torch.device) -> None:
     layout = make_layout([(90, 1), (20, 9)], 16)
@@ -238,10 +262,14 @@ def test_fixed_places_equal_the_step_as_it_comes(
         assert torch.equal(one[size:].nan_to_num(), other[size:].nan_to_num())
 
 
-@pytest.mark.parametrize("count", [1, 70])
-def test_a_request_is_the_same_among_any_neighbours(count: int, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("layer", "count"),
+    [(Layer(6, 2, 32, 32), 1), (Layer(6, 2, 32, 32), 70), (Layer(2, 1, 512, 512), 70)],
+)
+def test_a_request_is_the_same_among_any_neighbours(
+    layer: Layer, count: int, device: torch.device
+) -> None:
     """To the last bit, though the step's other contexts are longer and there are more of them."""
-    layer = Layer(6, 2, 32, 32)
     alone = Case(make_layout([(700, count)], 16), layer, torch.float16)
     expected = alone.run(device)
     own = alone.layout

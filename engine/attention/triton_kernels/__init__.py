@@ -5,7 +5,8 @@ tables.
     decode   requests with one token: as many programs as the device has places for; each takes an
              equal share of all cuts of all contexts
     merge    merges a context's cuts, in order
-    prefill  the other requests: one program a (tile of one request's tokens, key/value head)
+    prefill  the other requests: one program a (tile of one request's tokens, key/value head), or
+             two for halves of the values of wide heads
 
 All query heads of a key/value head are rows of one tile, so that a context is read once for them.
 There are two kernels, because a decode program would have too few rows for the prefill kernel's

@@ -1,8 +1,8 @@
 """Requests with one token: their contexts are cut, each program attends to an equal share of all
 cuts, and a context's cuts are merged in order.
 
-    _share         which cuts are this program's ─▶ attend ─▶ the output, if a context has one cut,
-                                                          └─▶ or partial results
+    _share         which cuts are this program's
+    attend         a cut ─▶ the output, if it is its context's only one; or partial results
     merge_kernel   partial results ─▶ the output
 """
 
@@ -183,9 +183,9 @@ def decode_kernel(
             left = first + cut * length
             right = tl.minimum(left + length, last + 1)
             acc, highest, total = attend(
-                tile, positions, last, keys + head * DIM, values + head * VALUE_DIM, table,
+                tile, positions, last, keys + head * DIM, values + head * VALUE_DIM, 0, table,
                 left, right, inner_scale, outer_scale, WINDOW, SOFTCAP, BLOCK_SIZE, KV_HEADS, DIM,
-                VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, last,
+                VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, last, False,
             )  # fmt: skip
             _store_cut(
                 acc, highest, total, num_cuts == 1, written + token * row_size, stored,

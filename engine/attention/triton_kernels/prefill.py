@@ -1,6 +1,28 @@
 """Requests with more tokens than one: each tile of a request's tokens is a program.
 
-_find_tile  which request and which of its tokens are this program's ─▶ attend ─▶ the output
+    _find_tile   which request and which of its tokens are this program's
+    attend       their queries to the keys that they see ─▶ the output
+
+Heads of 257 to 512 in 16-bit types are computed in parts (IN_PARTS), where shared memory has room
+for 128 rows of queries. A product should be 64 keys wide: for 64 x N x 16 elements tensor cores
+need N / 2 cycles, and shared memory 16 + N / 4 to give 128 bytes a cycle. Registers hold the sums
+of 64 rows and 512 values, and shared memory then two tiles of 16 keys and their values, of which
+each half of the warps multiplies 8. Instead two programs compute a tile of 128 rows, each for half
+of the values; both compute the scores. Cycles of a multiprocessor of an H100 for 64 rows and 64
+keys, by arithmetic, not measured:
+
+                              tensor cores   shared memory   read from L2
+    64 x 16, all values              2,048           6,144         128 KB
+    64 x 64, a quarter               5,120           7,168         320 KB
+    128 x 64, half of them           3,072           3,328          96 KB
+
+Two tiles of 64 keys do not fit beside 128 rows, so none is copied asynchronously. Each quarter of
+the keys is loaded into registers while the one before is multiplied, and so are the values, and the
+first quarter of the next tile. Compiled for compute capability 9.0, a program has 160 KB of shared
+memory and up to 255 registers a thread, none spilled; with a window or a softcap, or for heads of
+320, which no model that we know has, 8 to 88 bytes are. Without parts 304 bytes are; with all
+values 80 (64 x 32, whose products are 16 wide) and 1,024 (64 x 64: 32 wide). Halves of 64 rows,
+copied asynchronously, need 257 KB.
 """
 
 from __future__ import annotations
@@ -35,6 +57,26 @@ def _find_tile(tile, cu_seqlens, extent, BLOCK_Q: tl.constexpr):
     return left, begin, offset
 
 
+@triton.jit
+def _load_queries(places, ours, part, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows at `places` [M, 1] of which `ours` [M] are there, from element part * BLOCK_D on:
+    [M, BLOCK_D].
+    """
+    dims = part * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    return tl.load(places + dims, mask=ours[:, None] & (dims < DIM), other=0.0)
+
+
+@triton.jit
+def _load_parts(places, ours, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The same in four parts."""
+    return (
+        _load_queries(places, ours, 0, DIM, BLOCK_D),
+        _load_queries(places, ours, 1, DIM, BLOCK_D),
+        _load_queries(places, ours, 2, DIM, BLOCK_D),
+        _load_queries(places, ours, 3, DIM, BLOCK_D),
+    )
+
+
 @triton.jit(do_not_specialize=STEP_ARRAYS)
 def prefill_kernel(
     query,
@@ -65,8 +107,12 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_Q: tl.constexpr,
+    IN_PARTS: tl.constexpr,
 ):
-    """Grid [tiles, Hkv]: the requests with more tokens than one, in tiles of BLOCK_Q tokens."""
+    """Grid [tiles, Hkv, parts]: the requests with more tokens than one, in tiles of BLOCK_Q tokens.
+
+    IN_PARTS: see the module. Keys are four parts of BLOCK_D, and values parts of BLOCK_V.
+    """
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)  # the longest contexts first
     head = tl.program_id(1)
     if tile >= (tl.load(extent + 2) - tl.load(extent)) // BLOCK_Q + tl.load(extent + 1):
@@ -83,19 +129,22 @@ def prefill_kernel(
     lowest = start + offset.to(tl.int32)
     newest = start + (tl.minimum(offset + BLOCK_Q, count) - 1).to(tl.int32)
     positions = tl.minimum(lowest + tokens, newest)  # unused rows also attend to something
-    dims = tl.arange(0, BLOCK_D)
-    value_dims = tl.arange(0, BLOCK_V)
+    value_part = tl.program_id(2) if IN_PARTS else 0
+    value_dims = value_part * BLOCK_V + tl.arange(0, BLOCK_V)
     query += (begin + offset) * query_token_stride + head.to(tl.int64) * GROUPS * query_head_stride
     # Within a tile, 32 bits are enough.
     place = query + (tokens * query_token_stride + members % GROUPS * query_head_stride)[:, None]
-    block = tl.load(place + dims[None, :], mask=ours[:, None] & (dims < DIM)[None, :], other=0.0)
+    if IN_PARTS:
+        block = _load_parts(place, ours, DIM, BLOCK_D)
+    else:
+        block = _load_queries(place, ours, 0, DIM, BLOCK_D)
     first = start * 0
     if WINDOW > 0:
         first = tl.maximum(lowest - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     acc, highest, total = attend(
-        block, positions, lowest, keys + head * DIM, values + head * VALUE_DIM, table,
+        block, positions, lowest, keys + head * DIM, values + head * VALUE_DIM, value_part, table,
         first, newest + 1, inner_scale, outer_scale, WINDOW, SOFTCAP, BLOCK_SIZE, KV_HEADS, DIM,
-        VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, newest,
+        VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, newest, IN_PARTS,
     )  # fmt: skip
     if SINKS:
         acc, total = add_sink(

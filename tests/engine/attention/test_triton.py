@@ -44,6 +44,7 @@ CONSUMER = DeviceSize(processors=84, shared_memory=99 << 10)
 FEW = (  # each kernel, in layers of several kinds and in an engine
     "tests/gpu/test_triton_attention.py::test_many_steps_of_usual_layers",
     "tests/gpu/test_triton_attention.py::test_many_heads_to_a_key_head",
+    "tests/gpu/test_triton_attention.py::test_keys_that_are_read_in_parts",
     "tests/gpu/test_triton_attention.py::test_long_contexts_are_cut[700-3]",
     "tests/gpu/test_triton_attention.py::test_cuts_are_shared_out_evenly",
     "tests/gpu/test_triton_attention.py::test_strides_are_taken_as_they_are",
@@ -178,7 +179,9 @@ def test_compiles_and_fits_in_shared_memory(
             is_decode=is_decode,
             size=size,
         )
-        own = {"MAX_CUTS": limit} if is_decode else {"BLOCK_Q": tiles.rows // groups}
+        own = {"MAX_CUTS": limit}
+        if not is_decode:
+            own = {"BLOCK_Q": tiles.rows // groups, "IN_PARTS": False}
         kernel = decode_kernel if is_decode else prefill_kernel
         compiled = compile_for(
             kernel,
@@ -224,6 +227,12 @@ def test_tiles() -> None:
     assert (decode.programs, decode.registers, prefill.registers) == (3, None, None)
     assert (decode.rows, decode.keys, decode.stages) == (16, 64, 5)
     assert (prefill.rows, prefill.keys, prefill.stages) == (128, 64, 5)
+    wide = {**usual, "dim": 512, "value_dim": 512}
+    columns = [
+        choose_tiles(is_decode=False, **{**wide, **other}).columns  # type: ignore[arg-type]
+        for other in ({}, {"value_dim": 128}, {"itemsize": 4}, {"size": AMPERE}, {"groups": 129})
+    ]
+    assert columns == [256, 128, 0, 0, 0], "keys are read in parts where there is room for queries"
 
 
 def test_cuts() -> None:

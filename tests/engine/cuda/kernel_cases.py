@@ -32,7 +32,6 @@ class Layer:
         name: whose.
         heads, kv_heads, dim, value_dim: how many heads, and their sizes.
         window, softcap, sinks: 0, None and False: it has none.
-        narrow: a prefill's products are narrower than they should be, because its tiles are.
     """
 
     name: str
@@ -43,7 +42,6 @@ class Layer:
     window: int = 0
     softcap: float | None = None
     sinks: bool = False
-    narrow: bool = False
 
 
 LAYERS = (
@@ -54,7 +52,7 @@ LAYERS = (
     Layer("Gemma-2-9B", 16, 8, 256, 256, window=4096, softcap=50.0),
     Layer("Gemma-3-4B", 8, 4, 256, 256, window=1024),
     Layer("DeepSeek-V3", 128, 128, 192, 128),
-    Layer("Gemma-4, full", 16, 2, 512, 512, narrow=True),
+    Layer("Gemma-4, full", 16, 2, 512, 512),
 )
 
 
@@ -278,18 +276,16 @@ def faults(case: Case, found: Found) -> list[str]:
     layer = case.layer
     if found.spilled:
         wrong.append(f"{found.spilled} bytes of a thread's registers are spilled")
-    reads_cache = layer is not None and found.kernel in ("decode_kernel", "prefill_kernel")
-    if reads_cache and not {16} <= set(found.copies) <= {8, 16}:
-        wrong.append(f"its copies have {found.copies} bytes")
+    if layer is not None and found.kernel in ("decode_kernel", "prefill_kernel"):
+        in_parts = is_prefill and layer.dim > 256  # they arrive in registers
+        kind, reads = ("loads", found.loads) if in_parts else ("copies", found.copies)
+        if not {16} <= set(reads) <= {8, 16}:
+            wrong.append(f"its {kind} have {reads} bytes")
     if found.kernel == "experts_product_kernel":
         if found.copies != (16,):
             wrong.append(f"its copies have {found.copies} bytes")
         if case.properties is HOPPER and min(found.products, default=0) < WIDE:
             wrong.append(f"its products are {found.products} wide")
-    if layer is not None and is_prefill:
-        narrowest = min(found.products, default=0)
-        if narrowest < WIDE and not layer.narrow:
-            wrong.append(f"its products are {found.products} wide")
-        if narrowest >= WIDE and layer.narrow:
-            wrong.append("its products are wide now: the layer is no longer `narrow`")
+    if layer is not None and is_prefill and min(found.products, default=0) < WIDE:
+        wrong.append(f"its products are {found.products} wide")
     return wrong

@@ -2,7 +2,7 @@
 
     row of the table ─▶ its operation, on tensors without contents (see `watch`)
                      ─▶ each kernel that it launches, with its very arguments ─▶ machine code
-                     ─▶ Found: shared memory, spills, widths of matrix products and of copies
+                     ─▶ Found: shared memory, spills, widths of matrix products and of reads
 
 Who adds a kernel adds rows: `engine` operations that launch it, with the sizes of real layers.
 """
@@ -24,6 +24,7 @@ from tests.engine.cuda.watch import HOPPER, Properties, Watch, fake_cuda
 
 _PRODUCT = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k")
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*?\], \[[^\]]*\], (?:0x)?([0-9a-f]+)")
+_LOAD = re.compile(r"\bld\.global(?:\.L1::\w+|\.L2::\w+)*(?:\.v(\d))?\.b(\d+)")
 _LOCAL = re.compile(r"\b(?:STACK|LOCAL):(\d+)")
 
 
@@ -37,6 +38,7 @@ class Found:
         spilled: bytes of registers that are kept in memory, for each thread.
         products: N of its warp group matrix products (64 × N), each once; empty: it has none.
         copies: bytes of its asynchronous copies, each once.
+        loads: bytes of its other reads of the device's memory, each once.
     """
 
     kernel: str
@@ -44,6 +46,7 @@ class Found:
     spilled: int
     products: tuple[int, ...]
     copies: tuple[int, ...]
+    loads: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ def _compile(launch: _Launch) -> Found:
         spilled=_spilled(made.asm["cubin"]),
         products=tuple(sorted({int(found) for found in _PRODUCT.findall(ptx)})),
         copies=tuple(sorted({int(found, 16) for found in _COPY.findall(ptx)})),
+        loads=tuple(sorted({int(n or 1) * int(bits) // 8 for n, bits in _LOAD.findall(ptx)})),
     )
 
 

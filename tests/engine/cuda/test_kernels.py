@@ -32,6 +32,7 @@ FEW = [
     *(attention(QWEN, 64, HALF, kind) for kind in ("decode", "prefill")),
     attention(LAYERS[1], 32, HALF, "decode"),
     attention(LAYERS[3], 32, torch.float16, "prefill"),
+    attention(LAYERS[-1], 16, HALF, "prefill"),
     *(between(RESTS[0], dtype) for dtype in (HALF, torch.float16)),
     experts(MIXTURES[0], torch.float16),
     experts(MIXTURES[1], HALF, AMPERE),
@@ -124,5 +125,10 @@ def test_narrow_copies_and_spills_are_seen() -> None:
     assert not faults(case, found)
     narrow = dataclasses.replace(found, copies=(4, 8))
     assert faults(case, narrow) == ["its copies have (4, 8) bytes"]
+    in_parts = attention(LAYERS[-1], 64, HALF, "prefill")
+    [prefill] = [one for one in compile_all(in_parts.run) if one.kernel == "prefill_kernel"]
+    assert not faults(in_parts, prefill)
+    narrow = dataclasses.replace(prefill, loads=(2, 8, 16))
+    assert faults(in_parts, narrow) == ["its loads have (2, 8, 16) bytes"]
     spilled = dataclasses.replace(found, spilled=8)
     assert faults(case, spilled) == ["8 bytes of a thread's registers are spilled"]
