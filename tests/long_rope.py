@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
+
+from transformers import PreTrainedModel
+
+from tests.model_recipes import RECIPES
+from tests.tiny_models import greedy_reference, make_model
 
 ORIGINAL = 64
 """Up to this many tokens they do not."""
@@ -49,3 +55,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """By name: a recipe, and the settings of its config that are changed."""
+_WHOLE = "next_sequence_length"
+"""What Phi-3 resets where it computes all of a request again."""
+
+
+def make_lengthened(name: str) -> PreTrainedModel:
+    """One of MODELS, in float32, without an end of sequence."""
+    family, settings = MODELS[name]
+    return make_model(RECIPES[family].config(eos_token_id=None, **settings))
+
+
+def alone(model: Any, prompt: list[int], count: int) -> list[int]:
+    """What `generate` gives on a fresh model: it remembers the frequencies of the last request."""
+    model = copy.deepcopy(model)
+    prepare = model.prepare_inputs_for_generation.__func__.__code__
+    if type(model).__name__.startswith("Phi") and _WHOLE not in prepare.co_consts:
+        # Older versions of transformers drop the cache and then compute the last token alone.
+        model.generation_config.use_cache = False
+    return greedy_reference(model, prompt, count)

@@ -4,13 +4,11 @@ each as `model.generate` computes it alone, whatever else is in the batch.
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from engine.api.offline import LoadedModel, from_model, load
 from engine.api.results import GenerationOutput
@@ -24,33 +22,14 @@ from engine.request import RequestStatus
 from engine.rope import LENGTH_SHIFT
 from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.engine.runner.steps import build, make_core, make_request, run, tokens_of
-from tests.long_rope import MODELS, ORIGINAL
-from tests.model_recipes import RECIPES
-from tests.tiny_models import greedy_reference, make_model, make_prompts
+from tests.long_rope import MODELS, ORIGINAL, alone, make_lengthened
+from tests.tiny_models import greedy_reference, make_prompts
 
 BLOCK = 8
 BUDGET = 48
 NEW = 24
 # Within the original length, up to it, beyond it as they grow, and beyond it from the beginning.
 LENGTHS = (5, 33, 50, ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, 90, 130)
-
-_WHOLE = "next_sequence_length"
-"""What Phi-3 resets where it computes all of a request again."""
-
-
-def _model(name: str) -> PreTrainedModel:
-    family, settings = MODELS[name]
-    return make_model(RECIPES[family].config(eos_token_id=None, **settings))
-
-
-def _alone(model: Any, prompt: list[int], count: int = NEW) -> list[int]:
-    """What `generate` gives on a fresh model: it remembers the frequencies of the last request."""
-    model = copy.deepcopy(model)
-    prepare = model.prepare_inputs_for_generation.__func__.__code__
-    if type(model).__name__.startswith("Phi") and _WHOLE not in prepare.co_consts:
-        # Older versions of transformers drop the cache and then compute the last token alone.
-        model.generation_config.use_cache = False
-    return greedy_reference(model, prompt, count)
 
 
 def _run(
@@ -98,9 +77,9 @@ _FAST = ("llama, dynamic", "phi3, longrope")
     [pytest.param(name, marks=() if name in _FAST else pytest.mark.slow) for name in MODELS],
 )
 def test_each_request_is_computed_for_its_own_length(name: str) -> None:
-    model = _model(name)
+    model = make_lengthened(name)
     prompts = make_prompts(LENGTHS)
-    right = [_alone(model, prompt) for prompt in prompts]
+    right = [alone(model, prompt, NEW) for prompt in prompts]
     assert len({token for tokens in right for token in tokens}) >= 5
     loaded = from_model(model)
     few = -(-(max(LENGTHS) + NEW) // BLOCK) + 4
@@ -119,12 +98,12 @@ def test_each_request_is_computed_for_its_own_length(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama, dynamic", "llama, longrope", "phi3, longrope"])
 def test_a_prefix_is_shared_only_where_its_keys_are_equal(name: str) -> None:
-    model = _model(name)
+    model = make_lengthened(name)
     (whole,) = make_prompts((130,))
     prompts = [whole[:50], whole[:60], whole[:100], whole[:130], whole[:100], whole[:60]]
     loaded = from_model(model)
     outputs = _run(loaded, prompts, one_by_one=True, num_blocks=256)
-    right = [_alone(model, prompt) for prompt in prompts]
+    right = [alone(model, prompt, NEW) for prompt in prompts]
     assert [output.generated_tokens for output in outputs] == right
     cached = [output.cached_tokens for output in outputs]
     # With dynamic embeddings, the keys of each length beyond the original one are its own; Phi-3
@@ -133,9 +112,9 @@ def test_a_prefix_is_shared_only_where_its_keys_are_equal(name: str) -> None:
 
 
 def test_the_owner_s_calls_and_the_steps_do_not_disturb_each_other() -> None:
-    model = _model("llama, dynamic")
+    model = make_lengthened("llama, dynamic")
     prompts = make_prompts((100, 20, 70))
-    right = [_alone(model, prompt) for prompt in prompts]
+    right = [alone(model, prompt, NEW) for prompt in prompts]
     loaded = from_model(model)
     for _ in range(2):
         assert [output.generated_tokens for output in _run(loaded, prompts)] == right
@@ -145,9 +124,9 @@ def test_the_owner_s_calls_and_the_steps_do_not_disturb_each_other() -> None:
 
 @pytest.mark.parametrize("choices", [1, 3])
 def test_choices_that_outgrow_the_original_length(choices: int) -> None:
-    model = _model("phi3, longrope")
+    model = make_lengthened("phi3, longrope")
     (prompt,) = make_prompts((ORIGINAL,))
-    right = _alone(model, prompt)
+    right = alone(model, prompt, NEW)
     config = ContinuousBatchingConfig(block_size=BLOCK, num_blocks=128)
     with from_model(model).continuous_batching_context_manager(
         continuous_batching_config=config
@@ -177,10 +156,10 @@ def test_our_decoder(
     """On the native kernels, and as on CUDA with plain operations: as `generate`, of a checkpoint
     that is loaded.
     """
-    model = _model(name)
+    model = make_lengthened(name)
     model.save_pretrained(tmp_path)
     prompts = make_prompts(LENGTHS)
-    right = [_alone(model, prompt) for prompt in prompts]
+    right = [alone(model, prompt, NEW) for prompt in prompts]
     if device == "of CUDA":
         monkeypatch.setattr(choosing, "TORCH_DEVICES", frozenset({"cpu"}))
         loaded = load(
@@ -206,7 +185,7 @@ def test_our_decoder(
 )
 def test_captured_steps(name: str) -> None:
     """As on CUDA: they take the same operations for any lengths, and look at none of them."""
-    model = _model(name)
+    model = make_lengthened(name)
     loaded = from_model(model, attention="torch")
     built = build(
         loaded,
@@ -220,21 +199,21 @@ def test_captured_steps(name: str) -> None:
     requests = [make_request(str(index), prompt, NEW) for index, prompt in enumerate(prompts)]
     outputs = run(make_core(built, rope=loaded._verified.rope), requests)
     tokens = [tokens_of(outputs[request.request_id]) for request in requests]
-    assert tokens == [_alone(model, prompt) for prompt in prompts]
+    assert tokens == [alone(model, prompt, NEW) for prompt in prompts]
     replayed = {kind.is_replayed for kind in built.runner.steps}
     assert replayed == {True}
 
 
 def test_the_longest_request_of_a_model() -> None:
     for name, longest in (("llama, dynamic", 4 * ORIGINAL), ("phi3, longrope", 4 * ORIGINAL)):
-        assert from_model(_model(name))._verified.context_length == longest
+        assert from_model(make_lengthened(name))._verified.context_length == longest
 
 
 def test_positions_that_go_elsewhere_keep_the_original_length(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A model that uses positions for more than its rotary module."""
-    model: Any = _model("llama, longrope")
+    model: Any = make_lengthened("llama, longrope")
     forward = model.model.layers[0].mlp.forward
     seen: list[torch.Tensor] = []
     model.model.register_forward_pre_hook(

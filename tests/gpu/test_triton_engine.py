@@ -25,6 +25,7 @@ from engine.runner.runner_options import StepPath
 from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.engine.runner.steps import build_verified, make_core, make_request, run, tokens_of
 from tests.gpu.conftest import INTERPRETED
+from tests.long_rope import ORIGINAL, alone, make_lengthened
 from tests.tiny_models import FAMILIES, WINDOW, greedy_reference, make_model, make_prompts
 
 pytestmark = pytest.mark.gpu
@@ -131,3 +132,24 @@ def test_models_of_16_bits_pass_the_load_gate(dtype: torch.dtype, cuda: torch.de
     assert {(kind.path, kind.is_replayed) for kind in built.runner.steps} == {
         (path, True) for path in StepPath
     }
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("name", ["llama, dynamic", "llama, longrope", "phi3, longrope"])
+def test_lengths_beyond_the_original_one_are_replayed(
+    name: str, own: bool, cuda: torch.device
+) -> None:
+    """By our decoder, and by the model as transformers wrote it."""
+    model = make_lengthened(name)
+    prompts = make_prompts((5, ORIGINAL - 1, ORIGINAL, 90))
+    right = [alone(model, prompt, NEW) for prompt in prompts]
+    told: list[str] = []
+    verified = verify_model(model.to(cuda), Path(), told.append, "triton", own_decoder=own)
+    assert (verified.decoder is not None) == own, told
+    built = build_verified(verified, max_batch_tokens=40, max_requests_per_batch=6)
+    built.runner.warmup()
+    built.runner.steps.clear()
+    core = make_core(built, overlap=built.overlap, rope=verified.rope)
+    outputs = run(core, [make_request(str(i), p, NEW) for i, p in enumerate(prompts)])
+    assert [tokens_of(outputs[str(index)]) for index in range(len(prompts))] == right
+    assert {kind.is_replayed for kind in built.runner.steps} == {True}
