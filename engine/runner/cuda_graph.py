@@ -7,6 +7,7 @@ each kernel. Captured work reads and writes only fixed addresses; see `static_in
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -99,11 +100,11 @@ class CudaCapture:
     def refusing_waits(self) -> Iterator[None]:
         """See CaptureDevice. torch has one such mode for all threads of the process."""
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            _set_sync_debug_mode("error")
             yield
         finally:
-            torch.cuda.set_sync_debug_mode(before)
+            _set_sync_debug_mode(before)
 
     def begin(self) -> torch.cuda.CUDAGraph:
         """See CaptureDevice. Other threads of the process may use the device meanwhile."""
@@ -123,6 +124,15 @@ class CudaCapture:
         # Where it raises, torch 2.11 leaves its allocator in the pool (pytorch issue 180395).
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+
+
+def _set_sync_debug_mode(mode: str | int) -> None:
+    """Set it, without torch's warning that it is a prototype. Where warnings are errors, that would
+    be raised with the mode already set, for good.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 class CapturingBackend:

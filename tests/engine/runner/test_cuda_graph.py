@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.runner.cuda_graph import CapturingBackend
+from engine.runner.cuda_graph import CapturingBackend, CudaCapture
 
 LOGITS = torch.zeros(1)
 
@@ -184,3 +184,26 @@ def test_garbage_collection_stays_off_where_it_was() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_the_mode_that_refuses_waits_is_left_whatever_happens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch warns, once in a process, that the mode is a prototype; warnings are errors here."""
+
+    def fail() -> None:
+        assert torch.cuda.get_sync_debug_mode() == 2
+        raise ValueError("of the model's")
+
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)  # there need not be a device
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    warned = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        capture = CudaCapture(torch.device("cuda"))
+        with pytest.raises(ValueError, match="of the model's"), capture.refusing_waits():
+            fail()
+        assert torch.cuda.get_sync_debug_mode() == 0
+    finally:
+        torch.set_warn_always(warned)
