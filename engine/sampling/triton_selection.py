@@ -25,31 +25,33 @@ def least_bound(
     bits_of = values.contiguous().view(torch.int32)
     counts = masses is None
     weights = sums if masses is None else masses.contiguous()
-    for place, (lowest, bits) in enumerate(DIGITS):
-        is_first = place == 0
-        add_up[(rows, triton.cdiv(width, _CUT))](
-            bits_of,
-            weights,
-            known,
-            sums,
-            width,
-            COUNTS=counts,
-            IS_FIRST=is_first,
-            LOWEST=lowest,
-            BITS=bits,
-            STRIDE=stride,
-            CUT=_CUT,
-            num_warps=_WARPS,
-        )
-        choose_digit[(rows,)](
-            sums,
-            known,
-            target,
-            IS_FIRST=is_first,
-            IS_LAST=place == len(DIGITS) - 1,
-            BITS=bits,
-            STRIDE=stride,
-            LARGEST=INFINITY,
-            num_warps=_WARPS,
-        )
+    # Triton launches on the current device.
+    with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
+        for place, (lowest, bits) in enumerate(DIGITS):
+            is_first = place == 0
+            add_up[(rows, triton.cdiv(width, _CUT))](
+                bits_of,
+                weights,
+                known,
+                sums,
+                width,
+                COUNTS=counts,
+                IS_FIRST=is_first,
+                LOWEST=lowest,
+                BITS=bits,
+                STRIDE=stride,
+                CUT=_CUT,
+                num_warps=_WARPS,
+            )
+            choose_digit[(rows,)](
+                sums,
+                known,
+                target,
+                IS_FIRST=is_first,
+                IS_LAST=place == len(DIGITS) - 1,
+                BITS=bits,
+                STRIDE=stride,
+                LARGEST=INFINITY,
+                num_warps=_WARPS,
+            )
     return known.view(torch.float32)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -125,6 +125,7 @@ class Watch(TorchDispatchMode):
 
     Attributes:
         launches: what was launched, by name: torch's operations, and Triton kernels.
+        guards: in how many blocks that make a tensor's device the current one this is.
         copies: how many pinned copies went to the device.
         faults: what was raised as DeviceFault, in case somebody catches it.
         is_on: whether faults are raised; setting things up may copy as it likes.
@@ -136,6 +137,7 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.launches: list[str] = []
+        self.guards = 0
         self.copies = 0
         self.faults: list[str] = []
         self.is_on = False
@@ -152,6 +154,15 @@ class Watch(TorchDispatchMode):
             yield
         finally:
             self.is_on, self.allows_copies = before
+
+    @contextmanager
+    def guarding(self, tensor: torch.Tensor) -> Iterator[None]:
+        """Stands for `torch.cuda.device_of`."""
+        self.guards += 1
+        try:
+            yield
+        finally:
+            self.guards -= 1
 
     def fault(self, what: str) -> None:
         """Raises DeviceFault if faults are raised."""
@@ -315,13 +326,15 @@ def fake_cuda(
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         watch.launches.append(kernel.fn.__name__)
+        if not watch.guards:
+            watch.fault(f"{kernel.fn.__name__} goes to the current device, whichever that is")
         if launched is not None:
             launched(kernel, grid, args, kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         if find_spec("triton") is not None:
             patch.setattr("triton.runtime.jit.JITFunction.run", run)
-        patch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
+        patch.setattr(torch.cuda, "device_of", watch.guarding)
         patch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
         capability = (properties.major, properties.minor)
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
