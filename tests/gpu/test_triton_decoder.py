@@ -40,11 +40,9 @@ NAMES = (
 
 
 def tiny(name: str) -> PreTrainedModel:
-    """A tiny model in float32 on the CPU; for the interpreter one with two layers."""
-    kinds = getattr(RECIPES[name].config(), "layer_types", None)
-    few = {"num_hidden_layers": 2, "layer_types": sorted(set(kinds or ["full_attention"]))}
-    if few["layer_types"] == ["full_attention"]:
-        del few["layer_types"]
+    """A tiny model in float32 on the CPU; for the interpreter one layer of each kind."""
+    kinds = sorted(set(getattr(RECIPES[name].config(), "layer_types", None) or [""]))
+    few = {"num_hidden_layers": len(kinds), **({"layer_types": kinds} if kinds != [""] else {})}
     return make(name, **(few if INTERPRETED else {})).float()
 
 
