@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ import torch
 from transformers import GenerationConfig
 
 import engine
+from benchmarks.adapters import profiling
 from benchmarks.adapters.building import built_model
 from benchmarks.adapters.loop import Turn, main, versions
-from benchmarks.adapters.profiling import profile_device
 from engine.api.offline import LoadedModel
 from engine.api.results import GenerationOutput
 from engine.config import CPU_BLOCK_SIZE, CUDA_BLOCK_SIZE, LoadConfig
@@ -100,9 +101,13 @@ class HeadraceEngine:
         """What the device does in some steps of decode: those after the last request's first token,
         when all prompts are computed. The turn's requests are cancelled then.
         """
+        profiling.set_up()
         names = [
             self._manager.add_request(
-                request["prompt"], max_new_tokens=request["max_tokens"], streaming=is_last
+                request["prompt"],
+                max_new_tokens=request["max_tokens"],
+                streaming=is_last,
+                record_timestamps=is_last,
             )
             for request, is_last in (
                 (request, request is turn.requests[-1]) for request in turn.requests
@@ -112,13 +117,17 @@ class HeadraceEngine:
         next(outputs)
 
         def steps() -> int:
-            return sum(1 for _ in zip(range(turn.profile_steps), outputs, strict=False))
+            began = time.monotonic()
+            # Not those that came while the profiler started.
+            found = (one for one in outputs if one.timestamps and one.timestamps[-1] >= began)
+            return sum(1 for _ in zip(range(turn.profile_steps), found, strict=False))
 
-        found = profile_device(steps)
-        for name in names:
-            self._manager.cancel_request(name)
-        self._drain(names[:-1], outputs)
-        return found
+        try:
+            return profiling.profile_device(steps)
+        finally:
+            for name in names:
+                self._manager.cancel_request(name)
+            self._drain(names[:-1], outputs)
 
     def _drain(self, names: list[str], outputs: Iterator[GenerationOutput]) -> None:
         for _ in outputs:

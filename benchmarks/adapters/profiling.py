@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,8 +17,24 @@ MOST_KERNELS = 25
 NAME_LENGTH = 100
 
 
+def set_up() -> None:
+    """Set the profiler up, which takes seconds at its first use: before there is work to profile,
+    which would be over meanwhile.
+
+    Raises:
+        RuntimeError: there is no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("there is no CUDA device to profile")
+    # It stays set up. Taking it down beside graphs, or between two profiles, crashes or hangs in
+    # some versions: see PyTorch's pull request 112507 and Kineto's 1554.
+    os.environ["TEARDOWN_CUPTI"] = "0"
+    with profile(activities=[ProfilerActivity.CUDA]):
+        torch.cuda.synchronize()
+
+
 def profile_device(work: Callable[[], int]) -> dict[str, Any]:
-    """Profile `work`, which returns how many steps it saw.
+    """Profile `work`, which returns how many steps it saw. Call `set_up` before.
 
     Returns:
         steps; span_s, from the start of the first kernel or copy to the end of the last; busy_s,
@@ -25,12 +42,8 @@ def profile_device(work: Callable[[], int]) -> dict[str, Any]:
         count and seconds of those that took the most time.
 
     Raises:
-        RuntimeError: there is no CUDA device, or nothing ran there.
+        RuntimeError: nothing ran on the device.
     """
-    if not torch.cuda.is_available():
-        raise RuntimeError("there is no CUDA device to profile")
-    with profile(activities=[ProfilerActivity.CUDA]):
-        torch.cuda.synchronize()  # its first use sets it up, which takes seconds
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         steps = work()
     return {"steps": steps, **summary(trace.events())}

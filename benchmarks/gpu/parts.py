@@ -158,7 +158,11 @@ def _profile(session: Session, engine: System, batch: int) -> None:
         ],
         "profile_steps": session.sizes.profile_steps,
     }
-    found: dict[str, Any] = engine.run(order, max(LEAST_S, session.left_s()))
+    try:
+        found: dict[str, Any] = engine.run(order, max(LEAST_S, session.left_s()))
+    except SystemFailure as failure:  # a container may not let anybody profile; the rest goes on
+        session.part.leave_out(f"the busy share at {batch}", str(failure).splitlines()[0])
+        return
     share = found["busy_s"] / found["span_s"]
     row = {"key": f"busy at {batch}", "requests": batch, "busy_share": share, **found}
     session.part.put(row)
