@@ -50,9 +50,10 @@ def _few_places(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _bfloat16() -> Iterator[None]:
+def _arithmetic() -> Iterator[None]:
     """The interpreter keeps bfloat16 as 16-bit integers: it multiplies these in products, and cuts
-    float32 off, where a device rounds to the nearest.
+    float32 off, where a device rounds to the nearest. Products are computed in float64, because a
+    row's sums in float32 depend on its place in the matrix (BLAS), and on a device they do not.
     """
     if not INTERPRETED:
         yield
@@ -61,16 +62,18 @@ def _bfloat16() -> Iterator[None]:
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    def widen(handle: TensorHandle) -> TensorHandle:
-        if handle.dtype.scalar is not tl.bfloat16:
-            return handle
-        wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
-        return TensorHandle(wide, tl.float32)
+    def widen(handle: TensorHandle) -> Any:
+        if handle.dtype.scalar is tl.bfloat16:
+            return (handle.data.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        return handle.data.astype(np.float64)
 
-    original, convert = InterpreterBuilder.create_dot, interpreter._convert_float
+    convert = interpreter._convert_float
 
-    def create_dot(self: object, a: TensorHandle, b: TensorHandle, *others: object) -> object:
-        return original(self, widen(a), widen(b), *others)
+    def create_dot(
+        self: object, a: TensorHandle, b: TensorHandle, added: TensorHandle, *options: object
+    ) -> TensorHandle:
+        product = np.matmul(widen(a), widen(b)).astype(added.data.dtype)
+        return TensorHandle(product + added.data, added.dtype.scalar)
 
     def convert_float(data: Any, given: Any, wanted: Any, rounding: Any) -> Any:
         if (given, wanted) == (tl.bfloat16, tl.float32):

@@ -297,14 +297,16 @@ def test_a_request_is_the_same_among_any_neighbours(
     assert torch.equal(among.run(device)[begin : begin + count], expected)
 
 
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(
+    "layer",
+    [Layer(4, 2, 32, 32), Layer(4, 2, 32, 32, window=50), Layer(2, 1, 512, 512, window=50)],
+)
 def test_where_a_prompt_is_cut_in_chunks_does_not_matter(
-    window: int | None, device: torch.device
+    layer: Layer, device: torch.device
 ) -> None:
     """To the last bit, as far as the kernels say it; a compiler may fuse what it masks and what it
     does not mask differently. Chunks of one token are decoded, and left out here.
     """
-    layer = Layer(4, 2, 32, 32, window=window)
     whole = Case(make_layout([(0, 150)], 16), layer, torch.float16)
     expected = whole.run(device)
     cache = whole.cache(device)
