@@ -9,7 +9,6 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -124,21 +123,6 @@ def test_weights_of_another_type_are_kept(device: torch.device) -> None:
     assert torch.equal(made, total.half())
 
 
-@pytest.fixture
-def _exact_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's products are numpy's, the order of whose sums depends on a row's place in a
-    matrix: in float64 that is rounded away.
-    """
-    multiply = np.matmul
-
-    def exact(a: Any, b: Any, dtype: Any) -> Any:
-        return multiply(a.astype(np.float64), b.astype(np.float64)).astype(dtype)
-
-    if INTERPRETED:
-        monkeypatch.setattr(np, "matmul", exact)
-
-
-@pytest.mark.usefixtures("_exact_sums")
 @pytest.mark.parametrize("family", ["mixtral.Mixtral", "gpt_oss.GptOss"])
 def test_a_token_does_not_depend_on_its_neighbours(
     family: str, dtype: torch.dtype, device: torch.device
