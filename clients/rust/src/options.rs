@@ -163,7 +163,7 @@ impl ClientBuilder {
         Client::with(self.settings(&places)?, places)
     }
 
-    fn settings(mut self, places: &[Place]) -> Result<Settings, Error> {
+    pub(crate) fn settings(mut self, places: &[Place]) -> Result<Settings, Error> {
         if let (Some(path), Some(tls)) = (&self.ca_file, &mut self.tls) {
             tls.ca = Some(fs::read(path).map_err(|error| unreadable("ca_file", path, &error))?);
         }

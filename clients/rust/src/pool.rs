@@ -10,6 +10,7 @@ use tokio::time::Instant;
 use tonic::Code;
 
 use crate::error::Error;
+use crate::health::Found;
 use crate::options::Settings;
 use crate::placement::{Candidate, Placement, PrefixKeys};
 use crate::proto;
@@ -23,7 +24,6 @@ const FIRST_CHECK: Duration = Duration::from_millis(100);
 /// How long a request waits for a server to be ready.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 const LOAD_HOLDS: Duration = Duration::from_secs(5);
-const TWIN_PAUSE: Duration = Duration::from_secs(10);
 const LEFT_FOR: Duration = Duration::from_secs(60);
 const ALONE_FOR: Duration = Duration::from_secs(60);
 const MOST_OWNERS: usize = 65_536;
@@ -61,7 +61,7 @@ pub(crate) struct Entry {
     /// Its process; empty: not known.
     pub(crate) instance: String,
     /// How many requests it runs at a time.
-    capacity: u64,
+    pub(crate) capacity: u64,
     /// How many requests of this client it has.
     outstanding: u64,
     full_until: Option<Instant>,
@@ -72,7 +72,9 @@ pub(crate) struct Entry {
     pub(crate) problem: Option<Error>,
     /// Whether it has answered for its health, or failed to.
     pub(crate) is_known: bool,
-    checks: u32,
+    /// Whether a question for its health is on its way.
+    pub(crate) is_asked: bool,
+    pub(crate) checks: u32,
     /// The load that is not this client's.
     others: u64,
     others_until: Option<Instant>,
@@ -89,6 +91,11 @@ impl Entry {
 
     fn has_room(&self, now: Instant) -> bool {
         self.full_until.is_none_or(|until| until <= now)
+    }
+
+    /// Whether it is to be asked for its health, at `check_at`.
+    pub(crate) fn waits_for_check(&self) -> bool {
+        self.state == Readiness::Joining && !self.is_asked
     }
 
     /// Puts off the next question for its health: 0.1 s, then twice as long each time.
@@ -129,6 +136,7 @@ pub(crate) struct Servers {
     pub(crate) many: bool,
     pub(crate) entries: Vec<Entry>,
     next_id: u64,
+    pub(crate) found: Found,
     pub(crate) listeners: HashMap<u64, Weak<Session>>,
     placement: Placement,
     pub(crate) budget: Budget,
@@ -155,6 +163,7 @@ impl Pool {
                 many,
                 entries: Vec::new(),
                 next_id: 0,
+                found: Found::default(),
                 listeners: HashMap::new(),
                 placement: Placement::default(),
                 budget: Budget(BUDGET),
@@ -223,6 +232,7 @@ impl Pool {
                         turn: 0,
                         problem: None,
                         is_known: false,
+                        is_asked: false,
                         checks: 0,
                         others: 0,
                         others_until: None,
@@ -315,23 +325,6 @@ impl Servers {
             if is_twin && twin.state == Readiness::Joining {
                 twin.check_at = now;
             }
-        }
-    }
-
-    /// Makes a server ready, unless it is known by another address already.
-    pub(crate) fn joined(&mut self, id: u64, instance: String, capacity: u64) {
-        let has_twin = self.entries.iter().any(|twin| {
-            !instance.is_empty() && twin.instance == instance && twin.server.id != id && twin.state == Readiness::Ready
-        });
-        let Some(entry) = self.entry(id) else { return };
-        (entry.instance, entry.capacity) = (instance, capacity.max(1));
-        if entry.state != Readiness::Joining {
-            return;
-        }
-        if has_twin {
-            entry.check_at = Instant::now() + TWIN_PAUSE;
-        } else {
-            (entry.state, entry.problem, entry.checks) = (Readiness::Ready, None, 0);
         }
     }
 
