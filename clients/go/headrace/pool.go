@@ -20,8 +20,10 @@ type pool struct {
 
 	mu         sync.Mutex
 	servers    []*server
-	changed    chan struct{} // closed, and made anew, when a server may have become usable
-	kicked     chan struct{} // has something in it when names are to be looked up now
+	found      map[*server]identity // the servers that have said that they are ready, and are not used yet
+	tellAt     time.Time            // when they are used at the latest
+	changed    chan struct{}        // closed, and made anew, when a server may have become usable
+	kicked     chan struct{}        // has something in it when names are to be looked up now
 	listeners  map[*Session]struct{}
 	placement  placement
 	budget     budget
@@ -44,6 +46,7 @@ func newPool(places []place, dial func(address) (*server, error)) (*pool, error)
 	p := &pool{
 		dial:      dial,
 		many:      len(places) > 1 || places[0].address == "",
+		found:     make(map[*server]identity),
 		changed:   make(chan struct{}),
 		kicked:    make(chan struct{}, 1),
 		listeners: make(map[*Session]struct{}),

@@ -22,7 +22,8 @@ const (
 	resolvePause  = 500 * time.Millisecond // between two look-ups, after failures
 	checkTimeout  = 2 * time.Second        // of a question for a server's health, and the longest pause between two
 	firstCheck    = 100 * time.Millisecond
-	patience      = 5 * time.Second // how long a request waits for a server to be ready
+	together      = 100 * time.Millisecond // how long a server that is ready waits for the others that were asked
+	patience      = 5 * time.Second        // how long a request waits for a server to be ready
 	loadInterval  = time.Second
 	loadHolds     = 5 * time.Second
 	twinPause     = 10 * time.Second
@@ -51,6 +52,7 @@ type server struct {
 	turn        int
 	problem     *Error // why it is not ready
 	isKnown     bool   // whether it has answered for its health, or failed to
+	isAsked     bool   // whether a question for its health is on its way
 	checks      int
 	others      int // the load that is not this client's
 	othersUntil time.Time
@@ -75,6 +77,9 @@ func (s *server) load(now time.Time) int {
 	}
 	return s.outstanding
 }
+
+// waitsForCheck tells whether it is to be asked for its health, at checkAt.
+func (s *server) waitsForCheck() bool { return s.state == joining && !s.isAsked }
 
 // waitForCheck puts off the next question for its health: 0.1 s, then twice as long each time.
 func (s *server) waitForCheck(now time.Time) {
