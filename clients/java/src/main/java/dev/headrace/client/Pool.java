@@ -15,6 +15,7 @@ import java.util.Comparator;
 import java.util.HashMap;
 import java.util.HashSet;
 import java.util.Iterator;
+import java.util.LinkedHashMap;
 import java.util.List;
 import java.util.Map;
 import java.util.Set;
@@ -38,6 +39,7 @@ final class Pool {
 
   private static final long RESOLVE_EVERY = 3_000; // ms
   private static final long RESOLVE_PAUSE = 500; // ms, between two look-ups, after failures
+  private static final long TOGETHER = millis(100); // how long a ready one waits for the others
   private static final long TWIN_PAUSE = seconds(10);
   private static final long LEFT_FOR = seconds(60);
   private static final long ALONE_FOR = seconds(60);
@@ -60,7 +62,8 @@ final class Pool {
   private boolean kicked; // whether names are to be looked up now
   private long turn;
   private String unresolved = ""; // why a name could not be looked up
-  private boolean checking;
+  private final Map<Server, Identity> found = new LinkedHashMap<>(); // ready, and not used yet
+  private long tellAt; // when those are used at the latest
   private Future<?> nextCheck;
   private boolean closed;
 
@@ -252,74 +255,107 @@ final class Pool {
   }
 
   /**
-   * Asks servers that are not ready whether they are: all that are due at the same time, so that
-   * the first requests find all servers that are there.
+   * Asks servers that are not ready whether they are. Each answer is taken as it comes: none waits
+   * for the others, but for a moment with those that are ready.
    */
   private void check() {
-    List<Server> due = new ArrayList<>();
+    List<Server> due;
+    List<Session> told = List.of();
     synchronized (this) {
-      if (closed || checking) {
+      if (closed) {
         return;
       }
       if (nextCheck != null) {
         nextCheck.cancel(false);
       }
       long now = System.nanoTime();
-      long next = NEVER;
-      for (Server one : servers) {
-        if (one.state != Server.State.JOINING) {
-          continue;
-        }
-        if (one.checkAt - now <= 0) {
-          one.waitForCheck(now);
-          due.add(one);
-        }
-        next = Math.min(next, one.checkAt - now);
-      }
-      if (due.isEmpty()) {
-        nextCheck = timer.schedule(this::check, next, TimeUnit.NANOSECONDS);
-        return;
-      }
-      checking = true;
-    }
-    CompletableFuture<?>[] asked = due.stream().map(this::ask).toArray(CompletableFuture<?>[]::new);
-    CompletableFuture.allOf(asked).whenComplete((nothing, never) -> asked(due));
-  }
-
-  private void asked(List<Server> due) {
-    List<Session> told = List.of();
-    synchronized (this) {
-      checking = false;
-      changed();
-      if (due.stream().anyMatch(one -> one.state == Server.State.READY)) {
+      due = toAsk(now);
+      if (tell(now)) {
+        changed();
         told = List.copyOf(sessions);
       }
+      nextCheck = timer.schedule(this::check, untilCheck(now), TimeUnit.NANOSECONDS);
     }
+    due.forEach(this::ask);
     told.forEach(Session::serverChanged);
+  }
+
+  /** The servers whose health is to be asked for now; the lock is held. */
+  private List<Server> toAsk(long now) {
+    List<Server> due = new ArrayList<>();
+    for (Server one : servers) {
+      if (one.waitsForCheck() && one.checkAt - now <= 0) {
+        one.isAsked = true;
+        one.waitForCheck(now);
+        due.add(one);
+      }
+    }
+    return due;
+  }
+
+  /** How long it takes until one is to be asked, or those found are to be used; with the lock. */
+  private long untilCheck(long now) {
+    long next = found.isEmpty() ? NEVER : tellAt - now;
+    for (Server one : servers) {
+      if (one.waitsForCheck()) {
+        next = Math.min(next, one.checkAt - now);
+      }
+    }
+    return next;
   }
 
   /** What a server says of itself. */
   private record Identity(String instance, int capacity) {}
 
   /** Asks a server for its health, and a ready one for its instance and capacity. */
-  private CompletableFuture<Void> ask(Server one) {
+  private void ask(Server one) {
     Context.CancellableContext context =
         Context.ROOT.withDeadlineAfter(CHECK_TIMEOUT, TimeUnit.NANOSECONDS, timer);
-    return identify(one, context)
-        .handle(
+    identify(one, context)
+        .whenComplete(
             (identity, failed) -> {
               context.cancel(null);
               noteAnswer(one, identity, failed);
-              return null;
             });
   }
 
+  /**
+   * Notes a server's answer, or that there is none. A ready server is used together with the others
+   * that are asked, so that the first requests are not all placed on the first that answers; but it
+   * does not wait long for them.
+   */
   private synchronized void noteAnswer(Server one, Identity identity, Throwable failed) {
-    one.isKnown = true;
-    if (failed != null) {
-      one.problem = Futures.errorOf(failed);
+    if (closed) {
       return;
     }
+    if (failed != null) {
+      one.problem = Futures.errorOf(failed);
+      one.isKnown = true;
+      one.isAsked = false;
+    } else {
+      if (found.isEmpty()) {
+        tellAt = System.nanoTime() + TOGETHER;
+      }
+      found.put(one, identity);
+    }
+    changed();
+  }
+
+  /** Makes the servers that were found ready, if it is time; whether there were any. */
+  private boolean tell(long now) {
+    boolean areAllFound = servers.stream().allMatch(one -> !one.isAsked || found.containsKey(one));
+    if (found.isEmpty() || (now - tellAt < 0 && !areAllFound)) {
+      return false;
+    }
+    found.forEach(this::joined);
+    found.clear();
+    return true;
+  }
+
+  /** Makes a server ready, unless it is known by another address already; the lock is held. */
+  private void joined(Server one, Identity identity) {
+    one.isKnown = true;
+    one.isAsked = false;
     one.instance = identity.instance;
     one.capacity = Math.max(identity.capacity, 1);
     if (one.state != Server.State.JOINING) {
@@ -327,7 +363,7 @@ final class Pool {
     }
     for (Server twin : byInstance(one.instance)) {
       if (twin != one && twin.state == Server.State.READY) {
-        one.checkAt = System.nanoTime() + TWIN_PAUSE; // it is known by another address already
+        one.checkAt = System.nanoTime() + TWIN_PAUSE;
         return;
       }
     }

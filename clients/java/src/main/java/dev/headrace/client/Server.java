@@ -29,6 +29,7 @@ final class Server {
   long turn;
   HeadraceException problem; // why it is not ready
   boolean isKnown; // whether it has answered for its health, or failed to
+  boolean isAsked; // whether a question for its health is on its way
   private int checks;
   private long others; // the load that is not this client's
   private long othersUntil;
@@ -60,6 +61,11 @@ final class Server {
 
   boolean hasRoom(long now) {
     return now - fullUntil >= 0;
+  }
+
+  /** Whether it is to be asked for its health, at {@code checkAt}. */
+  boolean waitsForCheck() {
+    return state == State.JOINING && !isAsked;
   }
 
   /** Puts off the next question for its health: 0.1 s, then twice as long each time. */
