@@ -310,6 +310,9 @@ class Scenario:
         was_at = self.at.get(name)
         if step.get("elsewhere") and was_at == arrival.call.server:
             raise Unmet(f"it came to server {was_at} again")
+        silent = step.get("not_held_up_by")
+        if silent is not None and (fault := self.servers[silent].held_up(arrival)):
+            raise Unmet(f"{fault} than the question to server {silent}, which answers none")
         self.at[name] = arrival.call.server
         served = Served(arrival)
         self.stage.served[wanted] = served
@@ -393,8 +396,8 @@ class Scenario:
             server.proxy.cut()
         elif does == "up":
             server.proxy.accepting = True
-        elif does in ("unhealthy", "healthy"):
-            server.serving = does == "healthy"
+        elif does in ("unhealthy", "healthy", "silent"):
+            server.become(does)
             self.stage.unasked.discard(server.name)
         elif does == "end_sessions":
             status = make_status(step["status"])[0] if "status" in step else None

@@ -31,6 +31,9 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _LEASE_SECONDS = 30
 _TOGETHER_SECONDS = 1.0
 """How long a card waits for the other servers to be asked for theirs."""
+_HELD_UP_SECONDS = 1.5
+"""After so long a request has waited for a silent server: a library gives a question up after 2 s.
+"""
 
 
 class ScriptedServer:
@@ -41,7 +44,9 @@ class ScriptedServer:
         self.name = name
         self.proxy = proxy
         self.instance_id = ""
-        self.serving = True
+        self._serving = True
+        self._silent = False  # it answers no question for its health
+        self._unanswered: list[Call] = []
         self.token: str | None = None
         self.lease_seconds = _LEASE_SECONDS
         self.secure: grpc.ServerCredentials | None = None
@@ -143,6 +148,32 @@ class ScriptedServer:
                 delay = info.retry_delay.ToMilliseconds()
                 trailers.append(("grpc-retry-pushback-ms", str(delay)))
         await context.abort(_CODES[status.code], status.message, tuple(trailers))
+
+    def become(self, health: str) -> None:
+        """It is healthy or unhealthy from now on, and tells all who have asked; or it is silent."""
+        self._serving, self._silent = health == "healthy", health == "silent"
+        if not self._silent:
+            for call in self._unanswered:
+                call.out.put_nowait(self._health())
+            self._unanswered.clear()
+
+    def ask_for_health(self, call: Call) -> None:
+        """Answers, unless it is silent: then the client waits until it is not, or gives up."""
+        if self._silent:
+            self._unanswered.append(call)
+        else:
+            call.out.put_nowait(self._health())
+
+    def _health(self) -> bytes:
+        kind = health_pb2.HealthCheckResponse
+        status = kind.SERVING if self._serving else kind.NOT_SERVING
+        return bytes(kind(status=status).SerializeToString())
+
+    def held_up(self, arrival: Arrival) -> str:
+        """How long a request has waited for this server, which is silent; empty: it has not."""
+        asked = min((call.began for call in self._unanswered), default=arrival.at)
+        waited = arrival.at - asked
+        return f"it came {waited:.3f} s later" if waited > _HELD_UP_SECONDS else ""
 
     def arrive(self, call: Call, request: Any, kind: str) -> None:
         """A call begins a request."""
@@ -274,7 +305,7 @@ class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc]
             "Cancel": (self._at_once("Cancel", server.cancel_by_ids), s.CancelRequest),
             "GetResult": (self._result, s.GetResultRequest),
             "GetModel": (self._model, m.GetModelRequest),
-            "Check": (self._at_once("Check", self._health), health_pb2.HealthCheckRequest),
+            "Check": (self._check, health_pb2.HealthCheckRequest),
         }
         if method not in unary:
             return None
@@ -342,9 +373,12 @@ class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc]
             call.is_open = False
             self._server.stage.changed()
 
-    def _health(self, _request: Any) -> health_pb2.HealthCheckResponse:
-        kind = health_pb2.HealthCheckResponse
-        return kind(status=kind.SERVING if self._server.serving else kind.NOT_SERVING)
+    async def _check(self, _request: Any, context: Any) -> bytes:
+        call = self._server.begin("Check", context)
+        self._server.ask_for_health(call)
+        async for message in self._server.talk(call, context):
+            return message
+        return b""
 
 
 def answer_whole(served: Served) -> None:
