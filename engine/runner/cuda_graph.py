@@ -109,6 +109,8 @@ class CudaCapture:
     def begin(self) -> torch.cuda.CUDAGraph:
         """See CaptureDevice. Other threads of the process may use the device meanwhile."""
         torch.cuda.synchronize(self._device)
+        # What was run before has left memory that only this stream could use: it is the graph's.
+        torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         return graph

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,3 +208,18 @@ def test_the_mode_that_refuses_waits_is_left_whatever_happens(
         assert torch.cuda.get_sync_debug_mode() == 0
     finally:
         torch.set_warn_always(warned)
+
+
+def test_a_capture_begins_with_what_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs before it were on the stream that is captured, whose blocks no other stream gets: a
+    graph's pool would come on top of them.
+    """
+    calls: list[str] = []
+    graph = SimpleNamespace(capture_begin=lambda *_, **__: calls.append("begin"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("free"))
+    assert CudaCapture(torch.device("cuda")).begin() is graph
+    assert calls == ["wait", "free", "begin"]
