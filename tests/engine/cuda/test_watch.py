@@ -24,6 +24,22 @@ FAULTS: dict[str, tuple[Act, str]] = {
     "equal": (lambda x: torch.equal(x, x + 1), "aten::equal waits"),
     "a mask": (lambda x: x[x > 0], "by a mask waits"),
     "a mask of rows": (lambda x: x.index_put_((x[:, 0] > 0,), x[:2]), "by a mask waits"),
+    "a mask, and a number of the device's": (
+        lambda x: x.index_put_((x > 0,), torch.zeros((), device=CUDA)),
+        "by a mask waits",
+    ),
+    "a fill by a number of the device's": (
+        lambda x: x.masked_fill(x > 0, torch.zeros((), device=CUDA)),
+        "reads its value",
+    ),
+    "a number of the host's into rows": (
+        lambda x: x.index_put_((torch.arange(2, device=CUDA),), torch.tensor(1.0)),
+        "its value is in pageable memory",
+    ),
+    "a choice of a number of the host's": (
+        lambda x: torch.where(x > 0, x, torch.tensor(1.0)),
+        "a number is in pageable memory",
+    ),
     "counts": (lambda x: x.repeat_interleave(x[:, 0].long(), 0), "by counts waits"),
     "to the host": (lambda x: x.cpu(), "a copy to the host waits"),
     "numpy": (lambda x: x.to("cpu", non_blocking=True).numpy(), "a copy to the host waits"),
@@ -44,7 +60,7 @@ FAULTS: dict[str, tuple[Act, str]] = {
 FINE: dict[str, Act] = {
     "a view": lambda x: x.view(-1)[3:].unsqueeze(0),
     "a mask that fills": lambda x: x.masked_fill(x > 0, 0.0),
-    "the same by an index": lambda x: x.index_put_((x > 0,), torch.zeros((), device=CUDA)),
+    "the same by an index": lambda x: x.index_put_((x > 0,), torch.zeros(())),
     "a choice": lambda x: torch.where(x > 0, x, 0.0),
     "rows": lambda x: x.index_select(0, torch.arange(2, device=CUDA)),
     "the house's copy": lambda x: to_device([1, 2], CUDA, torch.float32),

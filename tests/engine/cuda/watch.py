@@ -95,6 +95,9 @@ _INDEXING = frozenset(
     {"aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_"}
     | {"aten::_index_put_impl_", "aten::_unsafe_index_put"}
 )
+_FILLS = frozenset(
+    {"aten::masked_fill", "aten::masked_fill_", "aten::index_fill", "aten::index_fill_"}
+)
 _NO_KERNEL = frozenset(
     {
         "aten::_reshape_alias",
@@ -254,10 +257,18 @@ class Watch(TorchDispatchMode):
             indices = [one for one in args[1] if one is not None]
             if any(one.device.type == "cpu" and one.dim() for one in indices):
                 self.fault(f"{name}: its indices are on the host")
+            of_host = len(args) > 2 and args[2].device.type == "cpu"
             if any(one.dtype in (torch.bool, torch.uint8) for one in indices):
-                is_fill = len(args) > 2 and args[2].numel() == 1 and not any(args[3:])
+                # Only with a number of the host's is it a masked_fill.
+                is_fill = of_host and args[2].numel() == 1 and not any(args[3:])
                 if not is_fill:
                     self.fault(f"{name} by a mask waits for the device")
+            elif of_host:
+                self.fault(f"{name}: its value is in pageable memory on the host")
+        elif name == "aten::where" and any(one.device.type == "cpu" for one in tensors):
+            self.fault(f"{name}: a number is in pageable memory on the host")
+        elif name in _FILLS and tensors[-1].dim() == 0 and tensors[-1].device.type == "cuda":
+            self.fault(f"{name} reads its value and waits for the device")
         elif name == "aten::repeat_interleave" and len(tensors) == 1:
             self.fault(f"{name} by counts waits for the device")
         elif name == "aten::_grouped_mm":
