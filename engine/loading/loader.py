@@ -51,7 +51,14 @@ from engine.loading.pages import trim
 from engine.loading.rotary import follow_lengths, keep_frequencies, read_rope
 from engine.loading.view import ModelView
 from engine.models import choosing
-from engine.models.choosing import NOT_ASKED, CausalDecoder, Plan, make_decoder, plan_decoder
+from engine.models.choosing import (
+    NOT_ASKED,
+    CausalDecoder,
+    Plan,
+    exact_sums,
+    make_decoder,
+    plan_decoder,
+)
 from engine.models.experts import choose_experts
 from engine.parallel.sharding import check_plan, sharding, whole_logits
 from engine.rope import RopeLengths
@@ -211,6 +218,7 @@ def prepare_model(
     )
 
 
+@exact_sums()
 def verify_model(
     model: PreTrainedModel,
     path: Path,

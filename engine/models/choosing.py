@@ -67,7 +67,7 @@ def plan_decoder(
     described = describe_steps(model, backend, is_packed=is_packed)
     if isinstance(described, str):
         return described
-    with _exact_sums():
+    with exact_sums():
         return described, record(model, described, prompt)
 
 
@@ -117,7 +117,7 @@ def make_decoder(
         except UnboundError as error:
             reason = str(error)
         else:
-            with _exact_sums():
+            with exact_sums():
                 compare(decoder, recorded, windows)
             progress(f"decoder: our own, for {described.family}")
             return decoder
@@ -152,9 +152,10 @@ def operations_for(device: torch.device, dtype: torch.dtype) -> Operations:
 
 
 @contextmanager
-def _exact_sums() -> Iterator[None]:
+def exact_sums() -> Iterator[None]:
     """A block in which products of 16-bit types on CUDA are summed in float32 throughout. Otherwise
-    the same product may have other roundings beside another one, which a comparison would find.
+    the same product may have other roundings beside another one, which a comparison would find, and
+    whose sum over all layers the load gate might take for a fault.
     """
     settings = torch.backends.cuda.matmul
     before = [getattr(settings, name) for name in _REDUCTIONS]

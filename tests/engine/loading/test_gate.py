@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from engine.attention.torch_backend import TorchAttentionBackend
 from engine.errors import ModelRefusedError
 from engine.loading import gate
 from engine.loading.gate import check_config, probe_layers, self_check
+from engine.loading.loader import verify_model
 from engine.loading.mask_rules import MaskWatch, UnknownMaskError
 from tests.tiny_models import FAMILIES, greedy_reference, make_model, make_prompts
 
@@ -406,3 +408,22 @@ def test_a_forward_without_an_eager_attention_is_refused() -> None:
         layer.self_attn = _Alone(layer.self_attn)
     with pytest.raises(ModelRefusedError, match=r"_Alone has no eager.*eager_attention_forward"):
         from_model(model)
+
+
+def test_products_are_summed_in_float32_while_results_are_compared() -> None:
+    """On CUDA in both ways; what is in use afterwards is the owner's choice."""
+    matmul = torch.backends.cuda.matmul
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    model, found = make_model(FAMILIES["llama"]()), []
+
+    def note(*_: object) -> None:
+        found.extend(getattr(matmul, name) for name in names)
+
+    before = [getattr(matmul, name) for name in names]
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.register_forward_hook(note)
+    verify_model(model, Path(), lambda line: None)
+    assert found
+    assert not any(found)
+    assert [getattr(matmul, name) for name in names] == before == [True, True]
