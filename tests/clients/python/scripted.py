@@ -359,7 +359,7 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
 
     def StreamResult(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
         out: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        mine: set[str] = set()
+        mine: list[str] = []  # one for each number that was given, so an id may come again
         state = {"half_closed": False, "lost": False}
 
         def sink(events: list[g.ResultEvent]) -> None:
@@ -380,7 +380,7 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
         context.add_callback(lambda: [self.lose(one) for one in mine])
         threading.Thread(target=read, daemon=True).start()
         while True:
-            if state["half_closed"] and out.empty() and not (mine & self.live.keys()):
+            if state["half_closed"] and out.empty() and not (self.live.keys() & mine):
                 return
             item = out.get(timeout=WAIT * 3)
             if isinstance(item, Refusal):
@@ -389,7 +389,7 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
                 yield item
 
     def _command(
-        self, command: Any, sink: Any, out: queue.SimpleQueue[Any], mine: set[str]
+        self, command: Any, sink: Any, out: queue.SimpleQueue[Any], mine: list[str]
     ) -> None:
         with self.changed:
             self.commands.append(command)
@@ -404,7 +404,7 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
             spec = command.add.spec
             if spec.text.text.startswith("drop"):
                 raise Refusal(make_status(code_pb2.UNAVAILABLE, "DRAINING", "going away"))
-            mine.add(spec.request_id)
+            mine.append(spec.request_id)
             try:
                 self.start(spec, sink, id_, len(mine))
             except Refusal as refusal:
@@ -421,7 +421,7 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
             attached = s.SessionAttached(
                 command_id=id_, request_id=live.spec.request_id, from_seq=command.attach.from_seq
             )
-            mine.add(live.spec.request_id)
+            mine.append(live.spec.request_id)
             with self.changed:
                 attached.request_number = live.number = len(mine)
                 events = [
