@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -144,13 +145,23 @@ def lacking(names: Iterable[str]) -> list[str]:
     """
     asked = set(names)
     lines = []
-    if find_spec("triton") is None or not any(map(shutil.which, ("cc", "gcc", "clang"))):
-        lines.append("Triton and a C compiler: attention is computed by torch, which is slow")
+    if missing := _missing_for_triton():
+        lines.append(f"{missing}: Triton's kernels do not run, and what needs them is barred")
     if "checks" in asked and (missing := _missing("pytest", "hypothesis")):
         lines.append(f"{missing}: tests/gpu is not run")
     if "grpc" in asked and (missing := _missing("grpc", "msgspec", "llguidance", "typer")):
         lines.append(f"{missing}: the part grpc is left out (WHEELS=folder brings them)")
     return lines
+
+
+def _missing_for_triton() -> str:
+    """What Triton needs to compile its launchers: the compilers that it looks for, and headers."""
+    missing = [_missing("triton")]
+    if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
+        missing.append("a C compiler (gcc, clang or what CC names)")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        missing.append("Python.h (of a package like python3-dev)")
+    return ", ".join(filter(None, missing))
 
 
 def _missing(*modules: str) -> str:

@@ -202,7 +202,8 @@ def _triton(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
         triton_launch.try_out(device)
     except Exception as error:  # compilers may raise anything
         raise AttentionUnavailableError(
-            f"Triton does not work here ({_describe(error)}); it needs a C compiler"
+            f"Triton does not work here ({_describe(error)}); it needs a C compiler "
+            "and Python's headers"
         ) from error
     return triton_backend.TritonAttentionBackend()
 

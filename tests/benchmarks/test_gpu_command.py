@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -173,10 +175,15 @@ def test_the_checks_that_parts_need_are_there() -> None:
     assert f'"{parts.KERNELS}"' in Path(checks.__file__).read_text()
 
 
-def test_what_the_host_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_host_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Triton looks for gcc and clang, not for cc, and compiles its launchers with Python.h."""
     monkeypatch.setattr(checking, "find_spec", lambda name: None)
+    monkeypatch.setattr(shutil, "which", {"cc": "/usr/bin/cc"}.get)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
     assert checking.lacking(["smoke"]) == [
-        "Triton and a C compiler: attention is computed by torch, which is slow"
+        "triton, a C compiler (gcc, clang or what CC names), Python.h (of a package like "
+        "python3-dev): Triton's kernels do not run, and what needs them is barred"
     ]
     assert checking.lacking(["checks", "grpc"])[1:] == [
         "pytest, hypothesis: tests/gpu is not run",
