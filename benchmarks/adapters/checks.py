@@ -25,6 +25,7 @@ NEW = 24
 LENGTHS = (1, 2, 31, 100, 150)
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss")
 """Beside the plain one: norms of queries and keys; softcap and window; experts, sinks, window."""
+NO_KERNELS = "the kernels for CUDA devices do not run here"
 
 
 class _Warnings(logging.Handler):
@@ -53,23 +54,22 @@ class Checks:
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(order["threads"])
         self._device = order["device"]
+        self._mine = slice(order["share"], None, order["count"])
         return {}
 
     def run(self, turn: Turn) -> list[dict[str, str]]:
-        found = [
-            _outcome(
-                f"greedy tokens equal model.generate's: {family}", partial(self._greedy, family)
-            )
+        """A share of all checks: other processes run the others."""
+        every: list[tuple[str, Callable[[], str]]] = [
+            (f"greedy tokens equal model.generate's: {family}", partial(self._greedy, family))
             for family in FAMILIES
         ]
-        if self._device == "cpu":
-            why = "the kernels for CUDA devices do not run here"
-            found.append(
-                {"key": "attention kernels against float64", "state": "left out", "detail": why}
-            )
-        else:
-            found.append(_outcome("attention kernels against float64", self._kernels))
-        return found
+        every.append(("attention kernels against float64", self._kernels))
+        return [
+            {"key": name, "state": "left out", "detail": NO_KERNELS}
+            if self._device == "cpu" and check == self._kernels
+            else _outcome(name, check)
+            for name, check in every[self._mine]
+        ]
 
     def _greedy(self, family: str) -> str:
         """The engine in float32, in chunks, with and without graphs and overlap."""

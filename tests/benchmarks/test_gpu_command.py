@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.adapters import checks
+from benchmarks.adapters.loop import Turn
 from benchmarks.gpu import checking, command, parts
 from benchmarks.gpu.record import Provenance, Record, record_name
 from benchmarks.gpu.session import GPU_SIZES, Engine
@@ -173,6 +174,21 @@ def test_the_checks_that_parts_need_are_there() -> None:
     keys = {f"greedy tokens equal model.generate's: {family}" for family in checks.FAMILIES}
     assert keys.union({parts.KERNELS}).issuperset(parts.COMPUTING)
     assert f'"{parts.KERNELS}"' in Path(checks.__file__).read_text()
+
+
+def test_processes_share_all_checks_among_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checks, "_outcome", lambda name, check: {"key": name})
+    monkeypatch.setattr("torch.set_num_threads", lambda threads: None)
+    found = []
+    for share in range(2):
+        one = checks.Checks()
+        one.load({"device": "cuda", "threads": 1, "share": share, "count": 2})
+        found.append([row["key"] for row in one.run(Turn([]))])
+    assert [len(one) for one in found] == [3, 2]
+    keys = {f"greedy tokens equal model.generate's: {family}" for family in checks.FAMILIES}
+    assert set(found[0] + found[1]) == keys | {parts.KERNELS}
 
 
 def test_what_the_host_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
