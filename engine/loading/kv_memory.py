@@ -15,6 +15,7 @@ import torch
 
 from engine.attention.base import LayerCache, LayerShape
 from engine.kv_cache.groups import LayerGroup
+from engine.loading.pinned import pinned_zeros
 from engine.runner.kv_tensors import KVTensors
 from engine.types import GroupId
 
@@ -123,20 +124,20 @@ def _allocate(
 ) -> tuple[LayerCache, ...]:
     """Make one cache for each layer, with as many token slots as its group has."""
     group_of = {layer: group.group_id for group in groups for layer in group.layers}
-
-    def zeros(layer: int, dim: int) -> torch.Tensor:
-        size = (slots[group_of[layer]], shapes[layer].num_kv_heads, dim)
-        if device.type == "cpu" and not pin_memory:
-            return _zeros_on_demand(size, dtype)
-        return torch.zeros(size, dtype=dtype, device=device, pin_memory=pin_memory)
-
-    return tuple(
-        LayerCache(
-            keys=zeros(layer, shape.key_dim),
-            values=zeros(layer, shape.value_dim),
-            group=group_of[layer],
-        )
+    sizes = [
+        (slots[group_of[layer]], shape.num_kv_heads, dim)
         for layer, shape in enumerate(shapes)
+        for dim in (shape.key_dim, shape.value_dim)
+    ]
+    if pin_memory:
+        made = pinned_zeros(sizes, dtype)
+    elif device.type == "cpu":
+        made = [_zeros_on_demand(size, dtype) for size in sizes]
+    else:
+        made = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
+    return tuple(
+        LayerCache(keys=made[2 * layer], values=made[2 * layer + 1], group=group_of[layer])
+        for layer in range(len(shapes))
     )
 
 

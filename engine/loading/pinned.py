@@ -1,0 +1,71 @@
+"""Pinned memory for many tensors that live as long as the engine.
+
+torch's allocator of pinned memory rounds each allocation up to a power of two (torch,
+CachingHostAllocator.h: to find freed memory again soon). For one allocation a tensor, a KV cache on
+the host would take up to twice what was allowed. So tensors are put into a few allocations that are
+powers of two already:
+
+    bytes of tensors ─▶ plan_chunks ─▶ chunks, with the place of each tensor ─▶ views of them
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+_SPARE = 16
+"""A last chunk is not divided further where it has no more than this part of it to spare."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One allocation.
+
+    Attributes:
+        num_bytes: its size, a power of two.
+        places: which tensors are in it, by their numbers, and at which byte each begins.
+    """
+
+    num_bytes: int
+    places: tuple[tuple[int, int], ...]
+
+
+def plan_chunks(sizes: Sequence[int]) -> list[Chunk]:
+    """Where to put tensors of so many bytes each, the largest first. Of 32 tensors or more with one
+    size, chunks have at most an eighth more bytes in all; of a single tensor, they may have twice
+    as many.
+    """
+    left = sorted(range(len(sizes)), key=lambda number: sizes[number], reverse=True)
+    chunks = []
+    while left:
+        needed = sum(sizes[number] for number in left)
+        num_bytes = 1 << max(needed.bit_length() - 1, 0)
+        if num_bytes < needed and (
+            num_bytes < sizes[left[0]] or (2 * num_bytes - needed) * _SPARE <= needed
+        ):
+            num_bytes *= 2
+        places, others, used = [], [], 0
+        for number in left:
+            if used + sizes[number] <= num_bytes:
+                places.append((number, used))
+                used += sizes[number]
+            else:
+                others.append(number)
+        chunks.append(Chunk(num_bytes, tuple(places)))
+        left = others
+    return chunks
+
+
+def pinned_zeros(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Zeros of these shapes in pinned memory, each in one piece."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
+    made = [torch.empty(0, dtype=dtype)] * len(shapes)
+    for chunk in plan_chunks(sizes):
+        memory = torch.zeros(chunk.num_bytes, dtype=torch.uint8, pin_memory=True)
+        for number, begin in chunk.places:
+            part = memory[begin : begin + sizes[number]]
+            made[number] = part.view(dtype).view(*shapes[number])
+    return made
