@@ -228,7 +228,7 @@ class Campaign:
             next(iter(flights[0][1]), None)
             core: Any = session._core
             with session._lock:
-                calls = [link.wire._call for link in core.links.values()]
+                calls = [link.wire._call for link in core.links]
             for call in calls:
                 call.cancel()
             for prompt, handle in flights:
