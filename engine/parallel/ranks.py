@@ -17,6 +17,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Protocol
@@ -41,6 +43,9 @@ _FRAME_BYTES = 4096
 """Most messages of decode steps fit one frame; longer ones take two broadcasts."""
 _SIZE_BYTES = 8
 _REASON_KEY = "headrace/reason"
+_REFERENCES = 2
+"""What `sys.getrefcount` says of an attribute that nobody else has: its own argument is one."""
+_LET_GO_S = 1.0
 
 
 class Store(Protocol):
@@ -149,7 +154,15 @@ class Ranks:
             raise RanksLostError("another rank has ended while the model was loaded") from error
 
     def leave(self) -> None:
-        """Close the connections, so that ranks waiting for this one fail. Harmless if repeated."""
+        """Close the connections, so that ranks waiting for this one fail. Harmless if repeated.
+
+        The process may end now. Gloo's thread lets go of a message's tensor a moment after it was
+        sent; from torch 2.13 on it needs the interpreter for that, and where this has ended, the
+        process is aborted. So that moment is waited for: until then the thread's reference counts.
+        """
+        deadline = time.monotonic() + _LET_GO_S
+        while sys.getrefcount(self._frame) > _REFERENCES and time.monotonic() < deadline:
+            time.sleep(0.001)
         if dist.is_initialized():
             dist.destroy_process_group()
 
