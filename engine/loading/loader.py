@@ -252,7 +252,6 @@ def verify_model(
     enter(progress, KERNELS)
     register()
     check_config(model.config, type(model))
-    text_config = model.config.get_text_config()
     backend = choose_backend(model.device, model.dtype, attention)
     parameters = model.num_parameters()  # packed weights are no longer parameters
     if packing == "int8":
@@ -289,7 +288,7 @@ def verify_model(
         dtype=model.dtype,
         backend=backend,
         probe=probe,
-        context_length=context_length(text_config, rope),
+        context_length=context_length(model.config.get_text_config(), rope),
         vocab_size=vocab_size,
         parameters=parameters,
         eos_token_ids=eos_token_ids(model.generation_config, model.config, vocab_size),

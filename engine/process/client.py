@@ -131,7 +131,7 @@ class ProcessEngineClient(EngineClient):
         """A process that was told what to load, and this side's end of its socket."""
         process, ours = EngineProcess.spawn(self._program)
         with contextlib.suppress(ConnectionError):  # it has ended, which its socket's reader sees
-            ours.sendall(frame(self._start_message))
+            ours.sendall(b"".join(frame(self._start_message, msgspec.msgpack.Encoder())))
         return process, ours
 
     async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:

@@ -14,10 +14,10 @@ MAX_FRAME_BYTES = 256 * 1024 * 1024
 T = TypeVar("T")
 
 
-def frame(message: msgspec.Struct) -> bytes:
-    """A message as it is sent."""
-    payload = msgspec.msgpack.encode(message)
-    return len(payload).to_bytes(4, "little") + payload
+def frame(message: msgspec.Struct, encoder: msgspec.msgpack.Encoder) -> tuple[bytes, bytes]:
+    """A message as it is sent: its length, and itself."""
+    payload = encoder.encode(message)
+    return len(payload).to_bytes(4, "little"), payload
 
 
 class FrameReader(Generic[T]):
@@ -52,8 +52,7 @@ class FrameWriter:
 
     def write(self, message: msgspec.Struct) -> None:
         """Send a message; harmless if the other side has gone."""
-        payload = self._encoder.encode(message)
-        self._writer.writelines((len(payload).to_bytes(4, "little"), payload))
+        self._writer.writelines(frame(message, self._encoder))
 
     @property
     def pending_bytes(self) -> int:

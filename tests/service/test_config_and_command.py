@@ -194,6 +194,7 @@ def test_an_option_without_its_command_says_where_it_belongs() -> None:
 def run_serve(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: str) -> Any:
     """Run `serve` up to the point where it would load a model; returns what it would serve."""
     started: list[Any] = []
+    launched: list[Any] = []
 
     class Client:
         def __init__(self, model: str, batching: Any, load: Any, **more: Any) -> None:
@@ -201,7 +202,7 @@ def run_serve(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: s
             self.more = more
 
         def launch(self) -> None:
-            """As the engine's clients have it."""
+            launched.append(self)
 
     for module, name in (
         ("engine.local_client", "LocalEngineClient"),
@@ -211,10 +212,12 @@ def run_serve(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: s
         setattr(stand_in, name, type(name, (Client,), {}))
         vars(stand_in)["DEFAULT_HANG_TIMEOUT_S"] = 10.0
         monkeypatch.setitem(sys.modules, module, stand_in)
-    monkeypatch.setattr(
-        "service.process.run_to_the_end",
-        lambda config, client, _output, **_: started.extend((config, client)),
-    )
+
+    def run_to_the_end(config: Any, client: Any, _output: Any, **_: Any) -> None:
+        assert launched == [client], "the engine starts before the service is imported"
+        started.extend((config, client))
+
+    monkeypatch.setattr("service.process.run_to_the_end", run_to_the_end)
     result = CliRunner().invoke(cli.app, ["serve", *arguments], env=environment)
     return result, started
 

@@ -37,6 +37,26 @@ def _save(path: Path, family: str) -> Path:
     return path
 
 
+def test_who_leaves_waits_until_nobody_else_has_its_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gloo's thread, here a list, needs the interpreter to let go of it."""
+    leaving = Ranks(RankPlace(0, 2, 0, 2), torch.device("cpu"), cast(Any, None), cast(Any, None))
+    holders = [leaving._frame]
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            holders.clear()
+
+    monkeypatch.setattr("engine.parallel.ranks.time.sleep", sleep)
+    leaving.leave()
+    assert len(slept) == 3
+    leaving.leave()
+    assert len(slept) == 3, "nobody has it"
+
+
 # ---- what they compute ---------------------------------------------------------------------------
 
 
