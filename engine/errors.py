@@ -73,7 +73,8 @@ class RequestNotFoundError(HeadraceError):
 
     def __init__(self, request_id: str) -> None:
         super().__init__(
-            f"request_id: no request {request_id!r} is here; it has ended or was never accepted"
+            f"request_id: no request {request_id!r} is here: it has ended, and is not kept, or "
+            "none with this id was accepted"
         )
         self.request_id = request_id
 

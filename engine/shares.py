@@ -199,6 +199,7 @@ class Shares(Generic[Who]):
 
     Attributes:
         level: how much is in use.
+        reserve: how much there is beyond the limit.
         line: what was refused and told to come again.
     """
 
@@ -221,7 +222,7 @@ class Shares(Generic[Who]):
         self.level = Level(limit, clock, jitter)
         self._rate = rate or self.level.rate
         self._clock = clock
-        self._reserve = 0 if limit is None else max(1, limit // RESERVE_PART)
+        self.reserve = 0 if limit is None else max(1, limit // RESERVE_PART)
         self._callers: dict[str, _Caller] = {}
         self._groups: dict[str, _Group] = {}
         self._weights = 0  # of all groups
@@ -355,12 +356,12 @@ class Shares(Generic[Who]):
         if due.part == 1:  # alone
             return 0
         if due.is_of_due_group and due.is_new:
-            return self._reserve
+            return self.reserve
         if due.is_of_due_group and due.is_within:
-            return self._reserve // 2
+            return self.reserve // 2
         own = 0 if caller is None else caller.owed
         if due.is_new:  # callers in the same situation do not wait for each other
-            return self._reserve // 4 - self._owed_due + (own if caller and caller.is_due else 0)
+            return self.reserve // 4 - self._owed_due + (own if caller and caller.is_due else 0)
         return own - self._owed
 
     def _advise(

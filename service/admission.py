@@ -5,17 +5,19 @@
 
 A request takes a place while it runs or has results that its stream has not read. While it runs it
 also reserves tokens: its prompt, and the longest output of each of its choices. This is the most
-that it can need and is known in advance, so an accepted request is never refused later. The size of
-unread results is not known in advance; if they are too large, new requests are refused until
-results are read. It is measured when a request asks, not counted with every token.
+that it can need and is known in advance, so an accepted request is never refused later.
+
+The size of unread results is not known in advance. It is charged as they come and as they are read
+(`service.delivery`). While they take too much memory, new requests are refused, and those that run
+are held, or end. Unread bytes are shared too: up to the limit they are anybody's; beyond it, only
+callers within their shares find room, in the reserve of an eighth.
 
 The memory that a request itself holds in both processes (`service.footprint`) counts from the
 arrival of its message, through tokenizing and the compilation of its grammar, to its end.
 
 Each limit applies to all callers together, who have shares of it (`engine.shares`), and optionally
 to each identity (`service.bounds`). The advice when to try again follows from the recent rate of
-release, and from the others that were told to try again earlier (`engine.drain_rate`). Unread bytes
-are shared too: if there are too many, only callers with more than their share are refused.
+release, and from the others that were told to try again earlier (`engine.drain_rate`).
 
 The engine bounds its queue itself (`engine.queue_room`). All methods run on one event loop.
 """
@@ -24,25 +26,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.drain_rate import DrainRate
-from engine.shares import Shares
-from engine.types import CallerKey
+from engine.shares import Refusal
 from service.accounts import Account
 from service.bounds import Kind, LimitReachedError, bound_of
 from service.footprint import Footprint
-
-MEASURE_S = 0.1
-"""How long a measured size is used, in seconds."""
-MEASURE_PART = 50
-"""Measuring may take at most one in this many parts of the time."""
-
-
-Measure = Callable[[], Mapping[CallerKey, tuple[Account, int]]]
-"""Returns how many bytes of unread results each account has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +45,8 @@ class Limits:
         max_open_of_identity: the same for each identity; None: no limit of its own.
         max_tokens: tokens that running requests reserve; None: any number.
         max_tokens_of_identity: the same for each identity; None: no limit of its own.
-        max_undelivered_bytes: about how many bytes of unread results, without kept results of ended
-            requests; None: any number.
+        max_undelivered_bytes: about how many bytes of unread results, without what is kept after
+            it was read or its request has ended; None: any number.
         max_live_bytes: about how many bytes live requests hold; None: any number.
     """
 
@@ -104,31 +95,27 @@ class Holding:
         self.taken = NOTHING
         self.weight = account.weight
 
-    def enter(self, message: Footprint, measure: Measure) -> None:
+    def enter(self, message: Footprint) -> None:
         """Check that there is room for a request before any work is done for it, and charge its
-        message.
-
-        Args:
-            message: the footprint of its message.
-            measure: see `AdmissionControl.check_bytes`.
+        message. `message`: the footprint of that.
 
         Raises:
             LimitReachedError: there is no place, or too many bytes are unread or held.
             FieldError: it is too large, even if nobody else held anything.
         """
         control, charge = self._control, Charge(size=message.size)
-        control.check_bytes(self.account, measure)
+        control.check_unread(self.account)
         self.take(charge, message.field, room_for=charge._replace(places=1))
         self.weight = self.account.weight * control.places.part_of(self.account)
 
-    def admit(self, converted: Footprint, tokens: int, measure: Measure) -> None:
+    def admit(self, converted: Footprint, tokens: int) -> None:
         """Take a place, and charge the converted request. `tokens`: how many it reserves.
 
         Raises:
             LimitReachedError, FieldError: as `enter`, or there are too many tokens. Nothing is
                 taken.
         """
-        self._control.check_bytes(self.account, measure)
+        self._control.check_unread(self.account)
         self.take(Charge(1, converted.size, tokens), converted.field)
         if self.ticket:
             for bound in self._control.bounds:
@@ -188,16 +175,13 @@ class AdmissionControl:
         """`clock`: monotonic seconds. `jitter`: returns numbers from 0 to 1, which spread the
         advised times.
         """
-        self._clock = clock
         self.places = bound_of(_places(limits), clock, jitter)
         self._bytes = bound_of(_bytes(limits), clock, jitter)
         self._tokens = bound_of(_tokens(limits), clock, jitter)
         self.bounds = self.places, self._bytes, self._tokens  # in the order of Charge
-        self._max_unread = limits.max_undelivered_bytes
-        self._unread: Shares[Account] = Shares(limits.max_undelivered_bytes, clock, jitter)
-        self._unread_of: dict[CallerKey, tuple[Account, int]] = {}
-        self._measure_at = 0.0
-        self._byte_rate = DrainRate(clock, jitter)
+        self._unread = bound_of(_unread(limits), clock, jitter)
+        self._leaving = 0  # of them
+        self._beyond = 0  # of them
 
     @property
     def open_requests(self) -> int:
@@ -215,67 +199,70 @@ class AdmissionControl:
         return self._bytes.present
 
     @property
+    def unread_bytes(self) -> int:
+        """About how many bytes unread results take."""
+        return self._unread.present
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing is taken."""
-        return self.places.is_empty and self._tokens.is_empty and self._bytes.is_empty
+        return not any(bound.present for bound in (*self.bounds, self._unread))
 
     # Refusing
 
-    def check_bytes(self, account: Account, measure: Measure) -> None:
-        """Refuse a request if too many bytes of results are unread, and its caller has more than
-        its share of them.
+    def has_room(self, account: Account) -> bool:
+        """Whether unread results of an account may grow."""
+        unread = self._unread
+        limit = unread.limit
+        if limit is None:
+            return True
+        present = unread.present - self._beyond
+        if present - min(self._leaving, unread.reserve) <= limit:
+            return True
+        return present <= limit + unread.reserve and not unread.is_above_share(account)[0]
 
-        Args:
-            account: the caller's.
-            measure: returns how many each account has. Called at most ten times a second, and less
-                often if it is slow: it may take one part in MEASURE_PART of the time.
+    def exceed(self, amount: int) -> None:
+        """Note that so many unread bytes came although there was no room, before the request could
+        be held. They count as live bytes (`service.footprint`), and take no other's room.
+        """
+        self._beyond += amount
+
+    def leave(self, amount: int) -> None:
+        """Note that so many unread bytes leave soon: they are being sent, or are of a request that
+        was ended for lack of room. As far as the reserve goes, no other is ended because they have
+        not left yet.
+        """
+        self._leaving += amount
+
+    def check_unread(self, account: Account) -> None:
+        """Refuse what would bring more results, if too many are unread and its caller has more than
+        its share of them. Others are always let in: a step that brought much at once must not shut
+        out who reads.
 
         Raises:
-            LimitReachedError: too many bytes are unread.
+            LimitReachedError: the caller has too many.
         """
         unread = self._unread
-        most = self._max_unread
-        if most is None:
-            return
-        began = self._clock()
-        if began >= self._measure_at:
-            before = unread.level.present
-            self._set_unread(measure())
-            if unread.level.present and not before:
-                self._byte_rate.begin()  # everything had been read
-            now = self._clock()
-            self._measure_at = now + max(MEASURE_S, MEASURE_PART * (now - began))
-        present = unread.level.present
-        if present <= most:
-            return
-        is_above, share = unread.is_above_share(account)
-        if is_above:
-            held = unread.held_by(account)
-            has_others = held < present
-            others = f"; this caller has {held}, where its share is now {share}"
-            raise LimitReachedError(
-                "TOO_MANY_UNDELIVERED_BYTES",
-                f"results of about {present} bytes were not read yet, of all callers together; "
-                f"there may be {most} (max_undelivered_bytes){others if has_others else ''}: read "
-                "results as they come",
-                option="max_undelivered_bytes",
-                limit=most,
-                present=present,
-                # How much the request will take is not known, so it claims nothing.
-                retry_after_s=self._byte_rate.advise(present - most, 0),
-                held=held if has_others else None,
-                share=share if has_others else None,
-            )
+        is_full = unread.limit is not None and unread.present > unread.limit
+        if is_full and unread.is_above_share(account)[0]:
+            raise self.no_room(account)
 
-    def _set_unread(self, measured: Mapping[CallerKey, tuple[Account, int]]) -> None:
-        before, self._unread_of = self._unread_of, dict(measured)
-        for key, (account, size) in before.items():
-            if key not in measured:
-                self._unread.remove(account, size, served=False)
-        for key, (account, size) in measured.items():
-            self._unread.add(account, size)
-            if key in before:
-                self._unread.remove(account, before[key][1], served=False)
+    def no_room(self, account: Account) -> LimitReachedError:
+        """The error where `has_room` is false."""
+        unread = self._unread
+        is_above, share = unread.is_above_share(account)
+        held, present = unread.held_by(account), unread.present
+        return unread.error(
+            Refusal(
+                limit=unread.limit or 0,
+                present=present,
+                held=held,
+                share=share,
+                is_above_share=is_above and held < present,
+                retry_after_s=unread.level.advise(0),  # how much it will take is not known
+            ),
+            0,
+        )
 
     def check(
         self,
@@ -341,12 +328,17 @@ class AdmissionControl:
         """
         for bound, amount in zip(self.bounds, charge, strict=True):
             bound.remove(account, amount, served=served)
-        if charge.places and not self.places.present:
-            self._set_unread({})  # without requests there are no results to read
 
-    def delivered(self, num_bytes: int) -> None:
-        """Count bytes that were read."""
-        self._byte_rate.left(num_bytes)
+    def charge_unread(self, account: Account, amount: int, *, leaves: bool = False) -> None:
+        """Count bytes of results that came, or (below zero) that were read or dropped. `leaves`: of
+        those that leave soon; see `leave`.
+        """
+        if leaves:
+            self.leave(amount)
+        if amount > 0:
+            self._unread.add(account, amount)
+        else:
+            self._unread.remove(account, -amount, served=True)
 
     def holding(self, account: Account, ticket: str = "") -> Holding:
         """Make an empty holding for a new request. `ticket`: see `Holding`."""
@@ -376,6 +368,16 @@ def _bytes(limits: Limits) -> Kind:
         limit=limits.max_live_bytes,
         alone="takes most of the {amount} bytes that this request would hold in the server; at "
         "most {most} can be accepted here ({option}): make it smaller",
+    )
+
+
+def _unread(limits: Limits) -> Kind:
+    return Kind(
+        what="results of about {present} bytes were not read yet, of all callers together",
+        remedy="read results as they come",
+        reason="TOO_MANY_UNDELIVERED_BYTES",
+        option="max_undelivered_bytes",
+        limit=limits.max_undelivered_bytes,
     )
 
 

@@ -340,8 +340,8 @@ class ServiceConfig:
     )
     max_kept_bytes: int = option(
         48 * MIB,
-        "About how many bytes of memory kept results may take; beyond it the caller with the "
-        "most bytes kept loses its oldest.",
+        "About how many bytes of memory kept results may take, with what live requests keep of "
+        "what was read; beyond it the caller with the most bytes kept loses its oldest.",
         low=0,
         high=64 << 30,
         group=REQUESTS,
@@ -358,9 +358,10 @@ class ServiceConfig:
     )
     max_undelivered_bytes: int = option(
         96 * MIB,
-        "About how many bytes of memory the unread results of all requests may take (kept "
-        "results of ended requests count for `--max-kept-bytes` instead); beyond it, new "
-        "requests of callers with more than their share are refused until results are read.",
+        "About how many bytes of memory the unread results of all requests may take (what is "
+        "kept counts for `--max-kept-bytes` instead); beyond it, new requests of callers with "
+        "more than their share are refused until results are read, and their running ones are "
+        "held, or end.",
         low=MIB,
         high=1 << 40,
         zero="any number",

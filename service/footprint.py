@@ -4,7 +4,8 @@ engine's process together.
 The estimate is made from the request's parts when it is accepted, and is the most that it can hold,
 so an accepted request is never refused later. The coefficients were measured in CPython 3.11
 (`python -m benchmarks.waiting_memory` measures them again in the processes themselves). It leaves
-out four bytes for each token in the KV cache, and unread results, which have a limit of their own.
+out four bytes for each token in the KV cache, and unread results, which have a limit of their own,
+but for what a choice may bring until it is held.
 `service.convert.weight` estimates the size of a request's message before that.
 """
 
@@ -36,6 +37,8 @@ _NGRAM = 160
 """Each token that is indexed as the end of an n-gram."""
 _LABEL = 200
 """Each label, without its characters: two strings in a map."""
+UNTIL_HELD = 3
+"""How many tokens a choice may still bring once it is to be held."""
 _DESCRIBED = 200
 _CANDIDATE = 130
 """Each prompt token with log-probabilities, and each candidate with it; once in each process."""
@@ -60,6 +63,7 @@ class Footprint:
         *,
         input_field: str,
         output_tokens: int,
+        token_bytes: int,
         stop_strings: tuple[str, ...],
         echo: str,
         labels: Mapping[str, str],
@@ -70,6 +74,7 @@ class Footprint:
             request: what the engine gets.
             input_field: the prompt's field name.
             output_tokens: the longest output of each choice.
+            token_bytes: how many bytes one unread token of it takes.
             stop_strings, echo, labels: kept by the front end.
         """
         n, length, sampling = request.n, len(request.prompt), request.sampling
@@ -85,6 +90,7 @@ class Footprint:
             "stop": _ENDING * (len(request.stop.stop_token_ids) + len(request.stop.eos_token_ids)),
             "stop.stop_strings": _STOP_CHARACTER * sum(map(len, stop_strings)),
             "output.echo": len(echo),
+            "output.logprobs": n * min(output_tokens, UNTIL_HELD) * token_bytes,
             "labels": sum(_LABEL + len(name) + 4 * len(text) for name, text in labels.items()),
         }
         if request.grammar is not None:

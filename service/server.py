@@ -56,7 +56,7 @@ from service.convert.inputs import InputEncoder
 from service.convert.model import model_card
 from service.convert.request import Converter, RequestLimits
 from service.convert.response import Responder
-from service.delivery.flow import FlowOptions
+from service.delivery.flow import FlowOptions, WholeLimits
 from service.delivery.kept import Retention
 from service.delivery.registry import Registry
 from service.figures import Figures
@@ -424,6 +424,11 @@ class HeadraceServer:
             max_time_limit_s=config.max_time_limit_s or None,
             max_choices=config.max_choices,
             max_send_bytes=config.max_send_bytes,
+            whole=WholeLimits(
+                max_undelivered_bytes=config.max_undelivered_bytes or None,
+                max_kept_bytes=config.max_kept_bytes,
+                max_send_bytes=config.max_send_bytes,
+            ),
         )
         reply = self._format_of(tokenizer)
         card = model_card(info, tokenizer, config, self.instance_id, reply)

@@ -62,6 +62,7 @@ from service.delivery.result_errors import (
     RequestFailedError,
     RequestMovedError,
     ResultGoneError,
+    ResultsFullError,
     ResultsNotReadError,
 )
 
@@ -392,6 +393,7 @@ NOT_REFUSALS = (
     RequestMovedError,
     ResultsNotReadError,
     OutputNotReadError,
+    ResultsFullError,
 )
 """Errors of requests that had been accepted."""
 

@@ -39,6 +39,7 @@ from service.convert.unsupported import refuse_unsupported
 from service.convert.values import check_enum, check_ids, check_labels, seconds
 from service.convert.weight import input_field, message_footprint
 from service.delivery.events import DeliveryOptions, prompt_size
+from service.delivery.flow import WholeLimit, WholeLimits
 from service.delivery.submission import NO_LABELS, LivesBy, Submission
 from service.footprint import Footprint
 from service.replies import ModelFormat
@@ -57,6 +58,7 @@ class RequestLimits:
         max_time_limit_s: the longest time limit that may be requested; None: any.
         max_choices: the most choices of one request.
         max_send_bytes: the largest message that can be sent.
+        whole: those of results that are kept, or sent in one piece.
     """
 
     default_max_tokens: int
@@ -64,6 +66,7 @@ class RequestLimits:
     max_time_limit_s: float | None
     max_choices: int
     max_send_bytes: int
+    whole: WholeLimits
 
 
 def check_request_id(request_id: str, field: str = "request_id") -> None:
@@ -208,7 +211,8 @@ class Converter:
         output, field = spec.output, input_field(spec)
         request = self._without_prompt(spec, account, weight, max_priority, engine_id)
         plan = reply_plan(spec, self._reply)
-        options = _delivery(output, request.logprobs, lives_by is LivesBy.CALLS)
+        has_text = self._encoder is not None and not output.omit_text
+        options = _delivery(output, request.logprobs, lives_by is LivesBy.CALLS, has_text)
         stop_strings = _stop_strings(spec)
         skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
         make_text = self._text_maker(spec, request.stop.min_tokens, plan, stop_strings, skip)
@@ -222,7 +226,10 @@ class Converter:
             tail = self._text.tokenizer.decode(ending, skip_special_tokens=False)
         room, stop = self._info.max_context_tokens - len(prompt), request.stop
         output_tokens = min(stop.max_tokens, room)
-        if not spec.stop.HasField("max_tokens"):
+        given = spec.stop.HasField("max_tokens")
+        if (whole := self._limits.whole.limit(options, lives_by)) is not None:
+            output_tokens = _fitting(output_tokens, request.n, whole, is_given=given)
+        if not given:
             stop = replace(stop, max_tokens=output_tokens)
         grammar = plan.grammar(tail, rendered.form)
         request = replace(request, prompt=prompt, stop=stop, grammar=grammar)
@@ -235,6 +242,7 @@ class Converter:
                 request,
                 input_field=field,
                 output_tokens=output_tokens,
+                token_bytes=options.unread_per_token,
                 stop_strings=stop_strings,
                 echo=echo,
                 labels=draft.labels,
@@ -412,6 +420,23 @@ class Converter:
         return limit
 
 
+def _fitting(output_tokens: int, n: int, whole: WholeLimit, *, is_given: bool) -> int:
+    """How many of a choice's output tokens have room in a result that must be whole; `is_given`:
+    whether the caller has asked for them.
+    """
+    fit = whole.tokens // n
+    if output_tokens <= fit or (fit and not is_given):
+        return min(output_tokens, fit)
+    size = whole.bytes_per_token * n * output_tokens
+    raise FieldError(
+        "stop.max_tokens",
+        f"comes to {output_tokens} tokens for each of {n} choices, whose whole result takes about "
+        f"{size} bytes; it may take {whole.bytes} here ({whole.option}), enough for {fit}: ask for "
+        "that many, for fewer choices or candidates, or for a stream (GenerateStream, a session) "
+        "of deltas",
+    )
+
+
 def _wrong_length(field: str, length: int, limit: int, alone: bool) -> FieldError:
     """The error for a prompt with no tokens, or more than fit. `alone`: no output is requested."""
     if length == 0:
@@ -475,7 +500,10 @@ def _priority(options: generation_pb2.SchedulingOptions, most: int) -> int:
 
 
 def _delivery(
-    output: generation_pb2.OutputOptions, logprobs: LogprobParams | None, final: bool
+    output: generation_pb2.OutputOptions,
+    logprobs: LogprobParams | None,
+    final: bool,
+    has_text: bool,
 ) -> DeliveryOptions:
     at_least = output.min_tokens_per_delta if output.HasField("min_tokens_per_delta") else 1
     if at_least == 0:
@@ -488,4 +516,5 @@ def _delivery(
         describe_prompt=output.HasField("prompt_logprobs"),
         prompt_candidates=output.prompt_logprobs,
         record_times=output.record_timestamps,
+        has_text=has_text,
     )

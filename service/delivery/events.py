@@ -23,6 +23,7 @@ MAX_DELTA_BYTES = 1 << 20
 EVENT_BYTES = 96
 """About how many bytes an event takes in a message, without the parts that grow."""
 _TOKEN_BYTES = 6
+_TEXT_BYTES = 6
 _DETAIL_BYTES = 48
 
 HELD_EVENT_BYTES = 400
@@ -32,6 +33,7 @@ HELD_EVENT_BYTES = 400
 HELD_TEXT_BYTES = 100
 """About how many bytes of memory a token's text takes while it is a separate piece."""
 _HELD_TOKEN_BYTES = 48
+_HELD_TIME_BYTES = 32
 _HELD_LOGPROB_BYTES = 160
 _HELD_CANDIDATE_BYTES = 120
 
@@ -49,6 +51,7 @@ class DeliveryOptions:
         describe_prompt, prompt_candidates: whether the prompt's tokens are described too, and with
             how many candidates each.
         record_times: each token carries when it was made.
+        has_text: whether tokens come with text. Only used to estimate sizes.
     """
 
     final: bool = False
@@ -58,6 +61,7 @@ class DeliveryOptions:
     describe_prompt: bool = False
     prompt_candidates: int = 0
     record_times: bool = False
+    has_text: bool = True
 
     @property
     def bytes_per_token(self) -> int:
@@ -67,13 +71,22 @@ class DeliveryOptions:
         return detail_bytes(self.candidates or 0)
 
     @property
+    def sent_per_token(self) -> int:
+        """The same with its text."""
+        return self.bytes_per_token + (_TEXT_BYTES if self.has_text else 0)
+
+    @property
     def held_per_token(self) -> int:
         """About how many bytes of memory one token takes until it is read, without its text. This
         is not its size in a message: it counts Python's objects (CPython 3.11).
         """
-        if self.candidates is None:
-            return _HELD_TOKEN_BYTES
-        return _HELD_TOKEN_BYTES + held_logprobs(self.candidates)
+        held = _HELD_TOKEN_BYTES + (_HELD_TIME_BYTES if self.record_times else 0)
+        return held if self.candidates is None else held + held_logprobs(self.candidates)
+
+    @property
+    def unread_per_token(self) -> int:
+        """The same with its text, while that is a separate piece: the most that it takes."""
+        return self.held_per_token + (HELD_TEXT_BYTES if self.has_text else 0)
 
 
 def detail_bytes(candidates: int) -> int:

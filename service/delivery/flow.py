@@ -9,10 +9,14 @@ they are merged, and generation goes on. At the limit it is held (or ended at on
 says so). A token counts as taken when the writer takes it; the writer stops while gRPC's flow
 control blocks it, and for a request that is out of credit.
 
+A request is held likewise, at whatever it has untaken, while the unread results of all callers
+leave no room (`admission.has_room`).
+
 Requests with output that is kept in any case are never held: those of AddRequest, and those that
-are delivered in one piece at their end. Their own length limits them. A leased request that has
-lost its stream is held like any other; while it has no stream, the lease's end applies instead of
-max_hold, and GetResult reads instead of the stream.
+are delivered in one piece at their end. `WholeLimits` bounds their length, before they start; if
+others' results leave no room, they end. A leased request that has lost its stream is held like any
+other; while it has no stream, the lease's end applies instead of max_hold, and GetResult reads
+instead of the stream.
 
 If a request has ended and its stream is out of credit for it, the rest is sent without credit after
 max_hold.
@@ -26,6 +30,7 @@ import sys
 from dataclasses import dataclass
 
 from service.delivery.events import DeliveryOptions
+from service.delivery.submission import LivesBy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,3 +61,52 @@ class FlowOptions:
         # Tokens that wait because of its own min_tokens_per_delta do not count as unread.
         held_back = n * (delivery.min_tokens_per_delta - 1)
         return limit + held_back, limit // 2 + held_back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeLimit:
+    """How long a request's output may be, all choices together, whose whole result must have room.
+
+    Attributes:
+        tokens: the most tokens.
+        option: the name of the limit on bytes from which that follows.
+        bytes, bytes_per_token: that limit, and what counts for it.
+    """
+
+    tokens: int
+    option: str
+    bytes: int
+    bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeLimits:
+    """The limits on a result that is kept, or sent in one piece, in bytes; see the module.
+
+    Attributes:
+        max_undelivered_bytes, max_kept_bytes: of unread and of kept results, in memory; None: any
+            number.
+        max_send_bytes: of a message.
+    """
+
+    max_undelivered_bytes: int | None
+    max_kept_bytes: int
+    max_send_bytes: int
+
+    def limit(self, delivery: DeliveryOptions, lives_by: LivesBy) -> WholeLimit | None:
+        """The limit for a request; None: its output is read as it comes."""
+        held, sent = delivery.unread_per_token, delivery.sent_per_token
+        limits = []
+        if self.max_undelivered_bytes is not None:
+            limits.append(("max_undelivered_bytes", self.max_undelivered_bytes, held))
+        if lives_by is LivesBy.ITSELF:
+            limits.append(("max_kept_bytes", self.max_kept_bytes, held))
+        elif lives_by is LivesBy.CALLS:
+            limits.append(("max_send_bytes", self.max_send_bytes, sent))
+        elif not delivery.final:
+            return None
+        found = [
+            WholeLimit(tokens=most // each, option=option, bytes=most, bytes_per_token=each)
+            for option, most, each in limits
+        ]
+        return min(found, key=lambda limit: limit.tokens, default=None)

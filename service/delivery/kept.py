@@ -1,9 +1,17 @@
-"""The ended requests whose results are kept, limited in number and in bytes.
+"""What is kept of results, limited in number and in bytes: those of ended requests, and what was
+read of live ones, which a stream that attaches may ask for again.
 
-Beyond a limit, a request is dropped: from the group of accounts (`service.accounts`) with the most
-requests or bytes, whichever limit it is; in that group, from the caller with the most; and of that
-caller's requests, the oldest. So a group or caller that keeps much pushes out its own results,
-never those of others that keep less. With one caller, the oldest is dropped.
+Beyond a limit, something is dropped: from the group of accounts (`service.accounts`) with the most
+requests or bytes, whichever limit it is; in that group, from the caller with the most. So a group
+or caller that keeps much pushes out its own results, never those of others that keep less. Of that
+caller's results go, in this order, each time the oldest:
+
+1. what a live request's reader has had, if more than LONG bytes of it are kept: down to half of
+   that, because the last of it may still be on its way to the client;
+2. an ended request's result;
+3. what a live request's reader has had, by halves, of one after the other.
+
+For the limit in number, 2 alone.
 """
 
 from __future__ import annotations
@@ -18,6 +26,10 @@ if TYPE_CHECKING:
     from service.delivery.request import ServedRequest
 
 
+LONG = 1 << 20
+"""Above this many bytes, what a live request's reader has had is dropped first."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
     """The limits on kept results.
@@ -25,7 +37,7 @@ class Retention:
     Attributes:
         retention_s: how long results are kept after a request's end.
         max_results, max_bytes: the most ended requests that are kept, and about how many bytes of
-            events in them.
+            events in them and in what is kept of live ones.
     """
 
     retention_s: float
@@ -34,17 +46,21 @@ class Retention:
 
 
 class _Share:
-    """What is kept for one caller: requests with their sizes, oldest first."""
+    """What is kept for one caller: bytes by request, oldest first; those of `ended` requests, and
+    of live ones of which `much` or `little` is kept.
+    """
 
-    __slots__ = ("requests", "size")
+    __slots__ = ("ended", "little", "much", "size")
 
     def __init__(self) -> None:
-        self.requests: dict[ServedRequest, int] = {}
+        self.much: dict[ServedRequest, int] = {}
+        self.ended: dict[ServedRequest, int] = {}
+        self.little: dict[ServedRequest, int] = {}
         self.size = 0
 
     @property
     def count(self) -> int:
-        return len(self.requests)
+        return len(self.ended)
 
 
 class _Group:
@@ -59,10 +75,12 @@ class _Group:
 
 
 class KeptResults:
-    """See the module. O(1) to add a request, and O(groups + callers of one group) to drop one.
+    """See the module. O(1) to count what a request keeps, and O(groups + callers of one group) to
+    drop something.
 
     Attributes:
-        count, size: how many requests are kept, and about how many bytes of events.
+        count: how many ended requests are kept.
+        size: about how many bytes of events, those of live requests too.
         groups: what is kept for each group that has some.
     """
 
@@ -74,49 +92,70 @@ class KeptResults:
         self.size = 0
 
     def __contains__(self, request: ServedRequest) -> bool:
+        """Whether an ended request is kept."""
         group = self.groups.get(request.account.group)
         share = None if group is None else group.callers.get(request.account.key)
-        return share is not None and request in share.requests
+        return share is not None and request in share.ended
 
     def add(self, request: ServedRequest, size: int) -> None:
-        """Keep a request that is not kept yet; call `surplus` afterwards. `size`: about how many
-        bytes.
+        """Keep an ended request; call `surplus` afterwards. `size`: about how many bytes."""
+        self.discard(request)
+        share = self._share(request)
+        share.ended[request] = size
+        self._count(request, share, 1, size)
+
+    def add_read(self, request: ServedRequest, size: int) -> None:
+        """Note how many bytes are kept now of what a live request's reader has had; call `surplus`
+        afterwards.
         """
-        group = self.groups.setdefault(request.account.group, _Group())
-        share = group.callers.setdefault(request.account.key, _Share())
-        share.requests[request] = size
-        share.size += size
-        self._count(group, 1, size)
+        if not size:
+            self.discard(request)
+            return
+        share = self._share(request)
+        before = share.little.get(request) or share.much.get(request, 0)
+        there, other = (share.much, share.little) if size > LONG else (share.little, share.much)
+        other.pop(request, None)
+        there[request] = size
+        self._count(request, share, 0, size - before)
 
     def discard(self, request: ServedRequest) -> None:
-        """Stop keeping a request. Harmless if it is not kept."""
-        if request not in self:
-            return
+        """Keep nothing of a request. Harmless if nothing is kept."""
         account = request.account
-        group = self.groups[account.group]
-        share = group.callers[account.key]
-        size = share.requests.pop(request)
-        share.size -= size
-        self._count(group, -1, -size)
-        if not share.requests:
+        group = self.groups.get(account.group)
+        share = None if group is None else group.callers.get(account.key)
+        if group is None or share is None:
+            return
+        number = int(request in share.ended)
+        for place in (share.ended, share.little, share.much):
+            if (size := place.pop(request, None)) is not None:
+                self._count(request, share, -number, -size)
+        if not (share.ended or share.little or share.much):
             del group.callers[account.key]
-        if not group.callers:
-            del self.groups[account.group]
+            if not group.callers:
+                del self.groups[account.group]
 
-    def _count(self, group: _Group, number: int, size: int) -> None:
+    def _share(self, request: ServedRequest) -> _Share:
+        account = request.account
+        group = self.groups.setdefault(account.group, _Group())
+        return group.callers.setdefault(account.key, _Share())
+
+    def _count(self, request: ServedRequest, share: _Share, number: int, size: int) -> None:
+        group = self.groups[request.account.group]
+        share.size += size
         group.count += number
         group.size += size
         self.count += number
         self.size += size
 
     def surplus(self) -> ServedRequest | None:
-        """The request to drop next; None: all may stay."""
+        """The request of which something is to be dropped next; None: all may stay."""
         if self.count > self._max_results:
-            return self._oldest_of_most(attrgetter("count"))
+            return next(iter(self._with_most(attrgetter("count")).ended))
         if self.size > self._max_bytes:
-            return self._oldest_of_most(attrgetter("size"))
+            share = self._with_most(attrgetter("size"))
+            return next(iter(share.much or share.ended or share.little))
         return None
 
-    def _oldest_of_most(self, amount: Callable[[_Group | _Share], int]) -> ServedRequest:
+    def _with_most(self, amount: Callable[[_Group | _Share], int]) -> _Share:
         group = max(self.groups.values(), key=amount)
-        return next(iter(max(group.callers.values(), key=amount).requests))
+        return max(group.callers.values(), key=amount)

@@ -57,6 +57,7 @@ class EventLog:
         failure: the terminal event of a request that failed.
         ended: whether all terminal events exist (taken or not).
         size: about how many bytes of memory its kept events take.
+        read_size: how many of them those take that the reader has taken.
         untaken: how many output tokens the reader has not taken.
         credit: how many tokens the stream may still take; None: any number. May be below zero,
             because an event that already has a number is not split.
@@ -91,6 +92,7 @@ class EventLog:
         self.cursor = 1
         self.keep = keep
         self.size = 0
+        self.read_size = 0
         self.accepted: Accepted | None = None
         self.failure: Failed | None = None
         self.ended = False
@@ -102,6 +104,7 @@ class EventLog:
         self._at_least = options.min_tokens_per_delta
         self._flows = False  # whether output may be taken now: accepted, and not in one piece
         self._options = options
+        self._unread_per_token = options.unread_per_token
         self._prompt_ids = prompt if options.describe_prompt else NO_IDS
         self._cached_tokens = 0
         self._first_token: float | None = None
@@ -141,6 +144,14 @@ class EventLog:
         choice.
         """
         size = self.size + sum([choice.held_size for choice in self._choices])
+        return size if self._prompt is None else size + self._prompt.held
+
+    @property
+    def unread_size(self) -> int:
+        """About how many bytes of memory the output takes that the reader has not taken: the most
+        that it can, since text takes less once it is merged. Runs for every token, so kept short.
+        """
+        size = self.untaken * self._unread_per_token
         return size if self._prompt is None else size + self._prompt.held
 
     # Filling
@@ -390,6 +401,7 @@ class EventLog:
             self.credit -= tokens
         self.cursor += len(events)
         if self.keep:
+            self.read_size += sum([taken.event.held for taken in events])
             return events
         if self.cursor == self.next_seq:  # nearly always
             self._kept = []
@@ -413,6 +425,7 @@ class EventLog:
         self.cursor = seq
         self.credit = credit
         self.untaken = self._untaken_from(seq)
+        self.read_size = sum([kept.event.held for kept in self._kept if kept.seq < seq])
 
     @property
     def _num_pending(self) -> int:
@@ -434,6 +447,19 @@ class EventLog:
     def _drop_taken(self) -> None:
         self._kept = [numbered for numbered in self._kept if numbered.seq >= self.cursor]
         self.size = sum(numbered.event.held for numbered in self._kept)
+        self.read_size = 0
+
+    def drop_read(self, most: int) -> None:
+        """Drop the oldest events that the reader has taken, until those left take at most `most`
+        bytes. They cannot be read again.
+        """
+        count = 0
+        while self.read_size > most:
+            held = self._kept[count].event.held
+            self.read_size -= held
+            self.size -= held
+            count += 1
+        del self._kept[:count]
 
 
 def _reasoning_tokens(choices: Sequence[ChoiceLog]) -> int:

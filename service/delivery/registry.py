@@ -13,19 +13,21 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from engine.client import EngineClient
 from engine.errors import DuplicateRequestError, RequestNotFoundError
 from engine.outputs import StepOutputs
-from engine.types import CallerKey, RequestId
+from engine.types import RequestId
 from service.accounts import Account
 from service.admission import AdmissionControl, Holding
 from service.delivery.calls import EngineCalls
+from service.delivery.charges import AnswerCharges, StreamCharge
 from service.delivery.events import ALREADY_FINISHED, CANCELLED, NOT_FOUND, Accepted, ReadResult
 from service.delivery.flow import FlowOptions
 from service.delivery.kept import KeptResults, Retention
 from service.delivery.request import ServedRequest
-from service.delivery.result_errors import OtherContentError
+from service.delivery.result_errors import OtherContentError, ResultDroppedError
 from service.delivery.session import ResultStream
 from service.delivery.states import State
 from service.delivery.submission import Submission
@@ -37,6 +39,10 @@ UNREAD_S = 300.0
 """How long, in seconds, a stream may keep ended requests while its client reads nothing; twice
 `max_hold` if that is longer, because a stream without credit takes nothing for that long.
 """
+MAX_DROPPED = 4096
+"""Of how many results that are no longer kept it is remembered why."""
+_EXPIRED = "the time for which it is kept (result_retention) has passed"
+_CROWDED = "later ones needed the room (max_kept_results, max_kept_bytes)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +53,8 @@ class RegistryStats:
         live: requests that have not ended.
         streams: open streams.
         attached: requests on these streams, including ended ones with unread results.
-        kept, kept_bytes: ended requests whose results are kept, and about how many bytes.
+        kept, kept_bytes: ended requests whose results are kept, and about how many bytes, with what
+            is kept of live ones that was read.
     """
 
     live: int
@@ -66,6 +73,7 @@ class Registry:
         kept: the ended requests whose results are kept.
         unread_s: how long a stream may keep ended requests while its client reads nothing.
         clock: monotonic seconds.
+        answers: what answers that are one message are charged for.
         flow, engine, admission, leases, retentions, holds: used by the requests.
     """
 
@@ -79,14 +87,16 @@ class Registry:
         self._client = client
         self._retention = retention
         self.admission = admission
+        self.answers = AnswerCharges(admission)
         self.flow = flow
         self.engine = EngineCalls(client)
         self.leases = Timer(ServedRequest.lease_over)
-        self.retentions = Timer(ServedRequest.keep_no_more)
+        self.retentions = Timer(partial(self._drop_kept, why=_EXPIRED))
         self.holds = Timer(ServedRequest.hold_over)
         self._unread = Timer(self.check_reader)
         self.requests: dict[tuple[str, str], ServedRequest] = {}
         self._live: dict[RequestId, ServedRequest] = {}
+        self._dropped: dict[tuple[str, str], str] = {}  # why a result is no longer kept
         self.kept = KeptResults(retention.max_results, retention.max_bytes)
         self._numbers = itertools.count(1)
         self._serials = itertools.count(1)
@@ -134,18 +144,6 @@ class Registry:
         if (identity, request_id) in self.requests:
             raise DuplicateRequestError(request_id)
         return RequestId(f"{identity}/{request_id}#{next(self._numbers)}")
-
-    def undelivered_bytes(self) -> dict[CallerKey, tuple[Account, int]]:
-        """About how many bytes of unread results each account has, without kept results of ended
-        requests, which have a limit of their own.
-        """
-        found: dict[CallerKey, tuple[Account, int]] = {}
-        for request in self.requests.values():
-            if request.state is not State.KEPT and (size := request.log.held_size):
-                account = request.account
-                _, before = found.get(account.key, (account, 0))
-                found[account.key] = (account, before + size)
-        return found
 
     @contextlib.contextmanager
     def arriving(self) -> Iterator[None]:
@@ -213,6 +211,7 @@ class Registry:
         )
         holding.is_taken_over = True
         self.requests[key] = request
+        self._dropped.pop(key, None)
         self._live[request.engine_id] = request
         self._idle.clear()
         admitting = self._admit(request, submission, stream, command_id)
@@ -295,8 +294,29 @@ class Registry:
         """Keep a request's results; if there is no room, the oldest are dropped."""
         self.retentions.start(request, self._retention.retention_s)
         self.kept.add(request, request.log.held_size + len(request.digest))
+        self._drop_surplus()
+
+    def keep_read(self, request: ServedRequest, size: int) -> None:
+        """Keep so many bytes of what a live request's reader has had; likewise."""
+        self.kept.add_read(request, size)
+        self._drop_surplus()
+
+    def _drop_surplus(self) -> None:
         while (surplus := self.kept.surplus()) is not None:
-            surplus.keep_no_more()
+            if surplus.state is State.KEPT:
+                self._drop_kept(surplus, _CROWDED)
+            else:
+                left = surplus.drop_read()
+                self.kept.discard(surplus)  # the next time it is another's turn
+                self.kept.add_read(surplus, left)
+
+    def _drop_kept(self, request: ServedRequest, why: str) -> None:
+        """Keep a request's results no more; readers that come later are told why."""
+        request.keep_no_more()
+        if request.state is State.GONE:
+            self._dropped[request.identity, request.request_id] = why
+            if len(self._dropped) > MAX_DROPPED:
+                del self._dropped[next(iter(self._dropped))]
 
     def unkeep(self, request: ServedRequest) -> None:
         """Stop keeping a request's results."""
@@ -331,6 +351,8 @@ class Registry:
             RequestNotFoundError: no request of that name is here for this identity.
         """
         request = self.requests.get((identity, request_id))
+        if request is None and (why := self._dropped.get((identity, request_id))) is not None:
+            raise ResultDroppedError(request_id, why)
         if request is None or request.log.accepted is None:
             raise RequestNotFoundError(request_id)
         return request
@@ -358,15 +380,18 @@ class Registry:
 
     # Streams
 
-    def open_stream(self, *, is_session: bool = False) -> ResultStream:
-        """Open a stream for a session, or for an RPC with one request and no commands."""
-        stream = ResultStream(self.admission.delivered, is_session=is_session)
+    def open_stream(self, account: Account, *, is_session: bool = False) -> ResultStream:
+        """Open a stream for a session, or for an RPC with one request and no commands. `account`:
+        whose it is.
+        """
+        sending = StreamCharge(self.admission, account)
+        stream = ResultStream(sending, is_session=is_session)
         self.streams.add(stream)
         return stream
 
     def complete(self, stream: ResultStream) -> None:
         """Note that a stream's RPC ended normally."""
-        stream.is_over = True
+        stream.end()
         self._unread.stop(stream)
         self.streams.discard(stream)
 

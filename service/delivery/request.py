@@ -27,11 +27,13 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from engine.errors import EngineUnavailableError
+from engine.errors import EngineUnavailableError, HeadraceError
 from engine.outputs import RequestFailure, RequestOutput
+from service.delivery.charges import UNIT, RequestCharge, in_units
 from service.delivery.events import Accepted, Failed, NumberedEvent, ReadResult, at_most
+from service.delivery.kept import LONG
 from service.delivery.log import EventLog
-from service.delivery.result_errors import OutputNotReadError, TooManyWaitError
+from service.delivery.result_errors import OutputNotReadError, ResultsFullError, TooManyWaitError
 from service.delivery.session import MAX_BATCH_BYTES, ResultStream
 from service.delivery.states import TRANSITIONS, State
 from service.delivery.submission import NO_LABELS, LivesBy
@@ -110,9 +112,11 @@ class ServedRequest:
         self.stream: ResultStream | None = None
         self.cancel_wanted = False
         self.is_held = False
-        self.bound, self._low = registry.flow.bounds(
-            submission.options, request.n, is_kept=submission.lives_by is LivesBy.ITSELF
-        )
+        is_kept = submission.lives_by is LivesBy.ITSELF
+        self.bound, self._low = registry.flow.bounds(submission.options, request.n, is_kept=is_kept)
+        self._can_be_held = not (is_kept or submission.options.final)
+        self._unread = RequestCharge(registry.admission, self.account)
+        self._read = 0  # bytes that count as kept while it is live
         self.readers = Waiters()
         self.lives_by = submission.lives_by
         self.digest = submission.digest
@@ -138,6 +142,7 @@ class ServedRequest:
             self.is_held = False
             self.labels = NO_LABELS  # its kept size is counted without them
             registry.has_ended(self)
+        self._charge()
         if state is State.GONE:
             registry.holds.stop(self)
             registry.forget(self)
@@ -188,6 +193,39 @@ class ServedRequest:
             if not self.waiting:
                 self.log.keep_all(False)
 
+    # Memory
+
+    def _charge(self) -> None:
+        """Charge its account for its unread output as it is now, and count what is kept of the
+        rest. Of a kept request `registry.keep` counts everything.
+        """
+        log, state = self.log, self.state
+        has_reader = state is not State.KEPT and (state is not State.GONE or self.waiting > 0)
+        self._unread.set(log.unread_size if has_reader else 0)
+        read = in_units(log.read_size) if state.is_live else 0
+        if read != self._read:
+            self._read = read
+            self._registry.keep_read(self, read)
+
+    def drop_read(self) -> int:
+        """Drop what is kept of the output that was read, down to a half, or to half of LONG where
+        it is more; returns how many bytes are left.
+        """
+        log = self.log
+        log.drop_read(min(log.read_size, LONG) // 2)
+        self._read = in_units(log.read_size)
+        return self._read
+
+    def _lack_room(self) -> None:
+        """Hold it, or end it, because unread results leave no room for more of its output."""
+        log = self.log
+        if self._can_be_held:
+            self._reach_bound()
+        elif not log.ended and log.accepted is not None:
+            cause = self._registry.admission.no_room(self.account)
+            self._unread.leave()
+            self._end_unread(ResultsFullError(cause, log.output_tokens))
+
     # What comes from the engine
 
     def push(self, output: RequestOutput, now: float) -> None:
@@ -203,6 +241,10 @@ class ServedRequest:
             if stop is not None:
                 engine = self._registry.engine
                 engine.finish(self.engine_id, stop.num_tokens, output.choice)
+        if log.unread_size - self._unread.size >= UNIT:
+            self._charge()
+            if not self._registry.admission.has_room(self.account):
+                self._lack_room()
         if log.untaken >= self.bound:
             self._reach_bound()
         stream = self.stream
@@ -297,6 +339,7 @@ class ServedRequest:
                 self.holding.take_place()
         number = stream.requests[self]
         log.move_to(from_seq, stream.initial_credit)
+        self._charge()
         if self.state.is_live:
             if self.state is not State.LIVE:
                 self._become(State.LIVE)
@@ -317,6 +360,7 @@ class ServedRequest:
         """Take pending events for its stream, about `limit` bytes at most."""
         log = self.log
         events = log.take_for_stream(limit)
+        self._charge()
         if log.ended and log.delivered:
             self.leave()
             return events
@@ -422,14 +466,13 @@ class ServedRequest:
         """
         self.log.credit = None  # its pending events are sent with its end
         if not self.log.ended:
-            self._end_unread()
+            waited_s = self._registry.flow.max_hold_s if self.is_held else None
+            self._end_unread(OutputNotReadError(self.log.untaken, waited_s))
         elif self.stream is not None:
             self.stream.mark(self)
 
-    def _end_unread(self) -> None:
-        """End only this request, because nobody reads its output."""
-        waited_s = self._registry.flow.max_hold_s if self.is_held else None
-        error = OutputNotReadError(self.log.untaken, waited_s)
+    def _end_unread(self, error: HeadraceError) -> None:
+        """End only this request, because nobody reads its output, or too little of others'."""
         self.log.flush()
         failure = RequestFailure(str(error), secrets.token_hex(8))
         self.log.fail(failure, time.monotonic(), error)
@@ -468,6 +511,7 @@ class ServedRequest:
         """
         if self.stream is None and self.log.cursor < seq:
             self.log.move_to(seq)
+            self._charge()
             self._have_taken()
 
     # Calls that wait for it
@@ -492,6 +536,7 @@ class ServedRequest:
         self.waiting -= 1
         if self.waiting:
             return
+        self._charge()
         if self.state is State.ENDED:
             self.log.keep_all(False)  # its stream still has events to take
         elif self.lives_by is LivesBy.CALLS and self.stream is None:

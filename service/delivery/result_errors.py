@@ -4,7 +4,7 @@ to gRPC codes.
 
 from __future__ import annotations
 
-from engine.errors import DuplicateRequestError, HeadraceError
+from engine.errors import DuplicateRequestError, HeadraceError, RequestNotFoundError
 from engine.outputs import RequestFailure
 from service.bounds import LimitReachedError
 
@@ -38,6 +38,18 @@ class TooManyWaitError(LimitReachedError):
             present=limit,
             retry_after_s=_RETRY_S,
         )
+
+
+class ResultDroppedError(RequestNotFoundError):
+    """A request's result was kept, and no longer is. `why`: the reason."""
+
+    def __init__(self, request_id: str, why: str) -> None:
+        HeadraceError.__init__(
+            self,
+            f"request_id: request {request_id!r} has ended, and its result is no longer kept, "
+            f"because {why}; read results sooner, or add the request again",
+        )
+        self.request_id = request_id
 
 
 class ResultGoneError(HeadraceError):
@@ -76,6 +88,16 @@ class OutputNotReadError(HeadraceError):
         )
         self.unread_tokens = unread_tokens
         self.max_hold_s = max_hold_s
+
+
+class ResultsFullError(LimitReachedError):
+    """A request whose whole result must have room was ended, because unread results left none for
+    the rest of it. `cause`: which limit is reached. `tokens`: how many it has.
+    """
+
+    def __init__(self, cause: LimitReachedError, tokens: int) -> None:
+        HeadraceError.__init__(self, f"the request was ended after {tokens} tokens: {cause}")
+        vars(self).update(vars(cause))
 
 
 class RequestMovedError(HeadraceError):

@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from service.delivery.charges import StreamCharge
 from service.delivery.events import Detached, NumberedEvent, Reply
 from service.delivery.result_errors import RequestMovedError, ResultsNotReadError
 
@@ -73,11 +73,11 @@ class ResultStream:
         is_over: whether the RPC has ended.
     """
 
-    def __init__(self, on_taken: Callable[[int], None], *, is_session: bool = False) -> None:
-        """Make a stream for a session, or for an RPC with one request and no commands. `on_taken`
-        is called with about how many bytes of memory were taken.
+    def __init__(self, sending: StreamCharge, *, is_session: bool = False) -> None:
+        """Make a stream for a session, or for an RPC with one request and no commands. `sending`:
+        the charge for its messages.
         """
-        self._on_taken = on_taken
+        self._sending = sending
         self._dirty: dict[ServedRequest, None] = {}
         self._replies: list[Reply] = []
         self._wake = asyncio.Event()
@@ -163,8 +163,11 @@ class ResultStream:
     # The writer's side
 
     def take(self) -> Batch | None:
-        """Take everything that is pending; None: there is nothing."""
+        """Take everything that is pending, once the last message was sent; None: there is
+        nothing.
+        """
         self._wake.clear()
+        self._sending.set(0)
         if not self._dirty and not self._replies:
             return None
         replies, self._replies = self._replies, []
@@ -184,8 +187,13 @@ class ResultStream:
         if not replies and not events:
             return None
         self.last_taken = time.monotonic()
-        self._on_taken(held)
+        self._sending.set(held)
         return Batch(replies, events, size)
+
+    def end(self) -> None:
+        """Note that the RPC has ended."""
+        self.is_over = True
+        self._sending.set(0)
 
     @property
     def finished(self) -> bool:

@@ -72,7 +72,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             draft = front.converter.draft(message, SPEC)
         answers = Answers(request, front.max_send_bytes)
         del request, message  # the draft has what is needed
-        stream = registry.open_stream()
+        stream = registry.open_stream(permit.account)
         context.add_done_callback(lambda _: registry.lost(stream))
         try:
             with named_for_gateway():

@@ -25,6 +25,7 @@ from service.convert.request import check_request_id
 from service.convert.response import cancel_result
 from service.convert.values import seconds
 from service.delivery.session import Batch, ResultStream
+from service.delivery.states import State
 from service.delivery.submission import LivesBy
 from service.places import Places
 from service.servicers.commands import read_commands
@@ -72,6 +73,10 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             size = sum(numbered.event.size for numbered in run)
             if size > MOST_OVERESTIMATED * front.max_send_bytes:
                 raise AnswerTooLargeError(size, front.max_send_bytes)  # nor is it made
+            held = sum(numbered.event.held for numbered in run)
+            front.registry.answers.add(
+                permit.account, held, context, may_wait=started.state is State.KEPT
+            )
             make = partial(front.responder.result, started.request_id, started.log.n, run)
             return await front.text_pool.answer(permit.account, size, make)
 
@@ -81,7 +86,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         """Run one request and stream its events."""
         front, permit = current_front.get(), current_permit.get()
         registry = front.registry
-        stream = registry.open_stream()
+        stream = registry.open_stream(permit.account)
         context.add_done_callback(lambda _: registry.lost(stream))
         try:
             started = await start_request(front, permit, front.converter.draft(request), stream)
@@ -104,7 +109,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         front, permit = current_front.get(), current_permit.get()
         self._sessions.take(context, permit.account)
         registry = front.registry
-        stream = registry.open_stream(is_session=True)
+        stream = registry.open_stream(permit.account, is_session=True)
         context.add_done_callback(lambda _: registry.lost(stream))
         reader = asyncio.create_task(read_commands(request_iterator, self._state, permit, stream))
         reader.add_done_callback(partial(_reader_ended, stream))
@@ -164,6 +169,8 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             front.responder.add_events(response.events, [(0, read.events)])
             return response
 
+        held = sum(numbered.event.held for numbered in read.events)
+        front.registry.answers.add(account, held, context)
         size = sum(numbered.event.size for numbered in read.events)
         return await front.text_pool.answer(account, size, fill)
 

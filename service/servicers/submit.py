@@ -99,14 +99,13 @@ async def start_request(
         span = front.spans.begin(
             draft.request_id, draft.labels, identity=account.identity, is_chat=is_chat
         )
-    unread = registry.undelivered_bytes
     try:
         with registry.arriving():
             await registry.settled(account.identity, draft.request_id)
             engine_id = registry.new_name(account.identity, draft.request_id)
             # From here on, the memory that it holds is counted.
             with registry.admission.holding(account, draft.spec.request_id) as holding:
-                holding.enter(draft.footprint, unread)
+                holding.enter(draft.footprint)
                 submission = await front.converter.submission(
                     draft,
                     account=account,
@@ -115,7 +114,7 @@ async def start_request(
                     engine_id=engine_id,
                     lives_by=lives_by,
                 )
-                holding.admit(submission.footprint, submission.reserved_tokens, unread)
+                holding.admit(submission.footprint, submission.reserved_tokens)
                 if span is not None:
                     span.submitted(submission.request)
                 if front.metrics is not None:

@@ -12,18 +12,14 @@ from typing import Any
 
 import grpc
 import pytest
-from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 
 from engine.drain_rate import MARGIN, UNKNOWN_DELAY_S
 from engine.errors import QueueFullError
 from engine.outputs import RequestFailure
 from engine.shares import GRACE_S, MAX_WANT_S
-from engine.types import CallerKey
-from service.accounts import Account, account_of
+from service.accounts import account_of
 from service.admission import (
-    MEASURE_PART,
-    MEASURE_S,
     PLACE,
     AdmissionControl,
     Charge,
@@ -32,13 +28,12 @@ from service.admission import (
 from service.bounds import LimitReachedError
 from service.call_errors import FieldError
 from tests.engine.crowd import Clock, Crowd, Served, at_random, by_the_batch, evenly
-from tests.service.fake_engine import FakeEngine, model_info, says
+from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import (
     DEADLINE_S,
     Harness,
     Refused,
     details,
-    ids_of,
     refused,
     serving,
     spec,
@@ -393,139 +388,3 @@ async def test_the_queue_s_advice_reaches_the_caller_in_band_too() -> None:
         message = await session.read_until(lambda m: m.rejections)
         assert details(message.rejections[0].status)["RetryInfo"] == error.details["RetryInfo"]
         await session.end()
-
-
-# ---- results that nobody reads -----------------------------------------------------------------
-
-
-Unread = dict[CallerKey, tuple[Account, int]]
-
-
-def unread(**sizes: int) -> Unread:
-    """So many bytes of each account."""
-    accounts = {account_of(name): size for name, size in sizes.items()}
-    return {account.key: (account, size) for account, size in accounts.items() if size}
-
-
-def test_who_has_more_than_a_share_of_what_is_unread_is_refused_and_nobody_else() -> None:
-    clock = Clock()
-    control = AdmissionControl(Limits(max_open=9, max_undelivered_bytes=1000), clock, no_jitter)
-    gateway = [account_of("gateway", name, 2.0) for name in ("x", "y")]
-
-    def is_refused(account: Account, **sizes: int) -> LimitReachedError | None:
-        clock.now += MEASURE_S
-        measured = unread(**sizes) | {one.key: (one, 300) for one in gateway}
-        try:
-            control.check_bytes(account, lambda: measured)
-        except LimitReachedError as error:
-            return error
-        return None
-
-    assert is_refused(account_of("heavy"), heavy=400) is None  # 1000 of all
-    error = is_refused(account_of("heavy"), heavy=2000, light=150)
-    assert error is not None
-    # Two of four parts are the gateway's.
-    assert (error.limit, error.present, error.held, error.share) == (1000, 2750, 2000, 250)
-    assert is_refused(account_of("light"), heavy=2000, light=150) is None
-    assert is_refused(account_of("new"), heavy=2000, light=150) is None
-    # Half is due to both of the gateway together, and they have 600.
-    assert is_refused(gateway[0], heavy=2000, light=150) is not None
-    assert is_refused(account_of("light"), heavy=2000, light=251) is not None
-    assert is_refused(account_of("light"), heavy=0, light=251) is None
-    assert is_refused(account_of("heavy"), heavy=300) is None
-
-
-def test_unread_bytes_are_measured_now_and_then() -> None:
-    clock = Clock()
-    control = AdmissionControl(Limits(max_open=9, max_undelivered_bytes=1000), clock, no_jitter)
-    found: list[int] = []
-
-    def check(size: int, cost_s: float = 0.0) -> None:
-        def measured() -> Unread:
-            clock.now += cost_s
-            found.append(size)
-            return unread(a=size)
-
-        control.check_bytes(account_of("a"), measured)
-
-    check(1000)
-    check(1001)  # too soon to be asked again
-    clock.now += MEASURE_S
-    error = limit_of(lambda: check(1500))
-    assert (error.reason, error.limit, error.present) == ("TOO_MANY_UNDELIVERED_BYTES", 1000, 1500)
-    assert error.retry_after_s == UNKNOWN_DELAY_S  # nobody has read anything
-    for _ in range(20):
-        clock.now += 0.5
-        control.delivered(125)
-    error = limit_of(lambda: check(1500, cost_s=1.0))
-    assert error.retry_after_s == pytest.approx(late(2.0), abs=0.2)  # 500 at 250 a second
-    clock.now += MEASURE_PART - 0.5
-    limit_of(lambda: check(7))
-    clock.now += 0.5
-    check(7)
-    assert found == [1000, 1500, 1500, 7]
-
-
-def test_time_in_which_nothing_was_unread_is_no_time_in_which_nothing_was_read() -> None:
-    clock = Clock()
-    control = AdmissionControl(Limits(max_open=9, max_undelivered_bytes=100), clock, no_jitter)
-
-    def advice(size: int) -> float:
-        clock.now += MEASURE_S
-        return limit_of(
-            lambda: control.check_bytes(account_of("a"), lambda: unread(a=size))
-        ).retry_after_s
-
-    clock.now += 3600
-    control.add(account_of("a"), PLACE)
-    assert advice(200) == UNKNOWN_DELAY_S  # nothing has left yet
-    control.delivered(200)
-    control.remove(account_of("a"), PLACE)
-    clock.now += 3600  # nobody asks, so nothing is measured
-    control.add(account_of("a"), PLACE)
-    assert advice(200) == UNKNOWN_DELAY_S
-    control.delivered(200)
-    clock.now += MEASURE_S
-    control.check_bytes(account_of("a"), unread)  # all is read, and the request goes on
-    clock.now += 3600
-    assert advice(200) == UNKNOWN_DELAY_S
-    control.delivered(100)
-    clock.now += 1.0
-    control.delivered(100)
-    assert advice(200) == pytest.approx(late(1.0), abs=0.2)  # 100 at 100 a second
-    clock.now += 20.0
-    assert advice(200) == pytest.approx(20.0, abs=0.5)  # nothing has left since
-
-
-async def test_unread_results_bar_new_requests_until_they_are_read() -> None:
-    clock = Clock()
-    engine = FakeEngine(auto=False, info=model_info(max_context_tokens=1 << 20))
-    async with serving(engine, clock=clock, max_undelivered_bytes=1 << 20) as h:
-        asked = {"max_tokens": 4096}
-        wide = {"logprobs": 16, "delivery": pb.DELIVERY_FINAL}  # 2,228 bytes a token
-        session = h.session()
-        await session.add(spec(request_id="a", stop=asked, output=wide))
-        await session.read_until(lambda m: m.events)
-        for _ in range(440):
-            h.engine.step()
-        clock.now += 10
-        await add(h, "fits")  # about 980,000 bytes
-        for _ in range(200):
-            h.engine.step()
-        clock.now += 10
-        error = await refused(add(h, "late"))
-        assert error.reason == "TOO_MANY_UNDELIVERED_BYTES"
-        assert int(error.details["ErrorInfo"].metadata["present"]) > 1 << 20
-        check_advice(error, error.details["RetryInfo"].retry_delay.ToMilliseconds() / 1000)
-        h.registry.cancel("anonymous", "a")
-        await until(lambda: h.engine.cancelled)
-        h.engine.step()
-        await session.end()
-        clock.now += MEASURE_S
-        await add(h, "late")
-        # What is kept of ended requests has a bound of its own.
-        h.engine.run()
-        await until(lambda: not h.registry.live)
-        assert not h.registry.undelivered_bytes()
-        assert h.registry.stats().kept_bytes > 0
-    assert len(ids_of(session.events()["a"])) == 640

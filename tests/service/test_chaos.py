@@ -548,6 +548,7 @@ def check_nothing_is_left(h: Harness, engine: Engine, before: Holdings) -> None:
     assert (
         registry.live == registry.stats().attached == registry.kept.count == registry.kept.size == 0
     )
+    assert registry.admission.is_empty
     left = [
         registry.streams, registry.live_requests(), registry.under_way,
         engine._live, engine._admitted, engine._calls,

@@ -380,7 +380,8 @@ async def test_admission_refuses_with_a_delay() -> None:
 async def test_an_answer_too_large_for_a_message_says_so() -> None:
     info = model_info(max_context_tokens=1 << 15)
     engine = FakeEngine(script=says("x", eos=False), info=info, tokens_per_step=1000)
-    async with gateway(engine, max_send_bytes=4 << 20) as (_, stub):
+    limits = {"max_send_bytes": 4 << 20, "max_undelivered_bytes": 0}
+    async with gateway(engine, **limits) as (_, stub):
         sampling = {"max_tokens": 8000, "logprobs": 128}
         error = await failed(stub, asks(sampling=sampling))
         assert (error.code.name, error.reason) == ("OUT_OF_RANGE", "ANSWER_TOO_LARGE")

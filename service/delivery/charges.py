@@ -1,0 +1,122 @@
+"""What results in memory are charged for: unread output of requests, messages that are being sent,
+answers that are one message.
+
+    a token comes ──▶ the request's charge ──▶ its account's unread bytes (`service.admission`)
+    a stream takes it ──────▶ the stream's charge, until the message was sent
+    GetResult, Generate ────▶ the answer's charge, until its call is over
+
+Charges are in whole units: a reader that keeps up has less than one unread, and costs nothing here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from engine.types import CallerKey
+from service.accounts import Account
+from service.admission import AdmissionControl
+
+UNIT = 2 << 10
+"""The unit, in bytes; parts of it are not charged."""
+
+
+def in_units(size: int) -> int:
+    """The whole units in a number of bytes, in bytes."""
+    return size & -UNIT
+
+
+class RequestCharge:
+    """What one request's unread output is charged for.
+
+    Attributes:
+        size: how many bytes are charged.
+    """
+
+    __slots__ = ("_account", "_admission", "_beyond", "_leaves", "size")
+
+    def __init__(self, admission: AdmissionControl, account: Account) -> None:
+        """`account`: whom it is charged to."""
+        self._admission = admission
+        self._account = account
+        self._beyond = 0  # of the size, what came although there was no room
+        self._leaves = False
+        self.size = 0
+
+    def set(self, size: int) -> None:
+        """Charge so many bytes from now on. What comes while the account has no room does not count
+        for others; see `AdmissionControl.exceed`.
+        """
+        size = in_units(size)
+        grown = size - self.size
+        if not grown:
+            return
+        admission, beyond = self._admission, min(self._beyond, size)
+        if grown > 0 and not admission.has_room(self._account):
+            beyond += grown
+        admission.exceed(beyond - self._beyond)
+        admission.charge_unread(self._account, grown, leaves=self._leaves)
+        self.size, self._beyond = size, beyond
+
+    def leave(self) -> None:
+        """Note that the request was ended for lack of room; see `AdmissionControl.leave`."""
+        self._leaves = True
+        self._admission.leave(self.size)
+
+
+class StreamCharge:
+    """What a stream's message is charged for while it is being sent."""
+
+    __slots__ = ("_account", "_admission", "_size")
+
+    def __init__(self, admission: AdmissionControl, account: Account) -> None:
+        """`account`: whose stream it is."""
+        self._admission = admission
+        self._account = account
+        self._size = 0
+
+    def set(self, size: int) -> None:
+        """Charge so many bytes from now on; 0: nothing is being sent."""
+        size = in_units(size)
+        if size != self._size:
+            self._admission.charge_unread(self._account, size - self._size, leaves=True)
+            self._size = size
+
+
+class AnswerCharges:
+    """What answers that are one message are charged for until their calls are over, since their
+    clients may not read them.
+    """
+
+    def __init__(self, admission: AdmissionControl) -> None:
+        self._admission = admission
+        self._sent: Counter[CallerKey] = Counter()  # answers that are being sent
+
+    def add(self, account: Account, size: int, context: Any, *, may_wait: bool = True) -> None:
+        """Charge an account for an answer.
+
+        Args:
+            account: the caller's.
+            size: about how many bytes of memory it takes.
+            context: the RPC's.
+            may_wait: whether it can be asked for again, and may be refused. A caller's only one is
+                never refused: so it can always read what it has too much of.
+
+        Raises:
+            LimitReachedError: unread results, other answers among them, leave no room for it.
+        """
+        size, key, sent = in_units(size), account.key, self._sent
+        if not size:
+            return
+        if may_wait and sent[key]:
+            self._admission.check_unread(account)
+        sent[key] += 1
+        self._admission.charge_unread(account, size, leaves=True)
+
+        def over(_: object) -> None:
+            self._admission.charge_unread(account, -size, leaves=True)
+            sent[key] -= 1
+            if not sent[key]:
+                del sent[key]
+
+        context.add_done_callback(over)
