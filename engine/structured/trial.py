@@ -36,8 +36,9 @@ _NUM_FIRST = 16
 tokens are single bytes, such as brackets and quotes.
 """
 _MAX_NAME_TOKENS = 4000
-_MAX_NAME_S = 0.1
-"""The bounds of the walk from name to name, in tokens and CPU seconds."""
+_MAX_NAMES_S = 0.05
+_MAX_NAME_S = 0.002
+"""The bounds of the walk from name to name, in tokens, and in CPU seconds of all and for each."""
 _MAX_STRETCH_TOKENS = 512
 _MAX_STRETCH_S = 0.05
 """Those of the stretch."""
@@ -45,9 +46,9 @@ _NUM_NEXT_NAMES = 8
 """So many of the next names are tried at each place: others may belong to another branch."""
 _RUN = 8
 """So many equal tokens are taken behind one mask. The lexer's fuel is for what follows a mask; what
-this many tokens need of it is far less than what the mask itself does.
+this many tokens, or a name, need of it is far less than what the mask itself does.
 """
-_TO_CLOSE = b']}",'
+_TO_CLOSE = b']}{",'
 """Outside of strings, the bytes that are written first if they fit, to be done with a value."""
 _OPENERS = b"[{"
 _CLOSERS = frozenset(b'"]},')
@@ -174,7 +175,8 @@ def _go_through(walk: _Walk, token_of: Mapping[int, int], names: Sequence[str]) 
     draw = random.Random(0)
     is_string = False
     place = 0
-    while walk.may_go_on(_MAX_NAME_TOKENS, _MAX_NAME_S):
+    max_s = _MAX_NAMES_S + _MAX_NAME_S * len(names)
+    while walk.may_go_on(_MAX_NAME_TOKENS, max_s):
         if not is_string and (skip := _next_name(walk, token_of, spelled[place:])):
             place += skip
             continue
@@ -200,9 +202,8 @@ def _next_name(walk: _Walk, token_of: Mapping[int, int], spelled: Sequence[bytes
         for text in (name, b", " + name):
             tokens = [token_of[byte] for byte in text if byte in token_of]
             if len(tokens) == len(text) and walk.matcher.validate_tokens(tokens) == len(tokens):
-                for token in tokens:
-                    if not walk.compute() or not walk.take([token]):
-                        break
+                if walk.compute():
+                    walk.take(tokens)
                 return index + 1
     return 0
 
