@@ -36,8 +36,8 @@ _NUM_FIRST = 16
 tokens are single bytes, such as brackets and quotes.
 """
 _MAX_NAME_TOKENS = 4000
-_MAX_NAMES_S = 0.05
-_MAX_NAME_S = 0.002
+_MAX_NAMES_S = 0.1
+_MAX_NAME_S = 0.001
 """The bounds of the walk from name to name, in tokens, and in CPU seconds of all and for each."""
 _MAX_STRETCH_TOKENS = 512
 _MAX_STRETCH_S = 0.05

@@ -85,7 +85,7 @@ def late_name(num_names: int) -> str:
 @pytest.mark.parametrize(
     ("kind", "text", "place"),
     [
-        (GrammarKind.JSON_SCHEMA, late_name(50), r"in the string \$\.in\.last; .*simpler pattern"),
+        (GrammarKind.JSON_SCHEMA, late_name(20), r"in the string \$\.in\.last; .*simpler pattern"),
         (GrammarKind.REGEX, rf"[0-9]{{300}}{EXHAUSTING}", r'behind "'),
         (GrammarKind.LARK, f"start: A B\nA: /[a-z]{{200}}/\nB: /{EXHAUSTING}/", r'behind "'),
     ],
