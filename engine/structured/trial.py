@@ -44,7 +44,7 @@ _MAX_STRETCH_S = 0.05
 """Those of the stretch."""
 _NUM_NEXT_NAMES = 8
 """So many of the next names are tried at each place: others may belong to another branch."""
-_RUN = 8
+_RUN = 16
 """So many equal tokens are taken behind one mask. The lexer's fuel is for what follows a mask; what
 this many tokens, or a name, need of it is far less than what the mask itself does.
 """
@@ -217,7 +217,7 @@ def _stretch(walk: _Walk, vocabulary: Vocabulary) -> None:
         fitting = walk.fitting()
         if not len(fitting):
             return
-        some = [int(t) for t in fitting[:: len(fitting) // 64 + 1]]
+        some = [int(t) for t in fitting[:: len(fitting) // 16 + 1]]
         opening = [t for t in openers if t is not None and walk.allows(t)]
         lasting = [t for t in some if not _CLOSERS.intersection(spellings[t])]
         chosen = opening if opening and draw.random() < 0.5 else lasting or some
