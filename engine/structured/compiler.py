@@ -6,8 +6,8 @@ once.
                               ▼
                             queue ──▶ at most `workers` threads ──▶ cache, and all that wait for it
 
-Compiled grammars are shared only among requests that may share cached prefixes, because the
-matchers of one compiled grammar can fail together. Each caller has a share of the queue: callers
+Compiled grammars are shared only among requests that may share cached prefixes, because what one of
+them does to their lexer is felt by all (`root`). Each caller has a share of the queue: callers
 take turns, and if the queue is full, the caller with the most places loses its last one to a caller
 with fewer. Turns and places are first divided among groups of callers, then among the callers of a
 group.
@@ -19,9 +19,9 @@ meanwhile, so no more than `workers` ever run. Grammars that wait behind it are 
 own time is up, or at once if the queue is full. The refusal says when to try again, by the rate at
 which grammars recently left the queue (`engine.drain_rate`).
 
-The threads have large stacks, because llguidance follows definitions that refer to each other
-recursively. They live as long as there is something to compile. On Linux they give way to the
-engine's threads: with few CPUs, each step would otherwise wait for its share of a CPU.
+The threads have large stacks (`root.start_with_stack`) and live as long as there is something to
+compile. On Linux they give way to the engine's threads: with few CPUs, each step would otherwise
+wait for its share of a CPU.
 """
 
 from __future__ import annotations
@@ -53,16 +53,13 @@ from engine.structured.compilation import CompiledRoot, compile_grammar
 from engine.structured.matcher import CompiledGrammar, GrammarMatcher
 from engine.structured.reasoning import hold_reasoning
 from engine.structured.reasoning_marks import Marks, MarkTables
+from engine.structured.root import start_with_stack
 from engine.structured.vocabulary import Vocabulary, read_vocabulary
 from engine.text import Tokenizer
 from engine.types import NO_CALLER, CallerKey, TokenId
 
 logger = logging.getLogger(__name__)
 
-_STACK_BYTES = 256 << 20
-"""Address space of a thread's stack; unused parts take no memory. Within the bounds on a grammar's
-size, no chain of definitions that was tried needs more than a quarter of it; 8 MB overflow.
-"""
 _NICER = 5
 """Than the process: of a CPU that the engine wants, a thread gets about a quarter. With less, large
 forms take longer than they may where other processes want the CPUs, too.
@@ -235,12 +232,13 @@ class GrammarCompiler:
             if isinstance(compiled, CompiledRoot):
                 key = _Key(salt, _form_of(params))
                 make_form = CompiledGrammar(
-                    compiled.matcher,
+                    params.kind,
+                    compiled.root,
                     self._vocab_size,
                     ending_token_ids,
                     tuple(filter(vocabulary.spellings.is_special, ending_token_ids)),
                     expected_s=compiled.token_s,
-                    failed=partial(self._forget, key, compiled),
+                    lost=partial(self._forget, key, compiled),
                 ).make_matcher
         for compiled in found:
             if isinstance(compiled, MarkTables) and params.reasoning is not None:
@@ -278,7 +276,7 @@ class GrammarCompiler:
                 self._queue.append(job)
                 if len(self._running) < self._workers:
                     self._running.append(None)
-                    _start_with_stack(self._work, _STACK_BYTES)
+                    start_with_stack(self._work)
             job.waiters.append(waiter)
         if displaced is not None and full is not None:
             for left in displaced.waiters:
@@ -344,9 +342,7 @@ class GrammarCompiler:
         return job
 
     def _forget(self, key: _Key, root: CompiledRoot) -> None:
-        """Drop a grammar whose lexer has reached a limit, so that the next request starts with a
-        new one.
-        """
+        """Drop a grammar whose lexer is lost, so that the next request starts with a new one."""
         with self._lock:
             if self._cache.get(key) is root:
                 del self._cache[key]
@@ -460,21 +456,3 @@ def _give_way() -> None:
         thread = threading.get_native_id()
         nice = min(_MOST_NICE, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)
         os.setpriority(os.PRIO_PROCESS, thread, nice)
-
-
-_stack_lock = threading.Lock()
-
-
-def _start_with_stack(target: Callable[[], None], stack_bytes: int) -> None:
-    """Start a daemon thread with a given stack size.
-
-    The size is a process-wide setting for new threads; a thread that happens to start at the same
-    time gets more address space than it needs, which does no harm.
-    """
-    thread = threading.Thread(target=target, name="headrace-grammar", daemon=True)
-    with _stack_lock:
-        before = threading.stack_size(stack_bytes)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(before)

@@ -1,12 +1,13 @@
 """Follows one output through a compiled grammar.
 
-Only `accept` changes the state. At most one mask is computed for each token: when it is asked for,
-or earlier if the output may end after an accepted token, to know whether anything can follow.
+Only `accept` changes the state. One mask is computed for each token: when it is asked for, or
+earlier if the output may end after an accepted token, to know whether anything can follow, and
+before a token is accepted in any case, because llguidance's limits are for what follows a mask.
 
-The matchers of one compiled grammar share its lexer. Its states are made when they are needed, and
-a state made for one matcher costs the others nothing. But if the lexer reaches a limit, none of
-them can go on. So only requests with the same salt share it, and it is dropped after such a failure
-(`CompiledGrammar.failed`).
+The matchers of one compiled grammar share its lexer, and can lose it together (`root`). Which of
+them took it to its limit is known where a single mask used up all fuel: that one ends. All others,
+and all if the lexer has too many states, go on with a lexer that is made anew, from the tokens that
+they have accepted. Only requests with the same salt share a lexer.
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
+from engine.sampling_params import GrammarKind
+from engine.structured.messages import too_complex
+from engine.structured.root import Root, is_lexer_error
 from engine.types import TokenId
 
 logger = logging.getLogger(__name__)
 
 BITS = 32
 """The bits of a mask's word."""
-_TOO_COMPLEX = (
-    "became too complex to be followed after {num_tokens} tokens; make it smaller or less "
-    "ambiguous: give each text one way to be read, repeat terminals of several characters rather "
-    "than of one, and use smaller repetitions and fewer optional parts"
+_NUM_MOVES = 2
+"""To a lexer that others have filled, too, and from there to one of its own."""
+_LEFT_BEHIND = (
+    "cannot be followed after {num_tokens} tokens, because another output of the same form became "
+    "too complex and there was no time left to set up this one again; send it again"
 )
 
 
@@ -38,31 +43,26 @@ class CompiledGrammar:
     """A grammar, ready for one request.
 
     Attributes:
-        root: a matcher at the grammar's start; never advanced.
+        kind: what it is, for messages.
+        root: its start.
         vocab_size: V, the width of the logits.
         ending_token_ids: the ids that end the request's output.
         special_endings: those of them that are special tokens, which a form may name.
         expected_s: what a token of its output is expected to cost, in seconds of CPU time.
-        failed: called when the grammar can no longer be followed.
+        lost: called when its lexer is lost.
     """
 
-    root: LLMatcher
+    kind: GrammarKind
+    root: Root
     vocab_size: int
     ending_token_ids: frozenset[TokenId]
-    special_endings: tuple[TokenId, ...]
-    expected_s: float
-    failed: Callable[[], None]
+    special_endings: tuple[TokenId, ...] = ()
+    expected_s: float = 0.0
+    lost: Callable[[], None] = lambda: None
 
     def make_matcher(self) -> GrammarMatcher:
         """Make a matcher at the grammar's start; cheap, one for each choice."""
-        return GrammarMatcher(
-            self.root.deep_copy(),
-            self.vocab_size,
-            self.ending_token_ids,
-            special_endings=self.special_endings,
-            expected_s=self.expected_s,
-            failed=self.failed,
-        )
+        return GrammarMatcher(self)
 
 
 class GrammarMatcher:
@@ -76,45 +76,32 @@ class GrammarMatcher:
     __slots__ = (
         "_clock",
         "_endings",
-        "_failed",
+        "_grammar",
         "_is_complete",
         "_is_known",
         "_mask",
         "_matcher",
-        "_num_tokens",
-        "_special_endings",
-        "_vocab_size",
+        "_root",
+        "_tokens",
         "expected_s",
         "failure",
         "spent_s",
     )
 
     def __init__(
-        self,
-        matcher: LLMatcher,
-        vocab_size: int,
-        ending_token_ids: frozenset[TokenId],
-        *,
-        special_endings: tuple[TokenId, ...] = (),
-        expected_s: float = 0.0,
-        failed: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.thread_time,
+        self, grammar: CompiledGrammar, *, clock: Callable[[], float] = time.thread_time
     ) -> None:
-        """Start at the state of `matcher`, which this object now owns. `special_endings`,
-        `expected_s`, `failed`: see CompiledGrammar. `clock`: CPU seconds of the thread that uses
-        this object.
-        """
-        self.expected_s = expected_s
+        """Start at the grammar's start. `clock`: CPU seconds of the thread that uses this."""
+        self.expected_s = grammar.expected_s
         self.spent_s = 0.0
         self.failure: str | None = None
-        self._num_tokens = 0
-        self._failed = failed
-        self._special_endings = special_endings
+        self._grammar = grammar
+        self._root = grammar.root
+        self._tokens: list[TokenId] = []
         self._clock = clock
-        self._matcher = matcher
-        self._vocab_size = vocab_size
-        self._endings = words_of(ending_token_ids, vocab_size)
-        self._mask = np.zeros(num_words(vocab_size + 1), np.int32)  # with the extra token
+        self._matcher = grammar.root.matcher.deep_copy()
+        self._endings = words_of(grammar.ending_token_ids, grammar.vocab_size)
+        self._mask = np.zeros(num_words(grammar.vocab_size + 1), np.int32)  # with the extra token
         self._is_known = False  # whether _mask is that of the matcher's state
         self._is_complete = False
 
@@ -141,30 +128,22 @@ class GrammarMatcher:
             row[places] |= bits
         else:
             row[places] &= ~bits
-            for token in self._special_endings:
+            for token in self._grammar.special_endings:
                 if self._has(token) and self._may_end_with(token):
                     row[token // BITS] |= np.uint32(1 << token % BITS).view(np.int32)
-        if self._vocab_size % BITS:
-            row[-1] &= (1 << self._vocab_size % BITS) - 1
+        if behind := self._grammar.vocab_size % BITS:
+            row[-1] &= (1 << behind) - 1
 
     def accept(self, token: TokenId) -> bool:
         """Advance by a token. False: the grammar does not allow it, and the state is unchanged; or
         the grammar can no longer be followed (`failure`).
         """
-        if self._is_complete or not 0 <= token < self._vocab_size:
+        if self._is_complete or not 0 <= token < self._grammar.vocab_size:
             return False
-        begin = self._clock()
-        # A token of the mask is not tried first, because that costs as much as accepting it.
-        if self._is_known and self._has(token):
-            is_taken = self._matcher.consume_token(token)
-        else:
-            is_taken = self._matcher.try_consume_tokens([token]) == 1
-        self.spent_s += self._clock() - begin
-        if self._matcher.is_error():
-            self._fail()
-        if not is_taken or self.failure is not None:
+        self._compute()
+        if not self._has(token) or not self._consume(token):
             return False
-        self._num_tokens += 1
+        self._tokens.append(token)
         self._is_known = False
         if self._may_end():
             self._is_complete = self._matcher.is_stopped() or not self.can_go_on()
@@ -173,7 +152,7 @@ class GrammarMatcher:
     def can_go_on(self) -> bool:
         """Whether any token of the vocabulary may come next."""
         self._compute()
-        last, behind = divmod(self._vocab_size, BITS)
+        last, behind = divmod(self._grammar.vocab_size, BITS)
         return bool(self._mask[:last].any() or self._mask[last] & ((1 << behind) - 1))
 
     def _may_end(self) -> bool:
@@ -192,20 +171,77 @@ class GrammarMatcher:
         if self._is_known:
             return
         self._is_known = True
+        if self._root.is_lost and not self._move():
+            return
+        self._fill()
+        for _ in range(_NUM_MOVES):
+            if not _has_too_many_states(self._matcher) or not self._move():
+                break
+            self._fill()
+        if self._matcher.is_error():
+            self._fail()
+
+    def _fill(self) -> None:
         begin = self._clock()
         if not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         self.spent_s += self._clock() - begin
-        if self._matcher.is_error():
-            self._fail()
+        if is_lexer_error(self._matcher):
+            self._lose()
 
-    def _fail(self) -> None:
-        self._is_known = True
+    def _consume(self, token: TokenId) -> bool:
+        """Take a token of the mask."""
+        for _ in range(1 + _NUM_MOVES):
+            begin = self._clock()
+            is_taken = self._matcher.consume_token(token)
+            self.spent_s += self._clock() - begin
+            if not self._matcher.is_error() or _is_dead_end(self._matcher):
+                return is_taken
+            # Others' masks may have left no fuel for this token; a mask of its own gives more.
+            if not self._root.check():
+                break
+            self._lose()
+            self._is_known = False
+            self._compute()
+            if not self._has(token):
+                break
+        self._fail()
+        return False
+
+    def _lose(self) -> None:
+        self._root.is_lost = True
+        self._grammar.lost()
+
+    def _move(self) -> bool:
+        """Go on with a lexer that is not lost. False: there is no time for it. This costs others
+        their time as much, so it is not counted as spent.
+        """
+        root: Root | None = None
+        for _ in range(_NUM_MOVES):
+            root = self._root.living()
+            if root is None:
+                break
+            if (matcher := root.follow(self._tokens)) is not None:
+                self._root, self._matcher = root, matcher
+                return True
+            if not root.is_lost:
+                break
+        is_own = root is not None and root.is_lost  # by its own tokens alone
+        self._fail(None if is_own else _LEFT_BEHIND.format(num_tokens=len(self._tokens)))
+        return False
+
+    def _fail(self, why: str | None = None) -> None:
+        """`why`: None: the grammar is too complex, or no token follows."""
         self._mask.fill(0)
-        if self.failure is None and not _is_dead_end(self._matcher):
+        if self.failure is None and not (why is None and _is_dead_end(self._matcher)):
             logger.info("a grammar cannot be followed: %s", self._matcher.get_error())
-            self.failure = _TOO_COMPLEX.format(num_tokens=self._num_tokens)
-            self._failed()
+            text = self._root.text_of(self._tokens)
+            self.failure = why or too_complex(self._grammar.kind, text, len(self._tokens))
+
+
+def _has_too_many_states(matcher: LLMatcher) -> bool:
+    """Whether the lexer is full, by what all of its matchers went through."""
+    return is_lexer_error(matcher) and "too many states" in matcher.get_error()
 
 
 def _is_dead_end(matcher: LLMatcher) -> bool:

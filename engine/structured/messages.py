@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from engine.sampling_params import GrammarKind
@@ -18,6 +19,19 @@ _TOO_COMPLEX = (
     "max is",
     "limit",
 )
+_NO_FURTHER = "became too complex to be followed after {num_tokens} tokens, {place}; {remedy}"
+_SIMPLER = (
+    "make it smaller or less ambiguous: give each text one way to be read, repeat terminals of "
+    "several characters rather than of one, and use smaller repetitions and fewer optional parts"
+)
+_FEWER_NAMES = (
+    "set additionalProperties to false there, have fewer properties that are not required, or use "
+    "simpler patternProperties"
+)
+_SIMPLER_STRING = "give this string a simpler pattern or a smaller length, or none"
+_JSON = (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT)
+_MAX_TAIL = 40
+_MAX_PATH = 80
 _PLAIN = {
     "oneOf constraints are not supported": "has a oneOf whose branches may overlap, which is not "
     "supported; use anyOf",
@@ -50,3 +64,59 @@ def explain(kind: GrammarKind, error: str) -> str:
     if len(text) > _MAX_CHARACTERS:
         text = text[:_MAX_CHARACTERS] + "…"
     return f"cannot be compiled{where}: {text}"
+
+
+def too_complex(kind: GrammarKind, output: str, num_tokens: int) -> str:
+    """Why an output ends that could be followed so far: where it was, and what to change.
+
+    Args:
+        kind: what was followed.
+        output: the text so far.
+        num_tokens: how many tokens it is.
+    """
+    if kind in _JSON:
+        place, remedy = _place_in_json(output)
+    else:
+        place, remedy = f"behind {json.dumps(output[-_MAX_TAIL:], ensure_ascii=False)}", _SIMPLER
+    return _NO_FURTHER.format(num_tokens=num_tokens, place=place, remedy=remedy)
+
+
+def _place_in_json(text: str) -> tuple[str, str]:
+    """Where the beginning of a JSON text ends, and what to change there."""
+    path: list[str | int] = []  # of each open object its last name, of each array its last index
+    string: int | None = None  # where an open string begins
+    is_name = False  # whether a name comes next, or is being written
+    index = 0
+    while index < len(text):
+        character = text[index]
+        if string is not None:
+            if character == "\\":
+                index += 1
+            elif character == '"':
+                if is_name:
+                    path[-1] = text[string:index]
+                string = None
+        elif character == '"':
+            string = index + 1
+        elif character in "{[":
+            is_name = character == "{"
+            path.append("" if is_name else 0)
+        elif character in "}]":
+            path.pop()
+            is_name = False
+        elif character == ":":
+            is_name = False
+        elif character == "," and path:
+            is_name = isinstance(path[-1], str)
+            path[-1] = path[-1] if isinstance(path[-1], str) else path[-1] + 1
+        index += 1
+    if is_name:
+        return f"at a name of the object {_path(path[:-1])}", _FEWER_NAMES
+    if string is not None:
+        return f"in the string {_path(path)}", _SIMPLER_STRING
+    return f"at {_path(path)}", _SIMPLER
+
+
+def _path(keys: list[str | int]) -> str:
+    path = "$" + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
+    return path if len(path) <= _MAX_PATH else f"{path[:30]}…{path[-49:]}"

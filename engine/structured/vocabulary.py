@@ -9,6 +9,7 @@ request's own ending ids.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, NoReturn
 
 from llguidance import LLTokenizer
@@ -30,11 +31,13 @@ class Vocabulary(NamedTuple):
         tokens: llguidance's own form of them.
         names: finds special tokens in texts.
         spellings: what each token writes, to find marks in it.
+        bytes_alone: the tokens that write a single byte, by this byte.
     """
 
     tokens: LLTokenizer
     names: SpecialNames
     spellings: TokenSpellings
+    bytes_alone: Mapping[int, int]
 
 
 def read_vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> Vocabulary:
@@ -62,7 +65,10 @@ def read_vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> Vocabulary:
     tokens = LLTokenizer(read, n_vocab=vocab_size + 1)  # type: ignore[arg-type]
     names = SpecialNames(tokenizer, vocab_size)
     special = read.special_token_ids[:-1]
-    return Vocabulary(tokens, names, TokenSpellings(read.tokens[:-1], special, names))
+    spellings = TokenSpellings(read.tokens[:-1], special, names)
+    last = len(read.tokens) - 2
+    alone = {own[0]: last - i for i, own in enumerate(reversed(spellings.by_id)) if len(own) == 1}
+    return Vocabulary(tokens, names, spellings, alone)
 
 
 class _Tokens:

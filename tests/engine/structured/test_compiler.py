@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -14,15 +15,17 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from engine.errors import CompileQueueFullError, InvalidRequestError, UnsupportedFeatureError
 from engine.request import TokenMatcher
 from engine.sampling_params import GrammarKind, GrammarParams
-from engine.structured import GrammarCompiler
-from engine.structured.matcher import GrammarMatcher
+from engine.structured import GrammarCompiler, compilation, root
+from engine.structured.compilation import CompiledRoot
+from engine.structured.matcher import CompiledGrammar, GrammarMatcher
+from engine.structured.trial import Trial
 from engine.text import Tokenizer
 from engine.types import CallerKey, TokenId
 from tests.engine.structured.conftest import V, form
@@ -342,11 +345,17 @@ def test_the_result_is_there_at_once_for_what_is_known(compiler: GrammarCompiler
         pytest.fail("a known form was not there at once")
 
 
-EXHAUSTING = form(REGEX, r"[0-9]{300}((.{1,200} ){1,200}[A-Z]){1,50}")
-"""Its lexer reaches its limit some tokens behind the digits, where no trial comes."""
+EXHAUSTING = r"((.{1,200} ){1,200}[A-Z]){1,50}"
+"""Its lexer reaches its limit within some tokens."""
+HIDDEN = form(REGEX, f"open sesame{EXHAUSTING}|[a-z]{{0,4000}}[.!]")
+"""The same behind words that no trial writes, and another branch that costs nothing."""
 
 
-def exhaust(matcher: TokenMatcher, tokenizer: Tokenizer) -> None:
+FEW_STATES = {"max_lexer_states": 120}
+"""Enough for each of a few outputs of a form, not for all of them together."""
+
+
+def exhaust(matcher: TokenMatcher) -> None:
     """Follow a text that takes ever more states, until it cannot be followed."""
     draw = random.Random(1)
     for _ in range(1000):
@@ -357,31 +366,107 @@ def exhaust(matcher: TokenMatcher, tokenizer: Tokenizer) -> None:
     pytest.fail("it can be followed")
 
 
-def test_a_form_that_becomes_too_complex_says_so_and_is_made_anew(tokenizer: Tokenizer) -> None:
-    """Matchers of a grammar share its lexer, which never recovers: later requests get a new one."""
+def write(matcher: TokenMatcher, tokenizer: Tokenizer, text: str) -> None:
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        assert matcher.accept(TokenId(token)), matcher.failure
+
+
+def test_a_form_that_becomes_too_complex_says_where_and_ends_nobody_else(
+    tokenizer: Tokenizer,
+) -> None:
+    """Matchers of a grammar share its lexer, which never recovers: others get a new one."""
     compiler = GrammarCompiler(tokenizer, V)
-    make_matcher = compiler.compile(EXHAUSTING, NONE)
-    other_caller = compiler.begin(EXHAUSTING, NONE, b"other").result(WAIT)()
-    matcher, beside = make_matcher(), make_matcher()
-    exhaust(matcher, tokenizer)
+    make_matcher = compiler.compile(HIDDEN, NONE)
+    matcher, beside, untouched = make_matcher(), make_matcher(), make_matcher()
+    alone = GrammarCompiler(tokenizer, V).compile(HIDDEN, NONE)()
+    for one in (beside, alone):
+        write(one, tokenizer, "some words".replace(" ", ""))
+    write(matcher, tokenizer, "open sesame")
+    exhaust(matcher)
     assert matcher.failure is not None
-    assert "became too complex to be followed after" in matcher.failure
+    assert re.search(r"too complex to be followed after \d+ tokens, behind \"", matcher.failure)
     assert "less ambiguous" in matcher.failure
     assert not matcher.accept(TokenId(5))
-    allowed(beside, V)  # whatever has become of it
-    assert allowed(other_caller, V)
-    assert other_caller.failure is None
-    again = compiler.compile(EXHAUSTING, NONE)()
-    assert allowed(again, V)
-    assert again.failure is None
+    # Those in flight go on as if they were alone, and so does what was begun but not asked yet.
+    write(beside, tokenizer, "and")
+    write(alone, tokenizer, "and")
+    assert allowed(beside, V) == allowed(alone, V)
+    write(beside, tokenizer, "more.")
+    assert beside.is_complete
+    for later in (untouched, make_matcher(), compiler.compile(HIDDEN, NONE)()):
+        assert allowed(later, V)
+        write(later, tokenizer, "fine!")
+        assert later.is_complete
+
+
+def test_a_form_is_compiled_anew_only_when_its_lexer_was_lost(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(tokenizer, V)
+    held = Held(compiler, monkeypatch)
+    matcher = compiler.compile(HIDDEN, NONE)()
+    write(matcher, tokenizer, "words!")
+    write(compiler.compile(HIDDEN, NONE)(), tokenizer, "open sesame")
+    assert held.begun == [HIDDEN.text]
+    last = compiler.compile(HIDDEN, NONE)()
+    write(last, tokenizer, "open sesame")
+    exhaust(last)
+    compiler.compile(HIDDEN, NONE)
+    assert held.begun == [HIDDEN.text] * 2
+
+
+def test_for_whom_no_time_is_left_the_error_says_to_try_again(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(root, "CATCH_UP_S", -1.0)
+    make_matcher = GrammarCompiler(tokenizer, V).compile(HIDDEN, NONE)
+    matcher, beside = make_matcher(), make_matcher()
+    write(beside, tokenizer, "words")
+    write(matcher, tokenizer, "open sesame")
+    exhaust(matcher)
+    assert allowed(beside, V) == set()
+    assert beside.failure is not None
+    assert "another output of the same form" in beside.failure
+    assert "send it again" in beside.failure
+    assert allowed(make_matcher(), V) == allowed(make_matcher(), V) != set()
+
+
+def test_a_lexer_that_is_full_is_made_anew_for_all(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its states are those of all outputs together, so that none of them is at fault."""
+    names = [f"{left}_{right}" for left in "abcdefgh" for right in ("name", "number", "note")]
+    schema = {"type": "object", "properties": {key: {"type": "integer"} for key in names}}
+    real = LLParserLimits
+    monkeypatch.setattr(compilation, "LLParserLimits", lambda **k: real(**k | FEW_STATES))
+    monkeypatch.setattr(compilation, "try_out", lambda *_: Trial(None, 0.0))
+    compiler = GrammarCompiler(tokenizer, V)
+    params = form(SCHEMA, json.dumps(schema))
+    make_matcher = compiler.compile(params, NONE)
+    compiled = next(iter(compiler._cache.values()))
+    assert isinstance(compiled, CompiledRoot)
+    beside = make_matcher()
+    write(beside, tokenizer, '{"a_name": ')
+    for letter in "abcdefgh":
+        matcher = make_matcher()
+        text = json.dumps({name: 7 for name in names if name.startswith(letter)})
+        for token in tokenizer.encode(text, add_special_tokens=False):
+            assert token in allowed(matcher, V), matcher.failure
+            assert matcher.accept(TokenId(token)), matcher.failure
+        assert matcher.is_complete
+    assert compiled.root.is_lost
+    write(beside, tokenizer, '7, "h_note": 7}')
+    assert beside.is_complete
 
 
 def test_what_a_matcher_spends_is_counted(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     ticks = itertools.count()
     grammar = compiler._cache  # the compiled form is there after this
     compiler.compile(form(REGEX, "[ab]+"), NONE)
-    root = next(reversed(grammar.values()))
-    matcher = GrammarMatcher(root.matcher.deep_copy(), V, NONE, clock=lambda: next(ticks))
+    compiled = next(reversed(grammar.values()))
+    assert isinstance(compiled, CompiledRoot)
+    own = CompiledGrammar(REGEX, compiled.root, V, NONE)
+    matcher = GrammarMatcher(own, clock=lambda: next(ticks))
     assert matcher.spent_s == 0
     allowed(matcher, V)
     assert matcher.spent_s == 1  # one mask

@@ -260,6 +260,35 @@ def test_a_form_that_the_other_options_leave_no_token_for_fails_alone(
     assert other.error is None
 
 
+def test_a_form_that_becomes_too_complex_ends_its_own_request_alone(
+    manager: ContinuousBatchingManager, random_model: LoadedModel
+) -> None:
+    """Of three requests of one form in one batch: what the first does to their lexer, which it
+    takes to its limit, is not felt by the second, nor by one that comes later.
+    """
+    tokenizer = random_model.tokenizer
+    assert tokenizer is not None
+    q = tokenizer.encode("q", add_special_tokens=False)
+    assert len(q) == 1
+    pattern = r"q{40}(([^q]|q){1,100}[^0-9]){1,100}x|[a-z]{600}[.!]"
+    grammar = form(GrammarKind.REGEX, pattern)
+    other = {"grammar": grammar, "max_new_tokens": 160, "banned_token_ids": (TokenId(q[0]),)}
+    manager.add_request([5], "beside", **other)
+    manager.add_request(
+        [4], "costly", max_new_tokens=160, grammar=grammar, logit_bias={q[0]: 100.0}
+    )
+    failed = manager.get_result("costly", timeout=WAIT)
+    assert failed is not None
+    assert failed.error is not None
+    assert "too complex to be followed after" in failed.error
+    manager.add_request([5], "later", **other)
+    results = [manager.get_result(name, timeout=WAIT) for name in ("beside", "later")]
+    for result in results:
+        assert result is not None
+        assert result.error is None
+        assert re.fullmatch(r"[a-z]*[.!]?", tokenizer.decode(result.generated_tokens))
+
+
 def test_a_grammar_is_never_ignored(manager: ContinuousBatchingManager) -> None:
     request = GenerationRequest(
         request_id=RequestId("r"),

@@ -1,0 +1,148 @@
+"""A compiled grammar at its start, the lexer that its matchers share, and what follows when that is
+lost.
+
+llguidance's copies of a matcher share one lexer. Its states are made when they are needed, and a
+state made for one matcher costs the others nothing. But when a step of one matcher takes the lexer
+to a limit, it never recovers, and no copy can go on, wherever it is. So each goes on with another:
+
+    a matcher finds the lexer lost ─▶ the grammar is compiled again, once for all of them
+                                   ─▶ each takes its tokens again, at some microseconds a token
+
+Masks are due when this happens, so the step waits for both; both are bounded. A matcher for which
+no time is left cannot go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
+
+from llguidance import LLMatcher, LLTokenizer
+
+logger = logging.getLogger(__name__)
+
+RENEWAL_S = 0.1
+"""How long steps may wait, in all, for one root to be compiled again, in seconds."""
+CATCH_UP_S = 0.05
+"""What the matchers of one root may cost together, in seconds of CPU time, until they have taken
+their tokens again.
+"""
+_STACK_BYTES = 256 << 20
+"""Address space of a stack; unused parts take no memory. Within the bounds on a grammar's size, no
+chain of definitions that was tried needs more than a quarter of it; 8 MB overflow.
+"""
+_CHUNK = 32
+"""So many tokens are taken again at a time: the lexer's fuel is for what follows a mask."""
+
+
+class Root:
+    """A compiled grammar at its start. After it was made, used on one thread alone.
+
+    Attributes:
+        matcher: at the start; never advanced.
+        is_lost: whether its lexer is known to be lost.
+    """
+
+    __slots__ = ("_catch_up_s", "_make", "_next", "_renewal_s", "_tokens", "is_lost", "matcher")
+
+    def __init__(self, make: Callable[[], LLMatcher], tokens: LLTokenizer) -> None:
+        """Compile it. `make`: does so, each time with a lexer of its own; `tokens`: the
+        vocabulary.
+        """
+        self.matcher = make()
+        self.is_lost = False
+        self._make = make
+        self._tokens = tokens
+        self._next: Future[Root | None] | None = None
+        self._renewal_s = RENEWAL_S
+        self._catch_up_s = CATCH_UP_S
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """What tokens write."""
+        return self._tokens.decode_bytes(list(tokens)).decode("utf-8", "replace")
+
+    def check(self) -> bool:
+        """Find out whether the lexer is lost."""
+        if not self.is_lost:
+            probe = self.matcher.deep_copy()
+            probe.compute_bitmask()
+            self.is_lost = is_lexer_error(probe)
+        return self.is_lost
+
+    def living(self) -> Root | None:
+        """This root, or the one that was compiled again after its lexer was lost; None: that takes
+        too long.
+        """
+        root: Root | None = self
+        while root is not None and root.is_lost:
+            root = root._compiled_again()
+        return root
+
+    def follow(self, tokens: Sequence[int]) -> LLMatcher | None:
+        """A matcher behind tokens that fit; None: the lexer was lost on the way, or no time was
+        left.
+        """
+        matcher = self.matcher.deep_copy()
+        begin = time.thread_time()
+        for start in range(0, len(tokens), _CHUNK):
+            if self._catch_up_s < time.thread_time() - begin:
+                return None
+            matcher.compute_bitmask()
+            if not matcher.consume_tokens(list(tokens[start : start + _CHUNK])):
+                self.check()
+                return None
+        self._catch_up_s -= time.thread_time() - begin
+        return matcher
+
+    def _compiled_again(self) -> Root | None:
+        begin = time.monotonic()
+        if self._next is None:
+            self._next = Future()
+            start_with_stack(partial(_compile, self._next, self._make, self._tokens))
+        try:
+            return self._next.result(max(0.0, self._renewal_s))
+        except FutureTimeout:
+            return None
+        finally:
+            self._renewal_s -= time.monotonic() - begin
+
+
+def _compile(
+    compiling: Future[Root | None], make: Callable[[], LLMatcher], tokens: LLTokenizer
+) -> None:
+    root = None
+    try:
+        root = Root(make, tokens)
+    except BaseException as error:  # a panic in Rust is not an Exception
+        logger.error("a grammar that was compiled before failed to compile", exc_info=error)
+    finally:
+        compiling.set_result(root)
+
+
+def is_lexer_error(matcher: LLMatcher) -> bool:
+    """Whether a matcher cannot go on because of its lexer, which it shares."""
+    return "lexer error" in matcher.get_error()
+
+
+_stack_lock = threading.Lock()
+
+
+def start_with_stack(target: Callable[[], None]) -> None:
+    """Start a daemon thread on whose stack grammars can be compiled, because llguidance follows
+    definitions that refer to each other recursively.
+
+    The size is a process-wide setting for new threads; a thread that happens to start at the same
+    time gets more address space than it needs, which does no harm.
+    """
+    thread = threading.Thread(target=target, name="headrace-grammar", daemon=True)
+    with _stack_lock:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
