@@ -304,10 +304,22 @@ def _sampling(values: Mapping[str, Any], eos: tuple[TokenId, ...]) -> SamplingPa
             ),
             "logit_bias",
         ),
-        allowed_token_ids=_packed("allowed_token_ids", values),
+        allowed_token_ids=_allowed(values),
         banned_token_ids=TokenIds.of(_banned(values, eos), "banned_token_ids"),
         seed=_integer("seed", values.get("seed") or 0),
     )
+
+
+def _allowed(values: Mapping[str, Any]) -> TokenIds:
+    """Empty if all ids are allowed."""
+    allowed = _packed("allowed_token_ids", values)
+    if values["allowed_token_ids"] is not None and not allowed:
+        raise InvalidRequestError(
+            "allowed_token_ids",
+            "is empty, so that no token could be generated; list at least one id, or leave it out "
+            "to allow all",
+        )
+    return allowed
 
 
 def _banned(values: Mapping[str, Any], eos: tuple[TokenId, ...]) -> tuple[TokenId, ...]:

@@ -156,6 +156,8 @@ def test_adds_from_many_threads(rig: Rig) -> None:
         ({"logit_bias": {"x": 1.0}}, InvalidRequestError, "logit_bias"),
         ({"logit_bias": {1: 101.0}}, InvalidRequestError, "logit_bias"),
         ({"logit_bias": [1]}, InvalidRequestError, "logit_bias"),
+        ({"allowed_token_ids": []}, InvalidRequestError, "allowed_token_ids: is empty.* leave it"),
+        ({"allowed_token_ids": ()}, InvalidRequestError, "allowed_token_ids: is empty"),
         ({"seed": -1}, InvalidRequestError, "seed"),
         ({"seed": 2**64}, InvalidRequestError, "seed"),
         ({"min_new_tokens": 9, "max_new_tokens": 8}, InvalidRequestError, "min_tokens"),
