@@ -8,8 +8,8 @@ hands every step's outputs to one sink.
                                                        in order; windows are opened
 
 There are three ways to stop computing for a while. `pause` stops the steps, while commands are
-still carried out. `model_window` stops steps and commands, for the caller's own work on the model.
-`hold_request` stops one request, and the others go on.
+still carried out. `model_window` stops steps and commands, for the caller's own work on the model
+(a manager's `pause`). `hold_request` stops one request, and the others go on.
 
 The sink is the service's delivery log (through `engine.client`), or the `ResultRouter` of the
 Python API (`engine.api.manager`).
@@ -20,12 +20,11 @@ ends in dead.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -41,7 +40,7 @@ from engine.errors import (
     UnsupportedFeatureError,
 )
 from engine.inbox import Inbox
-from engine.model_window import ModelWindow
+from engine.model_window import ModelWindow, Pause
 from engine.outputs import RequestFailure, RequestOutput, StepOutputs, end_of_lost
 from engine.queue_room import QueueRoom
 from engine.request import GenerationRequest
@@ -195,26 +194,21 @@ class EngineLoop:
         """Raise RuntimeError if the calling thread is in a model window of this engine."""
         if self._window.is_entered_here:
             raise RuntimeError(
-                "this thread is in a window of the engine and would wait for itself; leave the "
-                "window first, or call stop(block=False)"
+                "this thread is in a pause of the engine and would wait for itself; leave the "
+                "pause first, or call stop(block=False)"
             )
 
-    @contextlib.contextmanager
-    def model_window(self) -> Iterator[None]:
-        """A window in which nothing touches the model: `with manager.model_window(): …`.
+    def model_window(self, at_end: Callable[[], None]) -> Pause:
+        """A window in which nothing touches the model: `with loop.model_window(…): …`.
 
         The loop finishes its step first. Live requests stay, with their KV, and go on afterwards;
         new ones are accepted and wait. Several threads may be in it at the same time: the loop goes
         on when the last one has left. A stop takes effect only then.
 
-        Raises:
-            EngineUnavailableError: the engine does not run, or ends before the window opens.
+        Args:
+            at_end: called at the end of the block, before the loop may go on.
         """
-        visitor = self._window.enter()
-        try:
-            yield
-        finally:
-            self._window.leave(visitor)
+        return Pause(self._window, at_end)
 
     def pause(self) -> Future[None]:
         """Take no further step until `resume`; live requests stay, with their KV. Unlike in a
@@ -248,7 +242,7 @@ class EngineLoop:
             EngineUnavailableError.
         """
         with self._changed:
-            if self._is_running:
+            if self._is_running and not self._window.is_parked:
                 return self._between_steps(self._core.scheduler.kv_cache.reset_prefix_cache)
             self._core.scheduler.kv_cache.reset_prefix_cache()
         done: Future[None] = Future()

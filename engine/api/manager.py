@@ -9,7 +9,6 @@ A manager has an `EngineLoop`, and hands start and stop, pauses, windows and can
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -34,6 +33,7 @@ from engine.api.results import (
 from engine.core import EngineCore
 from engine.errors import InvalidRequestError, UnsupportedFeatureError
 from engine.loop import EngineLoop, GrammarCompile
+from engine.model_window import Pause
 from engine.request import GenerationRequest
 from engine.stats import EngineStats
 from engine.types import RequestId
@@ -166,34 +166,26 @@ class ContinuousBatchingManager:
         """The engine's figures now (without the counters of a step that is still running)."""
         return self._loop.stats()
 
-    @contextlib.contextmanager
-    def model_window(self) -> Iterator[None]:
-        """A window in which nothing touches the model: `with manager.model_window(): …`.
-        See EngineLoop.
+    def pause(self) -> Pause:
+        """Leave the model to the caller for a while: `with manager.pause(): …`, or in a coroutine
+        `async with manager.pause(): …`, which lets the event loop go on while it waits.
+
+        The block begins when the running step is done. Until its end nothing touches the model;
+        requests keep their KV, new ones are accepted and wait. See EngineLoop.model_window. Only
+        the block pauses anything, not this call, and whatever ends the block ends the pause. Each
+        block needs a pause of its own.
 
         Raises:
-            EngineUnavailableError: see EngineLoop.
-            ModelChangedError: at the end of the window, as for `start`. Requests then go on with
+            EngineUnavailableError: at the beginning of the block: the engine does not run, or ends
+                before the pause begins.
+            ModelChangedError: at the end of the block, as for `start`. Requests then go on with
                 the modules that were verified.
+            RuntimeError: at the beginning: the same pause is entered a second time.
         """
-        with self._loop.model_window():
-            yield
-            self._refresh()
+        return self._loop.model_window(self._refresh)
 
-    def pause(self) -> Future[None]:
-        """Take no further step until `resume`; see EngineLoop. Does not block.
-
-        Returns:
-            Done when the last step is done; from then on nothing touches the model.
-
-        Raises:
-            EngineUnavailableError: the engine does not run, or is being stopped.
-        """
-        return self._loop.pause()
-
-    def resume(self) -> None:
-        """End a pause. Harmless if there is none."""
-        self._loop.resume()
+    model_window = pause
+    """The earlier name of `pause`, for those who use it."""
 
     def reset_prefix_cache(self) -> Future[None]:
         """Forget all cached prefixes, before the next step at the latest; see EngineLoop."""
@@ -244,8 +236,8 @@ class ContinuousBatchingManager:
         Raises:
             UnsupportedFeatureError: keep_for_next_session is set, but no model has made this
                 manager.
-            RuntimeError: block is True, and the calling thread is in a model window of this
-                manager: it would wait for itself.
+            RuntimeError: block is True, and the calling thread is in a pause of this manager: it
+                would wait for itself.
         """
         if keep_for_next_session and self._keeper is None:
             raise UnsupportedFeatureError(
@@ -264,7 +256,7 @@ class ContinuousBatchingManager:
         run.
 
         Raises:
-            RuntimeError: the calling thread is in a model window of this manager.
+            RuntimeError: the calling thread is in a pause of this manager.
         """
         self._loop.join(timeout)
 
