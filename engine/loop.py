@@ -16,11 +16,16 @@ Python API (`engine.api.manager`).
 
 States: new → running → (stop) draining → stopped → (start) running …; a failure of the loop itself
 ends in dead.
+
+The thread ends before the interpreter does (`_end_at_exit`), and belongs to one process: a fork of
+that has the loop's memory, but neither its thread nor locks that anyone will open.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import random
 import threading
 import time
@@ -99,6 +104,7 @@ class EngineLoop:
         self._ends = DrainRate(core.clock, jitter)  # while others wait: each end lets one start
         self._room = QueueRoom(max_queue_size, self._ends, core.clock, jitter)
         self._thread: threading.Thread | None = None
+        self._process = 0  # the one in which the thread was started
         self._is_running = False
         self._is_warming = False
         self._warmed_up = False
@@ -140,22 +146,43 @@ class EngineLoop:
             thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
             thread.start()  # it waits for the lock
             self._thread = thread
+            self._process = os.getpid()
             self._is_running = self._accepting = True
             self._stopping = self._aborting = self._is_paused = False
             self._window.loop_started()
             self._on_end = on_end
+            atexit.register(self._end_at_exit)
             if on_start is not None:
                 on_start()
 
     def is_running(self) -> bool:
-        """Whether the engine's thread runs."""
-        return self._is_running
+        """Whether the engine's thread runs, in this process."""
+        return self._is_running and self._process == os.getpid()
+
+    def refuse_in_a_fork(self) -> None:
+        """Refuse what would need the engine's thread, or a lock of its, in a fork of the process in
+        which it runs. Takes no lock.
+
+        Raises:
+            EngineUnavailableError: this process is such a fork.
+        """
+        if self.is_forked:
+            raise EngineUnavailableError(
+                f"the engine runs in process {self._process}, and this process was forked from it: "
+                "the engine's thread is not here. Make another manager here, or better, start this "
+                "process by spawn and load the model in it"
+            )
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the one in which the engine's thread runs."""
+        return self._is_running and self._process != os.getpid()
 
     def stop(
         self, block: bool = True, timeout: float | None = None, *, hard_stop: bool = False
     ) -> None:
         """Stop the engine's thread: no new requests are accepted, and live ones are finished first.
-        Ends a pause, and the holds of single requests.
+        Ends a pause, and the holds of single requests. Harmless if it does not run here.
 
         Args:
             block: whether to wait for the thread to end.
@@ -166,6 +193,8 @@ class EngineLoop:
             RuntimeError: block is True, and the calling thread is in a model window of this engine:
                 it would wait for itself.
         """
+        if self.is_forked:
+            return
         with self._changed:
             if block:
                 self.refuse_to_wait_for_itself()
@@ -180,13 +209,13 @@ class EngineLoop:
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the engine's thread to end, at most `timeout` seconds. Harmless if it does not
-        run.
+        run here.
 
         Raises:
             RuntimeError: the calling thread is in a model window of this engine.
         """
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread is not threading.current_thread() and not self.is_forked:
             self.refuse_to_wait_for_itself()
             thread.join(timeout)
 
@@ -434,9 +463,23 @@ class EngineLoop:
         self._is_running = self._accepting = False
         self._inbox.close(EngineUnavailableError("the engine ended before it could do this"))
         self._window.loop_ended()
+        atexit.unregister(self._end_at_exit)
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             on_end()
+
+    def _end_at_exit(self) -> None:
+        """End the thread before the interpreter ends. Python ends a thread that asks for the
+        interpreter after that by unwinding its stack, and torch's C++ frames answer that with
+        std::terminate. A loop that is parked in a window that nobody leaves has no such frames.
+        """
+        if not self.is_running():
+            return
+        self.stop(block=False, hard_stop=True)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_running or self._window.is_parked)
+        if not self._is_running and self._thread is not None:
+            self._thread.join()  # its frames may hold the last references to tensors
 
     def _wait_for_work(self) -> bool:
         """Carry out commands, open windows, sleep while there is nothing to do. False: the thread
