@@ -67,6 +67,12 @@ class ContinuousBatchingManager:
             place.
     """
 
+    __slots__ = (
+        "__weakref__", "_builder", "_defaults", "_keeping", "_lock", "_loop", "_next_name",
+        "_observer", "_refresh_model", "_router", "settings",
+    )  # fmt: skip
+    # An attribute that it does not have cannot be set, so that none is set to no effect.
+
     def __init__(
         self,
         core: EngineCore,
@@ -116,9 +122,12 @@ class ContinuousBatchingManager:
             compile_grammar=compile_grammar,
         )
         self.settings = settings
+        self._defaults = defaults or GenerationDefaults(
+            None, (), drop_unsupported=True, return_logprobs=False
+        )
         self._builder = RequestBuilder(
             limits,
-            defaults or GenerationDefaults(None, (), drop_unsupported=True, return_logprobs=False),
+            self._defaults,
             self._loop.compile_grammar,
             make_stop_finder,
             per_request_processors=per_request_processors,
@@ -260,6 +269,20 @@ class ContinuousBatchingManager:
         self._loop.join(timeout)
 
     # ---- requests ------------------------------------------------------------------------------
+
+    @property
+    def num_return_sequences(self) -> int:
+        """How many choices a request has that does not say, 1 to 128. It may be set at any time,
+        for requests that are added from then on.
+
+        Raises:
+            InvalidRequestError: it is set to something else.
+        """
+        return self._defaults.num_return_sequences
+
+    @num_return_sequences.setter
+    def num_return_sequences(self, number: int) -> None:
+        self._defaults.num_return_sequences = number
 
     def add_request(
         self,
