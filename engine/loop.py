@@ -8,24 +8,28 @@ hands every step's outputs to one sink.
                                                        in order; windows are opened
 
 There are three ways to stop computing for a while. `pause` stops the steps, while commands are
-still carried out. `model_window` stops steps and commands, for the caller's own work on the model.
-`hold_request` stops one request, and the others go on.
+still carried out. `model_window` stops steps and commands, for the caller's own work on the model
+(a manager's `pause`). `hold_request` stops one request, and the others go on.
 
 The sink is the service's delivery log (through `engine.client`), or the `ResultRouter` of the
 Python API (`engine.api.manager`).
 
 States: new → running → (stop) draining → stopped → (start) running …; a failure of the loop itself
 ends in dead.
+
+The thread ends before the interpreter does (`_end_at_exit`), and belongs to one process: a fork of
+that has the loop's memory, but neither its thread nor locks that anyone will open.
 """
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import logging
+import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -41,7 +45,7 @@ from engine.errors import (
     UnsupportedFeatureError,
 )
 from engine.inbox import Inbox
-from engine.model_window import ModelWindow
+from engine.model_window import ModelWindow, Pause
 from engine.outputs import RequestFailure, RequestOutput, StepOutputs, end_of_lost
 from engine.queue_room import QueueRoom
 from engine.request import GenerationRequest
@@ -100,6 +104,7 @@ class EngineLoop:
         self._ends = DrainRate(core.clock, jitter)  # while others wait: each end lets one start
         self._room = QueueRoom(max_queue_size, self._ends, core.clock, jitter)
         self._thread: threading.Thread | None = None
+        self._process = 0  # the one in which the thread was started
         self._is_running = False
         self._is_warming = False
         self._warmed_up = False
@@ -141,22 +146,43 @@ class EngineLoop:
             thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
             thread.start()  # it waits for the lock
             self._thread = thread
+            self._process = os.getpid()
             self._is_running = self._accepting = True
             self._stopping = self._aborting = self._is_paused = False
             self._window.loop_started()
             self._on_end = on_end
+            atexit.register(self._end_at_exit)
             if on_start is not None:
                 on_start()
 
     def is_running(self) -> bool:
-        """Whether the engine's thread runs."""
-        return self._is_running
+        """Whether the engine's thread runs, in this process."""
+        return self._is_running and self._process == os.getpid()
+
+    def refuse_in_a_fork(self) -> None:
+        """Refuse what would need the engine's thread, or a lock of its, in a fork of the process in
+        which it runs. Takes no lock.
+
+        Raises:
+            EngineUnavailableError: this process is such a fork.
+        """
+        if self.is_forked:
+            raise EngineUnavailableError(
+                f"the engine runs in process {self._process}, and this process was forked from it: "
+                "the engine's thread is not here. Make another manager here, or better, start this "
+                "process by spawn and load the model in it"
+            )
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the one in which the engine's thread runs."""
+        return self._is_running and self._process != os.getpid()
 
     def stop(
         self, block: bool = True, timeout: float | None = None, *, hard_stop: bool = False
     ) -> None:
         """Stop the engine's thread: no new requests are accepted, and live ones are finished first.
-        Ends a pause, and the holds of single requests.
+        Ends a pause, and the holds of single requests. Harmless if it does not run here.
 
         Args:
             block: whether to wait for the thread to end.
@@ -167,6 +193,8 @@ class EngineLoop:
             RuntimeError: block is True, and the calling thread is in a model window of this engine:
                 it would wait for itself.
         """
+        if self.is_forked:
+            return
         with self._changed:
             if block:
                 self.refuse_to_wait_for_itself()
@@ -181,13 +209,13 @@ class EngineLoop:
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the engine's thread to end, at most `timeout` seconds. Harmless if it does not
-        run.
+        run here.
 
         Raises:
             RuntimeError: the calling thread is in a model window of this engine.
         """
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread is not threading.current_thread() and not self.is_forked:
             self.refuse_to_wait_for_itself()
             thread.join(timeout)
 
@@ -195,26 +223,21 @@ class EngineLoop:
         """Raise RuntimeError if the calling thread is in a model window of this engine."""
         if self._window.is_entered_here:
             raise RuntimeError(
-                "this thread is in a window of the engine and would wait for itself; leave the "
-                "window first, or call stop(block=False)"
+                "this thread is in a pause of the engine and would wait for itself; leave the "
+                "pause first, or call stop(block=False)"
             )
 
-    @contextlib.contextmanager
-    def model_window(self) -> Iterator[None]:
-        """A window in which nothing touches the model: `with manager.model_window(): …`.
+    def model_window(self, at_end: Callable[[], None]) -> Pause:
+        """A window in which nothing touches the model: `with loop.model_window(…): …`.
 
         The loop finishes its step first. Live requests stay, with their KV, and go on afterwards;
         new ones are accepted and wait. Several threads may be in it at the same time: the loop goes
         on when the last one has left. A stop takes effect only then.
 
-        Raises:
-            EngineUnavailableError: the engine does not run, or ends before the window opens.
+        Args:
+            at_end: called at the end of the block, before the loop may go on.
         """
-        visitor = self._window.enter()
-        try:
-            yield
-        finally:
-            self._window.leave(visitor)
+        return Pause(self._window, at_end)
 
     def pause(self) -> Future[None]:
         """Take no further step until `resume`; live requests stay, with their KV. Unlike in a
@@ -248,7 +271,7 @@ class EngineLoop:
             EngineUnavailableError.
         """
         with self._changed:
-            if self._is_running:
+            if self._is_running and not self._window.is_parked:
                 return self._between_steps(self._core.scheduler.kv_cache.reset_prefix_cache)
             self._core.scheduler.kv_cache.reset_prefix_cache()
         done: Future[None] = Future()
@@ -440,9 +463,23 @@ class EngineLoop:
         self._is_running = self._accepting = False
         self._inbox.close(EngineUnavailableError("the engine ended before it could do this"))
         self._window.loop_ended()
+        atexit.unregister(self._end_at_exit)
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             on_end()
+
+    def _end_at_exit(self) -> None:
+        """End the thread before the interpreter ends. Python ends a thread that asks for the
+        interpreter after that by unwinding its stack, and torch's C++ frames answer that with
+        std::terminate. A loop that is parked in a window that nobody leaves has no such frames.
+        """
+        if not self.is_running():
+            return
+        self.stop(block=False, hard_stop=True)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_running or self._window.is_parked)
+        if not self._is_running and self._thread is not None:
+            self._thread.join()  # its frames may hold the last references to tensors
 
     def _wait_for_work(self) -> bool:
         """Carry out commands, open windows, sleep while there is nothing to do. False: the thread

@@ -81,7 +81,7 @@ class SamplingParams:
         no_repeat_ngram_size: no sequence of this many tokens comes twice in prompt and output; 0:
             any sequence may.
         logit_bias: (token id, bias) pairs; -100 to 100 each.
-        allowed_token_ids: if any are given, no other token is generated.
+        allowed_token_ids: if any are given, no other token is generated. Empty: all are allowed.
         banned_token_ids: these are never generated.
         seed: 64 bits; the draws depend on (seed, choice, position) only.
     """

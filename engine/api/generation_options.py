@@ -21,6 +21,7 @@ from engine.request import GenerationRequest
 from engine.sampling.random import derived_seed
 from engine.sampling_params import (
     DEFAULT_TOP_K,
+    MAX_CHOICES,
     SCALARS,
     GrammarParams,
     LogprobParams,
@@ -112,6 +113,7 @@ class GenerationDefaults:
         Raises:
             UnsupportedFeatureError: the engine does not support an option, and those are not
                 dropped.
+            InvalidRequestError: num_return_sequences is out of bounds.
         """
 
         def value_of(name: str) -> Any:
@@ -133,11 +135,29 @@ class GenerationDefaults:
             self._eos_token_ids = self._in_vocabulary("eos_token_id")
         self._values["suppress_tokens"] = self._in_vocabulary("suppress_tokens")
         self._values["bad_words_ids"] = self._single_bad_words()
+        self.num_return_sequences = self._values["num_return_sequences"] or 1
         self._return_logprobs = return_logprobs
         for name, neutral in _NEUTRAL.items():
             value = value_of(name)
             if not any(value is entry or value == entry for entry in neutral):
                 self._drop(name, f"is {value!r}; this engine does not do it")
+
+    @property
+    def num_return_sequences(self) -> int:
+        """How many choices a request has that does not say.
+
+        Raises:
+            InvalidRequestError: it is set to something else than 1 to MAX_CHOICES.
+        """
+        return self._num_return_sequences
+
+    @num_return_sequences.setter
+    def num_return_sequences(self, number: int) -> None:
+        if not 1 <= _integer("num_return_sequences", number) <= MAX_CHOICES:
+            raise InvalidRequestError(
+                "num_return_sequences", f"is {number}; it must be between 1 and {MAX_CHOICES}"
+            )
+        self._num_return_sequences = number
 
     def _drop(self, name: str, message: str) -> None:
         if not self._drop_unsupported:
@@ -207,7 +227,7 @@ class GenerationDefaults:
             logprobs=self._logprobs(values),
             prompt_logprobs=_optional_integer("prompt_logprobs", values["prompt_logprobs"]),
             grammar=_grammar(values["grammar"]),
-            n=_choices(values, overrides),
+            n=_choices(overrides, self.num_return_sequences),
             priority=_optional_integer("priority", values["priority"]) or 0,
             cache_salt=_salt(values["cache_salt"]),
             bypass_prefix_cache=_switch("bypass_prefix_cache", values["bypass_prefix_cache"]),
@@ -304,10 +324,22 @@ def _sampling(values: Mapping[str, Any], eos: tuple[TokenId, ...]) -> SamplingPa
             ),
             "logit_bias",
         ),
-        allowed_token_ids=_packed("allowed_token_ids", values),
+        allowed_token_ids=_allowed(values),
         banned_token_ids=TokenIds.of(_banned(values, eos), "banned_token_ids"),
         seed=_integer("seed", values.get("seed") or 0),
     )
+
+
+def _allowed(values: Mapping[str, Any]) -> TokenIds:
+    """Empty if all ids are allowed."""
+    allowed = _packed("allowed_token_ids", values)
+    if values["allowed_token_ids"] is not None and not allowed:
+        raise InvalidRequestError(
+            "allowed_token_ids",
+            "is empty, so that no token could be generated; list at least one id, or leave it out "
+            "to allow all",
+        )
+    return allowed
 
 
 def _banned(values: Mapping[str, Any], eos: tuple[TokenId, ...]) -> tuple[TokenId, ...]:
@@ -344,16 +376,14 @@ def _bad_words(value: object) -> list[list[TokenId]]:
     return words
 
 
-def _choices(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> int:
+def _choices(overrides: Mapping[str, Any], default: int) -> int:
     """The number of choices: n, or num_return_sequences as transformers calls it."""
     given = {_integer(name, overrides[name]) for name in _CHOICES_KEYS if name in overrides}
     if len(given) > 1:
         raise InvalidRequestError(
             "n", "and num_return_sequences differ; they are the same option, give one"
         )
-    if given:
-        return given.pop()
-    return _integer("num_return_sequences", values["num_return_sequences"] or 1)
+    return given.pop() if given else default
 
 
 def _grammar(value: object) -> GrammarParams | None:

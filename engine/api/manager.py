@@ -4,12 +4,13 @@ batching.
     add_request ──▶ RequestBuilder ──▶ ResultRouter.expect ──▶ EngineLoop.submit_all
     get_result, iteration, handlers ◀── ResultRouter ◀── StepOutputs ◀── the engine's thread
 
-A manager has an `EngineLoop`, and hands start and stop, pauses, windows and cancellation on to it.
+A manager has an `EngineLoop`, and hands start and stop, pauses and cancellation on to it. The
+loop's thread holds the loop and the router, but not the manager: a manager that nobody has a
+reference to any more is stopped (`_abandon`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -34,6 +35,7 @@ from engine.api.results import (
 from engine.core import EngineCore
 from engine.errors import InvalidRequestError, UnsupportedFeatureError
 from engine.loop import EngineLoop, GrammarCompile
+from engine.model_window import Pause
 from engine.request import GenerationRequest
 from engine.stats import EngineStats
 from engine.types import RequestId
@@ -57,10 +59,19 @@ class ContinuousBatchingManager:
     """Generates for many requests at once, on a thread of its own. All methods may be called from
     any thread. Made by `LoadedModel.init_continuous_batching`.
 
+    In a fork of the process in which it runs it does not run; there `stop` and `join` do nothing,
+    and whatever else needs it raises EngineUnavailableError.
+
     Attributes:
         settings: the configs that it was made with; a manager with equal settings can take its
             place.
     """
+
+    __slots__ = (
+        "__weakref__", "_builder", "_defaults", "_keeping", "_lock", "_loop", "_next_name",
+        "_observer", "_refresh_model", "_router", "settings",
+    )  # fmt: skip
+    # An attribute that it does not have cannot be set, so that none is set to no effect.
 
     def __init__(
         self,
@@ -96,8 +107,8 @@ class ContinuousBatchingManager:
                 wrong. Whatever it raises is raised to the caller. None: nothing is called.
             observer: is told what the manager does; None: nobody is.
         """
-        # No object that the manager refers to refers back to it, so a dropped manager frees its
-        # cache at once.
+        # No object that the manager refers to refers back to it, so a dropped manager ends its
+        # thread and frees its cache at once.
         finish = weakref.WeakMethod(self.finish_request)
         self._router = ResultRouter(
             partial(_call_if_alive, finish), max_unread_results, max_unread_requests
@@ -111,19 +122,22 @@ class ContinuousBatchingManager:
             compile_grammar=compile_grammar,
         )
         self.settings = settings
+        self._defaults = defaults or GenerationDefaults(
+            None, (), drop_unsupported=True, return_logprobs=False
+        )
         self._builder = RequestBuilder(
             limits,
-            defaults or GenerationDefaults(None, (), drop_unsupported=True, return_logprobs=False),
+            self._defaults,
             self._loop.compile_grammar,
             make_stop_finder,
             per_request_processors=per_request_processors,
         )
-        self._lock = threading.Lock()  # taken while the loop's is held, never the other way round
-        self._keeper = keeper
+        self._lock = threading.Lock()  # of the names
+        self._keeping = None if keeper is None else _Keeping(keeper)
         self._refresh_model = refresh_model
         self._observer = observer
-        self._keep = False
         self._next_name = 0
+        weakref.finalize(self, _abandon, self._loop).atexit = False  # the loop sees to that itself
 
     # ---- life ----------------------------------------------------------------------------------
 
@@ -135,11 +149,13 @@ class ContinuousBatchingManager:
             ModelChangedError: modules of the model were replaced since it was verified, or it was
                 moved or converted.
         """
+        self._loop.refuse_in_a_fork()
         self._refresh()
-        self._loop.start(on_start=self._started, on_end=self._ended)
+        on_end = partial(_ended, self._loop, self._router, self._observer, self._keeping)
+        self._loop.start(on_start=self._started, on_end=on_end)
 
     def is_running(self) -> bool:
-        """Whether the engine's thread runs."""
+        """Whether the engine's thread runs, in this process."""
         return self._loop.is_running()
 
     def warmup(self) -> None:
@@ -149,6 +165,7 @@ class ContinuousBatchingManager:
             ModelChangedError: see `start`.
             Exception: see EngineLoop.
         """
+        self._loop.refuse_in_a_fork()
         self._refresh()
         self._loop.warmup()
 
@@ -166,37 +183,31 @@ class ContinuousBatchingManager:
         """The engine's figures now (without the counters of a step that is still running)."""
         return self._loop.stats()
 
-    @contextlib.contextmanager
-    def model_window(self) -> Iterator[None]:
-        """A window in which nothing touches the model: `with manager.model_window(): …`.
-        See EngineLoop.
+    def pause(self) -> Pause:
+        """Leave the model to the caller for a while: `with manager.pause(): …`, or in a coroutine
+        `async with manager.pause(): …`, which lets the event loop go on while it waits.
+
+        The block begins when the running step is done. Until its end nothing touches the model;
+        requests keep their KV, new ones are accepted and wait. See EngineLoop.model_window. Only
+        the block pauses anything, not this call, and whatever ends the block ends the pause. Each
+        block needs a pause of its own.
 
         Raises:
-            EngineUnavailableError: see EngineLoop.
-            ModelChangedError: at the end of the window, as for `start`. Requests then go on with
+            EngineUnavailableError: at the beginning of the block: the engine does not run, or ends
+                before the pause begins.
+            ModelChangedError: at the end of the block, as for `start`. Requests then go on with
                 the modules that were verified.
+            RuntimeError: at the beginning: the same pause is entered a second time.
         """
-        with self._loop.model_window():
-            yield
-            self._refresh()
+        self._loop.refuse_in_a_fork()
+        return self._loop.model_window(self._refresh)
 
-    def pause(self) -> Future[None]:
-        """Take no further step until `resume`; see EngineLoop. Does not block.
-
-        Returns:
-            Done when the last step is done; from then on nothing touches the model.
-
-        Raises:
-            EngineUnavailableError: the engine does not run, or is being stopped.
-        """
-        return self._loop.pause()
-
-    def resume(self) -> None:
-        """End a pause. Harmless if there is none."""
-        self._loop.resume()
+    model_window = pause
+    """The earlier name of `pause`, for those who use it."""
 
     def reset_prefix_cache(self) -> Future[None]:
         """Forget all cached prefixes, before the next step at the latest; see EngineLoop."""
+        self._loop.refuse_in_a_fork()
         return self._loop.reset_prefix_cache()
 
     def _refresh(self) -> None:
@@ -205,24 +216,11 @@ class ContinuousBatchingManager:
             self.reset_prefix_cache()
 
     def _started(self) -> None:
-        with self._lock:
-            self._keep = False
-        if self._keeper is not None:
-            self._keeper.release(self)
+        if self._keeping is not None:
+            self._keeping.release(self)
         self._router.reopen()
         if self._observer is not None:
             self._observer.started(self._loop.stats)
-
-    def _ended(self) -> None:
-        self._router.close()
-        if self._observer is not None:
-            self._observer.ended()
-        with self._lock:
-            self._offer()
-
-    def _offer(self) -> None:
-        if self._keep and self._keeper is not None and self.failure is None:
-            self._keeper.keep(self)
 
     def stop(
         self,
@@ -232,7 +230,7 @@ class ContinuousBatchingManager:
         hard_stop: bool = False,
     ) -> None:
         """Stop the engine's thread: no new requests are accepted, and live ones are finished first.
-        Harmless if it does not run. Unread results stay.
+        Harmless if it does not run here. Unread results stay.
 
         Args:
             block: whether to wait for the thread to end.
@@ -244,31 +242,47 @@ class ContinuousBatchingManager:
         Raises:
             UnsupportedFeatureError: keep_for_next_session is set, but no model has made this
                 manager.
-            RuntimeError: block is True, and the calling thread is in a model window of this
-                manager: it would wait for itself.
+            RuntimeError: block is True, and the calling thread is in a pause of this manager: it
+                would wait for itself.
         """
-        if keep_for_next_session and self._keeper is None:
+        if keep_for_next_session and self._keeping is None:
             raise UnsupportedFeatureError(
                 "keep_for_next_session", "is True, but no model has made this manager"
             )
+        if self._loop.is_forked:
+            return
         if block:
             self._loop.refuse_to_wait_for_itself()
-        with self._lock:
-            self._keep = keep_for_next_session
+        if self._keeping is not None:
+            self._keeping.wish(self if keep_for_next_session else None)
             if not self.is_running():
-                self._offer()
+                self._keeping.fulfil(self.failure)
         self._loop.stop(block, timeout, hard_stop=hard_stop)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the engine's thread to end, at most `timeout` seconds. Harmless if it does not
-        run.
+        run here.
 
         Raises:
-            RuntimeError: the calling thread is in a model window of this manager.
+            RuntimeError: the calling thread is in a pause of this manager.
         """
         self._loop.join(timeout)
 
     # ---- requests ------------------------------------------------------------------------------
+
+    @property
+    def num_return_sequences(self) -> int:
+        """How many choices a request has that does not say, 1 to 128. It may be set at any time,
+        for requests that are added from then on.
+
+        Raises:
+            InvalidRequestError: it is set to something else.
+        """
+        return self._defaults.num_return_sequences
+
+    @num_return_sequences.setter
+    def num_return_sequences(self, number: int) -> None:
+        self._defaults.num_return_sequences = number
 
     def add_request(
         self,
@@ -302,6 +316,7 @@ class ContinuousBatchingManager:
             UnreadResultsError, EngineUnavailableError: the request is refused; others are not
                 affected.
         """
+        self._loop.refuse_in_a_fork()
         name = request_id if request_id is not None else self._new_names(1)[0]
         try:
             prepared = self._builder.build(
@@ -332,6 +347,7 @@ class ContinuousBatchingManager:
             QueueFullError: there is no room for all of them; add them one by one.
             UnsupportedFeatureError, UnreadResultsError, EngineUnavailableError.
         """
+        self._loop.refuse_in_a_fork()
         prepared = []
         for index, (name, prompt) in enumerate(
             zip(self._new_names(len(inputs)), inputs, strict=True)
@@ -363,6 +379,7 @@ class ContinuousBatchingManager:
         Returns:
             How many choices it has.
         """
+        self._loop.refuse_in_a_fork()
         prepared = self._builder.build(name, prompt, max_new_tokens, eos_token_id, {})
         self._admit(
             [prepared], streaming=False, record_timestamps=record_timestamps, mailbox=mailbox
@@ -373,6 +390,7 @@ class ContinuousBatchingManager:
         """End a request, with all its choices, within one step; its last results say CANCELLED.
         Handlers that wait for a request with that id are dropped. False: no live request has it.
         """
+        self._loop.refuse_in_a_fork()
         self._router.give_up(request_id)
         return self._loop.cancel_request(request_id)
 
@@ -380,10 +398,12 @@ class ContinuousBatchingManager:
         """End a choice with STOP as of its first `num_tokens` output tokens. False: the request is
         not live.
         """
+        self._loop.refuse_in_a_fork()
         return self._loop.finish_request(request_id, num_tokens, choice)
 
     def new_name(self) -> str:
         """A request id that is not in use."""
+        self._loop.refuse_in_a_fork()
         return self._new_names(1)[0]
 
     def _admit(
@@ -448,10 +468,12 @@ class ContinuousBatchingManager:
         Raises:
             RequestNotFoundError: the named request is not live and has no unread result.
         """
+        self._loop.refuse_in_a_fork()
         return self._router.get(request_id, timeout)
 
     def get_from(self, mailbox: Mailbox, timeout: float | None) -> GenerationOutput | None:
         """Like `get_result`, for the requests of `add_to`."""
+        self._loop.refuse_in_a_fork()
         return self._router.get(None, timeout, mailbox)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
@@ -477,7 +499,61 @@ class ContinuousBatchingManager:
             TooManyHandlersError: too many handlers wait for their requests.
             RuntimeError: no event loop is running here.
         """
+        self._loop.refuse_in_a_fork()
         self._router.register(request_id, callback)
+
+
+class _Keeping:
+    """What `stop` wished, until the thread has ended. Nothing else that the thread holds refers to
+    its manager.
+    """
+
+    def __init__(self, keeper: ManagerKeeper) -> None:
+        self._keeper = keeper
+        self._lock = threading.Lock()  # taken while the loop's is held, never the other way round
+        self._manager: ContinuousBatchingManager | None = None
+
+    def release(self, manager: ContinuousBatchingManager) -> None:
+        """The manager is in use: it is not kept, and is not to be."""
+        self.wish(None)
+        self._keeper.release(manager)
+
+    def wish(self, manager: ContinuousBatchingManager | None) -> None:
+        """Which manager is to be kept; None: none is."""
+        with self._lock:
+            self._manager = manager
+
+    def fulfil(self, failure: Exception | None) -> None:
+        """The thread has ended: keep the manager, unless its engine is dead."""
+        with self._lock:
+            manager, self._manager = self._manager, None
+            if manager is not None and failure is None:
+                self._keeper.keep(manager)
+
+
+def _ended(
+    loop: EngineLoop, router: ResultRouter, observer: Observer | None, keeping: _Keeping | None
+) -> None:
+    """The engine's thread ends."""
+    router.close()
+    if observer is not None:
+        observer.ended()
+    if keeping is not None:
+        keeping.fulfil(loop.failure)
+
+
+def _abandon(loop: EngineLoop) -> None:
+    """Stop the loop of a manager that was dropped; its live requests have nobody left to read them.
+
+    This may happen in any code, with any lock held: the loop's own is taken on another thread.
+    """
+    if not loop.is_running():
+        return
+    stop = partial(loop.stop, block=False, hard_stop=True)
+    try:
+        threading.Thread(target=stop, name="headrace-abandon", daemon=True).start()
+    except RuntimeError:  # there can be no further thread
+        stop()
 
 
 def _call_if_alive(method: weakref.WeakMethod[Any], *arguments: object) -> None:

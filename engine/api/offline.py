@@ -109,6 +109,7 @@ class LoadedModel:
                 moved or converted.
             UnsupportedFeatureError: the generation config asks for something that this engine does
                 not support, and drop_unsupported_processors is off.
+            InvalidRequestError: its num_return_sequences is out of bounds.
         """
         return self._manager(generation_config, continuous_batching_config, {})
 
@@ -219,6 +220,7 @@ class LoadedModel:
         settings = (generation.to_json_string(), self.generation_config.to_json_string(), config)
         kept = self._kept.take(settings)
         if kept is not None:
+            kept.num_return_sequences = defaults.num_return_sequences
             return kept
         self._verified.refresh()
         telemetry = self._telemetry

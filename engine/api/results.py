@@ -144,6 +144,7 @@ class _Choice:
     error: str | None = None
     finish: Finish | None = None
     handler: _Handler | None = None
+    has_lost_handler: bool = False
     unread: deque[int] = field(default_factory=deque)
     merged: int = 0
 
@@ -307,10 +308,11 @@ class ResultRouter:
 
     def _publish(self, choice: _Choice) -> None:
         terminal = choice.finish is not None
-        if choice.handler is not None:
+        if choice.handler is not None or choice.has_lost_handler:
             if terminal:
                 del self._choices[choice.name]
-            self._call(choice.handler, _output(choice, len(choice.tokens), terminal))
+            if choice.handler is not None:
+                self._call(choice, _output(choice, len(choice.tokens), terminal))
             return
         mailbox = choice.request.mailbox
         if len(choice.unread) >= self._max_unread:
@@ -325,20 +327,20 @@ class ResultRouter:
         mailbox.ended += terminal
         self._next += 1
 
-    def _call(
-        self,
-        handler: _Handler,
-        output: GenerationOutput,
-    ) -> None:
-        """Hand a result to a handler's event loop; if that loop is closed, only its own results are
-        lost.
+    def _call(self, choice: _Choice, output: GenerationOutput) -> None:
+        """Hand a result to a choice's handler. If the handler's event loop is closed, the choice
+        loses its handler, and with it all further results.
         """
-        callback, loop = handler
+        if choice.handler is None:
+            return
+        callback, loop = choice.handler
         try:
             loop.call_soon_threadsafe(callback, output)
         except RuntimeError:
+            choice.handler, choice.has_lost_handler = None, True
             logger.warning(
-                "result of %s dropped: its handler's event loop is closed", output.request_id
+                "results of %s are dropped from now on: its handler's event loop is closed",
+                choice.name,
             )
 
     # ---- readers -------------------------------------------------------------------------------
@@ -356,9 +358,9 @@ class ResultRouter:
             if choice is None:
                 self._let_wait(name, (callback, loop))
                 return
-            while choice.unread:
-                self._call((callback, loop), self._pop(choice.request.mailbox, choice.unread[0]))
             choice.handler = (callback, loop)
+            while choice.unread:
+                self._call(choice, self._pop(choice.request.mailbox, choice.unread[0]))
 
     def _let_wait(self, name: str, handler: _Handler) -> None:
         waiting = self._waiting_handlers

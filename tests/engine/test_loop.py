@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import threading
@@ -31,6 +32,14 @@ def in_thread(function: Callable[[], object]) -> threading.Thread:
 def ended(thread: threading.Thread) -> bool:
     thread.join(WAIT)
     return not thread.is_alive()
+
+
+def until_wanted(rig: Rig) -> None:
+    """Wait until somebody asks for a window."""
+    deadline = time.monotonic() + WAIT
+    while not rig.loop._window.is_wanted:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 # ---- what reaches the sink -------------------------------------------------------------------
@@ -209,7 +218,7 @@ def test_nothing_runs_in_a_window_and_all_goes_on_behind_it(rig: Rig, steps: Ste
     steps.wait_for_window(rig)
     rig.manager.add_request([1], request_id="a", max_new_tokens=600, streaming=True)
     first = result(rig.manager, "a")
-    with rig.manager.model_window():
+    with rig.manager.pause():
         steps.stopped = True
         steps.may_run = False
         before = steps.count
@@ -232,7 +241,7 @@ def test_a_step_in_flight_is_over_before_the_window_opens(streaming: bool) -> No
     rig.manager.start()
     rig.manager.add_request([1], request_id="a", max_new_tokens=400, streaming=streaming)
     for _ in range(20):
-        with rig.manager.model_window():
+        with rig.manager.pause():
             assert not rig.core._in_flight
     last = list(rig.manager.request_id_iter("a"))[-1]
     assert last.generated_tokens == expected_tokens([1], 400)
@@ -247,8 +256,8 @@ def test_the_last_of_several_holders_lets_the_loop_go_on(rig: Rig, steps: Steps)
 
     def hold(index: int) -> None:
         with (
-            rig.manager.model_window(),
-            rig.manager.model_window(),
+            rig.manager.pause(),
+            rig.manager.pause(),
         ):  # twice is fine
             steps.stopped = True
             inside.wait()
@@ -271,30 +280,126 @@ def test_the_last_of_several_holders_lets_the_loop_go_on(rig: Rig, steps: Steps)
 
 
 def test_an_error_in_the_window_closes_it(rig: Rig) -> None:
-    with pytest.raises(KeyError), rig.manager.model_window():
+    with pytest.raises(KeyError), rig.manager.pause():
         raise KeyError("the holder's own")
     rig.manager.add_request([1], request_id="a", max_new_tokens=2)
     assert result(rig.manager, "a").is_finished()
 
 
+def test_a_pause_that_is_not_entered_pauses_nothing(rig: Rig) -> None:
+    rig.manager.pause()
+    kept = rig.manager.pause()
+    rig.manager.add_request([1], request_id="a", max_new_tokens=2)
+    assert result(rig.manager, "a").is_finished()
+    with kept:
+        pass
+
+
+def test_a_pause_that_is_entered_and_dropped_ends(rig: Rig) -> None:
+    pause = rig.manager.pause()
+    pause.__enter__()
+    rig.manager.add_request([1], request_id="a", max_new_tokens=2)
+    assert rig.manager.get_result("a", timeout=0.02) is None
+    del pause
+    assert result(rig.manager, "a").is_finished()
+
+
+def test_each_block_has_a_pause_of_its_own(rig: Rig) -> None:
+    pause = rig.manager.pause()
+    with pause:
+        with pytest.raises(RuntimeError, match="for each block"):
+            pause.__enter__()
+        assert rig.loop._window.is_parked
+    rig.manager.add_request([1], request_id="a", max_new_tokens=2)
+    assert result(rig.manager, "a").is_finished()
+
+
+def test_an_interrupted_wait_for_a_pause_pauses_nothing(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(predicate: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.loop._changed, "wait_for", interrupt)
+        with pytest.raises(KeyboardInterrupt), rig.manager.pause():
+            pytest.fail("entered")
+    rig.manager.add_request([1], request_id="a", max_new_tokens=2)
+    assert result(rig.manager, "a").is_finished()
+
+
+async def test_a_coroutine_waits_for_its_pause_beside_others(rig: Rig) -> None:
+    rig.hold()
+    rig.manager.add_request([1], request_id="a", max_new_tokens=300)
+    rig.wait_for_step()
+    states: list[str] = []
+
+    async def visit() -> None:
+        async with rig.manager.pause():
+            states.append("inside")
+            assert rig.loop._window.is_parked
+            with pytest.raises(RuntimeError, match="leave the pause"):
+                rig.manager.stop()
+
+    visiting = asyncio.create_task(visit())
+    await asyncio.to_thread(until_wanted, rig)
+    states.append("beside")
+    rig.let()
+    await asyncio.wait_for(visiting, WAIT)
+    assert states == ["beside", "inside"]
+    output = await asyncio.to_thread(result, rig.manager, "a")
+    assert output.generated_tokens == expected_tokens([1], 300)
+
+
+async def test_a_coroutine_that_is_cancelled_pauses_nothing(rig: Rig) -> None:
+    rig.hold()
+    rig.manager.add_request([1], request_id="a", max_new_tokens=3)
+    rig.wait_for_step()
+
+    async def visit() -> None:
+        async with rig.manager.pause():
+            pytest.fail("entered")
+
+    visiting = asyncio.create_task(visit())
+    await asyncio.to_thread(until_wanted, rig)
+    waiter = next(one for one in threading.enumerate() if one.name == "headrace-pause")
+    visiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await visiting
+    await asyncio.to_thread(waiter.join, WAIT)  # it does not wait on, though no window opens
+    assert not waiter.is_alive()
+    rig.let()
+    assert (await asyncio.to_thread(result, rig.manager, "a")).is_finished()
+
+
+def test_prefixes_are_forgotten_within_a_pause(rig: Rig) -> None:
+    with rig.manager.pause():
+        rig.manager.reset_prefix_cache().result(0)
+
+
+def test_a_pause_has_another_name(rig: Rig) -> None:
+    with rig.manager.model_window():
+        assert rig.loop._window.is_parked
+
+
 def test_only_a_running_engine_opens_a_window(rig: Rig) -> None:
-    with pytest.raises(EngineUnavailableError, match="not running"), Rig().manager.model_window():
+    with pytest.raises(EngineUnavailableError, match="not running"), Rig().manager.pause():
         pytest.fail("entered")
     rig.manager.stop()
-    with pytest.raises(EngineUnavailableError, match="not running"), rig.manager.model_window():
+    with pytest.raises(EngineUnavailableError, match="not running"), rig.manager.pause():
         pytest.fail("entered")
 
 
 def test_a_stop_during_a_window_takes_effect_behind_it(rig: Rig, steps: Steps) -> None:
     rig.manager.add_request([1], request_id="a", max_new_tokens=500)
-    with rig.manager.model_window():
+    with rig.manager.pause():
         steps.may_run = False
-        with pytest.raises(RuntimeError, match="leave the window"):
+        with pytest.raises(RuntimeError, match="leave the pause"):
             rig.manager.stop()
         rig.manager.add_request([1], request_id="b", max_new_tokens=3)  # it was not stopped
-        with pytest.raises(RuntimeError, match="leave the window"):
+        with pytest.raises(RuntimeError, match="leave the pause"):
             rig.manager.join()
-        with pytest.raises(RuntimeError, match="leave the window"):
+        with pytest.raises(RuntimeError, match="leave the pause"):
             rig.manager.warmup()
         stopping = in_thread(rig.manager.stop)
         rig.manager.stop(block=False)
@@ -307,7 +412,7 @@ def test_a_stop_during_a_window_takes_effect_behind_it(rig: Rig, steps: Steps) -
 
 def test_a_hard_stop_during_a_window(rig: Rig) -> None:
     rig.manager.add_request([1], request_id="a", max_new_tokens=800)
-    with rig.manager.model_window():
+    with rig.manager.pause():
         rig.manager.stop(block=False, hard_stop=True)
     rig.manager.join(WAIT)
     assert not rig.manager.is_running()
@@ -332,7 +437,7 @@ def test_death_before_the_window_opens(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def hold() -> None:
         try:
-            with rig.manager.model_window():
+            with rig.manager.pause():
                 pass
         except EngineUnavailableError as error:
             caught.append(error)
@@ -356,32 +461,32 @@ def test_a_pause_takes_no_step_and_carries_out_commands(rig: Rig, steps: Steps) 
     rig.manager.add_request([1], request_id="a", max_new_tokens=600, streaming=True)
     rig.manager.add_request([3], request_id="c", max_new_tokens=600)
     result(rig.manager, "a")
-    paused = rig.manager.pause()
+    paused = rig.loop.pause()
     asked.set()
     paused.result(WAIT)
     steps.may_run = False
     before = steps.count
-    rig.manager.pause().result(WAIT)  # again: harmless
+    rig.loop.pause().result(WAIT)  # again: harmless
     rig.manager.add_request([2], request_id="b", max_new_tokens=4)
     rig.manager.cancel_request("c")
     assert result(rig.manager, "c").status is RequestStatus.CANCELLED  # without a step
     rig.manager.reset_prefix_cache().result(WAIT)
-    with rig.manager.model_window():  # a window within the pause
+    with rig.manager.pause():  # a window within the pause
         pass
     assert rig.manager.get_result("b", timeout=0.02) is None
     assert steps.count == before
     steps.may_run = True
-    rig.manager.resume()
+    rig.loop.resume()
     assert result(rig.manager, "b").generated_tokens == expected_tokens([2], 4)
     last = list(rig.manager.request_id_iter("a"))[-1]
     assert last.generated_tokens == expected_tokens([1], 600)
-    rig.manager.resume()  # again: harmless
+    rig.loop.resume()  # again: harmless
 
 
 def test_time_limits_end_requests_in_a_pause_on_time(rig: Rig, steps: Steps) -> None:
     rig.manager.add_request([1], request_id="runs", max_new_tokens=10**6, streaming=True)
     result(rig.manager, "runs")
-    rig.manager.pause().result(WAIT)
+    rig.loop.pause().result(WAIT)
     steps.may_run = False
     rig.manager.add_request([2], request_id="later", max_new_tokens=4, time_limit_s=1000)
     began = time.monotonic()
@@ -394,7 +499,7 @@ def test_time_limits_end_requests_in_a_pause_on_time(rig: Rig, steps: Steps) -> 
     assert rig.manager.get_result("later", timeout=0.02) is None
     assert rig.core.num_waiting == 1
     steps.may_run = True
-    rig.manager.resume()
+    rig.loop.resume()
     assert result(rig.manager, "later").is_finished()
     rig.manager.cancel_request("runs")
 
@@ -404,9 +509,9 @@ def test_a_step_in_flight_is_over_when_the_loop_is_paused() -> None:
     rig.manager.start()
     rig.manager.add_request([1], request_id="a", max_new_tokens=400)
     for _ in range(20):
-        rig.manager.pause().result(WAIT)
+        rig.loop.pause().result(WAIT)
         assert not rig.core._in_flight
-        rig.manager.resume()
+        rig.loop.resume()
     assert result(rig.manager, "a").generated_tokens == expected_tokens([1], 400)
     rig.manager.stop(timeout=WAIT)
 
@@ -414,14 +519,14 @@ def test_a_step_in_flight_is_over_when_the_loop_is_paused() -> None:
 @pytest.mark.parametrize("hard_stop", [False, True])
 def test_a_stop_ends_a_pause(rig: Rig, hard_stop: bool) -> None:
     rig.manager.add_request([1], request_id="a", max_new_tokens=300)
-    rig.manager.pause().result(WAIT)
+    rig.loop.pause().result(WAIT)
     rig.manager.stop(timeout=WAIT, hard_stop=hard_stop)
     assert not rig.manager.is_running()
     output = result(rig.manager, "a")
     assert output.is_finished()
     assert hard_stop or output.generated_tokens == expected_tokens([1], 300)
     with pytest.raises(EngineUnavailableError, match="does not run"):
-        rig.manager.pause()
+        rig.loop.pause()
     rig.manager.reset_prefix_cache().result(0)
     rig.manager.start()  # and is not paused any more
     rig.manager.add_request([2], request_id="b", max_new_tokens=3)

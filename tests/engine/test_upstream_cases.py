@@ -152,7 +152,7 @@ async def test_handlers_are_called_for_every_result(loaded: Load, streaming: boo
     manager.start()
     seen: dict[str, list[int]] = {"a": [], "b": []}
     ended = asyncio.Event()
-    with manager.model_window():  # so that no result comes before the handlers
+    with manager.pause():  # so that no result comes before the handlers
         for name in seen:
 
             def take(output: GenerationOutput, name: str = name) -> None:
@@ -342,7 +342,7 @@ def test_several_threads_use_the_model_in_windows(loaded: Load) -> None:
     lock = threading.Lock()
 
     def use() -> None:
-        with manager.model_window():
+        with manager.pause():
             inside.wait()
             with lock:
                 own.append(greedy_reference(model.model, PROMPTS[2], 5))
@@ -369,7 +369,7 @@ def test_weights_that_are_changed_in_a_window_act_behind_it(loaded: Load) -> Non
     assert read(manager, name).generated_tokens == before
     head = model.model.get_output_embeddings().weight
     try:
-        with manager.model_window(), torch.no_grad():
+        with manager.pause(), torch.no_grad():
             head.copy_(head.roll(7, dims=0).clone())
             manager.reset_prefix_cache()
         after = greedy_reference(model.model, PROMPTS[2], 8)

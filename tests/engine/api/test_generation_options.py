@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import GenerationConfig
 
-from engine.api.generation_options import REQUEST_KEYS, GenerationDefaults
+from engine.api.generation_options import _NEUTRAL, REQUEST_KEYS, GenerationDefaults
 from engine.errors import InvalidRequestError, UnsupportedFeatureError
 from engine.request import GenerationRequest
 from engine.sampling.random import derived_seed
@@ -314,3 +316,9 @@ def test_the_request_has_all_of_it() -> None:
         name for name in GenerationRequest.__slots__ if getattr(spec, name) == getattr(plain, name)
     }
     assert left == {"request_id", "prompt", "caller_group", "ticket"}, "no field is forgotten"
+
+
+def test_the_docs_name_each_option_that_is_not_done() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "offline.md").read_text()
+    part = text.split("this engine does not do them:")[1].split("In a generation config")[0]
+    assert set(re.findall(r"`(\w+)`", part)) - {"time_limit_s"} == {*_NEUTRAL, "bad_words_ids"}

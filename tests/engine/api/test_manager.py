@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from engine.api.results import choice_name
 from engine.batch import ScheduledBatch
 from engine.errors import (
     DuplicateRequestError,
@@ -156,6 +157,8 @@ def test_adds_from_many_threads(rig: Rig) -> None:
         ({"logit_bias": {"x": 1.0}}, InvalidRequestError, "logit_bias"),
         ({"logit_bias": {1: 101.0}}, InvalidRequestError, "logit_bias"),
         ({"logit_bias": [1]}, InvalidRequestError, "logit_bias"),
+        ({"allowed_token_ids": []}, InvalidRequestError, "allowed_token_ids: is empty.* leave it"),
+        ({"allowed_token_ids": ()}, InvalidRequestError, "allowed_token_ids: is empty"),
         ({"seed": -1}, InvalidRequestError, "seed"),
         ({"seed": 2**64}, InvalidRequestError, "seed"),
         ({"min_new_tokens": 9, "max_new_tokens": 8}, InvalidRequestError, "min_tokens"),
@@ -325,6 +328,35 @@ def test_warmup_before_and_while_running(rig: Rig) -> None:
 def test_a_manager_that_no_model_made_is_not_kept(rig: Rig) -> None:
     with pytest.raises(UnsupportedFeatureError, match="keep_for_next_session"):
         rig.manager.stop(keep_for_next_session=True)
+
+
+# ---- attributes ------------------------------------------------------------------------------
+
+
+def test_the_number_of_choices_may_be_set(rig: Rig) -> None:
+    assert rig.manager.num_return_sequences == 1
+    rig.manager.num_return_sequences = 2
+    assert rig.manager.num_return_sequences == 2
+    name = rig.manager.add_request([3], max_new_tokens=4)
+    outputs = [result(rig.manager, choice_name(name, choice)) for choice in range(2)]
+    assert [output.choice for output in outputs] == [0, 1]
+    assert all(len(output.generated_tokens) == 4 for output in outputs)
+    rig.manager.add_request([3], request_id="own", max_new_tokens=4, n=1)
+    assert result(rig.manager, "own").generated_tokens == expected_tokens([3], 4)
+    assert rig.manager.get_result(timeout=0) is None
+
+
+@pytest.mark.parametrize("number", [0, 129, 1.5, True, None])
+def test_a_number_of_choices_that_is_none_is_refused(rig: Rig, number: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="num_return_sequences: is"):
+        rig.manager.num_return_sequences = number
+    assert rig.manager.num_return_sequences == 1
+
+
+def test_no_attribute_is_set_to_no_effect(rig: Rig) -> None:
+    manager: Any = rig.manager
+    with pytest.raises(AttributeError, match="do_sample"):
+        manager.do_sample = True
 
 
 # ---- failures of the loop itself -------------------------------------------------------------

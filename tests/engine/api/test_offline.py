@@ -300,8 +300,10 @@ def test_a_kept_manager_comes_again_with_its_cache(llama: LoadedModel) -> None:
     first = llama.init_continuous_batching(continuous_batching_config=SMALL)
     first.start()
     name = first.add_request(prompt, max_new_tokens=4)
+    first.num_return_sequences = 3
     first.stop(keep_for_next_session=True)
     assert llama.init_continuous_batching(continuous_batching_config=SMALL) is first
+    assert first.num_return_sequences == 1  # the next session's configs say nothing of three
     output = first.get_result(name)
     assert output is not None
     assert output.generated_tokens == right

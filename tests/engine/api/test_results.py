@@ -323,10 +323,10 @@ def test_handler_without_a_loop(rig: Rig) -> None:
         rig.manager.register_result_handler("a", print)
 
 
-def test_a_closed_loop_loses_its_own_results(rig: Rig) -> None:
+def test_a_closed_loop_loses_its_own_results(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     rig.hold()
     for name in "ab":
-        rig.manager.add_request([9], request_id=name, max_new_tokens=3, streaming=True)
+        rig.manager.add_request([9], request_id=name, max_new_tokens=30, streaming=True)
     loop = asyncio.new_event_loop()
 
     async def register() -> None:
@@ -335,9 +335,35 @@ def test_a_closed_loop_loses_its_own_results(rig: Rig) -> None:
     loop.run_until_complete(register())
     loop.close()
     rig.let()
-    assert [len(o.generated_tokens) for o in rig.manager.request_id_iter("b")] == [1, 2, 3]
+    lengths = [len(output.generated_tokens) for output in rig.manager.request_id_iter("b")]
+    assert lengths == list(range(1, 31))
     rig.manager.add_request([9], request_id="a", max_new_tokens=2)
     assert result(rig.manager, "a").generated_tokens == expected_tokens([9], 2)
+    assert rig.manager.get_result(timeout=0) is None  # nothing was kept for nobody
+    told = [record.message for record in caplog.records if "event loop is closed" in record.message]
+    assert told == [
+        "results of a are dropped from now on: its handler's event loop is closed"
+    ]  # once, not with each token
+
+
+async def test_another_handler_takes_the_place_of_a_closed_loop_s(rig: Rig) -> None:
+    rig.hold()
+    rig.manager.add_request([9], request_id="a", max_new_tokens=3, streaming=True)
+    closed = asyncio.new_event_loop()
+
+    async def register() -> None:
+        rig.manager.register_result_handler("a", print)
+
+    await asyncio.to_thread(closed.run_until_complete, register())
+    closed.close()
+    rig.wait_for_step()
+    rig.let(1)
+    rig.wait_for_step()
+    seen: asyncio.Queue[GenerationOutput] = asyncio.Queue()
+    rig.manager.register_result_handler("a", seen.put_nowait)
+    rig.let()
+    outputs = [await asyncio.wait_for(seen.get(), WAIT) for _ in range(2)]
+    assert outputs[-1].generated_tokens == expected_tokens([9], 3)
 
 
 async def test_a_raising_handler_loses_its_own_results(rig: Rig) -> None:
