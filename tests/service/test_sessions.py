@@ -240,6 +240,21 @@ async def test_a_stream_lost_while_a_request_is_on_its_way_leaves_nothing() -> N
         assert h.engine.num_live == 0
 
 
+async def test_a_lease_begins_though_the_stream_was_lost_while_a_request_was_on_its_way() -> None:
+    gate = asyncio.Event()
+    async with serving(FakeEngine(auto=False, submit_gate=gate)) as h:
+        session = h.session()
+        await session.send(1, open=rpc.OpenCommand(lease={"nanos": 20_000_000}))
+        await session.add(spec(request_id="a"))
+        await until(lambda: h.registry.live == 1)
+        session.call.cancel()
+        await until(lambda: not h.registry.streams)
+        gate.set()
+        await until(lambda: h.engine.cancelled)  # nobody has attached
+        h.engine.run()
+        assert h.registry.live == h.engine.num_live == 0
+
+
 async def test_cancel_before_the_first_token_midway_and_unknown() -> None:
     async with serving(FakeEngine(auto=False)) as h:
         session = h.session()
@@ -309,6 +324,7 @@ async def test_lease_survives_a_loss_and_attach_resumes() -> None:
         await second.send(9, attach=rpc.AttachCommand(request_id="a", from_seq=len(received)))
         message = await second.read_until(lambda m: m.attached)
         assert (message.attached[0].command_id, message.attached[0].from_seq) == (9, len(received))
+        assert not h.registry.leases.is_running(h.registry.find("anonymous", "a"))
         h.engine.run()
         await second.end()
     resumed = second.events()["a"]
