@@ -11,6 +11,8 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.model_service_pb2 import GetModelRequest
 
 from engine.errors import QueueFullError
+from service.delivery.events import MAX_DELTA_BYTES, detail_bytes
+from service.delivery.session import MAX_BATCH_BYTES
 from service.servicers import commands
 from tests.service.fake_engine import FakeEngine, default_script, says
 from tests.service.helpers import (
@@ -432,6 +434,23 @@ async def test_a_client_that_does_not_read_costs_merged_deltas() -> None:
     check_course(session.events()["a"])
     assert kinds(session.events()["a"]) == ["accepted", "prompt", "delta", "finished"]
     assert len(ids_of(session.events()["a"])) == 1500
+
+
+async def test_what_many_requests_have_is_divided_into_messages_that_are_not_too_large() -> None:
+    output = {"logprobs": 128, "omit_text": True}
+    async with serving(FakeEngine(auto=False, tokens_per_step=100)) as h:
+        session = h.session()
+        for name in ("a", "b"):
+            await session.add(spec(request_id=name, stop={"max_tokens": 300}, output=output))
+        await session.read_until(lambda _: len(session.events()) == 2)
+        h.engine.run()  # about 1.8 MB of each, in one pass of the event loop
+        await session.end()
+    for message in session.messages:
+        described = sum(len(event.delta.tokens) for event in message.events)
+        assert described * detail_bytes(128) <= MAX_BATCH_BYTES + MAX_DELTA_BYTES
+    for events in session.events().values():
+        check_course(events)
+        assert len(ids_of(events)) == 300
 
 
 async def test_a_stream_is_lost_while_its_writer_is_blocked() -> None:

@@ -302,6 +302,17 @@ def test_reset_forgets_all_prefixes() -> None:
     assert _find(kv_cache, PROMPT, key=4) == 8
 
 
+def test_who_began_before_a_reset_and_is_computed_again_leaves_prefixes() -> None:
+    kv_cache = _manager()
+    request = make_request(1, PROMPT)
+    _compute(kv_cache, request)
+    kv_cache.reset_prefix_cache()
+    assert kv_cache.preempt(request) == 0
+    _compute(kv_cache, request)
+    kv_cache.free(request.key)
+    assert _find(kv_cache, PROMPT) == 8
+
+
 def test_a_request_cannot_start_twice() -> None:
     kv_cache = _manager()
     request = make_request(1, PROMPT)
