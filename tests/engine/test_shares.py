@@ -426,6 +426,24 @@ class NothingOwed(Shares):
         pass
 
 
+class StillOwed(Shares):
+    """Planted: who got in is owed the same as before."""
+
+    def add(self, who, amount):  # type: ignore[no-untyped-def]
+        caller = self._callers.get(who.key)
+        owed = 0 if caller is None else caller.owed
+        super().add(who, amount)
+        if caller is not None:
+            self._set_owed(caller, owed, is_due=caller.is_due)
+
+
+class OwedEverMore(Shares):
+    """Planted: who is refused again and again is owed more than the share."""
+
+    def _owe(self, caller, amount, most, due, until):  # type: ignore[no-untyped-def]
+        super()._owe(caller, amount, 1 << 60, due, until)
+
+
 class ReserveForAll(Shares):
     """Planted: who is above the share may have the reserve too."""
 
@@ -457,6 +475,26 @@ def test_a_share_or_a_weight_that_is_ignored_is_found(planted: type[Shares]) -> 
         (
             NothingOwed,
             [("fill", 0, 1), ("take", 1, 12), *[("leave", 0, 1)] * 4, ("take", 0, 1)],
+        ),
+        (
+            StillOwed,
+            [
+                ("fill", 0, 1),
+                ("fill", 1, 1),
+                *[("leave", 0, 1)] * 10,
+                ("take", 1, 1),
+                ("take", 0, 7),
+            ],
+        ),
+        (
+            OwedEverMore,
+            [
+                ("fill", 0, 1),
+                ("take", 2, 1),
+                *[("take", 1, 1)] * 60,
+                *[("leave", 0, 1)] * 25,
+                ("take", 0, 10),
+            ],
         ),
     ],
 )

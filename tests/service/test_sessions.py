@@ -336,6 +336,44 @@ async def test_lease_survives_a_loss_and_attach_resumes() -> None:
     assert text_of(events) == "abcdef"
 
 
+async def test_an_attach_waits_for_a_request_that_is_on_its_way() -> None:
+    """As of a client that has lost its session before it heard of its request."""
+    gate = asyncio.Event()
+    async with serving(FakeEngine(script=says("abc"), submit_gate=gate)) as h:
+        first, second = h.session(), h.session()
+        await first.send(open=rpc.OpenCommand(lease={"seconds": 60}))
+        await first.add(spec(request_id="a"))
+        await until(lambda: h.registry.live == 1)
+        first.call.cancel()
+        await second.send(1, attach=rpc.AttachCommand(request_id="a"))
+        await second.send(2, cancel=rpc.CancelCommand(request_id="nobody"))
+        answer = await second.read_until(lambda m: m.cancelled or m.rejections or m.attached)
+        assert [one.command_id for one in answer.cancelled] == [2]  # the attach was heard, too
+        assert not answer.rejections
+        assert not answer.attached
+        gate.set()
+        await second.end()
+    assert not any(message.rejections for message in second.messages)
+    check_course(second.events()["a"])
+    assert text_of(second.events()["a"]) == "abc"
+
+
+async def test_what_the_engine_has_not_accepted_is_not_found_by_others() -> None:
+    gate = asyncio.Event()
+    async with serving(FakeEngine(script=says("abc"), submit_gate=gate)) as h:
+        streaming = asyncio.ensure_future(h.stream(spec(request_id="a")))
+        await until(lambda: h.registry.live == 1)
+        session = h.session()
+        await session.send(1, attach=rpc.AttachCommand(request_id="a"))
+        [rejection] = (await session.read()).rejections
+        assert details(rejection.status)["ErrorInfo"].reason == "REQUEST_NOT_FOUND"
+        error = await refused(h.generation.GetResult(rpc.GetResultRequest(request_id="a")))
+        assert error.reason == "REQUEST_NOT_FOUND"
+        gate.set()
+        check_course([event for message in await streaming for event in message.events])
+        await session.end()
+
+
 async def test_a_session_is_told_that_another_one_has_its_request() -> None:
     async with serving(FakeEngine(script=says("abcdef"), auto=False)) as h:
         first, second = h.session(), h.session()
