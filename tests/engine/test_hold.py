@@ -158,6 +158,22 @@ def test_where_the_batch_is_full_it_waits_at_the_head_of_the_queue(host_blocks: 
     assert rig.core.stats().restores == (0 if host_blocks is None else 1)
 
 
+@pytest.mark.parametrize("host_blocks", [None, 12])
+def test_of_two_that_come_back_to_one_place_one_may_be_in_the_step_that_runs(
+    host_blocks: int | None,
+) -> None:
+    rig = Rig(num_blocks=64, max_requests=1, overlap=True, host_blocks=host_blocks)
+    for name in ("a", "b"):
+        rig.add(name, max_tokens=20)
+        rig.steps(3)
+        rig.hold(name)
+    for name in ("a", "b"):
+        rig.unhold(name)
+    rig.drain()
+    assert rig.preemptions("a") == 0
+    assert rig.preemptions("b") == 1
+
+
 def test_one_that_waits_leaves_the_queue_and_comes_back_to_its_head() -> None:
     rig = Rig(max_requests=1)
     for name in "abc":

@@ -12,7 +12,9 @@ from engine.drain_rate import DrainRate
 from engine.errors import QueueFullError
 from engine.line import KEPT_S, MAX_TICKETS, SOON_S, Line
 from engine.queue_room import QueueRoom
+from engine.request import GenerationRequest
 from engine.shares import Shares
+from engine.types import CallerKey
 from tests.engine.crowd import Clock
 from tests.engine.fake_runner import make_request
 
@@ -218,3 +220,20 @@ def test_in_the_queue_a_request_is_known_by_its_ticket() -> None:
     assert enter("a#2", 3, ticket="a") is None
     assert enter("b#2", 3, ticket="b") is None  # nothing is kept for who is in
     assert enter("c", 3) is None
+
+
+def test_callers_that_come_in_one_batch_have_the_room_of_one_batch() -> None:
+    clock = Clock()
+    room = QueueRoom(8, DrainRate(clock, lambda: 0.0), clock, lambda: 0.0)
+
+    def batch(*callers: str) -> list[GenerationRequest]:
+        return [
+            replace(make_request(f"{caller}/{number}", [1]), caller=CallerKey(caller))
+            for caller in callers
+            for number in range(6)
+        ]
+
+    with pytest.raises(QueueFullError) as refused:
+        room.enter(batch("a", "b"), 0)
+    assert refused.value.present == 6
+    room.enter(batch("a"), 0)  # of the refused ones none has a place

@@ -130,6 +130,45 @@ def test_what_is_owed_is_forgotten_when_nobody_comes_for_it() -> None:
     assert take(shares, one("heavy"), 20)
 
 
+def test_who_got_in_is_owed_nothing_any_more() -> None:
+    shares = shares_of(80)
+    fill(shares, one("heavy"))
+    fill(shares, one("b"))  # and is refused in the end
+    shares.remove(one("heavy"), 30, served=True)
+    assert not take(shares, one("heavy"), 25)  # all that there is, and one of it is b's
+    assert take(shares, one("b"))
+    assert take(shares, one("heavy"), 24)
+
+
+def test_who_is_refused_again_and_again_is_owed_no_more_than_the_share() -> None:
+    shares = shares_of(80)
+    fill(shares, one("heavy"))
+    shares.add(one("c"), 5)
+    shares.add(one("b"), 5)
+    for _ in range(100):
+        assert shares.ask(one("b"), 1) is not None
+    shares.remove(one("heavy"), 50, served=True)
+    # Of the 40 that there are, 21 are b's, whose share is 26.
+    assert not take(shares, one("heavy"), 20)
+    assert take(shares, one("heavy"), 19)
+
+
+def test_who_is_refused_again_is_owed_it_until_the_later_time() -> None:
+    clock = Clock()
+    shares = shares_of(80, clock)
+    fill(shares, one("heavy"))
+    fill(shares, one("b"))
+    refused = shares.ask(one("b"), 10)
+    assert refused is not None
+    first = clock.now + refused.retry_after_s + GRACE_S
+    clock.now = first - 0.1
+    assert shares.ask(one("b"), 10) is not None
+    shares.remove(one("heavy"), 20, served=True)  # there are 15, and what b wants is owed
+    clock.now = first + 0.1
+    assert not take(shares, one("heavy"), 10)
+    assert take(shares, one("b"), 10)
+
+
 def test_a_group_shares_one_weight() -> None:
     shares = shares_of(1200)
     gateway = [Who(f"gateway/{i}", "gateway", 2.0) for i in range(100)]
@@ -214,7 +253,7 @@ STEPS = st.lists(
 class _Model:
     """What must hold, from a count of its own. `owed`: to those who were refused within their
     shares: how much they asked for last, until when they are expected, and whether their group was
-    within its share.
+    within its share. `claims`: the most that they can be owed, and until when.
     """
 
     def __init__(self, shares: Shares, clock: Clock, limit: int) -> None:
@@ -222,6 +261,7 @@ class _Model:
         self.reserve = max(1, limit // RESERVE_PART)
         self.held: dict[str, list[int]] = {}
         self.owed: dict[str, tuple[int, float, bool]] = {}
+        self.claims: dict[str, tuple[float, float]] = {}
 
     def holds(self, key: str) -> int:
         return sum(self.held.get(key, ()))
@@ -230,17 +270,27 @@ class _Model:
     def present(self) -> int:
         return sum(map(sum, self.held.values()))
 
+    def claimed(self, who: Who) -> tuple[float, float]:
+        """The most that a caller can be owed now, and until when."""
+        most, until = self.claims.get(who.key, (0.0, 0.0))
+        return (most, until) if until > self.clock.now else (0.0, 0.0)
+
+    def share(self, who: Who) -> tuple[float, float]:
+        """What the caller and its group are due."""
+        members = [c for c in CALLERS if c.key in self.shares._callers or c == who]
+        weights = sum({c.group: c.weight for c in members}.values())
+        share = self.limit * who.weight / weights
+        return share / sum(c.group == who.group for c in members), share
+
     def due(self, who: Who, amount: int) -> tuple[bool, bool]:
         """Whether the caller and its group stay within their shares."""
         members = [c for c in CALLERS if c.key in self.shares._callers or c == who]
         assert {key for key in self.held if self.holds(key)} <= {c.key for c in members}
-        weights = sum({c.group: c.weight for c in members}.values())
-        parts = sum(c.group == who.group for c in members)
         of_group = sum(self.holds(c.key) for c in members if c.group == who.group)
-        share = self.limit * who.weight / weights
+        own, share = self.share(who)
         held = self.holds(who.key)
         return (
-            held == 0 or held + amount <= share / parts + 1e-6,
+            held == 0 or held + amount <= own + 1e-6,
             of_group == 0 or of_group + amount <= share + 1e-6,
         )
 
@@ -254,6 +304,8 @@ class _Model:
             self.shares.add(who, amount)
             self.held.setdefault(who.key, []).append(amount)
             self.owed.pop(who.key, None)
+            most, until = self.claimed(who)
+            self.claims[who.key] = max(most - amount, 0), until
             self._check_admitted(after, is_new=held == 0, within=(is_within, is_of_due_group))
             return True
         assert refused.present == before
@@ -262,9 +314,14 @@ class _Model:
         if is_within and is_of_due_group and not is_alone:
             reserve = self.reserve if held == 0 else self.reserve // 2
             assert after > self.limit + reserve, "who is within the share finds room"
+        others = sum(self.claimed(other)[0] for other in CALLERS if other != who)
+        assert after + others > self.limit, "nothing is kept for those to whom it is not owed"
         if is_within:
             until = now + min(refused.retry_after_s, MAX_WANT_S)
             self.owed[who.key] = (amount, until, is_of_due_group)
+            claimed, expires = self.claimed(who)
+            most = min(claimed + amount, max(amount, self.share(who)[0] - held))
+            self.claims[who.key] = most, max(until + GRACE_S, expires)
         return False
 
     def _check_admitted(self, after: int, *, is_new: bool, within: tuple[bool, bool]) -> None:
@@ -369,6 +426,24 @@ class NothingOwed(Shares):
         pass
 
 
+class StillOwed(Shares):
+    """Planted: who got in is owed the same as before."""
+
+    def add(self, who, amount):  # type: ignore[no-untyped-def]
+        caller = self._callers.get(who.key)
+        owed = 0 if caller is None else caller.owed
+        super().add(who, amount)
+        if caller is not None:
+            self._set_owed(caller, owed, is_due=caller.is_due)
+
+
+class OwedEverMore(Shares):
+    """Planted: who is refused again and again is owed more than the share."""
+
+    def _owe(self, caller, amount, most, due, until):  # type: ignore[no-untyped-def]
+        super()._owe(caller, amount, 1 << 60, due, until)
+
+
 class ReserveForAll(Shares):
     """Planted: who is above the share may have the reserve too."""
 
@@ -400,6 +475,26 @@ def test_a_share_or_a_weight_that_is_ignored_is_found(planted: type[Shares]) -> 
         (
             NothingOwed,
             [("fill", 0, 1), ("take", 1, 12), *[("leave", 0, 1)] * 4, ("take", 0, 1)],
+        ),
+        (
+            StillOwed,
+            [
+                ("fill", 0, 1),
+                ("fill", 1, 1),
+                *[("leave", 0, 1)] * 10,
+                ("take", 1, 1),
+                ("take", 0, 7),
+            ],
+        ),
+        (
+            OwedEverMore,
+            [
+                ("fill", 0, 1),
+                ("take", 2, 1),
+                *[("take", 1, 1)] * 60,
+                *[("leave", 0, 1)] * 25,
+                ("take", 0, 10),
+            ],
         ),
     ],
 )

@@ -238,6 +238,14 @@ async def test_a_weight_that_changes_counts_for_what_comes_then(tmp_path: Path) 
     ]
 
 
+async def test_a_small_weight_that_many_share_is_one_that_the_engine_takes(tmp_path: Path) -> None:
+    async with a_gateway(tmp_path, "weight = 0.01") as h:
+        for number in range(12):
+            await add_for(h, "alice", f"user-{number}")
+        weights = [request.weight for request in h.engine.submitted]
+        assert weights == pytest.approx([max(0.01 / number, MIN_WEIGHT) for number in range(1, 13)])
+
+
 async def test_the_file_bounds_a_caller_s_priority(tmp_path: Path) -> None:
     path = tmp_path / "callers.toml"
     replace(path, GATEWAY + "max_priority = 10\n" + OTHERS)

@@ -363,10 +363,13 @@ async def test_every_way_to_end_gives_everything_back() -> None:
         add_two = [add(h, "e"), add(h, "f")]
         await asyncio.gather(*add_two)
         session = h.session()
+        await session.send(open=rpc.OpenCommand(initial_credit=1))
         await session.send(1, attach=rpc.AttachCommand(request_id="e"))
         await session.read_until(lambda m: m.attached)
         assert control.open_requests == 2
         engine.run()
+        assert (control.reserved_tokens, control.open_requests) == (0, 1)
+        await session.send(credit=rpc.CreditCommand(request_id="e", tokens=1000))
         await session.end()
         await until(lambda: not h.registry.live)
         assert (control.reserved_tokens, control.open_requests) == (0, 0)

@@ -456,6 +456,26 @@ async def test_what_has_just_ended_is_not_given_up_for_what_ended_before() -> No
         assert (await refused(read_all(session))).reason == "RESULTS_NOT_READ"
 
 
+async def test_who_reads_is_not_given_up_for_what_ended_long_ago() -> None:
+    async with serving(FakeEngine(auto=False)) as h:
+        session = h.session()
+        await session.send(open=rpc.OpenCommand(initial_credit=1))
+        await session.add(spec(request_id="a", stop={"max_tokens": 5}))
+        await session.read_until(lambda m: m.events)
+        [stream] = h.registry.streams
+        h.registry.clock = lambda: time.monotonic() - 1000
+        h.engine.run()  # `a` waits for credit
+        h.registry.clock = time.monotonic
+        await session.add(spec(request_id="b"))
+        await session.read_until(lambda _: "b" in session.events())
+        h.registry.check_reader(stream)
+        assert not stream.given_up
+        h.registry.clock = lambda: time.monotonic() + 1000
+        h.registry.check_reader(stream)
+        assert stream.given_up
+        assert (await refused(read_all(session))).reason == "RESULTS_NOT_READ"
+
+
 async def read_all(session: Session) -> None:
     """Read what still comes."""
     while await session.call.read() is not grpc.aio.EOF:

@@ -198,6 +198,21 @@ async def test_described_tokens_count_by_their_bytes() -> None:
         session.call.cancel()
 
 
+async def test_candidates_that_are_asked_for_by_id_count_as_the_others() -> None:
+    async with serving(FakeEngine(auto=False), max_unread_bytes=64 << 10) as h:
+        session = h.session()
+        for name, output in (
+            ("named", {"logprobs": 3, "logprob_token_ids": range(20, 60)}),
+            ("named alone", {"logprob_token_ids": range(20, 63)}),
+            ("likely", {"logprobs": 43}),
+        ):
+            await session.add(spec(request_id=name.replace(" ", "-"), output=output))
+        await until(lambda: h.engine.num_live == 3)
+        bounds = {request_of(h, name).bound for name in ("named", "named-alone", "likely")}
+        assert len(bounds) == 1
+        session.call.cancel()
+
+
 async def test_what_the_client_asked_to_hold_back_is_not_unread() -> None:
     async with serving(FakeEngine(auto=False), max_unread_tokens=10) as h:
         session = h.session()
@@ -457,6 +472,42 @@ async def test_an_event_that_has_its_number_is_not_cut() -> None:
         await session.end()
         check_course(session.events()["a"])
         assert ids_of(session.events()["a"]) == oracle(h, "a", 30)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 0), (4, 2), (500, 3), (0, 3)])
+async def test_a_live_session_s_credit_does_not_go_to_the_one_that_takes_over(
+    before: int, after: int
+) -> None:
+    """Nor does what the old one is granted then. 0: the session has no credits."""
+    async with serving(FakeEngine(auto=False)) as h:
+        sessions = [h.session(), h.session()]
+        old, new = sessions
+        for session, credit in zip(sessions, (before, after), strict=True):
+            await session.send(open=rpc.OpenCommand(initial_credit=credit, lease=LEASE))
+            await session.read()
+        await old.add(spec(request_id="a", stop={"max_tokens": 40}))
+        await old.read_until(lambda m: m.events)
+        await step(h, 2)
+        await old.read_until(lambda _: ids_of(old.events()["a"]))
+        await new.send(attach=rpc.AttachCommand(request_id="a"))
+        await new.read_until(lambda m: m.attached)
+        await old.read_until(lambda m: m.detached)
+        if before:
+            await old.send(credit=rpc.CreditCommand(request_id="a", tokens=7))
+            await old.send(9, cancel=rpc.CancelCommand(request_id="nobody"))
+            await old.read_until(lambda m: m.cancelled)  # so the credit was heard
+        h.engine.run()
+        log = log_of(h, "a")
+        if after:
+            await until(lambda: not log.is_takeable)
+            await new.send(9, cancel=rpc.CancelCommand(request_id="nobody"))
+            await new.read_until(lambda m: m.cancelled)
+            assert len(ids_of(new.events()["a"])) == after
+            await new.send(credit=rpc.CreditCommand(request_id="a", tokens=40))
+        for session in sessions:
+            await session.end()
+        check_course(new.events()["a"])
+        assert ids_of(new.events()["a"]) == oracle(h, "a", 40)
 
 
 async def test_credit_commands_are_checked() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import grpc
+import pytest
 from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 
@@ -61,6 +62,24 @@ async def test_add_then_read_everything() -> None:
     assert (list(rest.events), rest.next_seq, rest.done) == ([], result.next_seq, True)
 
 
+async def test_what_is_too_large_for_one_answer_is_done_with_the_last_one() -> None:
+    engine = FakeEngine(auto=False, tokens_per_step=100)
+    async with serving(engine) as h:
+        # About 3 MB.
+        await add(h, stop={"max_tokens": 500}, output={"logprobs": 128, "omit_text": True})
+        engine.run()
+        events: list[pb.ResultEvent] = []
+        dones = []
+        while not any(dones):
+            answer = await get(h, from_seq=len(events) + 1)
+            assert answer.events
+            events += answer.events
+            dones.append(answer.done)
+    assert len(dones) > 1
+    check_course(events)
+    assert len(ids_of(events)) == 500
+
+
 async def test_reading_while_it_runs() -> None:
     async with serving(FakeEngine(script=says("abcd"), auto=False)) as h:
         await add(h)
@@ -99,6 +118,26 @@ async def test_the_end_of_a_reading_rpc_does_not_touch_the_request() -> None:
         h.engine.run()
         assert not h.engine.cancelled
         assert (await get(h)).done
+
+
+async def test_a_reading_rpc_is_told_of_events_that_a_stream_took_meanwhile() -> None:
+    """Without a lease nothing is kept that the stream has taken."""
+    async with serving(FakeEngine(script=says("abcd"), auto=False)) as h:
+        session = h.session()
+        await session.add(spec(request_id="a"))
+        await session.read_until(lambda m: m.events)
+        reading = asyncio.ensure_future(
+            get(h, from_seq=2, until_done=True, wait={"seconds": 30}),
+        )
+        request = h.registry.find("anonymous", "a")
+        await until(lambda: request.readers)
+        h.engine.step()
+        await session.read()
+        h.engine.run()
+        error = await refused(reading)
+        assert (error.code, error.reason) == (grpc.StatusCode.OUT_OF_RANGE, "RESULT_OUT_OF_RANGE")
+        await session.end()
+        check_course(session.events()["a"])
 
 
 async def test_attach_from_the_first_event_and_from_later() -> None:
@@ -240,6 +279,19 @@ def test_who_keeps_most_loses_the_oldest() -> None:
         kept.discard(log)
     assert kept.count == 1
     assert keep(KeptResults(0, 0), (named("a", "x"), 1)) == ["a/x"]
+
+
+@pytest.mark.parametrize(
+    ("large", "small"), [(("a", None), ("b", None)), (("gateway", "a"), ("gateway", "b"))]
+)
+def test_of_each_limit_it_is_who_keeps_most_that_loses(
+    large: tuple[str, str | None], small: tuple[str, str | None]
+) -> None:
+    """One with few large results and one with many small ones: two callers, or two of a group."""
+    one = (named(large[0], "large", large[1]), 700)
+    many = [(named(small[0], f"{i}", small[1]), 50) for i in range(7)]
+    assert keep(KeptResults(4, 2000), one, *many[:5]) == [f"{small[0]}/0", f"{small[0]}/1"]
+    assert keep(KeptResults(100, 1000), one, *many) == [f"{large[0]}/large"]
 
 
 def test_whom_a_gateway_names_are_one_and_then_each_for_themselves() -> None:

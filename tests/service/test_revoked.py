@@ -185,6 +185,19 @@ async def test_a_watch_of_control_ends(callers: Path) -> None:  # noqa: F811
         assert (error.code, error.reason) == (PERMISSION_DENIED, "SERVICE_NOT_GRANTED")
 
 
+def test_a_file_that_changes_before_the_account_is_known_counts(
+    callers: Path,  # noqa: F811
+) -> None:
+    permit = Authenticator(str(callers)).by_token(
+        "/headrace.v1.GenerationService/StreamResult", bearer("bob")
+    )
+    assert isinstance(permit, Permit)
+    replace(callers, NOT_BOB)
+    of_call = permit.of_call(bearer("bob"), "ipv4:192.0.2.7:1")
+    with pytest.raises(UnauthenticatedError):
+        of_call.check()
+
+
 def test_nobody_is_looked_for_again_while_the_file_is_as_it_was(
     callers: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

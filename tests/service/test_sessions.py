@@ -11,6 +11,8 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.model_service_pb2 import GetModelRequest
 
 from engine.errors import QueueFullError
+from service.delivery.events import MAX_DELTA_BYTES, detail_bytes
+from service.delivery.session import MAX_BATCH_BYTES
 from service.servicers import commands
 from tests.service.fake_engine import FakeEngine, default_script, says
 from tests.service.helpers import (
@@ -240,6 +242,21 @@ async def test_a_stream_lost_while_a_request_is_on_its_way_leaves_nothing() -> N
         assert h.engine.num_live == 0
 
 
+async def test_a_lease_begins_though_the_stream_was_lost_while_a_request_was_on_its_way() -> None:
+    gate = asyncio.Event()
+    async with serving(FakeEngine(auto=False, submit_gate=gate)) as h:
+        session = h.session()
+        await session.send(1, open=rpc.OpenCommand(lease={"nanos": 20_000_000}))
+        await session.add(spec(request_id="a"))
+        await until(lambda: h.registry.live == 1)
+        session.call.cancel()
+        await until(lambda: not h.registry.streams)
+        gate.set()
+        await until(lambda: h.engine.cancelled)  # nobody has attached
+        h.engine.run()
+        assert h.registry.live == h.engine.num_live == 0
+
+
 async def test_cancel_before_the_first_token_midway_and_unknown() -> None:
     async with serving(FakeEngine(auto=False)) as h:
         session = h.session()
@@ -309,6 +326,7 @@ async def test_lease_survives_a_loss_and_attach_resumes() -> None:
         await second.send(9, attach=rpc.AttachCommand(request_id="a", from_seq=len(received)))
         message = await second.read_until(lambda m: m.attached)
         assert (message.attached[0].command_id, message.attached[0].from_seq) == (9, len(received))
+        assert not h.registry.leases.is_running(h.registry.find("anonymous", "a"))
         h.engine.run()
         await second.end()
     resumed = second.events()["a"]
@@ -316,6 +334,44 @@ async def test_lease_survives_a_loss_and_attach_resumes() -> None:
     events = received + resumed[1:]
     check_course(events)
     assert text_of(events) == "abcdef"
+
+
+async def test_an_attach_waits_for_a_request_that_is_on_its_way() -> None:
+    """As of a client that has lost its session before it heard of its request."""
+    gate = asyncio.Event()
+    async with serving(FakeEngine(script=says("abc"), submit_gate=gate)) as h:
+        first, second = h.session(), h.session()
+        await first.send(open=rpc.OpenCommand(lease={"seconds": 60}))
+        await first.add(spec(request_id="a"))
+        await until(lambda: h.registry.live == 1)
+        first.call.cancel()
+        await second.send(1, attach=rpc.AttachCommand(request_id="a"))
+        await second.send(2, cancel=rpc.CancelCommand(request_id="nobody"))
+        answer = await second.read_until(lambda m: m.cancelled or m.rejections or m.attached)
+        assert [one.command_id for one in answer.cancelled] == [2]  # the attach was heard, too
+        assert not answer.rejections
+        assert not answer.attached
+        gate.set()
+        await second.end()
+    assert not any(message.rejections for message in second.messages)
+    check_course(second.events()["a"])
+    assert text_of(second.events()["a"]) == "abc"
+
+
+async def test_what_the_engine_has_not_accepted_is_not_found_by_others() -> None:
+    gate = asyncio.Event()
+    async with serving(FakeEngine(script=says("abc"), submit_gate=gate)) as h:
+        streaming = asyncio.ensure_future(h.stream(spec(request_id="a")))
+        await until(lambda: h.registry.live == 1)
+        session = h.session()
+        await session.send(1, attach=rpc.AttachCommand(request_id="a"))
+        [rejection] = (await session.read()).rejections
+        assert details(rejection.status)["ErrorInfo"].reason == "REQUEST_NOT_FOUND"
+        error = await refused(h.generation.GetResult(rpc.GetResultRequest(request_id="a")))
+        assert error.reason == "REQUEST_NOT_FOUND"
+        gate.set()
+        check_course([event for message in await streaming for event in message.events])
+        await session.end()
 
 
 async def test_a_session_is_told_that_another_one_has_its_request() -> None:
@@ -416,6 +472,23 @@ async def test_a_client_that_does_not_read_costs_merged_deltas() -> None:
     check_course(session.events()["a"])
     assert kinds(session.events()["a"]) == ["accepted", "prompt", "delta", "finished"]
     assert len(ids_of(session.events()["a"])) == 1500
+
+
+async def test_what_many_requests_have_is_divided_into_messages_that_are_not_too_large() -> None:
+    output = {"logprobs": 128, "omit_text": True}
+    async with serving(FakeEngine(auto=False, tokens_per_step=100)) as h:
+        session = h.session()
+        for name in ("a", "b"):
+            await session.add(spec(request_id=name, stop={"max_tokens": 300}, output=output))
+        await session.read_until(lambda _: len(session.events()) == 2)
+        h.engine.run()  # about 1.8 MB of each, in one pass of the event loop
+        await session.end()
+    for message in session.messages:
+        described = sum(len(event.delta.tokens) for event in message.events)
+        assert described * detail_bytes(128) <= MAX_BATCH_BYTES + MAX_DELTA_BYTES
+    for events in session.events().values():
+        check_course(events)
+        assert len(ids_of(events)) == 300
 
 
 async def test_a_stream_is_lost_while_its_writer_is_blocked() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,14 @@ def test_files_are_read_when_somebody_asks_for_it(
     watched.reload()
     assert files.reads == 2
     assert "files were read again" in caplog.text
+
+
+def test_another_file_of_the_same_size_and_time_is_read(tmp_path: Path) -> None:
+    files = Restless(tmp_path, changes=0)
+    watched = files.watched()
+    times = files.first.stat()
+    other = tmp_path / "other"
+    other.write_text("1")
+    os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))
+    other.replace(files.first)
+    assert watched.current() == ("1", "0")

@@ -115,6 +115,33 @@ def test_tenants_share_nothing() -> None:
     assert kv_cache.find_prefix(make_request(3, PROMPT)) == 0
 
 
+def test_tenants_share_nothing_in_a_rope_group_either() -> None:
+    kv_cache = _manager()
+
+    def request_of(key: int, salt: bytes, rope_group: int) -> Request:
+        request = make_request(key, PROMPT, salt=salt)
+        request.rope_group = rope_group
+        return request
+
+    first = request_of(1, b"a", 1)
+    _compute(kv_cache, first)
+    kv_cache.free(first.key)
+    assert kv_cache.find_prefix(request_of(2, b"a", 1)) == 8
+    for key, (salt, rope_group) in enumerate(((b"b", 1), (b"", 1), (b"a", 0), (b"a", 2)), start=3):
+        assert kv_cache.find_prefix(request_of(key, salt, rope_group)) == 0
+
+
+def test_a_request_that_changes_its_rope_group_is_looked_up_anew() -> None:
+    """As the core has it when a request outgrows the original length and starts again."""
+    kv_cache = _manager()
+    _leave(kv_cache, PROMPT)
+    request = make_request(1, PROMPT)
+    assert kv_cache.find_prefix(request) == 8
+    request.rope_group = 1
+    request.block_hashes.clear()
+    assert kv_cache.find_prefix(request) == 0
+
+
 def test_who_bypasses_neither_uses_nor_leaves() -> None:
     kv_cache = _manager()
     loner = make_request(1, PROMPT, bypass=True)
@@ -273,6 +300,17 @@ def test_reset_forgets_all_prefixes() -> None:
     assert kv_cache.num_cached_blocks == 0
     _leave(kv_cache, PROMPT)
     assert _find(kv_cache, PROMPT, key=4) == 8
+
+
+def test_who_began_before_a_reset_and_is_computed_again_leaves_prefixes() -> None:
+    kv_cache = _manager()
+    request = make_request(1, PROMPT)
+    _compute(kv_cache, request)
+    kv_cache.reset_prefix_cache()
+    assert kv_cache.preempt(request) == 0
+    _compute(kv_cache, request)
+    kv_cache.free(request.key)
+    assert _find(kv_cache, PROMPT) == 8
 
 
 def test_a_request_cannot_start_twice() -> None:

@@ -188,6 +188,20 @@ def test_nobody_is_preempted_where_it_would_not_help() -> None:
     assert watched.core.stats().preemptions == 0
 
 
+def test_blocks_that_a_window_has_left_behind_are_no_reason_to_preempt() -> None:
+    watched = Watched(
+        policy="priority", num_blocks=8, block_size=4, max_batch_tokens=40, windows=(8,)
+    )
+    watched.add(make_request("high", range(20), 8, priority=1))
+    watched.add(make_request("low", range(20), 8, priority=-1))
+    while "low" not in watched.step():
+        pass
+    watched.add(make_request("mid", range(28), 2))  # needs seven; low has had six, and holds three
+    assert watched.step() == {"high": 1, "low": 1}
+    assert watched.core.stats().preemptions == 0
+    watched.drain()
+
+
 def test_of_the_running_the_lowest_that_came_last_is_preempted_for_blocks() -> None:
     watched = Watched(policy="priority", num_blocks=7, block_size=2, max_batch_tokens=32)
     watched.add(
