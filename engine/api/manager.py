@@ -202,9 +202,6 @@ class ContinuousBatchingManager:
         self._loop.refuse_in_a_fork()
         return self._loop.model_window(self._refresh)
 
-    model_window = pause
-    """The earlier name of `pause`, for those who use it."""
-
     def reset_prefix_cache(self) -> Future[None]:
         """Forget all cached prefixes, before the next step at the latest; see EngineLoop."""
         self._loop.refuse_in_a_fork()

@@ -378,7 +378,7 @@ def test_prefixes_are_forgotten_within_a_pause(rig: Rig) -> None:
 
 
 def test_a_pause_has_another_name(rig: Rig) -> None:
-    with rig.manager.model_window():
+    with rig.manager.pause():
         assert rig.loop._window.is_parked
 
 

@@ -448,7 +448,7 @@ class ReserveForAll(Shares):
     """Planted: who is above the share may have the reserve too."""
 
     def _room_beyond(self, caller, due):  # type: ignore[no-untyped-def]
-        return self._reserve
+        return self.reserve
 
 
 class NoWeights(Shares):
