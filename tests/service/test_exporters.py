@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import shutil
 import socket
@@ -245,15 +244,21 @@ async def test_who_sends_a_byte_now_and_then_keeps_no_place(
         host, _, port = page_of(h.server).removeprefix("http://").partition("/")[0].partition(":")
         slow = [socket.create_connection((host, int(port))) for _ in range(PLACES)]
 
-        def feed() -> None:
-            """Until the server has ended each."""
-            for connection in slow:
-                with contextlib.suppress(OSError), connection:
-                    while True:
+        def feed() -> bool:
+            """Until the server has ended each of them; whether it has."""
+            ends, left = time.monotonic() + 10, list(slow)
+            while left and time.monotonic() < ends:
+                for connection in list(left):
+                    try:
                         connection.sendall(b"G")
-                        time.sleep(0.05)
+                    except OSError:
+                        left.remove(connection)
+                time.sleep(0.05)
+            for connection in slow:
+                connection.close()
+            return not left
 
-        await asyncio.wait_for(asyncio.to_thread(feed), DEADLINE_S)
+        assert await asyncio.to_thread(feed)
         assert "target_info" in await scraped(h.server)
 
 
