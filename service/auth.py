@@ -29,7 +29,7 @@ from service.accounts import (
     account_of,
     name_in,
 )
-from service.callers import EVERYONE, Caller, CallerTable, parse_callers
+from service.callers import EVERYONE, MAX_FILE_BYTES, Caller, CallerTable, parse_callers
 from service.watched import Watched, read
 
 logger = logging.getLogger(__name__)
@@ -248,7 +248,7 @@ class Authenticator:
 
     def _load(self, path: str) -> CallerTable:
         try:
-            table = parse_callers(read("auth_file", path).decode())
+            table = parse_callers(read("auth_file", path, MAX_FILE_BYTES).decode())
         except UnicodeDecodeError as error:
             raise ConfigError("auth_file", f"{path} is not UTF-8") from error
         if table.certificates and not self._client_certificates:

@@ -55,6 +55,10 @@ SERVICES = {
 """The services that can be granted, by their names in the file. Health is open to everybody."""
 MAX_TOKENS = 1024
 """The most tokens; each call is compared with all of them."""
+MAX_FILE_BYTES = 512 << 10
+"""Of the file: twice what entries for all tokens take. Reading it again stops all calls meanwhile,
+for about 2 s per MiB.
+"""
 MIN_WEIGHT = 0.01
 """The lowest weight of a caller; its part for one user may be lower."""
 

@@ -14,13 +14,13 @@ It uses no TLS, as orchestrators' probes expect, and reveals only statuses.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from service.health import HealthServicer
+from service.threads import started_pool
 
 _THREADS = 2
 _OPTIONS = [
@@ -63,8 +63,6 @@ class _Threaded(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untype
 
 def make_health_server(health: HealthServicer) -> grpc.Server:
     """Make a server for health checks, not bound and not started yet."""
-    server = grpc.server(
-        ThreadPoolExecutor(_THREADS, thread_name_prefix="headrace-health"), options=_OPTIONS
-    )
+    server = grpc.server(started_pool(_THREADS, "headrace-health"), options=_OPTIONS)
     health_pb2_grpc.add_HealthServicer_to_server(_Threaded(health), server)
     return server

@@ -23,6 +23,7 @@ from engine.errors import HeadraceError
 from engine.stats import EngineStats
 from service.delivery.registry import Registry, RegistryStats
 from service.figures import Figures
+from service.joining import join
 from service.refusals import Refusal
 from service.state import Drain, Phase, ServerState
 
@@ -244,9 +245,4 @@ class Control:
         task = asyncio.create_task(call)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            # Nobody is left to see its result.
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
-            raise
+        return await join(task)

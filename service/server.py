@@ -29,7 +29,6 @@ import random
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -79,6 +78,7 @@ from service.supervision import RESTART_DELAY_S, Supervisor
 from service.telemetry import setup as telemetry
 from service.telemetry.config import TelemetryConfig
 from service.text_pool import THREADS, TextPool
+from service.threads import started_pool
 from service.tls import Tls
 from service.transport import grpc_options, most_received
 from service.unknown_methods import make_server
@@ -231,7 +231,7 @@ class HeadraceServer:
         self._admission = AdmissionControl(_limits(config), clock, jitter)
         self.registry = Registry(client, _retention(config), self._admission, _flow(config))
         # One more thread, which loads tokenizers.
-        self._threads = ThreadPoolExecutor(THREADS + 1, thread_name_prefix="headrace-text")
+        self._threads = started_pool(THREADS + 1, "headrace-text")
         self.text_pool = TextPool(self._threads, clock)
         has_control = any(config.serves_control(parse_address(text)) for text in config.listen)
         self.health = HealthServicer(

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from engine.client import EngineClient
+from engine.errors import HeadraceError
 from service.health import HealthServicer
 from service.state import Phase, ServerState
 
@@ -81,8 +82,10 @@ class Supervisor:
             delay = min(2 * delay, _MAX_DELAY_S)
             try:
                 await self._load()
+            # Whatever the cause, it may pass: a device recovers, memory is freed.
+            except HeadraceError as error:
+                logger.error("the engine could not be started again: %s", error)
             except Exception:
-                # Whatever the cause, it may pass: a device recovers, memory is freed.
                 logger.exception("the engine could not be started again")
             else:
                 return delay

@@ -4,9 +4,10 @@ before a call is read.
 These limits are for untrusted clients. Known callers are refused by admission, with a reason and a
 retry delay; gRPC closes, resets or delays calls without a reason.
 
-A connection can hold at most the headers of its calls (16 KiB each; larger ones are refused) and,
-for each call that is not read yet, the first bytes of its message (`_UNREAD_BYTES`; HTTP/2's flow
-control keeps the rest at the client). Calls of unknown callers are refused, which ends them.
+A connection can hold the headers of its calls (16 KiB each; larger ones are refused once they end:
+gRPC keeps headers that do not, see docs/promises.md) and, for each call that is not read yet, the
+first bytes of its message (`_UNREAD_BYTES`; HTTP/2's flow control keeps the rest at the client).
+Calls of unknown callers are refused, which ends them.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def grpc_options(config: ServiceConfig) -> list[tuple[str, int]]:
         # resets up to a third of the calls of well-behaved clients.
         ("grpc.max_concurrent_streams", config.max_streams_per_connection),
         ("grpc.http.overload_protection", 0),
-        # One limit: between a soft and a hard one gRPC refuses at random.
+        # One limit: between a soft and a hard one gRPC refuses at random. It is no bound of what is
+        # kept: of headers that go on in CONTINUATION frames gRPC keeps all, until they end.
         ("grpc.max_metadata_size", _HEADER_BYTES),
         ("grpc.absolute_max_metadata_size", _HEADER_BYTES),
         # How much a call may send before it is read. Once it is read, the window opens to the size

@@ -116,13 +116,17 @@ def _stamp(path: str) -> tuple[int, ...] | None:
     )
 
 
-def read(option: str, path: str) -> bytes:
-    """A file's content.
+def read(option: str, path: str, most_bytes: int | None = None) -> bytes:
+    """A file's content, of which no more than `most_bytes` are read.
 
     Raises:
-        ConfigError: it cannot be read; the message names the option.
+        ConfigError: it cannot be read, or is longer; the message names the option.
     """
     try:
-        return Path(path).read_bytes()
+        with Path(path).open("rb") as file:
+            found = file.read() if most_bytes is None else file.read(most_bytes + 1)
     except OSError as error:
         raise ConfigError(option, f"{path} cannot be read: {error.strerror}") from error
+    if most_bytes is not None and len(found) > most_bytes:
+        raise ConfigError(option, f"{path} has more than {most_bytes >> 10} KiB")
+    return found

@@ -8,6 +8,9 @@ from benchmarks.trust.hostile.part import HOSTILE
 from benchmarks.trust.load.part import LOAD
 from benchmarks.trust.parts import Part
 from benchmarks.trust.planted.part import PLANTED
+from benchmarks.trust.proxy.part import PROXY
 from benchmarks.trust.storms.part import STORMS
 
-PARTS: dict[str, Part] = {one.name: one for one in (ENDS, HOSTILE, BYTES, STORMS, LOAD, PLANTED)}
+PARTS: dict[str, Part] = {
+    one.name: one for one in (ENDS, HOSTILE, PROXY, BYTES, STORMS, LOAD, PLANTED)
+}

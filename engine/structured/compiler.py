@@ -43,6 +43,7 @@ from typing import NamedTuple, TypeVar
 from engine.drain_rate import DrainRate
 from engine.errors import (
     CompileQueueFullError,
+    EngineUnavailableError,
     HeadraceError,
     InvalidRequestError,
     UnsupportedFeatureError,
@@ -178,7 +179,8 @@ class GrammarCompiler:
             A future of the factory of the request's matchers, or of the error with which to refuse
             it: InvalidRequestError (the grammar is wrong, empty, too complex, or takes too long),
             UnsupportedFeatureError (the tokenizer is missing or of an unsupported kind),
-            CompileQueueFullError (too many wait; try again). It may be cancelled.
+            CompileQueueFullError (too many wait; try again), EngineUnavailableError (the system
+            refuses a thread; try again). It may be cancelled.
         """
         result: Future[MatcherFactory] = Future()
         group = caller if group == NO_CALLER else group
@@ -275,17 +277,32 @@ class GrammarCompiler:
                 job = self._jobs[key] = _Job(key, caller, group)
                 self._queue.append(job)
                 if len(self._running) < self._workers:
-                    self._running.append(None)
-                    start_with_stack(self._work)
+                    self._start_worker()
+                if not self._running:  # else one that is there takes it, once it is free
+                    self._leave_queue(job)
+                    _fail(waiter, _no_thread())
+                    return waiter
             job.waiters.append(waiter)
         if displaced is not None and full is not None:
             for left in displaced.waiters:
                 _fail(left, full)
         timer = threading.Timer(self._time_limit_s, self._overrun, (job, waiter))
         timer.daemon = True
-        timer.start()
+        try:
+            timer.start()
+        except RuntimeError:  # without it, nothing would bound the wait
+            _fail(waiter, _no_thread())
         waiter.add_done_callback(lambda _: timer.cancel())
         return waiter
+
+    def _start_worker(self) -> None:
+        """Start another worker, unless the system refuses a thread."""
+        self._running.append(None)
+        try:
+            start_with_stack(self._work)
+        except (RuntimeError, MemoryError) as error:
+            self._running.remove(None)
+            logger.error("a thread that compiles grammars could not be started: %s", error)
 
     def _drop_deserted(self) -> None:
         """Drop queued grammars that no request waits for any more."""
@@ -456,3 +473,9 @@ def _give_way() -> None:
         thread = threading.get_native_id()
         nice = min(_MOST_NICE, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)
         os.setpriority(os.PRIO_PROCESS, thread, nice)
+
+
+def _no_thread() -> EngineUnavailableError:
+    return EngineUnavailableError(
+        "the system has no thread left to compile the form of output; try again"
+    )

@@ -103,7 +103,11 @@ class Root:
         begin = time.monotonic()
         if self._next is None:
             self._next = Future()
-            start_with_stack(partial(_compile, self._next, self._make, self._tokens))
+            try:
+                start_with_stack(partial(_compile, self._next, self._make, self._tokens))
+            except (RuntimeError, MemoryError) as error:  # the system refuses a thread
+                logger.error("a thread that compiles grammars could not be started: %s", error)
+                self._next.set_result(None)
         try:
             return self._next.result(max(0.0, self._renewal_s))
         except FutureTimeout:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from engine.client import EngineClient
-from engine.errors import DuplicateRequestError, RequestNotFoundError
+from engine.errors import DuplicateRequestError, EngineUnavailableError, RequestNotFoundError
 from engine.outputs import StepOutputs
 from engine.types import RequestId
 from service.accounts import Account
@@ -32,6 +32,7 @@ from service.delivery.session import ResultStream
 from service.delivery.states import State
 from service.delivery.submission import Submission
 from service.delivery.timers import Timer
+from service.joining import join
 
 logger = logging.getLogger(__name__)
 
@@ -221,11 +222,11 @@ class Registry:
         self._admitting[key] = task = self.engine.spawn(admitting)
         task.add_done_callback(lambda done: self._settle(key, done))
         if stream is not None:
-            await asyncio.shield(task)
+            await join(task)
             return request
         request.waiting = 1
         try:
-            await asyncio.shield(task)
+            await join(task)
         except BaseException:
             request.left()
             raise
@@ -460,6 +461,8 @@ class Registry:
         live = False
         try:
             live = await self._client.cancel(request.engine_id)
+        except EngineUnavailableError:
+            pass  # it has died, and the request with it
         except Exception:
             logger.exception("cancelling %s in the engine failed", request.engine_id)
         if not live:

@@ -30,6 +30,7 @@ from service.gateway.incoming import generation
 from service.gateway.outgoing import Answers
 from service.gateway.throughput import Throughput
 from service.gateway.tokenizer_archive import TokenizerArchive
+from service.joining import join
 from service.operator_control import Control, Snapshot
 from service.servicers.submit import start_request
 from service.state import FrontEnd, current_front
@@ -168,7 +169,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         """The figures now. Callers of one moment share the question to the engine."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._control.snapshot())
-        return await asyncio.shield(self._asking)
+        return await join(self._asking)
 
     # What this server does not do
 

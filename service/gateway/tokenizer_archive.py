@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from service.joining import join
+
 CHUNK_BYTES = 64 << 10
 """How much of the archive one message carries."""
 _NAMES = frozenset(
@@ -85,4 +87,4 @@ class TokenizerArchive:
         if self._packing is None or failed or folder != self._folder:
             self._folder = folder
             self._packing = asyncio.create_task(asyncio.to_thread(make_archive, folder))
-        return await asyncio.shield(self._packing)  # others wait for it too
+        return await join(self._packing)  # others wait for it too

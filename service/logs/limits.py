@@ -1,5 +1,8 @@
-"""Limits how often a line is logged: clients that can cause a line must not be able to fill a disk,
-or to crowd out other lines.
+"""Limits what is logged, and how often: clients that can cause a line must not be able to fill a
+disk, or to crowd out other lines.
+
+That a caller has gone is no line. gRPC reports as an error, with a traceback, that it could not
+send to one whose going it notices a moment later.
 
 Each place in the code that logs may log BURST lines at once and then one a second; the next line
 tells how many were left out. The debug level is exempt, because its users want everything.
@@ -40,6 +43,8 @@ class Limits:
         """
         if record.levelno < logging.INFO:
             return 0
+        if _tells_that_a_caller_has_gone(record):
+            return None
         now = self._clock()
         key = record.processName, record.name, record.lineno
         place = self._places.get(key)
@@ -55,3 +60,12 @@ class Limits:
         place.left -= 1
         skipped, place.skipped = place.skipped, 0
         return skipped
+
+
+def _tells_that_a_caller_has_gone(record: logging.LogRecord) -> bool:
+    """Whether gRPC tells of a batch of operations that failed: on a server's side that is so once
+    the call is over.
+    """
+    kind = record.exc_info[0] if record.exc_info else None
+    name = record.name.partition(".")[0]
+    return name == "grpc" and kind is not None and kind.__name__ == "ExecuteBatchError"

@@ -5,8 +5,8 @@
 It is served by threads, so a busy event loop delays it only by some switches of the interpreter.
 It is for the operator's network: it has no TLS and knows no callers, and by default only this
 machine reaches it. What a stranger can make it hold is bounded all the same: connections are served
-PLACES at a time, each has PATIENCE_S seconds for every read and write, and one page is made at a
-time.
+PLACES at a time, each has PATIENCE_S seconds for all of its request and its page, and one page is
+made at a time.
 
 The endpoint picker of the Gateway API Inference Extension has a small page of its own: it reads a
 few figures, twenty times a second, by names that are vLLM's unless it is told others. They are not
@@ -15,10 +15,12 @@ valid names in OpenTelemetry, and Prometheus' own linter rejects them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
@@ -162,7 +164,7 @@ class _Server(ThreadingHTTPServer):
     ) -> None:
         self.address_family = family
         self.made = made
-        self._places = threading.BoundedSemaphore(PLACES)
+        self._open: dict[socket.socket, float] = {}  # since when, in monotonic seconds
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -172,16 +174,29 @@ class _Server(ThreadingHTTPServer):
         self.server_address = self.socket.getsockname()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._places.acquire(blocking=False):
+        if len(self._open) >= PLACES:
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        self._open[request] = time.monotonic()
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started
+            del self._open[request]
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            del self._open[request]
+
+    def service_actions(self) -> None:
+        """Several times a second: end the connections that have had their time."""
+        latest = time.monotonic() - PATIENCE_S
+        for request, began in list(self._open.items()):
+            if began < latest:
+                with contextlib.suppress(OSError):  # it has ended meanwhile
+                    request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("a scrape failed: %s", sys.exception())

@@ -8,6 +8,7 @@ import contextlib
 import json
 import random
 import re
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from headrace.v1 import generation_pb2 as pb
 
+from benchmarks.envoy import ENVOY
 from benchmarks.processes import ROOT
 from benchmarks.trust.__main__ import RESULTS
 from benchmarks.trust.bytes.fuzz import Fuzzing
@@ -31,6 +33,8 @@ from benchmarks.trust.load.part import traced
 from benchmarks.trust.parts import Course, Part, Tried
 from benchmarks.trust.planted.part import planted
 from benchmarks.trust.planted.plants import LOG, PLANTS, WITNESS
+from benchmarks.trust.proxy import flood
+from benchmarks.trust.proxy import part as proxy
 from benchmarks.trust.record import Record
 from benchmarks.trust.registry import PARTS
 from benchmarks.trust.storms.calls import Crowd as CallCrowd
@@ -53,6 +57,14 @@ def plan(folder: Path, part: Part, **more: Any) -> Plan:
 
 def part(run: Any) -> Part:
     return Part(name="one", meaning="tries one thing", minutes=1, run=run, has_calm=False)
+
+
+def course(folder: Path, **more: Any) -> Course:
+    values: dict[str, Any] = {
+        "seed": 1, "is_cut": True, "known": (), "record": lambda one: None,
+        "say": lambda text: None, **more,
+    }  # fmt: skip
+    return Course(folder=folder, **values)
 
 
 # ---- the campaign --------------------------------------------------------------------------------
@@ -120,15 +132,12 @@ def test_what_is_wrong_is_told_unless_it_is_not_judged(tmp_path: Path) -> None:
 
 
 def test_what_is_drawn_depends_on_the_seed_and_the_name_alone(tmp_path: Path) -> None:
-    def course(seed: int) -> Course:
-        return Course(
-            seed=seed, is_cut=True, folder=tmp_path, known=(), record=lambda one: None,
-            say=lambda text: None,
-        )  # fmt: skip
+    def drawn(seed: int, name: str) -> float:
+        return course(tmp_path, seed=seed).source(name).random()
 
-    assert course(1).source("a").random() == course(1).source("a").random()
-    assert course(1).source("a").random() != course(1).source("b").random()
-    assert course(1).source("a").random() != course(2).source("a").random()
+    assert drawn(1, "a") == drawn(1, "a")
+    assert drawn(1, "a") != drawn(1, "b")
+    assert drawn(1, "a") != drawn(2, "a")
 
 
 # ---- the document --------------------------------------------------------------------------------
@@ -208,6 +217,55 @@ async def test_a_round_by_chance(tmp_path: Path) -> None:
     await crowds(crowd, tmp_path)
     assert crowd.wrong == []
     assert sum(crowd.ends.values()) == 150
+
+
+# ---- proxy ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_flood(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flood, "CAP_BYTES", 128_000_000)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("small_flood")
+def test_headers_that_never_end_are_kept_by_grpc(tmp_path: Path) -> None:
+    """If this fails, gRPC bounds them now, and docs/promises.md, SECURITY.md and the part's
+    LACK say less than is true.
+    """
+    tried = proxy.flooded(course(tmp_path, seconds=3.0), proxy.STRAIGHT, "long headers")
+    [wrong] = tried.wrong
+    assert wrong.startswith("front end grew by")
+    assert tried.not_judged
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("small_flood")
+@pytest.mark.skipif(ENVOY is None, reason="Envoy is not installed")
+@pytest.mark.parametrize("kind", flood.BLOCKS)
+def test_headers_that_never_end_are_ended_by_the_proxy(kind: str, tmp_path: Path) -> None:
+    tried = proxy.flooded(course(tmp_path, seconds=3.0), proxy.THROUGH, kind)
+    assert tried.wrong == ()
+    assert not tried.not_judged
+    assert tried.count > 1  # each was left open
+
+
+def test_a_flood_stops_where_too_much_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        grown = iter((0, flood.CAP_BYTES + 1))
+        sent = flood.flood(port, b"", 60.0, lambda: next(grown))
+    assert sent.is_capped
+    assert sent.connections == 1
+
+
+def test_without_envoy_nothing_is_said_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy, "ENVOY", None)
+    rows: list[Tried] = []
+    proxy.run(course(tmp_path, only=proxy.THROUGH, record=rows.append))
+    assert [row.not_judged for row in rows] == [proxy.NO_ENVOY] * len(flood.BLOCKS)
 
 
 # ---- bytes ---------------------------------------------------------------------------------------

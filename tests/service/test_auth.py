@@ -401,6 +401,7 @@ async def test_refusals_are_logged_but_not_all(
             + f"token_sha256 = {[f'{number:064x}' for number in range(1025)]}".replace("'", '"'),
             "at most 1024",
         ),
+        ("#\n" * (300 << 10), "more than 512 KiB"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path: Path, text: str, said: str) -> None:

@@ -519,7 +519,7 @@ async def test_the_engine_is_killed_or_stopped_at_20_moments(
                 took = await moment(place, situation, number, health, stalls)
             print(f"{situation.__name__} {number.name}: known after {took:.2f} s")  # noqa: T201
             await check_answers(h, expected)
-            check_log(caplog.records, situation)
+            check_log(caplog.records)
             if turn == 3:
                 before = Holdings.now()
         await until(lambda: not h.registry.requests)  # what AddRequest keeps
@@ -532,14 +532,9 @@ async def test_the_engine_is_killed_or_stopped_at_20_moments(
     assert not psutil.Process().children(recursive=True)
 
 
-def check_log(records: list[logging.LogRecord], situation: Situation) -> None:
+def check_log(records: list[logging.LogRecord]) -> None:
     """Nothing surprised the service: tracebacks are for defects."""
-    allowed = {"the engine could not be started again"} if situation is loading else set()
-    assert not [
-        record.getMessage()
-        for record in records
-        if record.exc_info and record.getMessage() not in allowed
-    ]
+    assert not [record.getMessage() for record in records if record.exc_info]
 
 
 def check_nothing_is_left(h: Harness, engine: Engine, before: Holdings) -> None:

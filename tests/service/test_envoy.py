@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-import socket
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
@@ -15,15 +13,23 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from headrace.v1 import generation_service_pb2 as rpc
+from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
+from benchmarks.envoy import ENVOY, envoy
 from tests.service.fake_engine import EOS, FakeEngine, says
-from tests.service.helpers import DEADLINE_S, Harness, serving, spec
-from tests.service.readme import ROOT
-from tests.service.real_server import BIN
+from tests.service.helpers import (
+    DEADLINE_S,
+    Harness,
+    Session,
+    check_course,
+    serving,
+    spec,
+    text_of,
+)
 
-ENVOY = shutil.which("envoy") or shutil.which("envoy", path=BIN)
 pytestmark = pytest.mark.skipif(ENVOY is None, reason="Envoy is not installed")
 ORIGIN = "http://localhost:5173"
 
@@ -74,29 +80,15 @@ class Http:
 
 
 @asynccontextmanager
-async def envoy(folder: Path, engine: FakeEngine) -> AsyncIterator[tuple[Harness, Http]]:
+async def behind(folder: Path, engine: FakeEngine) -> AsyncIterator[tuple[Harness, Http]]:
     """A server, and Envoy before it with the configuration of deploy/."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
     async with serving(engine) as h:
-        text = (ROOT / "deploy" / "envoy.yaml").read_text()
-        assert text.count("port_value: 8080") == text.count("port_value: 50051") == 1
-        text = text.replace("port_value: 8080", f"port_value: {port}")
-        upstream = h.server.addresses[0].rpartition(":")[2]
-        config = folder / "envoy.yaml"
-        config.write_text(text.replace("port_value: 50051", f"port_value: {upstream}"))
-        log = (folder / "envoy.log").open("wb")
-        assert ENVOY is not None
-        options = ("--use-dynamic-base-id", "--concurrency", "1")
-        process = await asyncio.create_subprocess_exec(
-            ENVOY, "-c", str(config), *options, cwd=ROOT, stdout=log, stderr=log
-        )
-        http = Http(port)
-        try:
+        upstream = int(h.server.addresses[0].rpartition(":")[2])
+        with envoy(folder, upstream) as proxy:
+            http = Http(proxy.port)
             async with asyncio.timeout(DEADLINE_S):
                 while True:
-                    assert process.returncode is None, (folder / "envoy.log").read_text()
+                    proxy.check()
                     try:
                         if (await http.ask("GET", "/v1/model")).status == 200:
                             break
@@ -104,14 +96,10 @@ async def envoy(folder: Path, engine: FakeEngine) -> AsyncIterator[tuple[Harness
                         pass
                     await asyncio.sleep(0.05)
             yield h, http
-        finally:
-            process.kill()
-            await process.wait()
-            log.close()
 
 
 async def test_json_over_http(tmp_path: Path) -> None:
-    async with envoy(tmp_path, FakeEngine(script=says("Hello"))) as (_, http):
+    async with behind(tmp_path, FakeEngine(script=says("Hello"))) as (_, http):
         model = (await http.ask("GET", "/v1/model")).json["model"]
         assert model["name"] == "fake"
         message = {"spec": {"text": {"text": "hi"}, "stop": {"max_tokens": 9}}}
@@ -132,7 +120,7 @@ async def test_json_over_http(tmp_path: Path) -> None:
 
 
 async def test_errors_are_json_with_their_details(tmp_path: Path) -> None:
-    async with envoy(tmp_path, FakeEngine()) as (h, http):
+    async with behind(tmp_path, FakeEngine()) as (h, http):
         wrong = {"spec": {"text": {"text": "hi"}, "sampling": {"top_p": 3}}}
         refused = await http.post("/v1/generate", wrong)
         assert refused.status == 400
@@ -151,8 +139,16 @@ async def test_errors_are_json_with_their_details(tmp_path: Path) -> None:
         assert not h.engine.submitted
 
 
+async def test_large_messages_as_json(tmp_path: Path) -> None:
+    """Envoy holds a message whole to make JSON of it: its bounds leave room for that."""
+    async with behind(tmp_path, FakeEngine()) as (_, http):
+        text = "y" * 130_000
+        tokens = (await http.post("/v1/tokenize", {"text": {"text": text}})).json["tokenIds"]
+        assert tokens == [*text.encode()]
+
+
 async def test_grpc_web(tmp_path: Path) -> None:
-    async with envoy(tmp_path, FakeEngine(script=says("Hello"))) as (_, http):
+    async with behind(tmp_path, FakeEngine(script=says("Hello"))) as (_, http):
         path = "/headrace.v1.GenerationService/GenerateStream"
         raw = rpc.GenerateStreamRequest(spec=spec()).SerializeToString()
         framed = b"\0" + len(raw).to_bytes(4, "big") + raw
@@ -179,3 +175,24 @@ async def test_grpc_web(tmp_path: Path) -> None:
         assert preflight.headers["access-control-allow-origin"] == ORIGIN
         stranger = await http.ask("OPTIONS", path, **{**asked, "origin": "http://elsewhere"})
         assert stranger.headers["access-control-allow-origin"] is None
+
+
+async def test_grpc_in_both_directions_and_the_bounds_for_strangers(tmp_path: Path) -> None:
+    async with behind(tmp_path, FakeEngine(script=says("Hello"))) as (_, http):
+        options = [("grpc.enable_retries", 0)]
+        target = f"127.0.0.1:{http.port}"
+        async with grpc.aio.insecure_channel(target, options=options) as channel:
+            stub: Any = GenerationServiceStub(channel)
+            session = Session(stub.StreamResult(timeout=DEADLINE_S))
+            for name in ("a", "b"):
+                await session.add(spec(request_id=name))
+            await session.end()
+            for events in session.events().values():
+                check_course(events)
+                assert text_of(events) == "Hello"
+            # As many headers as the server takes; a stream with more is reset.
+            for size, right in ((15_000, "OK"), (17_000, "INTERNAL")):
+                call = channel.unary_unary("/headrace.v1.ModelService/GetModel")(
+                    b"", metadata=(("x-large", "x" * size),), timeout=DEADLINE_S
+                )
+                assert (await call.code()).name == right

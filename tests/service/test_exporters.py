@@ -7,6 +7,7 @@ import hashlib
 import shutil
 import socket
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.errors import ConfigError, QueueFullError
 from engine.stats import EngineStats
 from service.server import HeadraceServer
+from service.telemetry import page
 from service.telemetry.config import TelemetryConfig
 from service.telemetry.page import PLACES
 from tests.service.fake_engine import FakeEngine, says
@@ -49,9 +51,9 @@ def value(text: str, name: str, **labels: str) -> float:
 
 def page_of(server: HeadraceServer) -> str:
     """The URL of a server's page."""
-    page = server._telemetry.page
-    assert page is not None
-    return page.url
+    served = server._telemetry.page
+    assert served is not None
+    return served.url
 
 
 async def scraped(server: HeadraceServer, more: str = "") -> str:
@@ -232,6 +234,49 @@ async def test_strangers_cannot_make_the_page_hold_more_than_its_places() -> Non
         async with asyncio.timeout(DEADLINE_S):
             while not await is_served():
                 pass
+
+
+async def test_who_sends_a_byte_now_and_then_keeps_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(page, "PATIENCE_S", 1.0)
+    async with serving(telemetry=PAGE) as h:
+        host, _, port = page_of(h.server).removeprefix("http://").partition("/")[0].partition(":")
+        slow = [socket.create_connection((host, int(port))) for _ in range(PLACES)]
+
+        def feed() -> bool:
+            """Until the server has ended each of them; whether it has."""
+            ends, left = time.monotonic() + 10, list(slow)
+            while left and time.monotonic() < ends:
+                for connection in list(left):
+                    try:
+                        connection.sendall(b"G")
+                    except OSError:
+                        left.remove(connection)
+                time.sleep(0.05)
+            for connection in slow:
+                connection.close()
+            return not left
+
+        assert await asyncio.to_thread(feed)
+        assert "target_info" in await scraped(h.server)
+
+
+async def test_a_thread_that_cannot_be_started_takes_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(telemetry=PAGE) as h:
+        host, _, port = page_of(h.server).removeprefix("http://").partition("/")[0].partition(":")
+
+        def refuse(*_: object) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as refusing:
+            refusing.setattr(page.ThreadingHTTPServer, "process_request", refuse)
+            for _ in range(PLACES + 1):
+                with socket.create_connection((host, int(port)), DEADLINE_S) as connection:
+                    assert await asyncio.to_thread(connection.recv, 1) == b""
+        assert "target_info" in await scraped(h.server)
 
 
 async def test_a_page_whose_port_is_taken_is_refused_at_the_start() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -141,3 +142,47 @@ async def check_a_life(
             assert await call.code() is grpc.StatusCode.OK
         check_course(events)
         assert len(ids_of(events)) == TOKENS
+
+
+@pytest.mark.timeout(240)
+async def test_callers_who_go_and_an_engine_that_dies_leave_no_traceback(tmp_path: Path) -> None:
+    path, log = tmp_path / "s", tmp_path / "log"
+    long = spec("Once", stop={"max_tokens": TOKENS, "ignore_eos": True}, output={"logprobs": 20})
+    options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    with log.open("wb") as file, serving(path, file.fileno()) as process:
+        async with grpc.aio.insecure_channel(f"unix:{path}", options=options) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(
+                health_pb2.HealthCheckRequest(service=SERVICE), wait_for_ready=True
+            )
+            await until_it_is(watch, SERVING)
+            generation: Any = generation_service_pb2_grpc.GenerationServiceStub(channel)
+            for _ in range(10):
+                session = generation.StreamResult()
+                for _ in range(2):
+                    await session.write(rpc.StreamResultRequest(add=rpc.AddCommand(spec=long)))
+                stream = generation.GenerateStream(rpc.GenerateStreamRequest(spec=long))
+                for call in (session, stream):
+                    await call.read()
+                # So long that what is being sent to them meanwhile is stuck.
+                short = spec("Once", stop={"max_tokens": 100, "ignore_eos": True})
+                await generation.Generate(rpc.GenerateRequest(spec=short), timeout=WAIT_S)
+                session.cancel()
+                stream.cancel()
+            left = [
+                generation.AddRequest(rpc.AddRequestRequest(spec=long)),
+                generation.Generate(rpc.GenerateRequest(spec=long)),
+                generation.GenerateStream(rpc.GenerateStreamRequest(spec=long)),
+            ]
+            await left[-1].read()
+            [engine] = psutil.Process(process.pid).children()
+            engine.kill()
+            await until_it_is(watch, NOT_SERVING)
+            for call in left:
+                call.cancel()
+            await until_it_is(watch, SERVING)
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(process.wait, WAIT_S) == 0
+    said = log.read_text()
+    assert "the engine serves again" in said
+    assert "Traceback" not in said
+    assert not [line for line in said.splitlines() if re.search(" ERROR (grpc|asyncio)", line)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -14,6 +16,7 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 
 from engine.config import ContinuousBatchingConfig, LoadConfig
+from engine.errors import EngineUnavailableError
 from engine.process.client import ProcessEngineClient
 from service import unknown_methods
 from service.config import ServiceConfig
@@ -85,6 +88,56 @@ async def test_it_is_tried_until_it_works() -> None:
         engine.load_error = None
         await until(lambda: h.server.state.phase.value == "ready")
         assert (await h.generate(spec())).choices[0].text == "abc"
+
+
+async def test_one_line_says_why_it_could_not_be_started_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = FakeEngine(restartable=True)
+    async with serving(engine) as h:
+        for error, has_traceback in (
+            (EngineUnavailableError("its process ended"), False),
+            (RuntimeError("a defect"), True),
+        ):
+            caplog.clear()
+            engine.load_error = error
+            engine.die(RuntimeError("gone"))
+            told = "the engine could not be started again"
+            await until(lambda told=told: told in caplog.text)
+            engine.load_error = None
+            await until(lambda: h.server.state.phase.value == "ready")
+            lines = [one for one in caplog.records if one.getMessage().startswith(told)]
+            assert str(error) in caplog.text
+            assert [bool(one.exc_info) for one in lines] == [has_traceback] * len(lines)
+
+
+@pytest.mark.parametrize("rpc_name", ["AddRequest", "Generate", "StreamResult"])
+async def test_its_death_under_callers_who_have_gone_is_no_error(
+    rpc_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They called, and went before the engine had answered."""
+    engine = FakeEngine(auto=False, restartable=True, submit_gate=asyncio.Event())
+    assert engine.submit_gate is not None
+    async with serving(engine) as h:
+        call: Any
+        if rpc_name == "AddRequest":
+            call = h.generation.AddRequest(rpc.AddRequestRequest(spec=spec(request_id="a")))
+        elif rpc_name == "Generate":
+            call = h.generation.Generate(rpc.GenerateRequest(spec=spec(request_id="a")))
+        else:
+            session = h.session()
+            await session.send(open=rpc.OpenCommand(lease={"seconds": 60}))
+            await session.add(spec(request_id="a"))
+            call = session.call
+        await until(lambda: h.registry.under_way)
+        call.cancel()
+        await until(lambda: not h.server.recovery.open)
+        engine.die(RuntimeError("gone"))
+        engine.submit_gate.set()
+        await until(lambda: not h.registry.live and not h.registry.under_way)
+        await until(lambda: h.server.state.phase.value == "ready")
+    gc.collect()  # asyncio tells of an error that was lost when its task is freed
+    assert not [one.getMessage() for one in caplog.records if one.exc_info]
 
 
 async def test_an_engine_of_this_process_stays_dead_and_kept_results_can_be_read() -> None:

@@ -19,7 +19,12 @@ from llguidance import LLMatcher, LLParserLimits
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from engine.errors import CompileQueueFullError, InvalidRequestError, UnsupportedFeatureError
+from engine.errors import (
+    CompileQueueFullError,
+    EngineUnavailableError,
+    InvalidRequestError,
+    UnsupportedFeatureError,
+)
 from engine.request import TokenMatcher
 from engine.sampling_params import GrammarKind, GrammarParams
 from engine.structured import GrammarCompiler, compilation, root
@@ -275,6 +280,40 @@ def test_a_full_queue_s_advice_is_the_rate_at_which_forms_leave_it(
     gates[2].set()
     assert 2.2 <= advice[0] <= 2.4  # one must leave, and a margin
     assert 4.4 <= advice[1] <= 4.8  # behind the first
+
+
+def test_a_thread_that_cannot_be_started_loses_no_worker(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(tokenizer, V, workers=2)
+    compiler.warm_up()
+    start, refused = threading.Thread.start, ["headrace-grammar"]
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name in refused or (isinstance(self, threading.Timer) and "timer" in refused):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for _ in range(3):  # more than there are workers
+        with pytest.raises(EngineUnavailableError, match="try again"):
+            compiler.begin(form(REGEX, "a"), NONE).result(WAIT)
+    refused[:] = ["timer"]
+    with pytest.raises(EngineUnavailableError, match="try again"):
+        compiler.begin(form(REGEX, "b"), NONE).result(WAIT)
+    refused.clear()
+    assert callable(compiler.begin(form(REGEX, "a"), NONE).result(WAIT))
+    assert callable(compiler.begin(form(REGEX, "b"), NONE).result(WAIT))
+    # One worker that is busy takes what comes while the other cannot be started.
+    held = Held(compiler, monkeypatch)
+    gate = held.hold("slow")
+    slow = compiler.begin(form(REGEX, "slow"), NONE)
+    assert held.entered.acquire(timeout=WAIT)
+    refused[:] = ["headrace-grammar"]
+    behind = compiler.begin(form(REGEX, "behind"), NONE)
+    gate.set()
+    assert callable(slow.result(WAIT))
+    assert callable(behind.result(WAIT))
 
 
 def test_those_who_ask_for_the_same_wait_together_and_may_leave(

