@@ -274,7 +274,7 @@ def test_without_envoy_nothing_is_said_of_it(
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_target_takes_its_seeds_and_what_becomes_of_them(name: str, tmp_path: Path) -> None:
     target = TARGETS[name]
-    fuzzing = Fuzzing(target, tmp_path, 1, 0.3)
+    fuzzing = Fuzzing(target, tmp_path, 1, 1.0)
     fuzzing.by_chance()
     assert fuzzing.tried > len(target.seeds())
     assert not (tmp_path / "findings.jsonl").exists()

@@ -54,6 +54,19 @@ async def unread_logprobs(s: Sender) -> None:
     await s.crowd(300, lambda _: s.session([wire.add(spec)], read=False, stay=True))
 
 
+async def whole_results(s: Sender) -> None:
+    """AddRequest and Generate, each of more tokens with more candidates than can be kept or sent:
+    refused before anything is computed.
+    """
+    spec = (
+        wire.text_input("Once upon a time")
+        + wire.max_tokens(1900, ignore_eos=True)
+        + wire.output(wire.count(3, s.card.logprobs))
+        + wire.choices(s.card.choices)
+    )
+    await s.again(32, lambda number: s.call((ADD, GENERATE)[number % 2], wire.request(spec)))
+
+
 async def logit_bias(s: Sender) -> None:
     """As many biases as there may be, of as many choices, 32 at once."""
     entries = b"".join(
@@ -229,6 +242,13 @@ REQUESTS = Group(
             meaning="300 requests whose results nobody reads, with the most log-probabilities",
             send=unread_logprobs,
             fields=("OutputOptions.logprobs",),
+        ),
+        Input(
+            name="whole-results",
+            meaning="the most tokens, choices and candidates, to be kept or sent in one piece",
+            send=whole_results,
+            answers=invalid("spec.stop.max_tokens"),
+            fields=("StopOptions.max_tokens",),
         ),
         Input(
             name="logit-bias",

@@ -40,6 +40,7 @@ from service.callers import parse_callers
 from service.convert.incoming import IncomingCheck
 from service.convert.inputs import InputEncoder
 from service.convert.request import Converter, RequestLimits
+from service.delivery.flow import WholeLimits
 from service.delivery.request import LivesBy
 from service.replies import FORMATS, Context, format_option
 from service.status_table import to_status
@@ -141,6 +142,9 @@ def _conversion() -> Test:
         max_time_limit_s=600.0,
         max_choices=16,
         max_send_bytes=1 << 20,
+        whole=WholeLimits(
+            max_undelivered_bytes=1 << 20, max_kept_bytes=1 << 20, max_send_bytes=1 << 20
+        ),
     )
     reply = format_option("hermes")(tokenizer)
     converter = Converter(info, encoder, limits, ("fake",), reply)
