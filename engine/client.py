@@ -77,10 +77,12 @@ class Admission:
         queue_position: how many requests were waiting before it.
         arrival: when it was accepted, in seconds of the engine process's monotonic clock; the same
             as `Timings.arrival` in its `Finish`.
+        notes: what of its form is held otherwise than it was written, in words for the caller.
     """
 
     queue_position: int
     arrival: float
+    notes: tuple[str, ...] = ()
 
 
 class EngineVerbs(Protocol):

@@ -50,9 +50,6 @@ from engine.types import RequestId, RequestKey
 
 logger = logging.getLogger(__name__)
 
-MatcherFactory = Callable[[], TokenMatcher]
-"""Makes a matcher for a grammar, at its start; called once for each choice."""
-
 
 class EngineCore:
     """The live requests and the step that moves them on. All methods are called on one thread."""
@@ -105,7 +102,10 @@ class EngineCore:
         return len(self.scheduler.waiting)
 
     def add(
-        self, spec: GenerationRequest, arrival: float, make_matcher: MatcherFactory | None = None
+        self,
+        spec: GenerationRequest,
+        arrival: float,
+        make_matcher: Callable[[], TokenMatcher] | None = None,
     ) -> None:
         """Add a request that admission has checked.
 

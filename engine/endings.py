@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from engine.outputs import (
@@ -27,14 +27,9 @@ from engine.types import RequestId, TokenId
 
 logger = logging.getLogger(__name__)
 
-_NO_TOKEN = "the model gave no finite logits for this request"
-_NO_TOKEN_LEFT = (
-    "no token can follow: allowed and banned ids and no_repeat_ngram_size leave none, or the model "
-    "gave no finite logits; relax these options"
-)
-_NO_TOKEN_FITS = (
-    "no token can follow: the form that was asked for allows none that the other options allow, "
-    "it became too complex to follow, or the model gave no finite logits"
+_NO_TOKEN = (
+    "no token can follow: the model gave no finite logits, or what is banned or may not be "
+    "repeated is the whole vocabulary"
 )
 
 STATUS_OF = {
@@ -109,14 +104,54 @@ def describe_failure(requests: Sequence[Request], now: float, failure: RequestFa
     return replace(first, usage=usage, failure=failure)
 
 
-def why_no_token(request: Request) -> str:
-    """The error message for a choice for which no token could be chosen."""
-    if request.matcher is not None:
-        return _NO_TOKEN_FITS
-    sampling = request.spec.sampling
-    if sampling.allowed_token_ids or sampling.banned_token_ids or sampling.no_repeat_ngram_size:
-        return _NO_TOKEN_LEFT
-    return _NO_TOKEN
+def contradiction(request: Request) -> tuple[str, str] | None:
+    """What a caller's own options leave no token for: the field, in engine terms, and what is wrong
+    with it. None: some token is left, so that the model's logits are to blame.
+
+    Args:
+        request: a choice for which no token could be chosen.
+    """
+    spec, sampling, matcher = request.spec, request.spec.sampling, request.matcher
+    num_tokens = request.num_output_tokens - request.num_pending_tokens
+    listed = set(sampling.allowed_token_ids)
+    fitting = listed if matcher is None else set(matcher.fitting())
+    if matcher is None or spec.grammar is None:
+        if not listed:
+            return None
+        field, what = "sampling.allowed_token_ids", "have none"
+    elif not fitting:
+        return spec.grammar.field, f"allows no token of the model's after {num_tokens}; change it"
+    else:
+        field, what = spec.grammar.field, "allows no token"
+    forbidden: dict[str, Set[int]] = {
+        "sampling.banned_token_ids": set(sampling.banned_token_ids),
+        "sampling.no_repeat_ngram_size": _repeating(request),
+        "stop.min_tokens": (
+            request.ending_token_ids if num_tokens < spec.stop.min_tokens else frozenset()
+        ),
+    }
+    left = fitting & listed if listed else fitting
+    if left.difference(*forbidden.values()):
+        return None
+    guilty = [name for name, ids in forbidden.items() if ids & left]
+    if left < fitting:
+        guilty.insert(0, "sampling.allowed_token_ids")
+    return field, (
+        f"{what} that {' and '.join(guilty)} would leave after {num_tokens} tokens; change one of "
+        "them, or leave it out"
+    )
+
+
+def _repeating(request: Request) -> frozenset[int]:
+    """The tokens that no_repeat_ngram_size forbids. Takes time in proportion to the length."""
+    size, ids = request.spec.sampling.no_repeat_ngram_size, request.token_ids
+    end = len(ids) - request.num_pending_tokens
+    if not size or end < size:
+        return frozenset()
+    last = ids[end - size + 1 : end]
+    return frozenset(
+        ids[at + size - 1] for at in range(end - size + 1) if ids[at : at + size - 1] == last
+    )
 
 
 def new_error_id() -> str:
@@ -184,19 +219,29 @@ class LiveRequests:
         self.outputs.clear()
         return outputs
 
-    def fail_at_token(self, live: LiveRequest, request: Request, what: str) -> None:
+    def fail_at_token(self, live: LiveRequest, request: Request, what: str | None) -> None:
         """End one request because of a choice's token. If its grammar can no longer be followed,
-        the error says so; otherwise it is `what`.
+        the error says so; otherwise it is `what`, or that no token could be chosen, and why.
         """
-        if request.matcher is not None and request.matcher.failure is not None:
-            self.fail_form(live, request.matcher.failure)
-        else:
+        matcher = request.matcher
+        if matcher is not None and matcher.failure is not None:
+            self.fail_form(live, matcher.failure)
+        elif what is not None:
             self.fail_alone(live, what)
+        elif (found := contradiction(request)) is not None:
+            self._fail_field(live, *found)
+        elif matcher is not None and matcher.failure is not None:  # as was found only now
+            self.fail_form(live, matcher.failure)
+        else:
+            self.fail_alone(live, _NO_TOKEN)
 
     def fail_form(self, live: LiveRequest, description: str) -> None:
         """End one request because of its grammar. `description`: what is wrong, and what to do."""
         grammar = live.spec.grammar
-        field = "grammar" if grammar is None else grammar.field
+        self._fail_field(live, "grammar" if grammar is None else grammar.field, description)
+
+    def _fail_field(self, live: LiveRequest, field: str, description: str) -> None:
+        """End one request because of what its caller asked for. `field`: in engine terms."""
         error_id = new_error_id()
         logger.info("error %s: %s: %s %s", error_id, live.spec.request_id, field, description)
         self.fail(live, RequestFailure(f"{field}: {description}", error_id, field=field))

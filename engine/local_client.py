@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING
 from engine.admission import AdmissionLimits
 from engine.client import Admission, ModelInfo, ProgressSink, StepSink
 from engine.config import ContinuousBatchingConfig, LoadConfig
-from engine.core import MatcherFactory
 from engine.errors import EngineUnavailableError
 from engine.loop import EngineLoop
 from engine.outputs import StepOutputs
-from engine.request import GenerationRequest
+from engine.request import GenerationRequest, MatcherFactory
 from engine.startup import IMPORT, WARM_UP, Stages
 from engine.stats import EngineStats
 from engine.text import Tokenizer, TokenizerError

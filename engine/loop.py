@@ -35,7 +35,7 @@ from functools import partial
 
 from engine.admission import AdmissionLimits
 from engine.client import Admission
-from engine.core import EngineCore, MatcherFactory
+from engine.core import EngineCore
 from engine.drain_rate import DrainRate
 from engine.endings import new_error_id
 from engine.errors import (
@@ -48,7 +48,7 @@ from engine.inbox import Inbox
 from engine.model_window import ModelWindow, Pause
 from engine.outputs import RequestFailure, RequestOutput, StepOutputs, end_of_lost
 from engine.queue_room import QueueRoom
-from engine.request import GenerationRequest
+from engine.request import GenerationRequest, MatcherFactory, TokenMatcher
 from engine.sampling_params import GrammarParams
 from engine.stats import EngineStats
 from engine.threads import call_on_own_thread
@@ -378,7 +378,8 @@ class EngineLoop:
             for request, make_matcher in requests:
                 self._inbox.put(partial(self._add, request, arrival, make_matcher))
             self._changed.notify_all()
-            return Admission(queue_position=waiting, arrival=arrival)
+            notes = tuple(note for _, make in requests if make is not None for note in make.notes)
+            return Admission(queue_position=waiting, arrival=arrival, notes=notes)
 
     def compile_grammar(self, request: GenerationRequest) -> Future[MatcherFactory] | None:
         """Start to compile a request's grammar, for `submit`. Does not block; if the result is an
@@ -519,16 +520,17 @@ class EngineLoop:
     def _add(
         self, request: GenerationRequest, arrival: float, make_matcher: MatcherFactory | None
     ) -> None:
+        make_next: Callable[[], TokenMatcher] | None = None
         if make_matcher is not None:
             try:
                 matchers = iter([make_matcher() for _ in range(request.n)])
             except Exception as error:
                 self._refuse_late(request.request_id, arrival, error)
                 return
-            make_matcher = matchers.__next__
+            make_next = matchers.__next__
         with self._changed:  # so that `submit` counts it exactly once
             self._queued.discard(request.request_id)
-            self._core.add(request, arrival, make_matcher)
+            self._core.add(request, arrival, make_next)
 
     def _refuse_late(self, name: RequestId, arrival: float, error: Exception) -> None:
         """End an accepted request whose grammar cannot be followed; no other is affected."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -117,6 +118,10 @@ class TokenMatcher(Protocol):
         """
         ...
 
+    def fitting(self) -> Sequence[int]:
+        """The ids that may come next, in order; for the rare case that is explained to somebody."""
+        ...
+
     def accept(self, token: TokenId) -> bool:
         """Advance by a token. False: the grammar does not allow it; the state is unchanged."""
         ...
@@ -147,6 +152,22 @@ class TokenMatcher(Protocol):
         After a failure the mask is empty, and no token is accepted.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class MatcherFactory:
+    """A compiled grammar, ready for one request.
+
+    Attributes:
+        make: makes a matcher at the grammar's start; called once for each choice.
+        notes: what of it is held otherwise than it was written, in words for the caller.
+    """
+
+    make: Callable[[], TokenMatcher]
+    notes: tuple[str, ...] = ()
+
+    def __call__(self) -> TokenMatcher:
+        return self.make()
 
 
 _NO_KEY = RequestKey(0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from engine import form_budget
 from engine.batch import ScheduledBatch
-from engine.endings import LiveRequest, LiveRequests, describe_end, why_no_token
+from engine.endings import LiveRequest, LiveRequests, describe_end
 from engine.outputs import FinishReason, RequestOutput, StepRecord, TokenLogprobs
 from engine.request import Request
 from engine.runner_protocol import INVALID_TOKEN, PendingStep, SampledTokens
@@ -121,7 +121,7 @@ class StepResults:
     ) -> None:
         """Append the token that was sampled for a live choice."""
         if token == INVALID_TOKEN:
-            self._live.fail_at_token(live, request, why_no_token(request))
+            self._live.fail_at_token(live, request, None)
             return
         if position >= request.max_total_tokens:
             # max_tokens is 0: the prompt was processed, and the sampled token is dropped.

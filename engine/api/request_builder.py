@@ -16,9 +16,8 @@ from typing import Any
 from engine.admission import AdmissionLimits
 from engine.api.generation_options import REQUEST_KEYS, GenerationDefaults
 from engine.api.results import StopFinder
-from engine.core import MatcherFactory
 from engine.errors import InvalidRequestError, UnsupportedFeatureError
-from engine.request import GenerationRequest
+from engine.request import GenerationRequest, MatcherFactory
 from engine.types import TokenId
 
 _FREE_KEYS = frozenset(

@@ -6,6 +6,7 @@ the checks of `source`, keep it to seconds.
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,8 @@ from engine.structured.source import Source, translate
 from engine.structured.trial import try_out
 from engine.structured.vocabulary import Vocabulary
 
+logger = logging.getLogger(__name__)
+
 _LEXER_FUEL = 200_000
 """The cost limit for building the lexer: enough for a choice of thousands of strings."""
 _LARK_LEXER_FUEL = 20_000
@@ -33,10 +36,13 @@ _SEARCH_S = 1.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledRoot:
-    """A compiled grammar at its start, and what a token of it costs (see `Trial.token_s`)."""
+    """A compiled grammar at its start, what a token of it costs (see `Trial.token_s`), and what of
+    it is held otherwise than it was written.
+    """
 
     root: Root
     token_s: float
+    notes: tuple[str, ...] = ()
 
 
 def compile_grammar(params: GrammarParams, vocabulary: Vocabulary, vocab_size: int) -> CompiledRoot:
@@ -61,7 +67,9 @@ def compile_grammar(params: GrammarParams, vocabulary: Vocabulary, vocab_size: i
         trial = try_out(root, params, vocabulary, vocab_size)
         if trial.error is not None:
             raise InvalidRequestError(field_name, trial.error)
-        return CompiledRoot(root, trial.token_s)
+        if source.notes:
+            logger.info("a form is held with these notes: %s", "; ".join(source.notes))
+        return CompiledRoot(root, trial.token_s, source.notes)
     if first.failure is not None:
         raise InvalidRequestError(field_name, first.failure)
     if root.matcher.is_accepting():

@@ -48,7 +48,7 @@ from engine.errors import (
     InvalidRequestError,
     UnsupportedFeatureError,
 )
-from engine.request import TokenMatcher
+from engine.request import MatcherFactory
 from engine.sampling_params import GrammarKind, GrammarParams, ReasoningParams
 from engine.structured.compilation import CompiledRoot, compile_grammar
 from engine.structured.matcher import CompiledGrammar, GrammarMatcher
@@ -75,7 +75,6 @@ unknown.
 _TAG_WEIGHT = 8
 """Structural tags count more: compiled, they were seen to need up to 600 bytes for one of text."""
 
-MatcherFactory = Callable[[], TokenMatcher]
 _Value = TypeVar("_Value")
 
 
@@ -230,8 +229,10 @@ class GrammarCompiler:
         """What makes a request's matchers, from all that was compiled for it."""
         vocabulary = self._read_vocabulary()
         make_form: Callable[[], GrammarMatcher] | None = None
+        notes: tuple[str, ...] = ()
         for compiled in found:
             if isinstance(compiled, CompiledRoot):
+                notes = compiled.notes
                 key = _Key(salt, _form_of(params))
                 make_form = CompiledGrammar(
                     params.kind,
@@ -244,12 +245,13 @@ class GrammarCompiler:
                 ).make_matcher
         for compiled in found:
             if isinstance(compiled, MarkTables) and params.reasoning is not None:
-                return hold_reasoning(
+                held = hold_reasoning(
                     params.reasoning, compiled, vocabulary, ending_token_ids, make_form
-                ).make_matcher
+                )
+                return MatcherFactory(held.make_matcher, notes)
         if make_form is None:
             raise ValueError("nothing was compiled")
-        return make_form
+        return MatcherFactory(make_form, notes)
 
     # ---- cache and queue -----------------------------------------------------------------------
 

@@ -134,6 +134,12 @@ class GrammarMatcher:
         if behind := self._grammar.vocab_size % BITS:
             row[-1] &= (1 << behind) - 1
 
+    def fitting(self) -> list[int]:
+        """The ids that may come next."""
+        row = np.zeros(num_words(self._grammar.vocab_size), np.int32)
+        self.fill_mask(row)
+        return ids_of(row)
+
     def accept(self, token: TokenId) -> bool:
         """Advance by a token. False: the grammar does not allow it, and the state is unchanged; or
         the grammar can no longer be followed (`failure`).
@@ -252,6 +258,12 @@ def _is_dead_end(matcher: LLMatcher) -> bool:
 def num_words(bits: int) -> int:
     """The words of a mask with this many bits."""
     return -(-bits // BITS)
+
+
+def ids_of(row: npt.NDArray[np.int32]) -> list[int]:
+    """The ids whose bits are set in a mask, in order."""
+    found: list[int] = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+    return found
 
 
 def words_of(

@@ -38,9 +38,34 @@ _PLAIN = {
     "Default retriever does not fetch resources": "has a $ref to another document; refer to "
     "definitions of the schema itself",
     "unclosed group": "is not valid: a group is not closed",
-    "look-around": "has look-around, which is not supported",
+    "look-around": "has look-around, which is supported at the beginning and the end of a schema's "
+    "`pattern` alone",
+    "lookarounds not supported": "has a word boundary (\\b), which is not supported; name the "
+    "characters that may stand there",
+    "backreferences are not supported": "has a back-reference, which is not supported; repeat what "
+    "the group lists",
+    "min/maxProperties only supported": "has minProperties or maxProperties beside properties that "
+    "are not required; set additionalProperties to false, or list the properties in `required`",
     "no start rule found": "has no rule called start",
 }
+
+_CASES = "use anyOf with a schema for each case"
+_NO_MORE = "use additionalProperties: false, and items: false, in the schema that lists them"
+_ITEMS = "give `prefixItems` or `items`, minItems and maxItems"
+_REMEDIES = {
+    "if": _CASES,
+    "then": _CASES,
+    "else": _CASES,
+    "dependentSchemas": _CASES,
+    "contains": _ITEMS,
+    "minContains": _ITEMS,
+    "maxContains": _ITEMS,
+    "unevaluatedProperties": _NO_MORE,
+    "unevaluatedItems": _NO_MORE,
+    "$dynamicRef": "use $ref",
+    "$recursiveRef": "use $ref",
+}
+"""For each keyword that is not supported: what to write instead, if it is not to leave it out."""
 
 
 def explain(kind: GrammarKind, error: str) -> str:
@@ -49,7 +74,9 @@ def explain(kind: GrammarKind, error: str) -> str:
         if said in error:
             return plain
     if found := _KEYWORDS.search(error):
-        return f"uses keywords that are not supported: {found[1]}"
+        remedies = [_REMEDIES.get(name, "leave it out") for name in re.findall('"(.*?)"', found[1])]
+        instead = "; ".join(dict.fromkeys(remedies))
+        return f"uses keywords that are not supported: {found[1]}; {instead}"
     place = _PLACE.match(error)
     lines = [line for line in error.splitlines() if not _EXCERPT.match(line)]
     text = " ".join(" ".join(lines).split())
@@ -63,7 +90,8 @@ def explain(kind: GrammarKind, error: str) -> str:
     where = f" in line {place[1]}" if place is not None and kind is GrammarKind.LARK else ""
     if len(text) > _MAX_CHARACTERS:
         text = text[:_MAX_CHARACTERS] + "…"
-    return f"cannot be compiled{where}: {text}"
+    text = f"cannot be compiled{where}: {text}"
+    return text.replace("cannot be compiled: Unsatisfiable schema: ", "allows no value: ")
 
 
 def too_complex(kind: GrammarKind, output: str, num_tokens: int) -> str:

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.sampling_params import ReasoningParams
-from engine.structured.matcher import BITS, GrammarMatcher, num_words, words_of
+from engine.structured.matcher import BITS, GrammarMatcher, ids_of, num_words, words_of
 from engine.structured.reasoning_marks import Bits, MarkTables
 from engine.structured.special_names import SpecialNames
 from engine.structured.token_spellings import BLANKS
@@ -204,6 +204,12 @@ class ReasoningMatcher:
                 _set(row, tables.blanks[self._left])
             case _At.FORM | _At.OVER:
                 self._fill_with_form(row)
+
+    def fitting(self) -> list[int]:
+        """The ids that may come next."""
+        row = np.zeros_like(self._held.every)
+        self.fill_mask(row)
+        return ids_of(row)
 
     def accept(self, token: TokenId) -> bool:
         """Advance by a token. False: it does not fit, and the state is unchanged; or the form can

@@ -5,8 +5,9 @@ completes it.
 
 llguidance stores every number of a schema as a float64, and writes that: `{"const":
 1234567890123456789}` would give another number, and no error. So a number that a float64 cannot
-represent exactly is refused here, with its place. In four more cases llguidance deviates from JSON
-Schema; they are refused or corrected here:
+represent exactly is refused here, with its place, or narrowed if it is a bound (`numbers`).
+Keywords that llguidance does not know are written with others (`keywords`). In four more cases it
+deviates from JSON Schema; they are refused or corrected here:
 
 - Dates: `format` checks months, but neither leap years nor when a minute may have a 60th second. A
   pattern that does is added.
@@ -18,7 +19,7 @@ Schema; they are refused or corrected here:
   generated (`JSON_ESCAPES`); a constant that needs one is refused.
 
 The text has at most MAX_GRAMMAR_BYTES, nesting is bounded before anything is walked, and no walk
-recurses.
+of what was not checked recurses.
 """
 
 from __future__ import annotations
@@ -30,6 +31,18 @@ from decimal import Decimal
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from engine.errors import InvalidRequestError
+from engine.sampling_params import MAX_GRAMMAR_BYTES
+from engine.structured.keywords import KeywordError, Rewriter, add_pattern, check_wrapper
+from engine.structured.numbers import (
+    BOUNDS,
+    MAX_EXACT_INTEGER,
+    Unheld,
+    narrowed,
+    no_constant,
+    read_fraction,
+    read_integer,
+    written,
+)
 
 MAX_PATTERN_BYTES = 16 * 1024
 """The most bytes of all patterns in a schema together."""
@@ -43,15 +56,19 @@ MAX_OPTIONAL_PROPERTIES = 256
 """The most optional properties of one object: each is one more way to continue at the same point. A
 few more would work with small vocabularies, but fail in the middle of an output with large ones.
 """
-MAX_EXACT_INTEGER = 2**53
-"""A float64 represents every integer up to this one."""
+MAX_COUNT = 2**31 - 1
+"""A larger maximum of lengths, items and properties counts as this one: no output is as long."""
+MAX_WORKED_OUT_BYTES = 8 * MAX_GRAMMAR_BYTES
+"""The largest size of a schema whose choices are multiplied out. Of 16 times that llguidance made
+400 MB, in six seconds.
+"""
 JSON_ESCAPES = 'nrbtf\\"'
 """The characters that may follow a backslash in generated JSON, so that each character has one
 spelling.
 """
 
 _MAX_LCM = 2**32 - 1  # llguidance multiplies multipleOf values as 32-bit integers
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _COMBINING = ("allOf", "anyOf", "oneOf", "$ref")
 _CONSTANTS = frozenset(["const", "enum"])
 _DATA = _CONSTANTS | {"default", "examples"}
@@ -69,12 +86,6 @@ _CALENDAR = {
     "time": "^[0-9]{2}:[0-9]{2}:[0-5]",
 }
 """For each format, a pattern that its strings must match in addition to llguidance's own."""
-
-
-class _Unheld(str):
-    """A number, as it is written, that a float64 cannot represent."""
-
-    __slots__ = ()
 
 
 class _Place(NamedTuple):
@@ -137,8 +148,8 @@ class SchemaError(Exception):
     """A schema cannot be followed; the text tells why, without its subject."""
 
 
-def prepare_schema(text: str, options: dict[str, object]) -> str:
-    """The schema to give to llguidance.
+def prepare_schema(text: str, options: dict[str, object]) -> tuple[str, tuple[str, ...]]:
+    """The schema to give to llguidance, and notes on what of it is held otherwise.
 
     Args:
         text: a JSON Schema, at most MAX_GRAMMAR_BYTES.
@@ -154,12 +165,12 @@ def prepare_schema(text: str, options: dict[str, object]) -> str:
         checks.finish()
     except SchemaError as error:
         raise InvalidRequestError("grammar.json_schema", str(error)) from error
-    return schema_text(schema, options)
+    return schema_text(schema, options), checks.notes
 
 
 def schema_text(schema: dict[str, Any], options: dict[str, object]) -> str:
     """A checked schema's text for llguidance, with llguidance's own options."""
-    return json.dumps({"x-guidance": options, **schema})
+    return written({"x-guidance": options, **schema})
 
 
 def read_json(text: str) -> Any:
@@ -170,7 +181,9 @@ def read_json(text: str) -> Any:
         SchemaError: it is not JSON, or nested too deeply.
     """
     try:
-        return json.loads(text, parse_float=_float, parse_int=_integer, parse_constant=_no_constant)
+        return json.loads(
+            text, parse_float=read_fraction, parse_int=read_integer, parse_constant=no_constant
+        )
     except RecursionError:
         _refuse(f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
     except ValueError as error:
@@ -182,6 +195,12 @@ class SchemaChecks:
 
     def __init__(self) -> None:
         self._totals = _Totals()
+        self._rewriter = Rewriter()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is held otherwise than it was written, in words."""
+        return self._rewriter.notes
 
     def add(self, schema: object) -> dict[str, Any]:
         """Check a schema; returns it as an object, completed.
@@ -196,12 +215,22 @@ class SchemaChecks:
             _refuse("is neither a JSON object nor true or false")
         if "x-guidance" in schema:
             _refuse("has the keyword x-guidance, which is not taken; leave it out")
-        check = _Check(self._totals)
+        try:
+            check_wrapper(schema)
+        except KeywordError as error:
+            raise SchemaError(str(error)) from error
+        check = _Check(self._totals, self._rewriter, schema)
         for place in _walk(schema):
             if place.depth > MAX_SCHEMA_DEPTH:
                 _refuse(f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
             check.add(place)
         check.finish()
+        if _worked_out(schema, {})[0] > MAX_WORKED_OUT_BYTES:
+            _refuse(
+                "is too large once its choices are worked out: what stands beside anyOf, oneOf, "
+                "dependencies and the like is copied into each alternative; make it smaller, nest "
+                "fewer of them, or refer to large parts with $ref"
+            )
         return schema
 
     def finish(self) -> None:
@@ -213,37 +242,53 @@ class SchemaChecks:
         self._totals.check()
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _integer(literal: str) -> int | _Unheld:
-    # More digits than that are not parsed: int() takes quadratic time.
-    if len(literal) > 20 or abs(value := int(literal)) > MAX_EXACT_INTEGER:
-        return _Unheld(literal)
-    return value
-
-
-def _float(literal: str) -> float | _Unheld:
-    value = float(literal)
-    if value == 0:
-        is_held = not any(digit in "123456789" for digit in literal.lower().partition("e")[0])
-    elif math.isinf(value):
-        is_held = False
-    elif value.is_integer():
-        is_held = abs(value) <= MAX_EXACT_INTEGER and Decimal(literal) == Decimal(value)
-    else:
-        # llguidance writes the shortest digits that give the same float64, as repr does.
-        is_held = Decimal(literal) == Decimal(repr(value))
-    return value if is_held else _Unheld(literal)
-
-
 def _walk(schema: dict[str, Any]) -> Iterator[_Place]:
     stack = [_Place(schema, 1)]
+    seen: dict[int, object] = {}
     while stack:
         place = stack.pop()
+        if isinstance(place.value, dict | list):
+            if id(place.value) in seen:
+                continue  # one that rewriting has put at several places
+            seen[id(place.value)] = place.value
         yield place
         stack += place.parts()
+
+
+_Size = tuple[int, int]
+"""Of a schema: about how many bytes it is once it is worked out, and in how many alternatives."""
+
+
+def _worked_out(value: object, known: dict[int, _Size]) -> _Size:
+    """The size of a checked schema as llguidance works it out: what stands beside a choice is
+    copied into each of its branches, and choices beside each other are multiplied.
+
+    Args:
+        value: a schema, or a part of one.
+        known: the sizes of what was looked at, by identity: some parts are at several places.
+    """
+    if not isinstance(value, dict | list):
+        return (len(value) if isinstance(value, str) else 8), 1
+    if (found := known.get(id(value))) is not None:
+        return found
+    own, alternatives = 0, 1
+    choices: list[_Size] = []
+    for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+        is_choice = name in ("anyOf", "oneOf", "allOf") and isinstance(part, list)
+        sizes = [_worked_out(one, known) for one in part] if is_choice else []
+        if name == "allOf":
+            choices += sizes
+        elif is_choice:
+            choices.append((sum(size for size, _ in sizes), sum(number for _, number in sizes)))
+        else:
+            own += len(name) + 4 if isinstance(name, str) else 4
+            own += _worked_out(part, known)[0]
+    for _, number in choices:
+        alternatives *= max(1, number)
+    size = alternatives * own
+    size += sum(alternatives // max(1, number) * bytes_ for bytes_, number in choices)
+    known[id(value)] = size, alternatives
+    return size, alternatives
 
 
 _Starts = dict[str, dict[float, _Place]]
@@ -256,14 +301,14 @@ class _Totals:
     """What all schemas of a grammar have together."""
 
     def __init__(self) -> None:
-        self.pattern_bytes = 0
+        self.patterns: set[str] = set()
         self.multiples: set[Decimal] = set()
 
     def check(self) -> None:
-        if self.pattern_bytes > MAX_PATTERN_BYTES:
+        pattern_bytes = sum(len(pattern.encode("utf-8", "replace")) for pattern in self.patterns)
+        if pattern_bytes > MAX_PATTERN_BYTES:
             _refuse(
-                f"has {self.pattern_bytes} bytes of patterns; at most {MAX_PATTERN_BYTES} are "
-                "compiled"
+                f"has {pattern_bytes} bytes of patterns; at most {MAX_PATTERN_BYTES} are compiled"
             )
         _check_multiples(self.multiples)
 
@@ -271,15 +316,19 @@ class _Totals:
 class _Check:
     """Checks a schema, first place by place, then as a whole."""
 
-    def __init__(self, totals: _Totals) -> None:
+    def __init__(self, totals: _Totals, rewriter: Rewriter, root: dict[str, Any]) -> None:
         self._totals = totals
+        self._rewriter = rewriter
+        self._root = root
         self._combines = False
         self._exclusive: _Starts = {"minimum": {}, "maximum": {}}
         self._ends: _Ends = {"minimum": set(), "maximum": set()}
 
     def add(self, place: _Place) -> None:
         value = place.value
-        if isinstance(value, _Unheld):
+        if isinstance(value, Unheld):
+            if place.is_data and not place.is_constant:
+                return  # a default or an example, which is never written
             _refuse_number(place, value)
         if place.is_data:
             if isinstance(value, str) and place.is_constant:
@@ -293,15 +342,18 @@ class _Check:
             _check_intervals(self._exclusive, self._ends)
 
     def _add_schema(self, place: _Place, schema: dict[str, Any]) -> None:
+        self._narrow(place, schema)
+        try:
+            self._rewriter.rewrite(schema, self._root, place)
+        except KeywordError as error:
+            raise SchemaError(f"{error.what}, in {place}; {error.remedy}") from error
         if isinstance(pattern := schema.get("pattern"), str):
-            self._totals.pattern_bytes += len(pattern.encode("utf-8", "replace"))
+            self._totals.patterns.add(pattern)
         if isinstance(patterns := schema.get("patternProperties"), dict):
-            self._totals.pattern_bytes += sum(
-                len(key.encode("utf-8", "replace")) for key in patterns
-            )
+            self._totals.patterns |= patterns.keys()
         if _is_number(multiple := schema.get("multipleOf")):
             self._totals.multiples.add(abs(Decimal(repr(multiple))))
-        has_bounds = any(key in schema for key in _BOUNDS)
+        has_bounds = any(key in schema for key in BOUNDS)
         all_of = schema.get("allOf")
         self._combines |= isinstance(all_of, list) and len(all_of) > 1
         self._combines |= has_bounds and any(key in schema for key in _COMBINING)
@@ -310,7 +362,28 @@ class _Check:
         _check_properties(place, schema)
         calendar = schema.get("format")
         if isinstance(calendar, str) and calendar in _CALENDAR:
-            _add_pattern(schema, _CALENDAR[calendar])
+            add_pattern(schema, _CALENDAR[calendar])
+
+    def _narrow(self, place: _Place, schema: dict[str, Any]) -> None:
+        """Put numbers that are held in the place of others."""
+        for keyword in BOUNDS:
+            if isinstance(literal := schema.get(keyword), Unheld):
+                if (bound := narrowed(keyword, literal)) is None:
+                    _refuse_number(_Place(literal, 0, place, keyword), literal)
+                schema[keyword] = bound
+                self._rewriter.note(
+                    f"{keyword} {literal}",
+                    f"the {keyword} {_short(literal)} in {place} is held as {bound}",
+                )
+        for keyword in _COUNTS:
+            count = schema.get(keyword)
+            size = float(count) if isinstance(count, Unheld) else count
+            if keyword.startswith("max") and _is_number(size) and size > MAX_COUNT:
+                schema[keyword] = MAX_COUNT
+            elif isinstance(count, Unheld):
+                _refuse_number(_Place(count, 0, place, keyword), count)
+            elif isinstance(count, float) and count.is_integer():
+                schema[keyword] = int(count)
 
     def _add_bounds(self, place: _Place, schema: dict[str, Any]) -> None:
         exclusive: _Starts = {"minimum": {}, "maximum": {}}
@@ -407,14 +480,6 @@ def _exponent(multiple: Decimal) -> int:
     return min(0, exponent) if isinstance(exponent, int) else 0
 
 
-def _add_pattern(schema: dict[str, Any], pattern: str) -> None:
-    """Add a pattern that a schema's strings must match too."""
-    if "pattern" not in schema:
-        schema["pattern"] = pattern
-    elif _is_list(schema.get("allOf", [])):
-        schema["allOf"] = [*schema.get("allOf", []), {"pattern": pattern}]
-
-
 def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -424,12 +489,15 @@ def _is_list(value: object) -> TypeGuard[list[Any]]:
 
 
 def _refuse_number(place: _Place, literal: str) -> NoReturn:
-    written = literal if len(literal) <= 40 else f"{literal[:37]}…"
     _refuse(
-        f"has {written} in {place}, which would be changed: numbers are held as 64-bit floats, "
-        f"which hold integers up to {MAX_EXACT_INTEGER} and 15 digits of others exactly; use a "
-        "number with fewer digits, or a string"
+        f"has {_short(literal)} in {place}, which would be changed: numbers are held as 64-bit "
+        f"floats, which hold integers up to {MAX_EXACT_INTEGER} and 15 digits of others exactly, "
+        "and most of 17; use a number with fewer digits, or a string"
     )
+
+
+def _short(literal: str) -> str:
+    return literal if len(literal) <= 40 else f"{literal[:37]}…"
 
 
 def _refuse(message: str) -> NoReturn:

@@ -21,7 +21,7 @@ from llguidance import LLMatcher
 
 from engine.errors import InvalidRequestError
 from engine.sampling_params import GrammarKind, GrammarParams
-from engine.structured.schema import JSON_ESCAPES, prepare_schema
+from engine.structured.schema import JSON_ESCAPES, prepare_schema, schema_text
 from engine.structured.special_names import SpecialNames
 from engine.structured.structural_tag import read_structural_tag
 from engine.structured.tag_grammar import TagError
@@ -59,11 +59,13 @@ class Source(NamedTuple):
         has_lark: whether a caller's own Lark grammar is in it.
         parts: the parts of a structural tag that may be at fault, as grammars of their own, by
             their places.
+        notes: what of it is held otherwise than it was written, in words.
     """
 
     text: str
     has_lark: bool
     parts: Mapping[str, str]
+    notes: tuple[str, ...]
 
 
 def translate(params: GrammarParams, names: SpecialNames) -> Source:
@@ -79,12 +81,14 @@ def translate(params: GrammarParams, names: SpecialNames) -> Source:
     """
     larks: list[str] = []
     parts: dict[str, str] = {}
+    notes: tuple[str, ...] = ()
     options = _FLEXIBLE if params.flexible_whitespace else _ONE_LINE
     match params.kind:
         case GrammarKind.JSON_SCHEMA:
-            source = "start: %json " + prepare_schema(params.text, options)
+            schema, notes = prepare_schema(params.text, options)
+            source = f"start: %json {schema}"
         case GrammarKind.JSON_OBJECT:
-            source = "start: %json " + prepare_schema('{"type": "object"}', options)
+            source = "start: %json " + schema_text({"type": "object"}, options)
         case GrammarKind.REGEX:
             _check_size("regex", len(params.text.encode()), MAX_REGEX_BYTES)
             source = _lark_of(LLMatcher.grammar_from_regex(params.text))
@@ -99,14 +103,14 @@ def translate(params: GrammarParams, names: SpecialNames) -> Source:
                 source, tag = read_structural_tag(params.text, names, options, _ONE_LINE)
             except TagError as error:
                 raise InvalidRequestError("grammar.structural_tag", str(error)) from error
-            larks, parts = tag.larks, tag.parts
+            larks, parts, notes = tag.larks, tag.parts, tag.notes
         case GrammarKind.FREE:
             raise ValueError("there is no grammar for any output")
     grammars = [{"lark_grammar": source + _OPTIONS}]
     for index, lark in enumerate(larks):
         grammars.append({"name": f"lark_{index}", "lark_grammar": lark + _OPTIONS})
     has_lark = bool(larks) or params.kind is GrammarKind.LARK
-    return Source(json.dumps({"grammars": grammars}), has_lark, parts)
+    return Source(json.dumps({"grammars": grammars}), has_lark, parts, notes)
 
 
 def _checked_lark(text: str) -> str:

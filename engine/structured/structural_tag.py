@@ -77,7 +77,9 @@ def read_structural_tag(
         raise TagError(str(error)) from error
     reader = _Reader(names, options, one_line)
     grammar = TagGrammar()
-    return grammar.source(reader.read(value)), grammar
+    source = grammar.source(reader.read(value))
+    grammar.notes = reader.notes
+    return source, grammar
 
 
 class _Reader:
@@ -105,6 +107,11 @@ class _Reader:
             "triggered_tags": self._triggered_tags,
             "tags_with_separator": self._tags_with_separator,
         }
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What of the schemas is held otherwise than it was written."""
+        return self._checks.notes
 
     def read(self, value: object) -> Node:
         """The node of a whole structural tag."""

@@ -74,11 +74,14 @@ class TagGrammar:
         larks: the callers' own grammars, which the rules refer to by their index: @lark_0.
         parts: what was described by other means than this format's, each by its place, as a grammar
             of its own: to find which one cannot be compiled.
+        notes: what of its schemas is held otherwise than it was written, in words; set by whoever
+            reads them.
     """
 
     def __init__(self) -> None:
         self.larks: list[str] = []
         self.parts: dict[str, str] = {}
+        self.notes: tuple[str, ...] = ()
         self._lines: list[str] = ["ANY: /(?s:.*)/"]
         self._rules: dict[tuple[int, ...], str] = {}
         self._named: dict[tuple[str, str], str] = {}

@@ -229,7 +229,7 @@ def _names(text: str) -> Iterator[str]:
     """The names of the properties that a schema declares, in its order, an object's own before
     those within its values.
     """
-    stack: list[object] = [json.loads(text)]
+    stack: list[object] = [json.loads(text, parse_int=str)]  # numbers may be of any length
     while stack:
         value = stack.pop()
         if isinstance(value, _Name):

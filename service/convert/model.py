@@ -20,7 +20,7 @@ from service.convert.response import sampling_message
 from service.convert.values import to_duration
 from service.replies import ModelFormat
 
-SCHEMA_REVISION = 9
+SCHEMA_REVISION = 10
 """Grows with every change to the contract."""
 MINIMUM_CLIENT_REVISION = 7
 """The oldest revision of clients that this server supports."""

@@ -193,6 +193,7 @@ class Responder:
             command_id=event.command_id,
             accept_time=at,
             n=event.n,
+            notes=event.notes,
         )
 
     def prompt(self, event: events.PromptProcessed) -> generation_pb2.PromptProcessed:

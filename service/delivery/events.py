@@ -101,7 +101,9 @@ def held_logprobs(candidates: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """The request was accepted, with the effective parameters; accepted_at: wall-clock seconds."""
+    """The request was accepted, with the effective parameters; accepted_at: wall-clock seconds;
+    notes: what is held otherwise than it was written.
+    """
 
     request_id: str
     sampling: SamplingParams
@@ -114,6 +116,7 @@ class Accepted:
     command_id: int
     accepted_at: float
     n: int = 1
+    notes: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -126,7 +129,8 @@ class Accepted:
             + len(stop.eos_token_ids)
         )
         entries = 2 * len(sampling.logit_bias) + ids
-        return EVENT_BYTES + entries * _TOKEN_BYTES + sum(map(len, self.stop_strings))
+        texts = sum(map(len, self.stop_strings)) + sum(map(len, self.notes))
+        return EVENT_BYTES + entries * _TOKEN_BYTES + texts
 
     @property
     def held(self) -> int:
@@ -141,7 +145,8 @@ class Accepted:
             biases.ids.packed,
             biases.packed,
         )
-        return 2 * HELD_EVENT_BYTES + sum(map(len, packed)) + sum(map(len, self.stop_strings))
+        texts = sum(map(len, self.stop_strings)) + sum(map(len, self.notes))
+        return 2 * HELD_EVENT_BYTES + sum(map(len, packed)) + texts
 
 
 @dataclass(frozen=True, slots=True)

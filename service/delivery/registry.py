@@ -267,6 +267,7 @@ class Registry:
             command_id=command_id,
             accepted_at=time.time(),
             n=asked.n,
+            notes=admission.notes,
         )
         request.accept(accepted, admission.arrival, stream)
 

@@ -16,7 +16,7 @@ from engine.batch import ScheduledBatch
 from engine.drain_rate import MARGIN, UNKNOWN_DELAY_S
 from engine.errors import EngineUnavailableError, QueueFullError, UnsupportedFeatureError
 from engine.outputs import FinishReason, StepOutputs
-from engine.request import RequestStatus
+from engine.request import MatcherFactory, RequestStatus
 from engine.sampling_params import GrammarKind, GrammarParams
 from engine.types import CallerKey
 from tests.engine.fake_runner import expected_tokens, make_request
@@ -674,7 +674,7 @@ def test_a_grammar_that_cannot_be_followed_costs_its_request_alone() -> None:
     def broken() -> Any:
         raise ValueError("a grammar's own")
 
-    arrival = rig.loop.submit(make_request("bad", [1], 3), broken).arrival
+    arrival = rig.loop.submit(make_request("bad", [1], 3), MatcherFactory(broken)).arrival
     rig.let()
     rig.loop.stop(timeout=WAIT)
     finishes = {

@@ -472,6 +472,37 @@ def test_wrong_forms_are_refused_by_name(client: headrace.Client, option: str, w
     assert violation.description
 
 
+def test_what_of_a_form_is_held_otherwise_is_told(client: headrace.Client) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "at": {"type": "string", "format": "path", "maxLength": 3},
+            "n": {"type": "integer", "minimum": 1, "maximum": 2**63 - 1},
+        },
+        "required": ["at", "n"],
+        "additionalProperties": False,
+    }
+    stream = client.stream(PROMPT, json_schema=schema, max_tokens=3)
+    stream.result()
+    assert stream.accepted is not None
+    assert stream.accepted.notes == (
+        "the maximum 9223372036854775807 in $.properties.n is held as 9007199254740992",
+        'the format "path" in $.properties.at is not held',
+    )
+    stream = client.stream(PROMPT, max_tokens=1)
+    stream.result()
+    assert stream.accepted is not None
+    assert stream.accepted.notes == ()
+
+
+def test_an_option_that_contradicts_the_form_is_named_with_it(client: headrace.Client) -> None:
+    quotes = [i for i in range(1000) if '"' in client.detokenize([i])]
+    with pytest.raises(headrace.InvalidArgumentError) as caught:
+        client.generate(PROMPT, json_schema={"type": "string"}, banned_token_ids=quotes)
+    assert "structured_output.json_schema" in str(caught.value)
+    assert "sampling.banned_token_ids" in str(caught.value)
+
+
 def test_priorities_are_taken(client: headrace.Client) -> None:
     assert client.generate(PROMPT, priority=5, max_tokens=1).token_ids
 

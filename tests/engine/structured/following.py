@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import random
 from collections.abc import Collection
 
 import numpy as np
 
 from engine.request import TokenMatcher
+from engine.sampling_params import GrammarKind, GrammarParams
+from engine.structured import GrammarCompiler
 from engine.text import Tokenizer
 from engine.types import TokenId
 
@@ -28,23 +32,57 @@ def walk(
     *,
     endings: Collection[int] = (),
     max_tokens: int = 400,
+    closes_after: int | None = None,
 ) -> str | None:
     """Draw tokens from the masks until the output is complete; None: it became too long.
 
-    Every mask has a token, and every token of it is accepted.
+    Every mask has a token, and every token of it is accepted. After `closes_after` tokens what
+    closes a part of JSON is drawn wherever it fits.
     """
+    single, closing = _by_bytes(tokenizer)
     draw = random.Random(seed)
     output: list[int] = []
     while not matcher.is_complete:
         if len(output) == max_tokens:
             return None
-        ids = sorted(allowed(matcher, tokenizer.vocab_size))
+        ids = allowed(matcher, tokenizer.vocab_size)
         assert ids, "nothing may follow, and the output is not complete"
         # The short ones more often, or arrays and strings hardly ever end.
-        short = [i for i in ids if i in endings or len(tokenizer.token_bytes(i)) == 1]
-        token = draw.choice(short if short and draw.random() < 0.5 else ids)
+        short = ids & single | ids.intersection(endings)
+        chosen = short if short and draw.random() < 0.5 else ids
+        if closes_after is not None and len(output) >= closes_after:
+            chosen = ids.intersection(endings) or ids & closing or chosen
+        token = draw.choice(sorted(chosen))
         if token in endings:
             break
         assert matcher.accept(TokenId(token))
         output.append(token)
     return tokenizer.decode(output)
+
+
+@functools.cache
+def _by_bytes(tokenizer: Tokenizer) -> tuple[frozenset[int], frozenset[int]]:
+    """The tokens of one byte, and those that close a string, an array or an object."""
+    texts = {i: tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)}
+    single = frozenset(i for i, text in texts.items() if len(text) == 1)
+    return single, frozenset(i for i in single if texts[i] in b'"]}')
+
+
+def takes(compiler: GrammarCompiler, tokenizer: Tokenizer, schema: object, text: str) -> bool:
+    """Whether a text, byte by byte, is one of a schema's."""
+    written = schema if isinstance(schema, str) else json.dumps(schema)
+    end = TokenId(tokenizer.vocab_size - 1)
+    assert not tokenizer.token_bytes(end), "an id without text is needed"
+    params = GrammarParams(kind=GrammarKind.JSON_SCHEMA, text=written, flexible_whitespace=True)
+    matcher = compiler.compile(params, frozenset([end]))()
+    by_byte = _bytes_of(tokenizer)
+    if not all(matcher.accept(by_byte[byte]) for byte in text.encode()):
+        return False
+    return matcher.is_complete or end in matcher.fitting()
+
+
+@functools.cache
+def _bytes_of(tokenizer: Tokenizer) -> dict[int, TokenId]:
+    """The token of each byte that has one."""
+    texts = [(tokenizer.token_bytes(i), TokenId(i)) for i in range(tokenizer.vocab_size)]
+    return {text[0]: token for text, token in reversed(texts) if len(text) == 1}

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import LlamaConfig
@@ -254,7 +255,10 @@ def test_a_form_that_the_other_options_leave_no_token_for_fails_alone(
     failed = manager.get_result("none", timeout=WAIT)
     assert failed is not None
     assert failed.error is not None
-    assert "the form that was asked for" in failed.error
+    assert failed.error.startswith(
+        "grammar.regex: allows no token that sampling.banned_token_ids would leave after 0 tokens; "
+        "change one of them"
+    )
     other = manager.get_result("other", timeout=WAIT)
     assert other is not None
     assert other.error is None
@@ -287,6 +291,26 @@ def test_a_form_that_becomes_too_complex_ends_its_own_request_alone(
         assert result is not None
         assert result.error is None
         assert re.fullmatch(r"[a-z]*[.!]?", tokenizer.decode(result.generated_tokens))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"allowed_token_ids": [4, 5]}, "sampling.allowed_token_ids would leave after 0"),
+        ({"no_repeat_ngram_size": 1}, "sampling.no_repeat_ngram_size would leave after"),
+    ],
+)
+def test_the_option_that_contradicts_a_form_is_named(
+    manager: ContinuousBatchingManager, options: dict[str, Any], named: str
+) -> None:
+    manager.add_request(
+        [4], "r", max_new_tokens=9, grammar=form(GrammarKind.REGEX, "(zq){9}"), **options
+    )
+    failed = manager.get_result("r", timeout=WAIT)
+    assert failed is not None
+    assert failed.error is not None
+    assert failed.error.startswith("grammar.regex: allows no token that ")
+    assert named in failed.error
 
 
 def test_a_grammar_is_never_ignored(manager: ContinuousBatchingManager) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import random
 from decimal import Decimal
 from fractions import Fraction
 
@@ -18,24 +19,12 @@ from engine.sampling_params import MAX_GRAMMAR_BYTES, GrammarKind
 from engine.structured import GrammarCompiler
 from engine.text import Tokenizer
 from engine.types import TokenId
-from tests.engine.structured.conftest import V, form
-from tests.engine.structured.following import allowed, walk
+from tests.engine.structured.conftest import form
+from tests.engine.structured.following import takes, walk
 
 SCHEMA = GrammarKind.JSON_SCHEMA
+Schema = dict[str, object]
 NONE: frozenset[TokenId] = frozenset()
-
-
-def takes(compiler: GrammarCompiler, tokenizer: Tokenizer, schema: object, text: str) -> bool:
-    """Whether a text, byte by byte, is one of a schema's."""
-    written = schema if isinstance(schema, str) else json.dumps(schema)
-    end = tokenizer.vocab_size  # an id without text
-    matcher = compiler.compile(form(SCHEMA, written, flexible=True), frozenset([TokenId(end)]))()
-    by_byte = {
-        tokenizer.token_bytes(i): TokenId(i) for i in range(tokenizer.vocab_size - 1, -1, -1)
-    }
-    if not all(matcher.accept(by_byte[bytes([byte])]) for byte in text.encode()):
-        return False
-    return matcher.is_complete or end in allowed(matcher, V)
 
 
 HELD = [
@@ -47,9 +36,7 @@ CHANGED = [
     "123456789012345678901234567890", "1e400", "1e22", "1e-400", "9" * 5000, "1e999999999999999999",
     "0.1000000000000000055511151231257827", "9007199254740992.5", "0.12345678901234567890",
 ]  # fmt: skip
-KEYWORDS = [
-    "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
-]  # fmt: skip
+BOUNDS = ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]
 
 
 @pytest.mark.parametrize("literal", HELD)
@@ -64,7 +51,7 @@ def test_numbers_that_are_held_are_written_as_they_are(
 
 
 @pytest.mark.parametrize("literal", CHANGED)
-@pytest.mark.parametrize("keyword", KEYWORDS)
+@pytest.mark.parametrize("keyword", ["const", "multipleOf"])
 def test_numbers_that_would_be_changed_are_refused_with_their_place(
     compiler: GrammarCompiler, keyword: str, literal: str
 ) -> None:
@@ -78,13 +65,69 @@ def test_numbers_that_would_be_changed_are_refused_with_their_place(
     assert len(str(caught.value)) < 450
 
 
+@pytest.mark.parametrize("literal", CHANGED)
+@pytest.mark.parametrize("keyword", BOUNDS)
+def test_bounds_that_are_not_held_are_narrowed_and_that_is_told(
+    compiler: GrammarCompiler, keyword: str, literal: str
+) -> None:
+    schema = f'{{"properties": {{"n": {{"type": "number", "{keyword}": {literal}}}}}}}'
+    is_lower, exact = keyword in BOUNDS[::2], Decimal(literal)
+    has_none = exact > 2**53 - 1 if is_lower else exact < -(2**53)
+    if has_none or exact.copy_abs() < Decimal("1e-300"):
+        with pytest.raises(InvalidRequestError) as caught:
+            compiler.compile(form(SCHEMA, schema), NONE)
+        assert f"$.properties.n.{keyword}" in caught.value.description
+        assert len(str(caught.value)) < 450
+        return
+    [note] = compiler.compile(form(SCHEMA, schema), NONE).notes
+    assert note.startswith(f"the {keyword} {literal[:30]}")
+    assert len(note) < 200
+    bound = Decimal(note.partition(" in $.properties.n is held as ")[2])
+    assert bound >= exact if is_lower else bound <= exact
+    assert abs(bound) == 2**53 or abs(bound - exact) < abs(exact) * Decimal("1e-15")
+
+
+@pytest.mark.parametrize(
+    ("schema", "least", "most"),
+    [
+        ({"minimum": -(2**63), "maximum": 2**63 - 1}, -(2**53), 2**53),
+        ({"minimum": 0, "maximum": 2**64 - 1}, 0, 2**53),
+        ({"exclusiveMinimum": -(2**63) - 1, "exclusiveMaximum": 2**63}, 1 - 2**53, 2**53 - 1),
+        ({"minimum": -3.4e38, "maximum": 1e308}, -(2**53), 2**53),
+    ],
+)
+def test_bounds_of_64_bits_are_narrowed_to_what_is_held(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, schema: Schema, least: int, most: int
+) -> None:
+    integers = {"type": "integer", **schema}
+    for number in (least, most, 0):
+        assert takes(compiler, tokenizer, integers, str(number))
+    for number in (least - 1, most + 1, 2**63, -(2**64)):
+        assert not takes(compiler, tokenizer, integers, str(number))
+
+
+def test_a_number_that_is_never_written_may_have_any_size(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    schema = (
+        '{"type": "integer", "default": 9223372036854775807, "examples": [1e400], "maximum": 3}'
+    )
+    assert takes(compiler, tokenizer, schema, "3")
+    for keyword in ("maxLength", "maxItems", "maxProperties"):
+        for most in ("9223372036854775807", "4294967295", "1e30"):
+            assert compiler.compile(form(SCHEMA, f'{{"{keyword}": {most}}}'), NONE).notes == ()
+    assert takes(compiler, tokenizer, '{"type": "string", "minLength": 2.0}', '"ab"')
+    with pytest.raises(InvalidRequestError, match=r"\$\.minLength"):
+        compiler.compile(form(SCHEMA, '{"minLength": 9223372036854775807}'), NONE)
+
+
 @pytest.mark.parametrize(
     ("schema", "place"),
     [
         ('{"enum": [1, {"a": [2, 9007199254740993]}]}', "$.enum[1].a[1]"),
         ('{"$defs": {"enum": {"const": 9007199254740993}}}', "$.$defs.enum.const"),
         ('{"allOf": [{"items": {"minimum": 1e17}}]}', "$.allOf[0].items.minimum"),
-        ('{"default": 9007199254740993}', "$.default"),
+        ('{"items": {"multipleOf": 1e-400}}', "$.items.multipleOf"),
     ],
 )
 def test_wherever_a_number_is_it_is_found(
@@ -116,6 +159,14 @@ def test_wherever_a_number_is_it_is_found(
             "257 optional properties in $.items;",
         ),
         ({"a" * 300: {"minimum": 10**20}}, "…"),
+        ({"name": "x", "strict": True, "schema": {"type": "object"}}, 'stands under "schema"'),
+        ({"schema": {}, "type": "object"}, 'stands under "schema"'),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
+            'stands under "json_schema.schema"',
+        ),
+        ({"type": "json_schema", "name": "x", "schema": {}}, 'stands under "schema"'),
+        ({"type": "json_schema", "json_schema": {"type": "object"}}, 'stands under "json_schema"'),
     ],
 )
 def test_what_would_not_be_followed_exactly_is_refused(
@@ -225,7 +276,11 @@ def test_a_constant_that_looks_like_a_schema_is_left_alone(
 
 
 _INTEGERS = st.integers(-(2**53), 2**53) | st.integers(-20, 20)
-_NUMBERS = _INTEGERS.map(str) | st.builds("{}e-{}".format, _INTEGERS, st.integers(0, 9))
+_NUMBERS = (
+    _INTEGERS.map(str)
+    | st.builds("{}e-{}".format, _INTEGERS, st.integers(0, 9))
+    | st.floats(-(2.0**53), 2.0**53).filter(lambda one: abs(one) > 1e-9).map(repr)
+)
 _BOUNDED = st.fixed_dictionaries(
     {"type": st.sampled_from(["integer", "number"])},
     optional={
@@ -298,6 +353,26 @@ def test_random_constants_are_written_exactly(
     written = json.loads(text, parse_int=Decimal, parse_float=Decimal)
     wanted = [json.loads(json.dumps(v), parse_int=Decimal, parse_float=Decimal) for v in values]
     assert any(same(written, value) for value in wanted), (text, values)
+
+
+def test_numbers_of_17_digits_are_written_exactly_or_refused(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    draw = random.Random(7)
+    known = ["0.9371444992670599", "123456789012345.67", "-0.1234567890123456", "5e-40"]
+    literals = known + [repr(draw.random() * 10 ** draw.randint(-8, 14)) for _ in range(250)]
+    num_refused = 0
+    for literal in literals:
+        try:
+            make_matcher = compiler.compile(form(SCHEMA, f'{{"enum": [{literal}]}}'), NONE)
+        except InvalidRequestError:
+            num_refused += 1
+            assert literal not in known
+            continue
+        text = walk(make_matcher(), tokenizer, 0)
+        assert text is not None
+        assert Decimal(text) == Decimal(literal)
+    assert num_refused <= 3
 
 
 def same(one: object, other: object) -> bool:

@@ -243,7 +243,7 @@ REFUSED: list[tuple[Form | str, str]] = [
         triggered(
             ["<"],
             tag("<a", ">", {"type": "json_schema", "json_schema": {"type": "integer"}}),
-            tag("<b", ">", {"type": "json_schema", "json_schema": {"not": {}}}),
+            tag("<b", ">", {"type": "json_schema", "json_schema": {"if": {}}}),
         ),
         "format.tags[1].content.json_schema uses keywords that are not supported",
     ),
@@ -252,7 +252,7 @@ REFUSED: list[tuple[Form | str, str]] = [
         "format.elements[1].grammar has no rule called start",
     ),
     (
-        tag("<", ">", {**QWEN, "json_schema": {"properties": {"p": {"type": "array", "not": {}}}}}),
+        tag("<", ">", {**QWEN, "json_schema": {"properties": {"p": {"type": "array", "if": {}}}}}),
         "format.content.json_schema.properties.p uses keywords that are not supported",
     ),
     (row(*[{"type": "regex", "pattern": "a" * 9_000}] * 2), "format.elements[1].pattern is too"),

@@ -137,6 +137,8 @@ class Accepted:
     """The parameters in force, with every default filled in."""
     stop: generation_pb2.StopOptions
     """The limits in force, with every default filled in."""
+    notes: tuple[str, ...] = ()
+    """What of the structured output is held otherwise than it was written, in words."""
 
 
 @dataclass(frozen=True, slots=True)

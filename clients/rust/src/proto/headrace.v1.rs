@@ -574,6 +574,10 @@ pub struct Accepted {
     /// How many choices will be made: the request ends with as many Finished events.
     #[prost(uint32, tag = "8")]
     pub n: u32,
+    /// What of the structured output, or of the tools' schemas, is held otherwise than it was written, in words for people:
+    /// a format that is not known and so not held, or a bound that is narrowed to what is held exactly. At most 17.
+    #[prost(string, repeated, tag = "9")]
+    pub notes: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
 }
 /// The prompt was processed; its output begins.
 #[derive(Clone, PartialEq, ::prost::Message)]

@@ -1324,6 +1324,7 @@ class Accepted(_message.Message):
     COMMAND_ID_FIELD_NUMBER: _builtins.int
     ACCEPT_TIME_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id: the caller's, or the server's if it gave none."""
     prompt_tokens: _builtins.int
@@ -1346,6 +1347,12 @@ class Accepted(_message.Message):
     def accept_time(self) -> _timestamp_pb2.Timestamp:
         """When it was accepted, by the server's clock."""
 
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What of the structured output, or of the tools' schemas, is held otherwise than it was written, in words for people:
+        a format that is not known and so not held, or a bound that is narrowed to what is held exactly. At most 17.
+        """
+
     def __init__(
         self,
         *,
@@ -1357,10 +1364,11 @@ class Accepted(_message.Message):
         command_id: _builtins.int = ...,
         accept_time: _timestamp_pb2.Timestamp | None = ...,
         n: _builtins.int = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["accept_time", b"accept_time", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accept_time", b"accept_time", "command_id", b"command_id", "n", b"n", "prompt_tokens", b"prompt_tokens", "queue_position", b"queue_position", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accept_time", b"accept_time", "command_id", b"command_id", "n", b"n", "notes", b"notes", "prompt_tokens", b"prompt_tokens", "queue_position", b"queue_position", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
