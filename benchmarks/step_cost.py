@@ -19,7 +19,8 @@ import torch
 from engine.assembly import build_core
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.core import EngineCore
-from engine.loading.loader import VerifiedModel, load_model
+from engine.loading.loader import load_model
+from engine.loading.verified import VerifiedModel
 from engine.request import GenerationRequest
 from engine.sampling_params import SamplingParams, StopParams
 from engine.threads import call_on_own_thread

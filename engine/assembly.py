@@ -19,10 +19,9 @@ from engine.config import ContinuousBatchingConfig, target_step_time
 from engine.core import EngineCore
 from engine.errors import InsufficientMemoryError
 from engine.kv_cache.manager import KVCacheManager
-from engine.loading.loader import VerifiedModel
 from engine.loading.memory import CachePlan
 from engine.loading.running import build_runner
-from engine.loading.weights_watch import WeightsWatch
+from engine.loading.verified import VerifiedModel
 from engine.loop import EngineLoop, StepSink
 from engine.scheduler.pace import StepPace
 from engine.scheduler.registry import scheduler_class
@@ -137,11 +136,14 @@ def build_manager(
     """
     core, limits, _ = build_core(verified, config, progress)
     compiler = _grammar_compiler(verified, tokenizer)
-    watch = WeightsWatch(verified.original)
+    seen = verified.refresh()
 
     def refresh() -> bool:
-        verified.refresh()
-        return watch.changed()
+        nonlocal seen
+        before, seen = seen, verified.refresh()
+        if seen.parts != before.parts:
+            core.runner.forget_model()
+        return seen != before
 
     return ContinuousBatchingManager(
         core,

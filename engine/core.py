@@ -227,6 +227,16 @@ class EngineCore:
         while self._in_flight:
             self._collect()
 
+    def forget_computed(self) -> None:
+        """Forget all KV, because the model has changed: cached prefixes, and what live requests
+        have, on the device or the host. These are computed again and go on where they were.
+        """
+        self.settle()
+        self.scheduler.kv_cache.reset_prefix_cache()
+        for live in self._live.by_id.values():
+            for request in live.choices.values():
+                self.scheduler.restart(request)
+
     def take_outputs(self) -> StepOutputs:
         """The outputs since the last call."""
         outputs, record = self._live.take_outputs(), self._results.take_record()

@@ -198,6 +198,10 @@ class ModelChangedError(ModelRefusedError):
         )
 
 
+class WeightsRefusedError(ModelRefusedError):
+    """New weights cannot be taken over as they are given. The message names the tensor."""
+
+
 class NoStepError(ModelRefusedError):
     """The engine's attention was called outside the engine's steps."""
 

@@ -30,7 +30,7 @@ from engine.threads import await_on_own_thread
 from engine.types import RequestId
 
 if TYPE_CHECKING:
-    from engine.loading.loader import VerifiedModel
+    from engine.loading.verified import VerifiedModel
 
 logger = logging.getLogger(__name__)
 

@@ -178,6 +178,13 @@ class EngineLoop:
         """Whether this process is a fork of the one in which the engine's thread runs."""
         return self._is_running and self._process != os.getpid()
 
+    def lets_model_change(self) -> bool:
+        """Whether no step touches the model: the engine does not run, is paused, or the calling
+        thread is in a window.
+        """
+        with self._changed:
+            return not self._is_running or self._is_paused or self._window.is_entered_here
+
     def stop(
         self, block: bool = True, timeout: float | None = None, *, hard_stop: bool = False
     ) -> None:
@@ -263,17 +270,29 @@ class EngineLoop:
             self._changed.notify_all()
 
     def reset_prefix_cache(self) -> Future[None]:
-        """Forget all cached prefixes, before the next step at the latest; needed when the weights
-        have changed. Running requests keep the prefixes that they hold until they end.
+        """Forget all cached prefixes, before the next step at the latest. Running requests keep the
+        prefixes that they hold until they end.
 
         Returns:
             Done when they are forgotten. If the engine is stopped before, it has an
             EngineUnavailableError.
         """
+        return self._forget(self._core.scheduler.kv_cache.reset_prefix_cache)
+
+    def forget_computed(self) -> Future[None]:
+        """Forget all KV, before the next step at the latest; needed when the model has changed.
+        Live requests are computed again, with the tokens that they have, and go on.
+
+        Returns:
+            See `reset_prefix_cache`.
+        """
+        return self._forget(self._core.forget_computed)
+
+    def _forget(self, action: Callable[[], None]) -> Future[None]:
         with self._changed:
             if self._is_running and not self._window.is_parked:
-                return self._between_steps(self._core.scheduler.kv_cache.reset_prefix_cache)
-            self._core.scheduler.kv_cache.reset_prefix_cache()
+                return self._between_steps(action)
+            action()
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -71,6 +71,12 @@ class Runner(Protocol):
         """Drop what is kept for a choice that has ended. Harmless if nothing is kept."""
         ...
 
+    def forget_model(self) -> None:
+        """Forget what was made of the model's attributes, hooks and tensors: its owner has put
+        others in their place. Called between two steps, on any thread.
+        """
+        ...
+
     def warmup(self) -> None:
         """Run once whatever is slow the first time, without affecting any request."""
         ...

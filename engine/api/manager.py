@@ -103,8 +103,8 @@ class ContinuousBatchingManager:
                 possible.
             settings: see the class.
             refresh_model: called when the model may have been changed since the last step; returns
-                whether its weights have changed since the last call, so that cached prefixes are
-                wrong. Whatever it raises is raised to the caller. None: nothing is called.
+                whether it was since the last call, so that all KV is wrong. Whatever it raises is
+                raised to the caller. None: nothing is called.
             observer: is told what the manager does; None: nobody is.
         """
         # No object that the manager refers to refers back to it, so a dropped manager ends its
@@ -169,6 +169,10 @@ class ContinuousBatchingManager:
         self._refresh()
         self._loop.warmup()
 
+    def lets_model_change(self) -> bool:
+        """Whether no step touches the model now: see EngineLoop."""
+        return self._loop.lets_model_change()
+
     @property
     def warmed_up(self) -> bool:
         """Whether `warmup` has been done."""
@@ -209,8 +213,8 @@ class ContinuousBatchingManager:
 
     def _refresh(self) -> None:
         if self._refresh_model is not None and self._refresh_model():
-            logger.info("the model's weights have changed: cached prefixes are forgotten")
-            self.reset_prefix_cache()
+            logger.info("the model has changed: what was computed with the old one is forgotten")
+            self._loop.forget_computed()
 
     def _started(self) -> None:
         if self._keeping is not None:

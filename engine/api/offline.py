@@ -12,7 +12,8 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,16 @@ from engine.api.manager import ContinuousBatchingManager
 from engine.api.results import GenerationOutput
 from engine.assembly import build_manager
 from engine.config import ContinuousBatchingConfig, LoadConfig
-from engine.errors import ConfigError, ModelRefusedError
-from engine.loading.loader import VerifiedModel, load_model, verify_model
+from engine.errors import (
+    ConfigError,
+    EngineUnavailableError,
+    ModelRefusedError,
+    WeightsRefusedError,
+)
+from engine.loading.exchange import Weights, exchange_weights
+from engine.loading.loader import load_model, verify_model
+from engine.loading.verified import VerifiedModel
+from engine.models.held_layer import held_layers
 from engine.text import Tokenizer, TokenizerError
 from engine.threads import call_on_own_thread
 
@@ -62,6 +71,9 @@ class LoadedModel:
         self._tokenizer: Tokenizer | None = None
         self._kept = _Kept()
         self._telemetry = telemetry
+        self._exchange = threading.Lock()
+        self._managers: weakref.WeakSet[ContinuousBatchingManager] = weakref.WeakSet()
+        self._guard()
 
     @property
     def model(self) -> PreTrainedModel:
@@ -116,6 +128,53 @@ class LoadedModel:
     def destroy_cached_continuous_batching_manager(self) -> None:
         """Drop the manager that the model keeps, and its cache. Harmless if it keeps none."""
         self._kept.drop()
+
+    def load_weights(self, weights: Weights, *, partial: bool = False) -> None:
+        """Put new weights in the place of the model's, packed ones included: those of a trainer's
+        model, after each of its steps. Running managers stop between two steps meanwhile. What was
+        computed with the old weights is forgotten: cached prefixes, and the KV of live requests,
+        which keep their tokens and go on from them with the new weights.
+
+        Args:
+            weights: by the names of the model's `state_dict`: such a dict, or pairs such as those
+                of `named_parameters`, which are read to the end before anything is written. Each is
+                converted to the model's type, and rounded again with int8. Of names that share a
+                weight, one is enough.
+            partial: whether names may be missing, whose weights stay.
+
+        Raises:
+            WeightsRefusedError: a name is unknown or missing, a tensor has another shape or no
+                floating-point numbers, or the model is split across processes. Nothing was changed.
+            ModelChangedError: the owner has changed the model in another way, see
+                `init_continuous_batching`; the weights were taken over.
+        """
+        if self._verified.ranks is not None:
+            raise WeightsRefusedError(
+                "the model is split across processes, where weights are not exchanged: load it anew"
+            )
+        if not isinstance(weights, Mapping):
+            weights = list(weights)
+        with self._exchange, contextlib.ExitStack() as windows:
+            for manager in list(self._managers):
+                with contextlib.suppress(EngineUnavailableError):  # it does not run
+                    windows.enter_context(manager.pause())
+            exchange_weights(self.model, weights, partial=partial)
+
+    def _guard(self) -> None:
+        """Have packed layers refuse new weights while a step may read them."""
+        guard = _Guard(weakref.WeakMethod(self._refuse_while_steps_run))
+        layers = held_layers(self.model)
+        for layer in layers:
+            layer.guard = guard
+        if layers:  # else it would write the layers before the first packed one
+            self.model.register_load_state_dict_pre_hook(guard)
+
+    def _refuse_while_steps_run(self) -> None:
+        if not all(manager.lets_model_change() for manager in self._managers):
+            raise WeightsRefusedError(
+                "weights: steps read them now, because a manager runs; use load_weights, which "
+                "waits for the step, or write them in a manager's pause()"
+            )
 
     @contextlib.contextmanager
     def continuous_batching_context_manager(
@@ -224,7 +283,7 @@ class LoadedModel:
             return kept
         self._verified.refresh()
         telemetry = self._telemetry
-        return build_manager(
+        manager = build_manager(
             self._verified,
             config,
             logger.info,
@@ -234,6 +293,8 @@ class LoadedModel:
             settings=settings,
             observer=None if telemetry is None else telemetry.observer(self._name),
         )
+        self._managers.add(manager)
+        return manager
 
     @property
     def _name(self) -> str:
@@ -344,6 +405,23 @@ def _start(manager: ContinuousBatchingManager, warmup: bool) -> None:
     if warmup and not manager.warmed_up:
         manager.warmup()
     manager.start()
+
+
+class _Guard:
+    """Calls a method of a loaded model, as long as that is there. A copy of the model has a guard
+    that calls nothing: no steps run on it.
+    """
+
+    def __init__(self, method: Callable[[], Any] = lambda: None) -> None:
+        self._method = method
+
+    def __call__(self, *_: object) -> None:
+        method = self._method()
+        if method is not None:
+            method()
+
+    def __reduce__(self) -> tuple[type[_Guard], tuple[()]]:
+        return _Guard, ()
 
 
 class _Kept:

@@ -115,6 +115,10 @@ def _names_attention_interface(model_class: type[PreTrainedModel]) -> bool:
     return model_class._supports_attention_backend or hasattr(file, "ALL_ATTENTION_FUNCTIONS")
 
 
+class NotFiniteError(ModelRefusedError):
+    """The model's own results are NaN or infinite. The message says where; more may follow it."""
+
+
 class _Probe(LayerWatch):
     """Watches the attention calls of an eager forward, and compares our backend with each."""
 
@@ -142,6 +146,10 @@ class _Probe(LayerWatch):
         if is_users_own(module):
             self.users_own.add(type(module).__name__)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if not all(bool(one.isfinite().all()) for one in (query, key, value)):
+            raise NotFiniteError(
+                f"what {type(module).__name__} of layer {layer} is given is NaN or infinite"
+            )
         self._compare(layer, module, eager, query, key, value, attention_mask, scaling, kwargs)
         output: tuple[torch.Tensor, torch.Tensor | None] = eager(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
@@ -279,6 +287,7 @@ def probe_layers(
     Raises:
         ModelRefusedError: a layer makes no attention call, several calls, or one that we would
             compute wrongly.
+        NotFiniteError: the model's own results are not finite.
         AttentionUnavailableError: the backend does not support a layer.
     """
     probe = _Probe(backend, masks_of(model))
@@ -297,6 +306,8 @@ def probe_layers(
             probe.calls.clear()
             found = eager_forward(model, ids.to(model.device)).logits[0, -1]
             probe.check(model, num_layers)
+        if bool(found.isnan().any()) or not math.isfinite(found.max()):
+            raise NotFiniteError("the logits are NaN or infinite")
         logits.append(found.float())
     if probe.users_own:
         check_users_own(model, probe.users_own, zip(prompts, logits, strict=True))
@@ -388,8 +399,14 @@ def _packing_noise(model: PreTrainedModel, probe: ModelProbe) -> float:
 
 
 def logits_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """|difference| / |reference| over all logits of a token, [V] each."""
-    return float((actual.float() - expected).norm() / expected.norm().clamp(min=1e-6))
+    """|difference| / |reference| over all logits of a token, [V] each; infinity if others are minus
+    infinity, as a bias makes those of tokens that nothing stands for.
+    """
+    finite = expected.isfinite()
+    if not torch.equal(actual[~finite].float(), expected[~finite]):
+        return math.inf
+    expected = expected[finite]
+    return float((actual[finite].float() - expected).norm() / expected.norm().clamp(min=1e-6))
 
 
 def logits_tolerance(dtype: torch.dtype) -> float:

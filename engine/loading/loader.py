@@ -10,11 +10,12 @@ Only safetensors are read, and no code in the model's directory is run. All rank
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,37 +35,35 @@ from engine.config import (
     LoadConfig,
 )
 from engine.environment import RankPlace
-from engine.errors import InsufficientMemoryError, ModelChangedError, ModelRefusedError
+from engine.errors import InsufficientMemoryError, ModelRefusedError
 from engine.loading.checkpoint import Checkpoint, read_checkpoint, resolve_path
 from engine.loading.gate import (
     ModelProbe,
+    NotFiniteError,
     check_config,
     num_embeddings,
     probe_layers,
     self_check,
 )
 from engine.loading.joining import join_linears, shared_inputs
-from engine.loading.memory import GIB, HostLimits, StepLimits
+from engine.loading.memory import GIB, HostLimits
 from engine.loading.model_defaults import context_length, default_sampling, eos_token_ids
-from engine.loading.packing import Packing, choose_packing, pack_model
+from engine.loading.model_watch import ModelWatch
+from engine.loading.packing import NOT_FINITE, Packing, choose_packing, pack_model
 from engine.loading.pages import trim
-from engine.loading.rotary import follow_lengths, keep_frequencies, read_rope
-from engine.loading.view import ModelView
+from engine.loading.rotary import replaces_itself
+from engine.loading.verified import VerifiedModel, make_view
 from engine.models import choosing
 from engine.models.choosing import (
     NOT_ASKED,
-    CausalDecoder,
     Plan,
     exact_sums,
     make_decoder,
     plan_decoder,
 )
 from engine.models.experts import choose_experts
+from engine.models.held_layer import HeldLayer
 from engine.parallel.sharding import check_plan, sharding, whole_logits
-from engine.rope import RopeLengths
-from engine.runner.forward import CausalModel
-from engine.runner.runner_options import RunnerOptions
-from engine.sampling_params import SamplingParams
 from engine.startup import KERNELS, VERIFY, WEIGHTS, enter
 from engine.types import TokenId
 
@@ -73,80 +72,6 @@ if TYPE_CHECKING:
     from engine.parallel.ranks import Ranks
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifiedModel:
-    """A model in memory that passed the load gate.
-
-    Attributes:
-        model: a view of `original` with our attention implementation; steps run it if there is no
-            decoder, or if they are compiled.
-        decoder: our own decoder, with the same weights; None: steps run the model.
-        original: the transformers model, as its owner has it. A split model has no view, because
-            the engine owns it.
-        path: its local directory.
-        device, dtype, backend, probe: what it runs on and with, and what the gate found.
-        context_length: the longest request that the model allows, in tokens.
-        vocab_size: how many token ids both embedding and logits have.
-        parameters: how many it has, packed ones included.
-        eos_token_ids: the model's end-of-sequence ids.
-        default_sampling: what `model.generate` would use.
-        ranks: the processes across which the model is split; None: this one has all of it.
-        leader: on rank 0, the connection to the other ranks; None: this is another rank, or there
-            are no others.
-        step_bytes: the measured memory of steps, by the largest step or the options for graphs, and
-            by the block size.
-        view: connects `model` and `original`; None: they are the same.
-        rope: how the model's rotary frequencies depend on a request's length; None: they do not, or
-            requests may not be longer than the original length.
-    """
-
-    model: PreTrainedModel
-    original: PreTrainedModel
-    path: Path
-    device: torch.device
-    dtype: torch.dtype
-    backend: AttentionBackend
-    probe: ModelProbe
-    context_length: int
-    vocab_size: int
-    parameters: int
-    eos_token_ids: tuple[TokenId, ...]
-    default_sampling: SamplingParams
-    ranks: Ranks | None = None
-    leader: Leader | None = None
-    step_bytes: dict[tuple[StepLimits | RunnerOptions, int], int] = field(default_factory=dict)
-    view: ModelView | None = None
-    rope: RopeLengths | None = None
-    decoder: CausalDecoder | None = None
-
-    @property
-    def steps(self) -> CausalModel:
-        """What steps run."""
-        return self.decoder or self.model
-
-    def refresh(self) -> None:
-        """Take over changes that the owner has made to the model; called when steps may follow the
-        owner's own work on it.
-
-        Raises:
-            ModelChangedError: the owner has replaced modules, or moved or converted the model.
-        """
-        if self.view is None:
-            return
-        self.view.refresh()
-        device, dtype = self.original.device, self.original.dtype
-        if (device, dtype) != (self.device, self.dtype):
-            raise ModelChangedError(
-                f"the model was verified as {self.dtype} on {self.device}, and is {dtype} on "
-                f"{device} now"
-            )
-
-    def end(self) -> None:
-        """Let the other ranks end, if there are any. Harmless if they have ended."""
-        if self.leader is not None:
-            self.leader.end()
 
 
 def load_model(
@@ -258,7 +183,7 @@ def verify_model(
         progress(str(pack_model(model, packing)))
     original, view, rope = model, None, None
     if ranks is None:  # the hooks of a split model are bound to its own modules
-        view, model, rope = _view(original)
+        view, model, rope = make_view(original)
     is_packed = packing in ("native", "int8")
     backend, probe, plan = _probe(model, backend, attention, is_packed if own_decoder else None)
     trim()
@@ -266,7 +191,7 @@ def verify_model(
     if packing not in (None, "int8"):
         view, model = None, original  # the view would hold the originals of packed weights
         progress(str(pack_model(original, packing)))
-        view, model, rope = _view(original)
+        view, model, rope = make_view(original)
     enter(progress, VERIFY)
     if view is not None:
         choose_experts(model, backend, progress)
@@ -298,18 +223,8 @@ def verify_model(
         view=view,
         rope=rope,
         decoder=decoder,
+        watch=None if view is None else ModelWatch(original, replaces_itself),
     )
-
-
-def _view(original: PreTrainedModel) -> tuple[ModelView, PreTrainedModel, RopeLengths | None]:
-    """A view, its model, and how the model's rotary frequencies depend on a request's length; None:
-    they do not, or the view cannot follow.
-    """
-    view = ModelView.of(original)
-    keep_frequencies(view.model)
-    rope = read_rope(view.model)
-    follows = rope is not None and follow_lengths(view.model, rope)
-    return view, view.model, rope if follows else None
 
 
 def _probe(
@@ -329,11 +244,27 @@ def _probe(
         return None if isinstance(plan, str) else plan[1].logits[-1]
 
     try:
-        probe = probe_layers(model, backend, layers, record)
-    except AttentionUnavailableError as error:
-        backend = fall_back(attention, error)
-        probe = probe_layers(model, backend, layers, record)
+        try:
+            probe = probe_layers(model, backend, layers, record)
+        except AttentionUnavailableError as error:
+            backend = fall_back(attention, error)
+            probe = probe_layers(model, backend, layers, record)
+    except NotFiniteError as error:
+        raise ModelRefusedError(_why_not_finite(model, error)) from error
     return backend, probe, plan
+
+
+def _why_not_finite(model: PreTrainedModel, error: NotFiniteError) -> str:
+    """Which weights make a model's results NaN or infinite. They are only read for this."""
+    held = ((f"{path}.weight", one.unpacked()) for path, one in model.named_modules()
+            if isinstance(one, HeldLayer))  # fmt: skip
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers(), held):
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            return NOT_FINITE.format(name=name)
+    return (
+        f"{error} in the model's own code, though its weights are not: its numbers are too large "
+        f"for {model.dtype}; choose another dtype"
+    )
 
 
 def _join(model: PreTrainedModel, probe: ModelProbe, progress: Callable[[str], None]) -> bool:

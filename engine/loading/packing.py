@@ -23,9 +23,9 @@ from engine.config import Quantization
 from engine.errors import ConfigError, ModelRefusedError
 from engine.loading.pages import Pages
 from engine.models.packed import (
-    PANEL,
     PackedEmbedding,
     PackedLinear,
+    in_slices,
     native_library,
     new_scales,
     pack,
@@ -276,7 +276,10 @@ def _pack_natively(model: torch.nn.Module, groups: list[_Group], *, int8: bool) 
         tables = {name: embedding(rows) for name, embedding in group.embeddings.items()}
         products = _pack_slices(name, weight, packed, scales, pages if group.is_ours else None)
         for name, linear in group.linears.items():
-            _exchange(model, name, linear, PackedLinear(packed, linear, scales), products)
+            made = PackedLinear(packed, linear, scales)
+            _exchange(model, name, linear, made, products)
+            if not group.is_ours:
+                made.share(linear.weight)
         if group.is_ours:
             for name, embedding in group.embeddings.items():
                 table = PackedEmbedding(packed, embedding, scales)
@@ -311,17 +314,12 @@ def _pack_slices(
     Returns:
         what `_random_products` is of the original, or of its rounding to int8.
     """
-    outputs, inputs = weight.shape
-    rows = max(1, _SLICE_BYTES // (PANEL * inputs * weight.itemsize)) * PANEL
-    products, start = [], 0
-    for first in range(0, outputs, rows):
-        part = weight[first : first + rows]
-        size = packed_size(*part.shape, dtype=weight.dtype, int8=scales is not None)
-        own = packed[start : start + size // packed.itemsize]
-        own_scales = None if scales is None else scales[first : first + rows]
-        start += len(own)
+    products = []
+    for part, own, own_scales in in_slices(weight, packed, scales, _SLICE_BYTES):
         pack(part, own, own_scales)
         if not _holds(own, own_scales, part, _some_rows(part)):
+            if not part.isfinite().all():
+                raise ModelRefusedError(NOT_FINITE.format(name=f"{name}.weight"))
             raise ModelRefusedError(f"{name}: {_WRONG.format('weights')}")
         if own_scales is None:
             products.append(_random_products(part))
@@ -353,11 +351,16 @@ def _holds(
 def _pack_for_onednn(model: torch.nn.Module, groups: list[_Group]) -> PackingReport:
     copied = 0
     for group in groups:
-        if group.embeddings or not group.is_ours:
-            copied += group.weight.nbytes
+        if len(group.linears) > 1:
+            continue  # each would hold the weight, and not see what is written to the other one
+        is_shared = bool(group.embeddings) or not group.is_ours
+        copied += group.weight.nbytes * is_shared
         for name, linear in group.linears.items():
             products = _random_products(linear.weight)
-            _exchange(model, name, linear, OneDnnLinear(linear), products)
+            made = OneDnnLinear(linear)
+            _exchange(model, name, linear, made, products)
+            if is_shared:
+                made.share(linear.weight)
         group.linears.clear()
         group.embeddings.clear()
     return PackingReport(
@@ -365,6 +368,10 @@ def _pack_for_onednn(model: torch.nn.Module, groups: list[_Group]) -> PackingRep
     )
 
 
+NOT_FINITE = (
+    "{name} has elements that are NaN or infinite: the checkpoint is damaged, or its training has "
+    "diverged; get a whole one"
+)
 _WRONG = (
     "its packed {} are not those of the checkpoint; report it, and start with pack_weights off "
     "meanwhile"
@@ -395,7 +402,8 @@ def _exchange(
     bias = linear._parameters["bias"]
     expected = products if bias is None else products + bias.float()
     actual = packed(_random_input(linear.weight)).float()
-    scale = expected.abs().max().item()
+    # A bias may have infinity, to mask outputs; allclose compares that exactly.
+    scale = expected[expected.isfinite()].abs().amax().item() if expected.isfinite().any() else 0.0
     if not torch.allclose(
         actual, expected, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True
     ):

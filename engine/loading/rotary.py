@@ -103,6 +103,36 @@ def _kinds_of(module: torch.nn.Module) -> set[str]:
     return set(kinds.values()) if isinstance(kinds, dict) else {str(kinds)}
 
 
+def replaces_itself(module: torch.nn.Module, name: str) -> bool:
+    """Whether a rotary module sets its buffer or attribute of this name itself, as it follows the
+    length of what it is called with.
+    """
+    is_set = name.endswith(("inv_freq", "max_seq_len_cached"))
+    is_set = is_set and not name.endswith("original_inv_freq")
+    return is_set and bool(_kinds_of(module) & _OF_LENGTHS)
+
+
+def is_made_beforehand(module: torch.nn.Module) -> bool:
+    """Whether a module is a rotary one for which a view has a stand-in."""
+    return bool(_kinds_of(module) & _OF_LENGTHS) or _makes(module)
+
+
+def has_own_frequencies(module: torch.nn.Module, twin: torch.nn.Module) -> bool:
+    """Whether the frequencies that a rotary module has are some that it has set itself.
+
+    module, twin: the owner's module, and that of a view, with its tables.
+    """
+    for name, buffer in module._buffers.items():
+        table = twin._buffers.get(table_name(name))
+        if buffer is not None and table is not None and replaces_itself(module, name):
+            original: Any = getattr(twin, name.replace("inv_freq", "original_inv_freq"))
+            known = torch.cat([table, original.to(table).unsqueeze(0)])
+            near = torch.isclose(known, buffer.to(known), rtol=1e-4, atol=0.0).all(-1)
+            if not bool(near.any()):
+                return False
+    return True
+
+
 def _reach_nothing_else(
     model: PreTrainedModel, rotary: Sequence[torch.nn.Module], rope: RopeLengths
 ) -> bool:

@@ -21,7 +21,6 @@ from engine.config import (
 from engine.kv_cache.groups import LayerGroup
 from engine.loading.compile import compile_model, compile_options
 from engine.loading.kv_memory import allocate_kv, make_groups
-from engine.loading.loader import VerifiedModel
 from engine.loading.memory import CachePlan, HostLimits, StepLimits, plan_cache, step_limits
 from engine.loading.profiling import (
     DeviceMemory,
@@ -30,6 +29,7 @@ from engine.loading.profiling import (
     measure_graphs,
     measure_step,
 )
+from engine.loading.verified import VerifiedModel
 from engine.runner.buckets import Sizes
 from engine.runner.cuda_graph import CapturingBackend, CudaCapture, GraphBackend
 from engine.runner.forward import ModelForward

@@ -8,12 +8,13 @@ model's owner do not interfere.
 Steps need our attention implementation in the config, evaluation mode, and sometimes another
 forward. The owner may generate, train and save with any attention, even at the same time on another
 thread. Settings on one side do not affect the other, so nothing needs to be restored. A module of
-the view has the same class and the same parameters as its original: the engine sees weights that
-are changed in place, and parameters that are replaced, from the next step on. Hooks are shared too.
-Buffers are the same tensors until one side replaces its own, as rotary embeddings do.
+the view has the same class, the same tensors and the same hooks as its original: the engine sees
+elements that are written in place from the next step on.
 
-`refresh` takes over later changes to attributes of the owner's modules. It does not take over
-replaced modules, because these have not been verified.
+`refresh` takes over what else was changed in the owner's modules: parameters, buffers, attributes
+and hooks in the place of others. Buffers that a rotary embedding replaces itself, as it follows the
+length of what it was called with, stay each side's own. Replaced modules are refused, because these
+have not been verified.
 """
 
 from __future__ import annotations
@@ -28,9 +29,15 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.errors import ModelChangedError
+from engine.loading.rotary import replaces_itself
 
 _OWN = frozenset({"_modules", "_buffers", "_non_persistent_buffers_set", "training"})
 """Attributes of torch.nn.Module that a module of a view does not share."""
+_COPIED = "_parameters"
+_HOOKS = "_hooks"
+"""Dictionaries whose entries are taken over, but not the dictionary: what the owner puts there has
+no effect on steps before it was looked at. Hooks are in those with this in their name.
+"""
 _COMPILED = "_compiled_call_impl"
 """Where a module keeps its compiled call, which would call the original."""
 
@@ -66,7 +73,7 @@ class ModelView:
         self = cls(original, view, twins, {}, modules)
         for one in modules:
             own = vars(twins[id(one)])
-            own["_buffers"] = dict(one._buffers)
+            own["_buffers"] = dict(one._buffers)  # also those that modules replace themselves
             own["_non_persistent_buffers_set"] = set(one._non_persistent_buffers_set)
             own["training"] = False
             own["_modules"] = {
@@ -78,12 +85,11 @@ class ModelView:
                     # One memo for all, so that configs shared in the original are shared in the
                     # view.
                     own[name] = copy.deepcopy(value, self.configs)
-        self._take_over()
+        self.refresh()
         return self
 
-    def refresh(self) -> None:
-        """Take over attributes that were changed on the original's modules. Harmless while steps
-        run.
+    def check(self) -> None:
+        """Refuse what has not been verified.
 
         Raises:
             ModelChangedError: a module was replaced, or given a forward that is not its own method.
@@ -111,14 +117,21 @@ class ModelView:
                     f"{type(one).__name__}.forward is another function than when the model was "
                     "verified"
                 )
-        self._take_over()
 
-    def _take_over(self) -> None:
+    def refresh(self) -> None:
+        """Take over what was changed on the original's modules. Harmless while steps run."""
         for one in self.modules:
             own = vars(self.twins[id(one)])
             for name, value in vars(one).items():
-                if name not in _OWN and not isinstance(value, PreTrainedConfig):
+                if isinstance(value, dict) and (name == _COPIED or _HOOKS in name):
+                    own[name] = value.copy()
+                elif name not in _OWN and not isinstance(value, PreTrainedConfig):
                     own[name] = self._bound(value)
+            own["_buffers"].update(
+                (name, buffer)
+                for name, buffer in one._buffers.items()
+                if not replaces_itself(one, name)
+            )
             own[_COMPILED] = None
 
     def _bound(self, value: object) -> object:

@@ -40,14 +40,19 @@ class DecoderFrame:
         self.dtype = dtype
         self._embedding: Any = model.get_submodule(decoder.embedding)
         self._output: Any = model.get_submodule(decoder.output)
-        self._frequencies = [
-            model.get_submodule(one.module).get_buffer(one.frequencies).float()
-            for one in decoder.rotaries
-        ]
+        self._rotaries = [model.get_submodule(one.module) for one in decoder.rotaries]
+        self.read_frequencies()
         self._of_lengths = [
             None if one.lengths is None else LengthTable.of(module, one.lengths)
             for one in decoder.rotaries
             for module in [model.get_submodule(one.module)]
+        ]
+
+    def read_frequencies(self) -> None:
+        """Take over the model's frequencies as they are now."""
+        self._frequencies = [
+            module.get_buffer(one.frequencies).float()
+            for module, one in zip(self._rotaries, self.description.rotaries, strict=True)
         ]
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -16,11 +16,11 @@ def join_tensors(layers: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tenso
     biases: list[torch.Tensor | None] = [one.bias for one in layers]
     bias = None
     if any(one is not None for one in biases):
-        bias = _joined(
+        bias = join_parts(
             [weight.new_zeros(len(weight)) if one is None else one
              for one, weight in zip(biases, weights, strict=True)]
         )  # fmt: skip
-    weight = _joined(weights)
+    weight = join_parts(weights)
     if weight.is_cuda:
         # Free the originals' memory, which neither the next joined weight nor the KV cache could
         # reuse.
@@ -28,8 +28,8 @@ def join_tensors(layers: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tenso
     return weight, bias
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor of parts, which become views of it."""
+def join_parts(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One tensor of parts, side by side, which become views of it."""
     with torch.no_grad():
         whole = torch.cat([one.detach() for one in parts])
     for part, view in zip(parts, whole.split_with_sizes([len(one) for one in parts]), strict=True):

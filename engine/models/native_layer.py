@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from engine.models import description as described
+from engine.models.joined import join_parts
 from engine.models.packed import PANEL, PackedLinear, linear_weight, native_library, type_of
 from engine.models.parts import Tables, UnboundError
 from engine.native.library import (
@@ -115,9 +116,9 @@ class Held:
     def _joined(self, layers: Sequence[PackedLinear], inputs: int, outputs: int) -> LinearWeight:
         bias = scales = None
         if any(one.padded_bias is not None for one in layers):
-            bias = torch.cat([_bias(one) for one in layers])
+            bias = join_parts([_bias(one) for one in layers])
         if layers[0].scales is not None:
-            scales = torch.cat([one.scales for one in layers if one.scales is not None])
+            scales = join_parts([one.scales for one in layers if one.scales is not None])
         for tensor in (*(one.packed for one in layers), bias, scales):
             self.address(tensor)
         return linear_weight(layers[0].packed, scales, bias, outputs, inputs)

@@ -1,9 +1,10 @@
 """Linear layers and embeddings with weights in the order in which the native kernel reads them.
 
 Packing moves elements without changing them, except with int8. Reading a layer's `weight` unpacks
-it. With int8, each element is a multiple of its row's scale: the row's largest element / 127. These
-layers have no gradients: a backward pass through one is refused, so that nobody trains the rest of
-a model without noticing.
+it, and what is written to it is packed in its place (`engine.models.packed_weight`), as is what
+`load_state_dict` finds. With int8, each element is a multiple of its row's scale: the row's largest
+element / 127. These layers have no gradients: a backward pass through one is refused, so that
+nobody trains the rest of a model without noticing.
 
 The type of a packed tensor says what it holds. int32: the bits of float32. uint8: the bits of
 bfloat16, or int8 if there are scales. A conversion of the model (`model.to(dtype)`) leaves both
@@ -16,19 +17,22 @@ import ctypes
 import math
 import mmap
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from functools import cache
 from typing import Any
 
 import torch
 
 from engine.errors import NoGradientsError
+from engine.models.held_layer import HeldLayer
 from engine.native.library import BFLOAT16, FLOAT32, LinearWeight, NativeLibrary, load_library
 
 _UNPACKED = "_headrace_unpacked"
 """Where a tensor of a state dict has the packed weight that it was made of."""
 PANEL = 64
 """A bias is padded to a multiple of this many elements, so that the kernel reads whole vectors."""
+_SLICE_BYTES = 16 << 20
+"""Other elements are converted and packed in slices of about this size."""
 _LARGE_PAGE = 2 << 20
 """Bytes of a large page, of most processors; less memory has none."""
 
@@ -95,6 +99,23 @@ def pack(weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor | None
         None if scales is None else scales.data_ptr(),
         torch.get_num_threads(),
     )
+
+
+def in_slices(
+    weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor | None, size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Rows of a weight of about `size` bytes, with their places in the packed one and its scales;
+    see `pack`.
+    """
+    outputs, inputs = weight.shape
+    rows = max(1, size // (PANEL * inputs * weight.itemsize)) * PANEL
+    start = 0
+    for first in range(0, outputs, rows):
+        part = weight[first : first + rows]
+        taken = packed_size(*part.shape, dtype=type_of(packed), int8=scales is not None)
+        own = packed[start : start + taken // packed.itemsize]
+        start += len(own)
+        yield part, own, None if scales is None else scales[first : first + rows]
 
 
 def ask_for_large_pages(packed: torch.Tensor) -> None:
@@ -315,8 +336,8 @@ def without_gradients(
     return run()
 
 
-class _Packed(torch.nn.Module):
-    """The common part of both: the packed weight, [N, K]."""
+class _Packed(HeldLayer):
+    """The common part of both: the packed weight."""
 
     packed: torch.Tensor
     scales: torch.Tensor | None
@@ -324,32 +345,38 @@ class _Packed(torch.nn.Module):
     def __init__(
         self, packed: torch.Tensor, scales: torch.Tensor | None, outputs: int, inputs: int
     ) -> None:
-        super().__init__()
-        self._outputs, self._inputs = outputs, inputs
+        super().__init__((outputs, inputs), type_of(packed))
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
-        # Empty, but present: a model's dtype and device are those of its first parameter.
-        nothing = torch.empty(0, dtype=type_of(packed))
-        self.register_parameter("_dtype", torch.nn.Parameter(nothing, requires_grad=False))
 
     @property
-    def weight(self) -> torch.Tensor:
-        """[N, K]: a copy, made when it is asked for."""
-        rows = torch.arange(self._outputs)
-        return read_rows(self.packed, self.scales, rows, self._outputs, self._inputs)
+    def key(self) -> Hashable:
+        """See HeldLayer."""
+        return self.packed.data_ptr() if self._shared is None else super().key
+
+    def unpacked(self) -> torch.Tensor:
+        """See HoldsWeight."""
+        return read_rows(self.packed, self.scales, torch.arange(self.shape[0]), *self.shape)
+
+    def hold(self, weight: torch.Tensor) -> None:
+        """See HeldLayer."""
+        for rows, packed, scales in in_slices(weight, self.packed, self.scales, _SLICE_BYTES):
+            rows = rows.to(type_of(packed))
+            pack(rows if rows.stride(1) == 1 else rows.contiguous(), packed, scales)
+        # The kernel's writing is not seen by torch.
+        torch.autograd.graph.increment_version(self.packed)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        del destination[f"{prefix}_dtype"]
         # One tensor for all that share a packed weight, so that it is saved once.
         shared = (one for one in destination.values() if vars(one).get(_UNPACKED) is self.packed)
         weight = next(shared, None)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         if weight is None:
-            weight = self.weight
-            setattr(weight, _UNPACKED, self.packed)
-        destination[f"{prefix}weight"] = weight
+            setattr(destination[f"{prefix}weight"], _UNPACKED, self.packed)
+        else:
+            destination[f"{prefix}weight"] = weight
 
 
 class PackedLinear(_Packed):
@@ -372,10 +399,23 @@ class PackedLinear(_Packed):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.register_parameter("bias", linear.bias)
         self.register_buffer("padded_bias", pad_bias(linear.bias), persistent=False)
+        self.sync()
+
+    def sync(self) -> None:
+        """See HeldLayer: the kernel reads a padded copy of the bias."""
+        super().sync()
+        bias, padded = self.bias, self.padded_bias
+        if bias is not None and padded is not None and self._has_changed("bias", bias):
+            with torch.no_grad():
+                padded[: len(bias)].copy_(bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] → [..., N]."""
-        run = _multiply_opaquely if torch.compiler.is_compiling() else multiply
+        run = multiply
+        if torch.compiler.is_compiling():
+            run = _multiply_opaquely
+        else:
+            self.sync()
         sizes = (self.out_features, self.in_features)
         tensors = (self.packed, self.scales, self.padded_bias)
         return without_gradients(x, self.bias, lambda: run(x, *tensors, *sizes))

@@ -15,8 +15,8 @@ import torch
 
 from engine.errors import RanksLostError
 from engine.loading.kv_memory import allocate_kv, make_groups
-from engine.loading.loader import VerifiedModel
 from engine.loading.running import free_memory
+from engine.loading.verified import VerifiedModel
 from engine.parallel.rank_messages import Begin, Copies, End, Plan, Step
 from engine.parallel.ranks import Ranks
 from engine.runner.block_copies import BlockCopier

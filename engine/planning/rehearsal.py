@@ -99,6 +99,10 @@ class _Skipping:
         """See Runner."""
         self._runner.release(key)
 
+    def forget_model(self) -> None:
+        """See Runner."""
+        self._runner.forget_model()
+
     def warmup(self) -> None:
         """See Runner."""
         self._runner.warmup()

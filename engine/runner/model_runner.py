@@ -184,6 +184,14 @@ class ModelRunner:
         """Drop the sampling state of a choice."""
         self._sampler.release(key)
 
+    def forget_model(self) -> None:
+        """See `engine.runner_protocol.Runner`. The next `warmup` captures steps again."""
+        if self._captured is not None and self._captured.steps:
+            self._captured.steps = []
+            self._progress("captured steps are forgotten: they computed the model as it was")
+        if self._forward.is_compiled:
+            torch.compiler.reset()  # compiled code does not look whether hooks are others
+
     def warmup(self) -> None:
         """Run one prefill and one decode step of a dummy request, in the null block's slots, and
         capture steps for replay.

@@ -208,6 +208,15 @@ class CoreMachine(RuleBasedStateMachine):
         self.clock.now += seconds
         self.ledger.take(self.core.step())
 
+    @rule()
+    def forget(self) -> None:
+        """As if the model had changed: nothing that was computed is left, and all go on."""
+        self.core.forget_computed()
+        self.ledger.take(self.core.take_outputs())
+        kv_cache = self.core.scheduler.kv_cache
+        assert kv_cache.num_used_blocks == kv_cache.num_cached_blocks == 0
+        assert kv_cache.num_used_host_blocks == 0
+
     @rule(count=st.integers(2, 10))
     def some_steps(self, count: int) -> None:
         self.steps(count)

@@ -308,6 +308,9 @@ class FakeRunner:
         self.released.append(key)
         self.histories.pop(key, None)
 
+    def forget_model(self) -> None:
+        """It has none."""
+
     def warmup(self) -> None:
         self.warmups += 1
 

@@ -23,6 +23,7 @@ from engine.attention.registry import ATTENTION_NAME
 from engine.config import ContinuousBatchingConfig
 from engine.errors import ModelChangedError, ModelRefusedError, NoGradientsError, NoStepError
 from engine.outputs import FinishReason
+from tests.long_rope import ORIGINAL, make_lengthened
 from tests.model_recipes import FAST
 from tests.tiny_models import FAMILIES, greedy_reference, make_model, make_prompts
 
@@ -284,7 +285,27 @@ def _other_scaling(model: Any) -> None:
         layer.self_attn.scaling *= 3.0
 
 
-@pytest.mark.parametrize("change", [_raise_q, _other_parameter, _other_scaling])
+def _other_frequencies(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 30.0
+
+
+def _write_frequencies(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(30.0)
+
+
+def _hook(model: Any) -> None:
+    model.model.layers[0].mlp.register_forward_hook(lambda module, given, made: made * 3.0)
+
+
+def _other_eps(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.input_layernorm.variance_epsilon = 0.5
+
+
+PARTS = [_other_scaling, _other_frequencies, _write_frequencies, _hook, _other_eps]
+
+
+@pytest.mark.parametrize("change", [_raise_q, _other_parameter, *PARTS])
 def test_what_the_owner_changes_is_what_is_computed(change: Callable[[Any], None]) -> None:
     model = _model()
     loaded = from_model(model)
@@ -307,7 +328,7 @@ def _load_weights(model: Any) -> None:
     model.load_state_dict({name: 1.5 * one for name, one in model.state_dict().items()})
 
 
-@pytest.mark.parametrize("change", [_raise_q, _other_parameter, _train, _load_weights])
+@pytest.mark.parametrize("change", [_raise_q, _other_parameter, _train, _load_weights, *PARTS])
 @pytest.mark.parametrize("when", ["kept", "pause", "failed pause"])
 def test_cached_prefixes_of_old_weights_are_forgotten(
     change: Callable[[Any], None], when: str
@@ -350,6 +371,75 @@ def test_cached_prefixes_of_old_weights_are_forgotten(
     right = greedy_reference(model, prompt, NEW)
     assert right != before
     assert after == (right, 0)
+
+
+def _other_norm(model: Any) -> None:
+    weight = model.model.norm.weight
+    model.model.norm.weight = torch.nn.Parameter(weight * torch.linspace(-1, 1, len(weight)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_other_scaling, "model.layers.0.self_attn.scaling was changed"),
+        (_hook, "model.layers.0.mlp has hooks"),
+        (_other_eps, "model.layers.0.input_layernorm.variance_epsilon was changed"),
+        (_other_norm, "model.norm.weight is another tensor"),
+    ],
+)
+def test_our_decoder_computes_no_other_model_than_it_was_compared_with(
+    change: Callable[[Any], None], message: str, tmp_path: Path
+) -> None:
+    _model().save_pretrained(tmp_path)
+    loaded = load(str(tmp_path), threads=1, pack_weights=True)
+    before = _batch(loaded)
+    manager = loaded.init_continuous_batching(continuous_batching_config=SMALL)
+    manager.start()
+    with pytest.raises(ModelChangedError, match=message), manager.pause():
+        change(loaded.model)
+    name = manager.add_request(PROMPTS[0], max_new_tokens=NEW, eos_token_id=-1)
+    output = manager.get_result(name, timeout=60)
+    assert output is not None
+    assert output.generated_tokens == before[0]  # as documented, it goes on with what was verified
+    manager.stop()
+    for _ in range(2):
+        with pytest.raises(ModelChangedError, match=message):
+            _batch(loaded)
+
+
+@pytest.mark.parametrize("change", [_other_frequencies, _write_frequencies])
+def test_our_decoder_takes_over_other_frequencies(
+    change: Callable[[Any], None], tmp_path: Path
+) -> None:
+    _model().save_pretrained(tmp_path)
+    loaded = load(str(tmp_path), threads=1, pack_weights=True)
+    before = _batch(loaded)
+    change(loaded.model)
+    right = [greedy_reference(loaded.model, prompt, NEW) for prompt in PROMPTS]
+    assert right != before
+    assert _batch(loaded) == right
+
+
+@pytest.mark.parametrize("name", ["llama, dynamic", "llama, longrope"])
+def test_frequencies_of_lengths_are_the_models_own(name: str) -> None:
+    """What its own calls set there changes nothing; what the owner sets is refused."""
+    model: Any = make_lengthened(name)
+    loaded = from_model(model)
+    before = _batch(loaded)
+    model(input_ids=torch.arange(3, 4 + ORIGINAL).unsqueeze(0) % 100)
+    assert _batch(loaded) == before
+    _other_frequencies(model)
+    with pytest.raises(ModelChangedError, match="none of those that it sets itself"):
+        _batch(loaded)
+
+
+def test_a_note_on_a_module_is_no_other_model() -> None:
+    model: Any = _model()
+    loaded = from_model(model)
+    before = _batch(loaded)
+    model.model.layers[0].noted = [1, {"a": torch.ones(2)}]
+    model.generation_config = GenerationConfig(do_sample=False)
+    assert _batch(loaded) == before
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

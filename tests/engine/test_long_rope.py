@@ -13,7 +13,7 @@ import torch
 from engine.api.offline import LoadedModel, from_model, load
 from engine.api.results import GenerationOutput
 from engine.config import ContinuousBatchingConfig
-from engine.loading.loader import VerifiedModel
+from engine.loading.verified import VerifiedModel
 from engine.models import choosing
 from engine.models.native_decoder import NativeDecoder
 from engine.models.torch_decoder import TorchDecoder

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 pytest.importorskip("triton")
 
 from engine.attention.triton_backend import TritonAttentionBackend
-from engine.loading.loader import VerifiedModel, verify_model
+from engine.loading.loader import verify_model
+from engine.loading.verified import VerifiedModel
 from engine.models import choosing
 from engine.models.torch_decoder import TorchDecoder
 from engine.models.triton_operations import TritonOperations

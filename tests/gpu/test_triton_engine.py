@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 pytest.importorskip("triton")
 
 from engine.attention.triton_backend import TritonAttentionBackend
-from engine.loading.loader import VerifiedModel, verify_model
+from engine.loading.loader import verify_model
+from engine.loading.verified import VerifiedModel
 from engine.models.experts import EXPERTS_NAME
 from engine.request import GenerationRequest
 from engine.runner.runner_options import StepPath

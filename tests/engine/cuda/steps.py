@@ -16,8 +16,9 @@ import torch
 from engine.batch import ScheduledBatch
 from engine.config import ContinuousBatchingConfig
 from engine.core import EngineCore
-from engine.loading.loader import VerifiedModel, verify_model
+from engine.loading.loader import verify_model
 from engine.loading.running import build_runner
+from engine.loading.verified import VerifiedModel
 from engine.models.experts import choose_experts
 from engine.outputs import RequestOutput
 from engine.request import GenerationRequest

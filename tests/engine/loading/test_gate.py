@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 from transformers.models.llama.modeling_llama import eager_attention_forward as llama_attention
 
-from engine.api.offline import from_model
+from engine.api.offline import LoadedModel, from_model
 from engine.attention.base import (
     AttentionBackend,
     AttentionMetadata,
@@ -31,6 +31,7 @@ from engine.loading import gate
 from engine.loading.gate import check_config, probe_layers, self_check
 from engine.loading.loader import verify_model
 from engine.loading.mask_rules import MaskWatch, UnknownMaskError
+from engine.loading.packing import Packing
 from tests.tiny_models import FAMILIES, greedy_reference, make_model, make_prompts
 
 
@@ -427,3 +428,46 @@ def test_products_are_summed_in_float32_while_results_are_compared() -> None:
     assert found
     assert not any(found)
     assert [getattr(matmul, name) for name in names] == before == [True, True]
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("packing", [None, "native", "int8"])
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize(
+    "name",
+    ["model.norm.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"],
+)
+def test_a_weight_that_is_not_finite_is_named(
+    name: str, value: float, packing: Packing | None
+) -> None:
+    model = make_model(FAMILIES["llama"]())
+    if packing == "int8":
+        model = model.to(torch.bfloat16)
+    with torch.no_grad():
+        model.get_parameter(name)[-1] = value
+    with pytest.raises(ModelRefusedError, match=f"^{name} has elements that are NaN or infinite"):
+        verify_model(model, Path(), lambda line: None, packing=packing, own_decoder=True)
+
+
+def test_results_that_are_not_finite_though_weights_are() -> None:
+    model = make_model(FAMILIES["llama"]())
+    with torch.no_grad():
+        model.get_parameter("model.layers.0.mlp.down_proj.weight").fill_(1e38)
+    with pytest.raises(
+        ModelRefusedError, match="in the model's own code, though its weights are not"
+    ):
+        from_model(model)
+
+
+@pytest.mark.parametrize("packing", [None, "native"])
+def test_a_bias_may_mask_tokens_by_minus_infinity(packing: Packing | None) -> None:
+    model = make_model(FAMILIES["phi"]())
+    with torch.no_grad():
+        model.get_parameter("lm_head.bias")[100:] = -INF
+    prompt = make_prompts((20,))[0]
+    right = greedy_reference(model, prompt, 5)
+    loaded = LoadedModel(verify_model(model, Path(), lambda line: None, packing=packing))
+    made = loaded.generate_batch([prompt], max_new_tokens=5, eos_token_id=-1, progress_bar=False)
+    assert made["req_0"].generated_tokens == right

@@ -15,7 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.loading.joining import JoinedLinear, join_linears, shared_inputs
-from engine.loading.loader import VerifiedModel, verify_model
+from engine.loading.loader import verify_model
+from engine.loading.verified import VerifiedModel
 from engine.loading.view import ModelView
 from engine.models import choosing
 from engine.runner.runner_options import StepPath

@@ -18,9 +18,10 @@ from engine.config import LoadConfig
 from engine.errors import ConfigError, InsufficientMemoryError, ModelRefusedError
 from engine.loading import loader
 from engine.loading.checkpoint import resolve_path
-from engine.loading.loader import VerifiedModel, load_model
+from engine.loading.loader import load_model
 from engine.loading.memory import HostLimits
 from engine.loading.model_defaults import context_length, default_sampling, eos_token_ids
+from engine.loading.verified import VerifiedModel
 from engine.sampling_params import SamplingParams
 from tests.tiny_models import CONTEXT, FAMILIES, VOCAB, make_model
 

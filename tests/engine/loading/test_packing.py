@@ -153,6 +153,13 @@ def test_a_weight_that_others_hold_is_copied_for_them() -> None:
     assert type(model.table) is Scaled
     assert torch.equal(model.table.weight, expected)
     assert torch.equal(model.head.weight, expected)
+    # It is one weight, whichever of them it is written to.
+    x = torch.ones(1, 32).bfloat16()
+    with torch.no_grad():
+        model.table.weight.mul_(2)
+        assert torch.equal(model.head(x), torch.nn.functional.linear(x, 2 * expected))
+        model.head.weight.copy_(expected * 4)
+    assert torch.equal(model.table.weight, expected * 4)
 
 
 def test_what_is_not_plainly_a_linear_layer_is_left_alone() -> None:

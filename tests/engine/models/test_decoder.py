@@ -18,8 +18,9 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from engine.api.offline import LoadedModel
 from engine.attention.native_backend import NativeAttentionBackend
 from engine.config import LoadConfig
-from engine.loading.loader import VerifiedModel, load_model, verify_model
+from engine.loading.loader import load_model, verify_model
 from engine.loading.packing import Packing
+from engine.loading.verified import VerifiedModel
 from engine.models import table
 from engine.models.native_decoder import NativeDecoder
 from engine.models.packed import PackedEmbedding, PackedLinear

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from engine.attention.base import AttentionContext, BatchLayout, LayerCache
 from engine.errors import ModelRefusedError
-from engine.loading.loader import VerifiedModel, verify_model
+from engine.loading.loader import verify_model
+from engine.loading.verified import VerifiedModel
 from engine.models import choosing
 from engine.models.operations import TorchOperations
 from engine.models.parts import walk

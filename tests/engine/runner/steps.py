@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from engine.config import ContinuousBatchingConfig
 from engine.core import EngineCore
 from engine.kv_cache.manager import KVCacheManager
-from engine.loading.loader import VerifiedModel
 from engine.loading.running import LoadedRunner, build_runner
+from engine.loading.verified import VerifiedModel
 from engine.outputs import RequestOutput
 from engine.request import GenerationRequest
 from engine.runner.cuda_graph import GraphBackend

@@ -1,0 +1,114 @@
+"""Puts new weights into a verified model, in the memory of the old ones.
+
+    names and tensors ─▶ all known, of the right shapes, none missing ─▶ written, packed again
+
+Everything is looked at before anything is written. Names are those of the model's `state_dict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine.errors import WeightsRefusedError
+from engine.models.held_layer import HeldLayer, held_layers, why_not_taken
+
+Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+_NAMED = 3
+"""How many names a refusal gives."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a weight goes.
+
+    Attributes:
+        key: equal for names that share a weight.
+        shape: of the weight.
+        holder: a packed layer, or the tensor itself.
+        is_needed: whether the weights of a whole model have it.
+    """
+
+    key: Hashable
+    shape: tuple[int, ...]
+    holder: HeldLayer | torch.Tensor
+    is_needed: bool
+
+    def why_not(self, tensor: object) -> str | None:
+        """Why a tensor cannot be taken over here; None: it can."""
+        holder = self.holder
+        if isinstance(holder, HeldLayer) or holder.dtype.is_floating_point:
+            return why_not_taken(tensor, self.shape)
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype is not holder.dtype:
+            return f"must be a tensor of {holder.dtype}"
+        return None if tensor.shape == holder.shape else f"must have shape {list(self.shape)}"
+
+
+def exchange_weights(model: torch.nn.Module, weights: Weights, *, partial: bool) -> None:
+    """Write new weights; see the module. No step may run meanwhile.
+
+    Args:
+        model: the owner's, not split across processes.
+        weights: by name. Of names that share a weight, one is enough.
+        partial: whether names may be missing: those weights stay.
+
+    Raises:
+        WeightsRefusedError: a name is unknown or missing, or a tensor cannot be taken over. Nothing
+            was changed.
+    """
+    places = dict(_places(model))
+    found: dict[Hashable, tuple[str, torch.Tensor]] = {}
+    for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
+        place = places.get(name)
+        if place is None:
+            raise WeightsRefusedError(
+                f"{name}: this model has no such weight; names are those of its state_dict(), such "
+                f"as {next(iter(places))}"
+            )
+        reason = place.why_not(tensor)
+        if reason is not None:
+            raise WeightsRefusedError(f"{name} {reason}")
+        other = found.setdefault(place.key, (name, tensor))
+        if other[1] is not tensor and not _are_equal(other[1], tensor):
+            raise WeightsRefusedError(f"{name} and {other[0]} are one weight here, and differ")
+    missing = [name for name, one in places.items() if one.is_needed and one.key not in found]
+    if missing and not partial:
+        raise WeightsRefusedError(
+            f"{len(missing)} weights are missing ({', '.join(missing[:_NAMED])}): give those of "
+            "the whole model, or partial=True if they are to stay"
+        )
+    holders = {one.key: one.holder for one in places.values()}
+    # A packed layer also writes the parameter of others that share its weight.
+    holders |= {one.key: one.holder for one in places.values() if isinstance(one.holder, HeldLayer)}
+    with torch.no_grad():
+        for key, (_, tensor) in found.items():
+            holder = holders[key]
+            if isinstance(holder, HeldLayer):
+                holder.take(tensor)
+            else:
+                holder.copy_(tensor)
+    for layer in held_layers(model):
+        layer.was_asked = True
+
+
+def _places(model: torch.nn.Module) -> Iterator[tuple[str, _Place]]:
+    """Where the weights of a model go, by name."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        if isinstance(module, HeldLayer):
+            yield f"{prefix}weight", _Place(module.key, module.shape, module, True)
+        for name, one in module._parameters.items():
+            if one is not None and not (isinstance(module, HeldLayer) and not one.numel()):
+                yield prefix + name, _Place(id(one), tuple(one.shape), one, True)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield prefix + name, _Place(id(buffer), tuple(buffer.shape), buffer, False)
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype is other.dtype and (
+        (one.data_ptr() == other.data_ptr() and one.stride() == other.stride())
+        or torch.equal(one, other.to(one.device))
+    )

@@ -1,0 +1,144 @@
+"""A packed weight as its owner sees it: a tensor [N, K] that is read and written like any other.
+
+    weight[0].mul_(2) ─▶ unpack ─▶ row 0 of the copy, times 2 ─▶ pack again ─▶ the packed memory
+
+Nothing is held: each operation unpacks what it reads, so it reads what the layer has now. Results
+are ordinary tensors, except views, which remember how they follow from the weight: what is written
+to a view reaches the packed memory, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+
+class HoldsWeight(Protocol):
+    """A layer that holds a weight in a packed form."""
+
+    def unpacked(self) -> torch.Tensor:
+        """A copy of the weight, [N, K]."""
+        ...
+
+    def take(self, weight: torch.Tensor) -> None:
+        """Hold this weight from now on, in the same memory."""
+        ...
+
+
+_View = Callable[[torch.Tensor], torch.Tensor]
+
+
+class PackedWeight(torch.Tensor):
+    """See the module. It has no memory that others could write to past the layer."""
+
+    _layer: HoldsWeight
+    _views: Sequence[_View]
+
+    @staticmethod
+    def __new__(
+        cls, layer: HoldsWeight, like: torch.Tensor, views: Sequence[_View] = ()
+    ) -> PackedWeight:
+        """A layer's weight, or a view of it.
+
+        Args:
+            layer: the layer.
+            like: a tensor of the same shape, strides and type; it is not kept.
+            views: the operations that lead from the weight to this view, one after the other.
+        """
+        self: PackedWeight = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("cpu")
+        )
+        self._layer, self._views = layer, views
+        return self
+
+    # What is computed is decided below, where every operation passes, also those of collectives.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # stated wrongly there
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute with unpacked copies; pack again what was written."""
+        names = [one.name for one in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        copies: dict[int, torch.Tensor] = {}
+
+        def unpack(one: PackedWeight) -> torch.Tensor:
+            whole = copies.get(id(one._layer))
+            if whole is None:
+                whole = copies[id(one._layer)] = one._layer.unpacked()
+            for view in one._views:
+                whole = view(whole)
+            return whole
+
+        plain = tree_map_only(PackedWeight, unpack, given)
+        made = func(**plain)
+        written: dict[int, HoldsWeight] = {}
+        for argument in func._schema.arguments:
+            if argument.alias_info is None or argument.name not in given:
+                continue
+            found = given[argument.name]
+            for one in found if isinstance(found, (list, tuple)) else [found]:
+                if not isinstance(one, PackedWeight):
+                    continue
+                if argument.alias_info.is_write:
+                    written[id(one._layer)] = one._layer
+                    made = one if made is plain[argument.name] else made
+                else:
+                    made = _views_of(one, func, plain, argument.name, made)
+        for key, layer in written.items():
+            layer.take(copies[key])
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """As the tensor that it stands for."""
+        return repr(self.clone())
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same weight."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        self.copy_(values)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """An ordinary tensor."""
+        return self.clone()
+
+    def data_ptr(self) -> int:
+        """Refused: the elements have no address in this order."""
+        raise RuntimeError("a packed weight has no address; clone() it, or read state_dict()")
+
+    def tolist(self) -> Any:
+        """The elements as lists."""
+        return self.clone().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy that cannot be written to: it would not be the weight that is written."""
+        array = self.clone().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+
+def _views_of(one: PackedWeight, func: Any, given: dict[str, Any], name: str, made: Any) -> Any:
+    """What a view operation made of a weight: views that know their weight, too."""
+    others = {key: value for key, value in given.items() if key != name}  # not the copy
+
+    def view(index: int | None) -> _View:
+        def compute(whole: torch.Tensor) -> torch.Tensor:
+            found = func(**{**others, name: whole})
+            return found if index is None else found[index]  # type: ignore[no-any-return]
+
+        return compute
+
+    if isinstance(made, torch.Tensor):
+        return PackedWeight(one._layer, made, (*one._views, view(None)))
+    return [
+        PackedWeight(one._layer, part, (*one._views, view(index)))
+        for index, part in enumerate(made)
+    ]
