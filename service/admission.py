@@ -162,6 +162,7 @@ class AdmissionControl:
     """See the module.
 
     Attributes:
+        freed: called with how many bytes of results were freed.
         places: the places for requests.
         bounds: all limits, in the order of Charge.
     """
@@ -171,10 +172,12 @@ class AdmissionControl:
         limits: Limits,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
+        freed: Callable[[int], None] = lambda size: None,
     ) -> None:
         """`clock`: monotonic seconds. `jitter`: returns numbers from 0 to 1, which spread the
-        advised times.
+        advised times. `freed`: called with how many bytes of results were freed.
         """
+        self.freed = freed
         self.places = bound_of(_places(limits), clock, jitter)
         self._bytes = bound_of(_bytes(limits), clock, jitter)
         self._tokens = bound_of(_tokens(limits), clock, jitter)
@@ -339,6 +342,7 @@ class AdmissionControl:
             self._unread.add(account, amount)
         else:
             self._unread.remove(account, -amount, served=True)
+            self.freed(-amount)
 
     def holding(self, account: Account, ticket: str = "") -> Holding:
         """Make an empty holding for a new request. `ticket`: see `Holding`."""

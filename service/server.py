@@ -64,6 +64,7 @@ from service.health_listener import make_health_server
 from service.interceptors import Entrance, Recovery
 from service.listening import UnixSockets, bind, wait_ended
 from service.load import LoadWatch
+from service.memory import GivingBack
 from service.operator_control import Control
 from service.places import Places
 from service.reading import Reading
@@ -228,10 +229,11 @@ class HeadraceServer:
         self._load_tokenizer = tokenizer_loader
         self.instance_id = f"hr-{secrets.token_hex(8)}"
         self.state = ServerState(self.instance_id)
-        self._admission = AdmissionControl(_limits(config), clock, jitter)
-        self.registry = Registry(client, _retention(config), self._admission, _flow(config))
-        # One more thread, which loads tokenizers.
+        # One more thread, which loads tokenizers and gives memory back.
         self._threads = started_pool(THREADS + 1, "headrace-text")
+        freed = GivingBack(self._threads).freed
+        self._admission = AdmissionControl(_limits(config), clock, jitter, freed)
+        self.registry = Registry(client, _retention(config), self._admission, _flow(config))
         self.text_pool = TextPool(self._threads, clock)
         has_control = any(config.serves_control(parse_address(text)) for text in config.listen)
         self.health = HealthServicer(

@@ -323,7 +323,9 @@ class Registry:
     def unkeep(self, request: ServedRequest) -> None:
         """Stop keeping a request's results."""
         self.retentions.stop(request)
+        before = self.kept.size
         self.kept.discard(request)
+        self.admission.freed(before - self.kept.size)
 
     def forget(self, request: ServedRequest) -> None:
         """Free a request's id."""

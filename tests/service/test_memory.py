@@ -1,4 +1,4 @@
-"""The C library's arenas are few, however many threads there are."""
+"""The C library's arenas are few, however many threads there are; what was freed is given back."""
 
 from __future__ import annotations
 
@@ -42,3 +42,36 @@ def test_many_threads_share_few_arenas() -> None:
         [sys.executable, "-c", _COUNT], capture_output=True, text=True, check=True
     )
     assert 1 <= told.stdout.count("<heap nr=") <= ARENAS
+
+
+_FREE = """
+import asyncio, os, psutil
+from concurrent.futures import ThreadPoolExecutor
+from service import memory
+
+def taken():
+    return psutil.Process().memory_info().rss >> 20
+
+async def main():
+    memory.DELAY_S = 0.0
+    giving = memory.GivingBack(ThreadPoolExecutor(1))
+    before = taken()
+    blocks = [os.urandom(1000) for _ in range(100_000)]
+    kept = blocks[::100]  # what stays in between keeps the heap from shrinking by itself
+    del blocks
+    giving.freed(memory.ENOUGH_BYTES - 1)
+    await asyncio.sleep(0.1)
+    assert taken() - before > 64, "too little: nothing was given back"
+    giving.freed(1)
+    async with asyncio.timeout(20):
+        while taken() - before > 32:
+            await asyncio.sleep(0.01)
+    assert len(kept) == 1000
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries give back otherwise")
+def test_once_enough_was_freed_it_is_given_back() -> None:
+    subprocess.run([sys.executable, "-c", _FREE], check=True, timeout=60)

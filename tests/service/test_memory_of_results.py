@@ -145,6 +145,7 @@ async def test_results_that_nobody_reads_and_a_reader_beside_them(server: RealSe
     others = [stub_of(server) for _ in range(3)]  # a connection has at most 256 calls
     async with channel, watched(server):
         calls = [call for _, each in others for call in await leave_unread(each, "bob", 100)]
+        await asyncio.sleep(20.0)  # until nothing more of theirs has room
         refusals = await read_all(stub, "alice", 60.0)
         assert refusals == 0
         for call in calls:
