@@ -1599,9 +1599,10 @@ func (x *SamplingOptions) GetSeed() int64 {
 type StopOptions struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The most tokens to generate. 0: none; the prompt is processed and the request finishes with LENGTH (to score a
-	// prompt). Default: the server's (ModelCard.limits.default_max_tokens), or the rest of the context if that is less. A
-	// value that does not fit in the context after the prompt is not refused: the request finishes with CONTEXT when the
-	// context is full.
+	// prompt). Default: the server's (ModelCard.limits.default_max_tokens), or the rest of the context if that is less, or
+	// what has room where the whole result is kept or sent in one piece (AddRequest, Generate, DELIVERY_FINAL). A value
+	// that does not fit in the context after the prompt is not refused: the request finishes with CONTEXT when the context
+	// is full. One of which the whole result could have no room is, with the number that would do.
 	MaxTokens *uint32 `protobuf:"varint,1,opt,name=max_tokens,json=maxTokens,proto3,oneof" json:"max_tokens,omitempty"`
 	// Until this many tokens are generated, end-of-sequence tokens, stop ids and stop strings are prevented. Must not
 	// exceed max_tokens. Default: 0.

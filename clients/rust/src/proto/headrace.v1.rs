@@ -336,9 +336,10 @@ pub struct SamplingOptions {
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct StopOptions {
     /// The most tokens to generate. 0: none; the prompt is processed and the request finishes with LENGTH (to score a
-    /// prompt). Default: the server's (ModelCard.limits.default_max_tokens), or the rest of the context if that is less. A
-    /// value that does not fit in the context after the prompt is not refused: the request finishes with CONTEXT when the
-    /// context is full.
+    /// prompt). Default: the server's (ModelCard.limits.default_max_tokens), or the rest of the context if that is less, or
+    /// what has room where the whole result is kept or sent in one piece (AddRequest, Generate, DELIVERY_FINAL). A value
+    /// that does not fit in the context after the prompt is not refused: the request finishes with CONTEXT when the context
+    /// is full. One of which the whole result could have no room is, with the number that would do.
     #[prost(uint32, optional, tag = "1")]
     pub max_tokens: ::core::option::Option<u32>,
     /// Until this many tokens are generated, end-of-sequence tokens, stop ids and stop strings are prevented. Must not
@@ -1472,8 +1473,10 @@ pub mod generation_service_client {
         /// request is held until they are read. If none is read for Limits.max_hold, the request ends, after the output so
         /// far, with Failed: RESOURCE_EXHAUSTED, reason RESULTS_NOT_READ; a server may be configured to end it at once
         /// instead. A held request's time_limit goes on. During a lease, a request without a stream is held in the same
-        /// way, until the lease ends. Requests of AddRequest, and those with DELIVERY_FINAL, are not held: their own length
-        /// limits them. If a stream takes nothing for minutes while ended requests wait on it, their results are dropped, and
+        /// way, until the lease ends. A request is held, too, while all unread results take too much memory and its caller has
+        /// more than its share of them. Requests of AddRequest and Generate, and those with DELIVERY_FINAL, are not held: one
+        /// whose max_tokens could not have room is refused with the number that would do, and one to which others' results
+        /// leave no room ends with Failed: RESOURCE_EXHAUSTED, reason TOO_MANY_UNDELIVERED_BYTES. If a stream takes nothing for minutes while ended requests wait on it, their results are dropped, and
         /// it ends with RESOURCE_EXHAUSTED, RESULTS_NOT_READ.
         ///
         /// When the server drains, it refuses new requests with UNAVAILABLE, finishes the live ones, then ends the stream.

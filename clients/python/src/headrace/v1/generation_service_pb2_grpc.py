@@ -90,8 +90,10 @@ class GenerationServiceServicer(object):
         request is held until they are read. If none is read for Limits.max_hold, the request ends, after the output so
         far, with Failed: RESOURCE_EXHAUSTED, reason RESULTS_NOT_READ; a server may be configured to end it at once
         instead. A held request's time_limit goes on. During a lease, a request without a stream is held in the same
-        way, until the lease ends. Requests of AddRequest, and those with DELIVERY_FINAL, are not held: their own length
-        limits them. If a stream takes nothing for minutes while ended requests wait on it, their results are dropped, and
+        way, until the lease ends. A request is held, too, while all unread results take too much memory and its caller has
+        more than its share of them. Requests of AddRequest and Generate, and those with DELIVERY_FINAL, are not held: one
+        whose max_tokens could not have room is refused with the number that would do, and one to which others' results
+        leave no room ends with Failed: RESOURCE_EXHAUSTED, reason TOO_MANY_UNDELIVERED_BYTES. If a stream takes nothing for minutes while ended requests wait on it, their results are dropped, and
         it ends with RESOURCE_EXHAUSTED, RESULTS_NOT_READ.
 
         When the server drains, it refuses new requests with UNAVAILABLE, finishes the live ones, then ends the stream.

@@ -759,9 +759,10 @@ export const SamplingOptionsSchema: GenMessage<SamplingOptions> = /*@__PURE__*/
 export type StopOptions = Message<"headrace.v1.StopOptions"> & {
   /**
    * The most tokens to generate. 0: none; the prompt is processed and the request finishes with LENGTH (to score a
-   * prompt). Default: the server's (ModelCard.limits.default_max_tokens), or the rest of the context if that is less. A
-   * value that does not fit in the context after the prompt is not refused: the request finishes with CONTEXT when the
-   * context is full.
+   * prompt). Default: the server's (ModelCard.limits.default_max_tokens), or the rest of the context if that is less, or
+   * what has room where the whole result is kept or sent in one piece (AddRequest, Generate, DELIVERY_FINAL). A value
+   * that does not fit in the context after the prompt is not refused: the request finishes with CONTEXT when the context
+   * is full. One of which the whole result could have no room is, with the number that would do.
    *
    * @generated from field: optional uint32 max_tokens = 1;
    */
