@@ -41,6 +41,7 @@ def wait_for(client: headrace.Client, ready: int) -> None:
     """Waits until so many servers are ready for the client."""
     fleet = client._servers
     assert hasattr(fleet, "state")
+    fleet.begin()
     with fleet.changed:
         assert fleet.changed.wait_for(
             lambda: (

@@ -9,6 +9,7 @@ import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2_grpc
 
+from headrace import _forks
 from headrace._channel import ChannelSettings
 from headrace._targets import Address
 from headrace._trace import with_trace
@@ -28,9 +29,15 @@ Method: TypeAlias = "aio.UnaryUnaryMultiCallable[Q, A]"
 class AsyncLink:
     """The channel to one server, and its stubs. It belongs to the event loop that runs when it is
     made.
+
+    Raises:
+        FailedPreconditionError: gRPC cannot connect in this process, which was forked.
     """
 
+    is_asyncio = True
+
     def __init__(self, settings: ChannelSettings, address: Address) -> None:
+        _forks.watch(self)
         options = settings.options_for(address)
         self.channel: aio.Channel
         if settings.credentials is None:
@@ -42,6 +49,16 @@ class AsyncLink:
         self.models: ModelServiceAsyncStub = ModelServiceStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)
         self._metadata = settings.metadata
+
+    @property
+    def kept(self) -> list[Any]:
+        """See `_forks.Watched`."""
+        return [self.channel]
+
+    async def close(self) -> None:
+        """Closes the connection; calls that still run on it are cancelled."""
+        await self.channel.close()
+        _forks.forget(self)
 
     async def call(
         self, method: Method[Q, A], request: Q, seconds: float | None, request_id: str = ""

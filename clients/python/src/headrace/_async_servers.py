@@ -78,7 +78,7 @@ class AsyncOneServer:
     def __init__(self, settings: ChannelSettings) -> None:
         self._settings = settings
         self._link: AsyncLink | None = None
-        self._is_closed = False
+        self.is_closed = False
         self._fleet: AsyncFleet | None = None
         self._streams: weakref.WeakSet[AsyncCallEvents] = weakref.WeakSet()
 
@@ -90,7 +90,7 @@ class AsyncOneServer:
             UnavailableError: the client is closed.
         """
         if self._link is None:
-            if self._is_closed:
+            if self.is_closed:
                 raise UnavailableError("the client is closed")
             self._link = AsyncLink(self._settings, Address(self._settings.target))
         return self._link
@@ -142,13 +142,13 @@ class AsyncOneServer:
 
     async def close(self) -> None:
         """Closes the connection."""
-        self._is_closed = True
+        self.is_closed = True
         for events in list(self._streams):
             events.cancel()  # what nobody reads any more would keep the connection
         if self._fleet is not None:
             await self._fleet.close()
         if self._link is not None:
-            await self._link.channel.close()
+            await self._link.close()
             self._link = None
 
     def _fleet_of_one(self) -> AsyncFleet:

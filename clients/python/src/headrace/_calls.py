@@ -14,8 +14,7 @@ from grpc_health.v1 import health_pb2
 from headrace._capabilities import with_capabilities
 from headrace._fold import Fold
 from headrace._from_proto import cancel_status_from_proto, tokens_from_proto
-from headrace._trace import with_trace
-from headrace.errors import DeadlineExceededError, UnavailableError, invalid_argument
+from headrace.errors import DeadlineExceededError, invalid_argument
 from headrace.messages import Message, MessageDict
 from headrace.options import set_chat_option, set_input
 from headrace.results import (
@@ -44,18 +43,6 @@ _HEALTH = {
     health_pb2.HealthCheckResponse.NOT_SERVING: HealthStatus.NOT_SERVING,
     health_pb2.HealthCheckResponse.SERVICE_UNKNOWN: HealthStatus.SERVICE_UNKNOWN,
 }
-
-
-def open_call(method: Any, request: Any, metadata: Any) -> Any:
-    """Opens a streaming call.
-
-    Raises:
-        UnavailableError: the client is closed.
-    """
-    try:
-        return method(request, metadata=with_trace(metadata))
-    except ValueError as error:  # gRPC's word for a channel that was closed
-        raise UnavailableError(f"the client is closed: {error}") from error
 
 
 def name_request(spec: GenerationSpec) -> None:

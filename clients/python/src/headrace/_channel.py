@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import grpc
 
+from headrace import _forks
 from headrace._targets import DEFAULT_TARGET, Address, Place, is_local, parse_targets, text_of
 
 DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -51,6 +52,8 @@ class ChannelSettings:
         """The options of the channel to one server."""
         options = list(self.options)
         named = {name for name, _ in options}
+        if _forks.generation():  # channels of equal options share connections: not with a parent
+            options.append(("headrace.generation", _forks.generation()))
         if address.server_name:
             options.append(("grpc.default_authority", address.server_name))
             if self.credentials is not None and _NAME_OPTION not in named:

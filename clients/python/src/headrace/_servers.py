@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Protocol, Unpack
 
 from headrace._attempts import Attempts
-from headrace._calls import open_call
 from headrace._channel import ChannelSettings
 from headrace._fold import Fold
 from headrace._link import A, Link, Method, Q
@@ -103,16 +102,13 @@ class OneServer:
 
     def stream(self, request: GenerateStreamRequest, fold: Fold) -> EventSource:
         """Opens a stream for one request."""
-        return CallEvents(
-            open_call(self.link.generation.GenerateStream, request, self._settings.metadata)
-        )
+        return CallEvents(self.link, self.link.generation.GenerateStream, request)
 
     def session(self, **options: Unpack[SessionOptions]) -> Session:
         """Opens a session."""
         if options.get("lease"):
             return Session(ManyStreams(self._fleet_of_one(), **options))
-        link, metadata = self.link, self._settings.metadata
-        return Session(OneStream(link.generation, metadata, link.target, **options))
+        return Session(OneStream(self.link, **options))
 
     def batch_session(self, room_timeout: float | None = 0) -> Session:
         """Opens a session for a batch."""
@@ -124,7 +120,12 @@ class OneServer:
             self._is_closed = True
         if self._fleet is not None:
             self._fleet.close()
-        self.link.channel.close()
+        self.link.close()
+
+    @property
+    def links(self) -> list[Link]:
+        """The connection."""
+        return [self.link]
 
     def _fleet_of_one(self) -> Fleet:
         with self._lock:
@@ -142,13 +143,7 @@ class ManyServers(Fleet):
     def stream(self, request: GenerateStreamRequest, fold: Fold) -> EventSource:
         """Opens a stream for one request."""
         attempts = Attempts(self.state, prefix_keys(request.spec), retries=self.settings.retries)
-        metadata = self.settings.metadata
-        return FleetEvents(
-            self,
-            attempts,
-            lambda server: open_call(server.link.generation.GenerateStream, request, metadata),
-            fold,
-        )
+        return FleetEvents(self, attempts, request, fold)
 
     def session(self, **options: Unpack[SessionOptions]) -> Session:
         """Opens a session over all servers."""

@@ -12,7 +12,7 @@ from typing import Any, Self, Unpack
 
 from grpc_health.v1 import health_pb2
 
-from headrace import _calls
+from headrace import _calls, _forks
 from headrace._async_batch import run_batch
 from headrace._async_link import A, AsyncLink, Method, Q
 from headrace._async_servers import AsyncManyServers, AsyncOneServer
@@ -97,18 +97,8 @@ class AsyncClient:
             channel_options=channel_options,
         )
         self._rpc_timeout = rpc_timeout
-        self._servers: AsyncOneServer | AsyncManyServers
-        self._control: AsyncControl | None = None
-        if self._settings.places:
-            self._servers = AsyncManyServers(self._settings)
-            return
-        self._servers = one = AsyncOneServer(self._settings)
-        self._control = AsyncControl(
-            lambda: ControlServiceStub(one.link.channel),
-            lambda method, request: one.link.call(method, request, rpc_timeout),
-            self._settings.target,
-            self._settings.metadata,
-        )
+        self._servers = self._make_servers()
+        _forks.tell(self)
 
     @property
     def control(self) -> AsyncControl:
@@ -117,12 +107,18 @@ class AsyncClient:
         Raises:
             InvalidArgumentError: the client has several servers.
         """
-        if self._control is None:
+        one = self._servers
+        if not isinstance(one, AsyncOneServer):
             raise invalid_argument(
                 "target",
                 "names several servers; control is of one, so make a client of its address",
             )
-        return self._control
+        return AsyncControl(
+            lambda: ControlServiceStub(one.link.channel),
+            lambda method, request: one.link.call(method, request, self._rpc_timeout),
+            self._settings.target,
+            self._settings.metadata,
+        )
 
     @property
     def target(self) -> str:
@@ -132,6 +128,16 @@ class AsyncClient:
     async def close(self) -> None:
         """Closes all connections; calls that still run on them are cancelled."""
         await self._servers.close()
+
+    def forked(self) -> None:
+        """See `_forks.Forkable`."""
+        _forks.keep(self._servers)
+        if not self._servers.is_closed:
+            self._servers = self._make_servers()
+
+    def _make_servers(self) -> AsyncOneServer | AsyncManyServers:
+        make = AsyncManyServers if self._settings.places else AsyncOneServer
+        return make(self._settings)
 
     async def __aenter__(self) -> Self:
         return self

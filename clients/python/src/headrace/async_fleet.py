@@ -1,18 +1,21 @@
 """The servers of a client that has several, for asyncio: who is there, and unary calls to them.
 
 Two tasks of its own: one looks names up (in a thread), one asks servers that are not ready for
-their health. They begin with the first use, in the event loop that runs then.
+their health. They begin with the first use, in the event loop that runs then. They do not keep it:
+a fleet that nobody holds is collected, and they end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from headrace import _forks
 from headrace._async_link import A, AsyncLink, Method, Q
 from headrace._attempts import Attempts, OwnerTries
 from headrace._channel import ChannelSettings
@@ -62,16 +65,21 @@ class AsyncFleet:
 
         Raises:
             UnavailableError: the client is closed.
+            FailedPreconditionError: gRPC cannot connect in this process, which was forked.
         """
         if self._closed:
             raise UnavailableError("the client is closed")
         if self._tasks:
             return
+        _forks.may_connect()
         places = self.settings.places
         self._add([place for place in places if isinstance(place, Address)])
-        self._tasks.append(asyncio.create_task(self._check()))
+        me = weakref.ref(self)
+        self._tasks.append(asyncio.create_task(_check(me)))
         if any(isinstance(place, Name) for place in places):
-            self._tasks.append(asyncio.create_task(self._resolve(places)))
+            self._tasks.append(asyncio.create_task(_resolve(me, places, self._kicked)))
+        loop = asyncio.get_running_loop()
+        weakref.finalize(self, _end, loop, self._tasks, _forks.generation()).atexit = False
 
     # ---- calls -----------------------------------------------------------------------------------
 
@@ -232,7 +240,7 @@ class AsyncFleet:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()  # with the calls in their tracebacks, which would keep connections
         for server in servers:
-            await server.link.channel.close()
+            await server.link.close()
 
     async def _settle(self) -> None:
         """Waits until all servers have been asked whether they are ready."""
@@ -253,9 +261,7 @@ class AsyncFleet:
 
     async def _wait(self, seconds: float | None) -> None:
         """Waits for a change, at most so many seconds."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
+        await _wait(self._changed, seconds)
 
     async def _call(
         self,
@@ -299,7 +305,8 @@ class AsyncFleet:
 
     def forget(self, listener: Callable[[], None]) -> None:
         """Ends what `listen` began."""
-        self._listeners.remove(listener)
+        with contextlib.suppress(ValueError):  # it has ended already
+            self._listeners.remove(listener)
 
     def look(self) -> None:
         """A server was lost or is not ready: look names up and ask servers soon."""
@@ -314,44 +321,17 @@ class AsyncFleet:
         gone = self.state.left()
         self._notify()
         for server in gone:
-            self._closing.add(task := asyncio.create_task(server.link.channel.close()))
+            self._closing.add(task := asyncio.create_task(server.link.close()))
             task.add_done_callback(self._closing.discard)
 
-    async def _resolve(self, places: tuple[Place, ...]) -> None:
-        """Looks the names up, every few seconds and after failures. What cannot be looked up keeps
-        the addresses that it had.
-        """
-        known: dict[Name, list[Address]] = {}
-        while not self._closed:
-            addresses: list[Address] = []
-            for place in places:
-                if isinstance(place, Name):
-                    try:
-                        known[place] = await asyncio.to_thread(resolve, place)
-                    except OSError as error:
-                        self.state.unresolved = f"{place.host} cannot be looked up: {error}"
-                    addresses += known.get(place, [])
-                else:
-                    addresses.append(place)
-            self._add(addresses)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RESOLVE_SECONDS):
-                    await self._kicked.wait()
-            self._kicked.clear()
-            await asyncio.sleep(RESOLVE_AGAIN_SECONDS)  # failures that come together are one reason
-
-    async def _check(self) -> None:
+    def _step(self, asking: asyncio.TaskGroup) -> None:
         """Asks servers that are not ready whether they are, each in a task of its own."""
-        async with asyncio.TaskGroup() as asking:
-            while True:
-                while (wait := self.state.next_in()) != 0.0:
-                    await self._wait(wait)
-                for server in self.state.to_ask():
-                    asking.create_task(self._ask(server))
-                if self.state.tell():
-                    self._notify()
-                    for listener in list(self._listeners):
-                        listener()
+        for server in self.state.to_ask():
+            asking.create_task(self._ask(server))
+        if self.state.tell():
+            self._notify()
+            for listener in list(self._listeners):
+                listener()
 
     async def _ask(self, server: Server) -> None:
         """Asks a server all its questions."""
@@ -368,3 +348,59 @@ class AsyncFleet:
                 else:
                     question = asking.send(answer)
         self._notify()
+
+
+def _end(loop: asyncio.AbstractEventLoop, tasks: list[asyncio.Task[None]], generation: int) -> None:
+    """Ends a fleet's tasks, from whichever thread collects it."""
+    if generation == _forks.generation():
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and they have ended
+            for task in tasks:
+                loop.call_soon_threadsafe(task.cancel)
+
+
+async def _wait(event: asyncio.Event, seconds: float | None) -> None:
+    """Waits for an event, at most so many seconds."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+
+
+async def _check(of: weakref.ref[AsyncFleet]) -> None:
+    """Has a fleet make its steps when they are due."""
+    async with asyncio.TaskGroup() as asking:
+        while (fleet := of()) is not None:
+            wait, changed = fleet.state.next_in(), fleet._changed
+            if wait == 0.0:
+                fleet._step(asking)
+            del fleet  # not kept while this waits
+            if wait != 0.0:
+                await _wait(changed, wait)
+
+
+async def _resolve(
+    of: weakref.ref[AsyncFleet], places: tuple[Place, ...], kicked: asyncio.Event
+) -> None:
+    """Looks a fleet's names up, every few seconds and after failures. What cannot be looked up
+    keeps the addresses that it had.
+    """
+    known: dict[Name, list[Address]] = {}
+    while True:
+        addresses: list[Address] = []
+        problem = ""
+        for place in places:
+            if isinstance(place, Name):
+                try:
+                    known[place] = await asyncio.to_thread(resolve, place)
+                except OSError as error:
+                    problem = f"{place.host} cannot be looked up: {error}"
+                addresses += known.get(place, [])
+            else:
+                addresses.append(place)
+        if (fleet := of()) is None:
+            return
+        fleet.state.unresolved = problem or fleet.state.unresolved
+        fleet._add(addresses)
+        del fleet
+        await _wait(kicked, RESOLVE_SECONDS)
+        kicked.clear()
+        await asyncio.sleep(RESOLVE_AGAIN_SECONDS)  # failures that come together are one reason

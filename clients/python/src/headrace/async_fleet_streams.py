@@ -87,6 +87,9 @@ class AsyncFleetEvents:
             self._call = None  # gRPC keeps a closed channel's connection while a call is kept
         self._over()
 
+    def __del__(self) -> None:
+        self._over()
+
     def _over(self) -> None:
         if self._server is not None:
             self._fleet.over(self._server)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import weakref
 from collections.abc import AsyncIterator, Callable, Generator
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self, Unpack
 
+from headrace import _forks
 from headrace._fold import Fold
 from headrace._session import Core, Record, fold_to_attach
 from headrace._trace import label_trace
@@ -42,6 +46,9 @@ class AsyncStreams(Protocol):
         cancelled.
         """
 
+    def drop(self) -> None:
+        """Ends all streams, of which nobody wants to know any more."""
+
 
 class AsyncSession:
     """A session: many requests on one stream, their results interleaved. Made by
@@ -56,6 +63,7 @@ class AsyncSession:
 
     def __init__(self, streams: AsyncStreams) -> None:
         """Made by `AsyncClient.session`."""
+        self._generation = _forks.generation()
         self._streams = streams
         self._core = streams.core
 
@@ -129,7 +137,7 @@ class AsyncSession:
         Args:
             cancel: whether to cancel the live requests instead of waiting for them.
         """
-        if not self._streams.is_open:
+        if not self._streams.is_open or self._generation != _forks.generation():
             return
         self._core.close(cancel=cancel)
         self._flush()
@@ -138,6 +146,8 @@ class AsyncSession:
     async def __aenter__(self) -> Self:
         if not self._streams.is_open:
             self._streams.start()
+            loop = asyncio.get_running_loop()
+            weakref.finalize(self, _drop, loop, self._streams, self._generation).atexit = False
         return self
 
     async def __aexit__(
@@ -160,6 +170,7 @@ class AsyncSession:
         return self._handle(self._core.attach(fold), None)
 
     def _check_entered(self) -> None:
+        _forks.check(self._generation, "session")
         if not self._streams.is_open:
             raise UnavailableError("the session is not open: use `async with client.session()`")
 
@@ -176,6 +187,13 @@ class AsyncSession:
         self._streams.flush()
 
 
+def _drop(loop: asyncio.AbstractEventLoop, streams: AsyncStreams, generation: int) -> None:
+    """Ends a session's streams, from whichever thread collects it."""
+    if generation == _forks.generation():
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and they have ended
+            loop.call_soon_threadsafe(streams.drop)
+
+
 class AsyncRequestHandle:
     """One request of a session: `await` it for its result, iterate it for its chunks.
 
@@ -189,7 +207,7 @@ class AsyncRequestHandle:
         self._session = session
         self._record = record
         self._waiting: set[asyncio.Future[None]] = set()
-        record.wake = self._wake
+        record.wake = partial(_wake, self._waiting)  # which does not keep the handle
 
     @property
     def request_id(self) -> str:
@@ -261,6 +279,7 @@ class AsyncRequestHandle:
         self._session._flush()
 
     async def _change(self) -> None:
+        _forks.check(self._session._generation, "session")
         future = asyncio.get_running_loop().create_future()
         self._waiting.add(future)
         try:
@@ -268,7 +287,8 @@ class AsyncRequestHandle:
         finally:  # a waiter that gave up is nobody to wake
             self._waiting.discard(future)
 
-    def _wake(self) -> None:
-        for future in self._waiting:
-            if not future.done():
-                future.set_result(None)
+
+def _wake(waiting: set[asyncio.Future[None]]) -> None:
+    for future in waiting:
+        if not future.done():
+            future.set_result(None)

@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self
 
 import grpc
 
+from headrace import _forks
 from headrace._async_link import is_for_task
 from headrace._calls import poll_request
 from headrace._fold import Fold
@@ -103,6 +104,8 @@ class AsyncStream:
         self._cancel = cancel
         self._target = target
         self._events: AsyncEventSource | None = None
+        self._generation = 0
+        """The process that opened it."""
         self._position = 0
         self._closed = False
 
@@ -160,7 +163,7 @@ class AsyncStream:
     def close(self) -> None:
         """Stops reading; cancels the request if it has not ended."""
         self._closed = True
-        if self._events is not None:
+        if self._events is not None and self._generation == _forks.generation():
             self._events.cancel()
 
     async def __aenter__(self) -> Self:
@@ -179,13 +182,16 @@ class AsyncStream:
         # The last resort for a loop that was left without the block: gRPC would let the server
         # go on.
         events, closed = getattr(self, "_events", None), getattr(self, "_closed", True)
-        if events is not None and not closed and not self._has_ended():
+        is_own = getattr(self, "_generation", 0) == _forks.generation()
+        if events is not None and is_own and not closed and not self._has_ended():
             with contextlib.suppress(RuntimeError):  # the loop is gone, and the call with it
                 events.cancel()
 
     def _start(self) -> AsyncEventSource:
         if self._events is None:
+            self._generation = _forks.generation()
             self._events = self._source()
+        _forks.check(self._generation, "stream")
         return self._events
 
     def _has_ended(self) -> bool:

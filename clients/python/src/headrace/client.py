@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 from grpc_health.v1 import health_pb2
 
-from headrace import _calls
+from headrace import _calls, _forks
 from headrace._batch import BatchInput, BatchItem, run_batch
 from headrace._capabilities import with_capabilities
 from headrace._channel import (
@@ -28,7 +28,12 @@ from headrace._link import A, Link, Method, Q
 from headrace._servers import ManyServers, OneServer
 from headrace._tool_loop import OnError, ToolLoop
 from headrace.control import Control
-from headrace.errors import NotFoundError, UnavailableError, invalid_argument
+from headrace.errors import (
+    FailedPreconditionError,
+    NotFoundError,
+    UnavailableError,
+    invalid_argument,
+)
 from headrace.messages import Message, MessageDict, Prompt
 from headrace.model_card import ModelCard
 from headrace.options import GenerationOptions, TurnOptions, build_spec, choices_of
@@ -116,19 +121,11 @@ class Client:
             channel_options=channel_options,
         )
         self._rpc_timeout = rpc_timeout
-        self._servers: OneServer | ManyServers
-        self._control: Control | None = None
-        if self._settings.places:
-            self._servers = ManyServers(self._settings)
-        else:
-            self._servers = OneServer(self._settings)
-            link = self._servers.link
-            self._control = Control(
-                link.channel,
-                partial(link.call, timeout=rpc_timeout),
-                self._settings.target,
-                self._settings.metadata,
-            )
+        self._lock = threading.Lock()
+        self._made: OneServer | ManyServers | None = None
+        self._is_closed = False
+        self._was_forked_in_use = False
+        _forks.tell(self)
 
     @property
     def target(self) -> str:
@@ -142,16 +139,53 @@ class Client:
         Raises:
             InvalidArgumentError: the client has several servers.
         """
-        if self._control is None:
+        if self._settings.places:
             raise invalid_argument(
                 "target",
                 "names several servers; control is of one, so make a client of its address",
             )
-        return self._control
+        return Control(self._only_link, self._rpc_timeout)
 
     def close(self) -> None:
         """Closes all connections; calls that still run on them are cancelled."""
-        self._servers.close()
+        with self._lock:
+            self._is_closed = True
+            made = self._made
+        if made is not None:
+            made.close()
+
+    def forked(self) -> None:
+        """See `_forks.Forkable`."""
+        self._lock = threading.Lock()  # another thread may have held it
+        made, self._made = self._made, None
+        if made is not None:
+            _forks.keep(made)
+            if any(link.open_calls for link in made.links):
+                self._was_forked_in_use = True
+
+    @property
+    def _servers(self) -> OneServer | ManyServers:
+        """The connections, made at their first use in a process.
+
+        Raises:
+            UnavailableError: the client is closed.
+            FailedPreconditionError: it had calls open when its process forked.
+        """
+        with self._lock:
+            if self._was_forked_in_use:
+                raise FailedPreconditionError(
+                    "this client had calls open when its process forked, and cannot be used in "
+                    "the child; make another there, or fork while no call is open"
+                )
+            if self._made is None:
+                if self._is_closed:
+                    raise UnavailableError("the client is closed")
+                make = ManyServers if self._settings.places else OneServer
+                self._made = make(self._settings)
+            return self._made
+
+    def _only_link(self) -> Link:
+        return self._servers.links[0]
 
     def __enter__(self) -> Self:
         return self

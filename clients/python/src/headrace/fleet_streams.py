@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Self
 
 import grpc
 
+from headrace import _forks
 from headrace._attempts import Attempts, failed_undelivered
 from headrace._fleet import Server
 from headrace._fold import Fold
+from headrace._link import Link
 from headrace.errors import CallCancelledError, HeadraceError, error_from_rpc
 from headrace.fleet import Fleet
 from headrace.v1.generation_pb2 import ResultEvent
+from headrace.v1.generation_service_pb2 import GenerateStreamRequest
 
 
 class FleetEvents:
@@ -24,12 +27,13 @@ class FleetEvents:
         self,
         fleet: Fleet,
         attempts: Attempts,
-        open_at: Callable[[Server], Any],
+        request: GenerateStreamRequest,
         fold: Fold,
     ) -> None:
         self._fleet = fleet
         self._attempts = attempts
-        self._open_at = open_at
+        self._request = request
+        self._generation = _forks.generation()
         self._fold = fold
         self._server: Server | None = None
         self._call: Any = None
@@ -43,7 +47,8 @@ class FleetEvents:
             if self._server is None:
                 self._server = self._fleet.place(self._attempts)
                 if not self._cancelled:
-                    self._call = self._open_at(self._server)
+                    link: Link = self._server.link
+                    self._call = link.open(link.generation.GenerateStream, self._request)
                 if self._cancelled:  # while it waited, or now
                     self.cancel()
                     raise CallCancelledError("the stream was closed")
@@ -83,7 +88,13 @@ class FleetEvents:
             self._call.cancel()
         self._over()
 
+    def __del__(self) -> None:
+        if self._generation == _forks.generation():  # else its locks may be nobody's
+            self._over()
+
     def _over(self) -> None:
-        if self._server is not None:
-            self._fleet.over(self._server)
-            self._server = None
+        server, self._server = self._server, None
+        if server is not None:
+            if self._call is not None:
+                server.link.ended(self._call)
+            self._fleet.over(server)

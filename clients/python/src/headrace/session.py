@@ -5,10 +5,12 @@ threads.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Protocol, Self, Unpack
 
+from headrace import _forks
 from headrace._fold import Fold
 from headrace._session import Core, Record, fold_to_attach
 from headrace._trace import label_trace
@@ -41,6 +43,11 @@ class Streams(Protocol):
         cancelled.
         """
 
+    def drop(self) -> None:
+        """Ends all streams, of which nobody wants to know any more. Takes no lock: it is called
+        where garbage is collected.
+        """
+
 
 class Session:
     """A session: many requests on one stream, their results interleaved. Made by `Client.session`.
@@ -56,9 +63,21 @@ class Session:
 
     def __init__(self, streams: Streams) -> None:
         """Made by `Client.session`."""
+        self._generation = _forks.generation()
         self._streams = streams
         self._core = streams.core
-        self._lock = streams.lock
+        self._own_lock = streams.lock
+        weakref.finalize(self, _drop, streams, self._generation).atexit = False
+
+    @property
+    def _lock(self) -> threading.Lock:
+        """The lock.
+
+        Raises:
+            FailedPreconditionError: another process opened the session.
+        """
+        _forks.check(self._generation, "session")
+        return self._own_lock
 
     def submit(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> RequestHandle:
         """Starts a request and returns at once.
@@ -131,6 +150,8 @@ class Session:
         Args:
             cancel: whether to cancel the live requests instead of waiting for them.
         """
+        if self._generation != _forks.generation():  # it is its own process' to close
+            return
         with self._lock:
             self._core.close(cancel=cancel)
             self._flush()
@@ -172,6 +193,11 @@ class Session:
         self._streams.flush()
 
 
+def _drop(streams: Streams, generation: int) -> None:
+    if generation == _forks.generation():
+        streams.drop()
+
+
 class RequestHandle:
     """One request of a session. Iterating gives its chunks; several threads may wait for it.
 
@@ -184,8 +210,18 @@ class RequestHandle:
     def __init__(self, session: Session, record: Record) -> None:
         self._session = session
         self._record = record
-        self._changed = threading.Condition(session._lock)
-        record.wake = self._changed.notify_all
+        self._condition = threading.Condition(session._lock)
+        record.wake = self._condition.notify_all
+
+    @property
+    def _changed(self) -> threading.Condition:
+        """Notified when the request has changed.
+
+        Raises:
+            FailedPreconditionError: another process opened the session.
+        """
+        _forks.check(self._session._generation, "session")
+        return self._condition
 
     @property
     def request_id(self) -> str:

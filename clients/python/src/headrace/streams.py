@@ -8,8 +8,10 @@ from typing import Any, Protocol, Self
 
 import grpc
 
+from headrace import _forks
 from headrace._calls import poll_request
 from headrace._fold import Fold
+from headrace._link import Link
 from headrace.errors import HeadraceError, ProtocolError, UnavailableError, error_from_rpc
 from headrace.results import Accepted, Chunk, Result
 from headrace.v1.generation_pb2 import ResultEvent
@@ -30,18 +32,24 @@ class EventSource(Protocol):
 class CallEvents:
     """The events of a server-streaming call."""
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    def __init__(self, link: Link, method: Any, request: Any) -> None:
+        self._link = link
+        self._call = link.open(method, request)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Iterable[ResultEvent]:
-        events: Iterable[ResultEvent] = next(self._call).events
+        try:
+            events: Iterable[ResultEvent] = next(self._call).events
+        except (StopIteration, grpc.RpcError):
+            self._link.ended(self._call)
+            raise
         return events
 
     def cancel(self) -> None:
         self._call.cancel()
+        self._link.ended(self._call)
 
 
 class PolledEvents:
@@ -93,6 +101,8 @@ class Stream:
         self._cancel = cancel
         self._target = target
         self._events: EventSource | None = None
+        self._generation = 0
+        """The process that opened it."""
         self._position = 0
         self._closed = False
 
@@ -150,7 +160,7 @@ class Stream:
     def close(self) -> None:
         """Stops reading; cancels the request if it has not ended."""
         self._closed = True
-        if self._events is not None:
+        if self._events is not None and self._generation == _forks.generation():
             self._events.cancel()
 
     def __enter__(self) -> Self:
@@ -167,7 +177,9 @@ class Stream:
 
     def _start(self) -> EventSource:
         if self._events is None:
+            self._generation = _forks.generation()
             self._events = self._source()
+        _forks.check(self._generation, "stream")
         return self._events
 
     def _has_ended(self) -> bool:
