@@ -16,7 +16,7 @@ import grpc
 from grpc import aio
 
 from headrace._async_link import is_for_task
-from headrace._session import Record, SessionCore, SessionOptions
+from headrace._session import Record, SessionCore, SessionOptions, wake
 from headrace._trace import with_trace
 from headrace.errors import HeadraceError, UnavailableError, error_from_rpc
 from headrace.v1.generation_service_pb2 import StreamResultRequest, StreamResultResponse
@@ -171,6 +171,10 @@ class AsyncOneStream:
         if self._wire is not None:
             await self._wire.finish(seconds)
 
+    def later(self, seconds: float, act: Callable[[], object]) -> None:
+        """Does something after so many seconds."""
+        asyncio.get_running_loop().call_later(max(seconds, 0.0), act)
+
     def drop(self) -> None:
         """Ends the stream, of which nobody wants to know any more."""
         if self._wire is not None:
@@ -197,11 +201,3 @@ class AsyncOneStream:
         if not self.core.ended:
             wake(self.core.end(error))
         self.flush()
-
-
-def wake(records: list[Record]) -> None:
-    """Wakes the readers of what changed."""
-    for record in records:
-        record.wake()
-        if record.fold.done and record.on_done is not None:
-            record.on_done()

@@ -26,6 +26,7 @@ from typing import Any, Unpack
 import grpc
 
 from headrace._attempts import WRONG_INSTANCE, is_worth_a_retry, note_failure
+from headrace._deadline import timed_out
 from headrace._fleet import LOAD_INTERVAL, PATIENCE_SECONDS, FleetState, Server
 from headrace._fleet_links import Links
 from headrace._fleet_record import FleetRecord, Link, assert_fleet
@@ -141,6 +142,19 @@ class FleetCore:
         elif self.records.get(record.request_id) is record:
             self._fail(record, CallCancelledError("it was cancelled while it waited for a server"))
             self._later(0.0, self.take_changed)  # its reader is woken there
+
+    def expire(self, now: float) -> list[Record]:
+        """Fails the requests whose time is over; see `SessionCore.expire`."""
+        for record in [assert_fleet(one) for one in self.records.values() if one.due <= now]:
+            record.turn += 1
+            if (link := record.link) is not None:
+                link.core.cancel(record)
+                link.core.forget(record)
+                record.link = None
+                with self._guard:
+                    self._state.over(link.server)
+            self._fail(record, timed_out(record.timeout or 0.0, record.request_id))
+        return self.take_changed()
 
     def pay(self, record: Record, chunks: int) -> None:
         """Pays for chunks; see `SessionCore.pay`."""

@@ -56,14 +56,14 @@ class Link:
         """See `_forks.Watched`."""
         return [self.channel, *self._open]
 
-    def open(self, method: Any, request: Any) -> Any:
-        """Opens a streaming call; `ended` is to be told of its end.
+    def open(self, method: Any, request: Any, timeout: float | None = None) -> Any:
+        """Opens a streaming call, which may take so long; `ended` is to be told of its end.
 
         Raises:
             UnavailableError: the client is closed.
         """
         try:
-            call = method(request, metadata=with_trace(self._metadata))
+            call = method(request, timeout=timeout, metadata=with_trace(self._metadata))
         except ValueError as error:  # gRPC's word for a channel that was closed
             raise UnavailableError(f"the client is closed: {error}") from error
         self._open.add(call)

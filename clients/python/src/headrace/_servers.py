@@ -9,6 +9,7 @@ from typing import Protocol, Unpack
 
 from headrace._attempts import Attempts
 from headrace._channel import ChannelSettings
+from headrace._deadline import Deadline
 from headrace._fold import Fold
 from headrace._link import A, Link, Method, Q
 from headrace._placement import prefix_keys
@@ -52,10 +53,12 @@ class Servers(Protocol):
     def cancel(self, request: CancelRequest, timeout: float | None) -> CancelResponse:
         """Ends requests, at the servers that have them."""
 
-    def stream(self, request: GenerateStreamRequest, fold: Fold) -> EventSource:
+    def stream(self, request: GenerateStreamRequest, fold: Fold, deadline: Deadline) -> EventSource:
         """Opens a stream for one request."""
 
-    def session(self, **options: Unpack[SessionOptions]) -> Session:
+    def session(
+        self, *, timeout: float | None = None, **options: Unpack[SessionOptions]
+    ) -> Session:
         """Opens a session."""
 
     def batch_session(self, room_timeout: float | None = 0) -> Session:
@@ -100,15 +103,17 @@ class OneServer:
         """Ends requests."""
         return self.link.call(self.link.generation.Cancel, request, timeout)
 
-    def stream(self, request: GenerateStreamRequest, fold: Fold) -> EventSource:
+    def stream(self, request: GenerateStreamRequest, fold: Fold, deadline: Deadline) -> EventSource:
         """Opens a stream for one request."""
-        return CallEvents(self.link, self.link.generation.GenerateStream, request)
+        return CallEvents(self.link, self.link.generation.GenerateStream, request, deadline.left())
 
-    def session(self, **options: Unpack[SessionOptions]) -> Session:
+    def session(
+        self, *, timeout: float | None = None, **options: Unpack[SessionOptions]
+    ) -> Session:
         """Opens a session."""
         if options.get("lease"):
-            return Session(ManyStreams(self._fleet_of_one(), **options))
-        return Session(OneStream(self.link, **options))
+            return Session(ManyStreams(self._fleet_of_one(), **options), timeout)
+        return Session(OneStream(self.link, **options), timeout)
 
     def batch_session(self, room_timeout: float | None = 0) -> Session:
         """Opens a session for a batch."""
@@ -140,14 +145,16 @@ class OneServer:
 class ManyServers(Fleet):
     """The servers of a client that has several."""
 
-    def stream(self, request: GenerateStreamRequest, fold: Fold) -> EventSource:
+    def stream(self, request: GenerateStreamRequest, fold: Fold, deadline: Deadline) -> EventSource:
         """Opens a stream for one request."""
         attempts = Attempts(self.state, prefix_keys(request.spec), retries=self.settings.retries)
-        return FleetEvents(self, attempts, request, fold)
+        return FleetEvents(self, attempts, request, fold, deadline)
 
-    def session(self, **options: Unpack[SessionOptions]) -> Session:
+    def session(
+        self, *, timeout: float | None = None, **options: Unpack[SessionOptions]
+    ) -> Session:
         """Opens a session over all servers."""
-        return Session(ManyStreams(self, **options))
+        return Session(ManyStreams(self, **options), timeout)
 
     def batch_session(self, room_timeout: float | None = 0) -> Session:
         """Opens a session for a batch."""

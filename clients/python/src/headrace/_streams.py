@@ -19,7 +19,7 @@ from typing import Any, Protocol, Unpack
 import grpc
 
 from headrace._link import Link
-from headrace._session import Record, SessionCore, SessionOptions
+from headrace._session import Record, SessionCore, SessionOptions, wake
 from headrace.errors import HeadraceError, error_from_rpc
 from headrace.session import CLOSE_SECONDS
 from headrace.v1.generation_service_pb2 import StreamResultRequest, StreamResultResponse
@@ -169,6 +169,10 @@ class OneStream:
             self._later.close()
             self.flush()  # lets gRPC's sending thread go
 
+    def later(self, seconds: float, act: Callable[[], object]) -> None:
+        """Does something after so many seconds."""
+        self._later.add(seconds, act)
+
     def _again(self, record: Record) -> None:
         with self.lock:
             changed = self.core.again(record)
@@ -180,13 +184,13 @@ class Later:
     """What is to be done later, in one thread for all of it."""
 
     def __init__(self) -> None:
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._changed = threading.Condition()
         self._serial = itertools.count()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def add(self, delay: float, act: Callable[[], None]) -> None:
+    def add(self, delay: float, act: Callable[[], object]) -> None:
         """Do this in so many seconds."""
         with self._changed:
             due = time.monotonic() + delay
@@ -216,11 +220,3 @@ class Later:
                     return
                 _, _, act = heapq.heappop(self._due)
             act()
-
-
-def wake(records: list[Record]) -> None:
-    """Wakes the readers of what changed; the lock is held."""
-    for record in records:
-        record.wake()
-        if record.fold.done and record.on_done is not None:
-            record.on_done()

@@ -19,6 +19,7 @@ from headrace import _forks
 from headrace._async_link import A, AsyncLink, Method, Q
 from headrace._attempts import Attempts, OwnerTries
 from headrace._channel import ChannelSettings
+from headrace._deadline import Deadline
 from headrace._fleet import (
     CHECK_SECONDS,
     PATIENCE_SECONDS,
@@ -88,7 +89,7 @@ class AsyncFleet:
     ) -> A:
         """A unary call that any server may answer."""
         attempts = Attempts(self.state, None, retries=self.settings.retries)
-        return await self._call(attempts, pick, request, seconds)
+        return await self._call(attempts, pick, request, Deadline(seconds))
 
     async def start(
         self,
@@ -104,7 +105,7 @@ class AsyncFleet:
             retries=self.settings.retries,
             sticks=isinstance(request, AddRequestRequest),
         )
-        answer: Any = await self._call(attempts, pick, request, seconds, spec.request_id)
+        answer: Any = await self._call(attempts, pick, request, Deadline(seconds), spec.request_id)
         self.state.note_owner(spec.request_id, answer.instance_id)
         if isinstance(request, AddRequestRequest):
             for server in self.state.by_instance(answer.instance_id)[:1]:
@@ -115,8 +116,9 @@ class AsyncFleet:
         self, request: GetResultRequest, seconds: float | None
     ) -> GetResultResponse:
         """Reads a request's results, at the server that has it."""
+        deadline = Deadline(seconds)
         if not self.state.owner(request.request_id):
-            await self._settle()
+            await self._settle(deadline)
         tries = OwnerTries(self.state, request.request_id, retries=self.settings.retries)
         while True:
             server = tries.next()
@@ -124,10 +126,10 @@ class AsyncFleet:
             try:
                 method = server.link.generation.GetResult
                 answer: GetResultResponse = await server.link.call(
-                    method, request, seconds, request.request_id
+                    method, request, deadline.left(), request.request_id
                 )
             except HeadraceError as error:
-                await self._pause_after(tries, server, error)
+                await self._pause_after(tries, server, error, deadline)
                 continue
             self.state.note_owner(request.request_id, answer.instance_id)
             if answer.done:
@@ -140,20 +142,21 @@ class AsyncFleet:
         Raises:
             HeadraceError: a server refuses the caller, or none can be reached.
         """
+        deadline = Deadline(seconds)
         by_owner: defaultdict[str, list[str]] = defaultdict(list)
         for request_id in request.request_ids:
             owner = self.state.owner(request_id)
             known = self.state.by_instance(owner)
             by_owner[owner if known else ""].append(request_id)
         if "" in by_owner:
-            await self._settle()
+            await self._settle(deadline)
         anywhere = self.state.reachable()
         found: dict[str, CancelResult] = {}
         for owner, ids in by_owner.items():
             servers = self.state.by_instance(owner)[:1] if owner else anywhere
             if not servers:
                 raise self.state.nobody()
-            await self._cancel_at(servers, owner, ids, seconds, found)
+            await self._cancel_at(servers, owner, ids, deadline, found)
         missing = CANCEL_STATUS_NOT_FOUND
         return CancelResponse(
             results=[
@@ -167,7 +170,7 @@ class AsyncFleet:
         servers: list[Server],
         owner: str,
         ids: list[str],
-        seconds: float | None,
+        deadline: Deadline,
         found: dict[str, CancelResult],
     ) -> None:
         """Cancels at each of these servers what was not found at the ones before."""
@@ -180,7 +183,7 @@ class AsyncFleet:
             request = CancelRequest(request_ids=left, instance_id=owner)
             try:
                 answer: CancelResponse = await server.link.call(
-                    server.link.generation.Cancel, request, seconds
+                    server.link.generation.Cancel, request, deadline.left()
                 )
             except NotFoundError:  # another process is at that address now
                 answered = True
@@ -195,11 +198,12 @@ class AsyncFleet:
         if problem is not None and not answered:
             raise problem
 
-    async def place(self, attempts: Attempts) -> Server:
+    async def place(self, attempts: Attempts, deadline: Deadline) -> Server:
         """The server for the next try; waits until there is one. The request counts as begun there.
 
         Raises:
             UnavailableError: there was none for too long, or the client is closed.
+            DeadlineExceededError: there was none in time.
         """
         self.begin()
         while True:
@@ -209,15 +213,18 @@ class AsyncFleet:
             if isinstance(found, Server):
                 self.state.begun(found)
                 return found
-            await self._wait(found)
+            deadline.check()
+            await self._wait(deadline.within(found))
 
-    async def failed(self, attempts: Attempts, server: Server, error: HeadraceError) -> None:
+    async def failed(
+        self, attempts: Attempts, server: Server, error: HeadraceError, deadline: Deadline
+    ) -> None:
         """Notes a failed try, and waits as long as the next one must.
 
         Raises:
             HeadraceError: there is none; the error itself.
         """
-        await self._pause_after(attempts, server, error)
+        await self._pause_after(attempts, server, error, deadline)
 
     def owned(self, request_id: str, server: Server, instance_id: str) -> None:
         """A server has begun to answer a request, and named its instance."""
@@ -242,12 +249,13 @@ class AsyncFleet:
         for server in servers:
             await server.link.close()
 
-    async def _settle(self) -> None:
+    async def _settle(self, deadline: Deadline) -> None:
         """Waits until all servers have been asked whether they are ready."""
         self.begin()
-        end = self.state.clock() + PATIENCE_SECONDS
+        end = self.state.clock() + deadline.within(PATIENCE_SECONDS)
         while not self.state.is_settled and (left := end - self.state.clock()) > 0:
             await self._wait(left)
+        deadline.check()
 
     @property
     def is_closed(self) -> bool:
@@ -268,16 +276,18 @@ class AsyncFleet:
         attempts: Attempts,
         pick: Callable[[AsyncLink], Method[Q, A]],
         request: Q,
-        seconds: float | None,
+        deadline: Deadline,
         request_id: str = "",
     ) -> A:
         while True:
-            server = await self.place(attempts)
+            server = await self.place(attempts, deadline)
             try:
-                answer: A = await server.link.call(pick(server.link), request, seconds, request_id)
+                answer: A = await server.link.call(
+                    pick(server.link), request, deadline.left(), request_id
+                )
             except HeadraceError as error:
                 self.over(server)
-                await self._pause_after(attempts, server, error)
+                await self._pause_after(attempts, server, error, deadline)
             except BaseException:
                 self.over(server)
                 raise
@@ -287,15 +297,20 @@ class AsyncFleet:
                 return answer
 
     async def _pause_after(
-        self, tries: Attempts | OwnerTries, server: Server, error: HeadraceError
+        self,
+        tries: Attempts | OwnerTries,
+        server: Server,
+        error: HeadraceError,
+        deadline: Deadline,
     ) -> None:
         if self._closed:
             raise error
         pause = tries.failed(server, error)
         self.look()
-        end = self.state.clock() + pause
+        end = self.state.clock() + deadline.within(pause)
         while (left := end - self.state.clock()) > 0 and not self.is_closed:
             await self._wait(left)
+        deadline.check()
 
     # ---- who is there ----------------------------------------------------------------------------
 

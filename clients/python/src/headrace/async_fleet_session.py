@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Unpack
 
-from headrace._async_streams import AsyncWire, wake
+from headrace._async_streams import AsyncWire
 from headrace._fleet_record import Link
 from headrace._fleet_session import FleetCore
-from headrace._session import Record, SessionOptions
+from headrace._session import Record, SessionOptions, wake
 from headrace.async_fleet import AsyncFleet
 from headrace.async_session import CLOSE_SECONDS
 from headrace.errors import CallCancelledError, HeadraceError, UnavailableError
@@ -79,6 +79,10 @@ class AsyncManyStreams:
         self._fleet.begin()  # raises if the client is closed
         metadata = self._fleet.settings.metadata
         link.wire = AsyncWire(link.server.link, metadata, link.core, self, link)
+
+    def later(self, seconds: float, act: Callable[[], object]) -> None:
+        """Does something after so many seconds."""
+        asyncio.get_running_loop().call_later(max(seconds, 0.0), act)
 
     def drop(self) -> None:
         """Ends the streams, of which nobody wants to know any more."""

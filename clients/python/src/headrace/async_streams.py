@@ -12,7 +12,8 @@ import grpc
 
 from headrace import _forks
 from headrace._async_link import is_for_task
-from headrace._calls import poll_request
+from headrace._calls import next_poll
+from headrace._deadline import Deadline, timed_out
 from headrace._fold import Fold
 from headrace.errors import (
     CallCancelledError,
@@ -58,15 +59,22 @@ class AsyncPolledEvents:
     """The events of a request that runs without a stream, read by repeated `GetResult` calls."""
 
     def __init__(
-        self, fetch: Callable[[GetResultRequest], Awaitable[GetResultResponse]], fold: Fold
+        self,
+        fetch: Callable[[GetResultRequest, float | None], Awaitable[GetResultResponse]],
+        fold: Fold,
+        deadline: Deadline,
+        read_timeout: float | None,
     ) -> None:
         self._fetch = fetch
         self._fold = fold
+        self._deadline = deadline
+        self._read_timeout = read_timeout
         self._done = False
 
     async def read(self) -> Iterable[ResultEvent] | None:
+        pause = Deadline(self._read_timeout)
         while not self._done:
-            response = await self._fetch(poll_request(self._fold))
+            response = await self._fetch(*next_poll(self._fold, self._deadline, pause))
             self._done = response.done
             if response.events:
                 return response.events
@@ -98,11 +106,13 @@ class AsyncStream:
         *,
         cancel: Callable[[str], Awaitable[Any]],
         target: str,
+        read_timeout: float | None = None,
     ) -> None:
         self._source = source
         self._fold = fold
         self._cancel = cancel
         self._target = target
+        self._read_timeout = read_timeout
         self._events: AsyncEventSource | None = None
         self._generation = 0
         """The process that opened it."""
@@ -201,6 +211,16 @@ class AsyncStream:
         """Processes the next message; False: there is none."""
         if self._has_ended():
             return False
+        if self._read_timeout is None:
+            return await self._read_message()
+        try:
+            async with asyncio.timeout(self._read_timeout):
+                return await self._read_message()
+        except TimeoutError:
+            self._fold.fail(timed_out(self._read_timeout, self.request_id))
+            return False
+
+    async def _read_message(self) -> bool:
         try:
             events = await self._start().read()
         except grpc.RpcError as failure:

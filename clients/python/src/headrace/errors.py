@@ -191,7 +191,7 @@ class UnavailableError(HeadraceError):
         return bool(self.reason)
 
 
-class DeadlineExceededError(HeadraceError):
+class DeadlineExceededError(HeadraceError, TimeoutError):
     """The call's timeout passed."""
 
     default_code = grpc.StatusCode.DEADLINE_EXCEEDED
@@ -282,6 +282,8 @@ def error_from_rpc(
         if code is grpc.StatusCode.UNAVAILABLE and target:
             why = _why_not_reached(text) or text or "connection lost"
             text = f"cannot reach a Headrace server at {target}: {why}"
+        elif code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            text = f"the call's timeout passed before the server at {target or '?'} had answered"
         status = status_pb2.Status(code=code.value[0], message=text)
     return error_from_status(status, request_id=request_id, partial=partial)
 

@@ -20,6 +20,7 @@ import grpc
 from headrace import _forks
 from headrace._attempts import Attempts, OwnerTries
 from headrace._channel import ChannelSettings
+from headrace._deadline import Deadline
 from headrace._fleet import (
     CHECK_SECONDS,
     PATIENCE_SECONDS,
@@ -94,7 +95,7 @@ class Fleet:
     def call(self, pick: Callable[[Link], Method[Q, A]], request: Q, timeout: float | None) -> A:
         """A unary call that any server may answer."""
         attempts = Attempts(self.state, None, retries=self.settings.retries)
-        return self._call(attempts, pick, request, timeout)
+        return self._call(attempts, pick, request, Deadline(timeout))
 
     def start(
         self,
@@ -110,7 +111,7 @@ class Fleet:
             retries=self.settings.retries,
             sticks=isinstance(request, AddRequestRequest),
         )
-        answer: Any = self._call(attempts, pick, request, timeout, spec.request_id)
+        answer: Any = self._call(attempts, pick, request, Deadline(timeout), spec.request_id)
         with self.changed:
             self.state.note_owner(spec.request_id, answer.instance_id)
             if isinstance(request, AddRequestRequest):
@@ -120,9 +121,10 @@ class Fleet:
 
     def get_result(self, request: GetResultRequest, timeout: float | None) -> GetResultResponse:
         """Reads a request's results, at the server that has it."""
+        deadline = Deadline(timeout)
         with self.changed:
             if not self.state.owner(request.request_id):
-                self._settle()
+                self._settle(deadline)
             tries = OwnerTries(self.state, request.request_id, retries=self.settings.retries)
         while True:
             with self.changed:
@@ -131,10 +133,10 @@ class Fleet:
             try:
                 method = server.link.generation.GetResult
                 answer: GetResultResponse = server.link.call(
-                    method, request, timeout, request.request_id
+                    method, request, deadline.left(), request.request_id
                 )
             except HeadraceError as error:
-                self._pause_after(tries, server, error)
+                self._pause_after(tries, server, error, deadline)
                 continue
             with self.changed:
                 self.state.note_owner(request.request_id, answer.instance_id)
@@ -148,6 +150,7 @@ class Fleet:
         Raises:
             HeadraceError: a server refuses the caller, or none can be reached.
         """
+        deadline = Deadline(timeout)
         by_owner: defaultdict[str, list[str]] = defaultdict(list)
         with self.changed:
             for request_id in request.request_ids:
@@ -155,7 +158,7 @@ class Fleet:
                 known = self.state.by_instance(owner)
                 by_owner[owner if known else ""].append(request_id)
             if "" in by_owner:
-                self._settle()
+                self._settle(deadline)
             anywhere = self.state.reachable()
         found: dict[str, CancelResult] = {}
         for owner, ids in by_owner.items():
@@ -163,7 +166,7 @@ class Fleet:
                 servers = self.state.by_instance(owner)[:1] if owner else anywhere
                 if not servers:
                     raise self.state.nobody()
-            self._cancel_at(servers, owner, ids, timeout, found)
+            self._cancel_at(servers, owner, ids, deadline, found)
         missing = CANCEL_STATUS_NOT_FOUND
         return CancelResponse(
             results=[
@@ -177,7 +180,7 @@ class Fleet:
         servers: list[Server],
         owner: str,
         ids: list[str],
-        timeout: float | None,
+        deadline: Deadline,
         found: dict[str, CancelResult],
     ) -> None:
         """Cancels at each of these servers what was not found at the ones before."""
@@ -190,7 +193,7 @@ class Fleet:
             request = CancelRequest(request_ids=left, instance_id=owner)
             try:
                 answer: CancelResponse = server.link.call(
-                    server.link.generation.Cancel, request, timeout
+                    server.link.generation.Cancel, request, deadline.left()
                 )
             except NotFoundError:  # another process is at that address now
                 answered = True
@@ -205,11 +208,12 @@ class Fleet:
         if problem is not None and not answered:
             raise problem
 
-    def place(self, attempts: Attempts) -> Server:
+    def place(self, attempts: Attempts, deadline: Deadline) -> Server:
         """The server for the next try; waits until there is one. The request counts as begun there.
 
         Raises:
             UnavailableError: there was none for too long, or the client is closed.
+            DeadlineExceededError: there was none in time.
         """
         with self.changed:
             self.begin()
@@ -220,15 +224,18 @@ class Fleet:
                 if isinstance(found, Server):
                     self.state.begun(found)
                     return found
-                self.changed.wait(found)
+                deadline.check()
+                self.changed.wait(deadline.within(found))
 
-    def failed(self, attempts: Attempts, server: Server, error: HeadraceError) -> None:
+    def failed(
+        self, attempts: Attempts, server: Server, error: HeadraceError, deadline: Deadline
+    ) -> None:
         """Notes a failed try, and waits as long as the next one must.
 
         Raises:
             HeadraceError: there is none; the error itself.
         """
-        self._pause_after(attempts, server, error)
+        self._pause_after(attempts, server, error, deadline)
 
     def owned(self, request_id: str, server: Server, instance_id: str) -> None:
         """A server has begun to answer a request, and named its instance."""
@@ -255,10 +262,13 @@ class Fleet:
         """The connections."""
         return [server.link for server in self.state.servers.values()]
 
-    def _settle(self) -> None:
+    def _settle(self, deadline: Deadline) -> None:
         """Waits until all servers have been asked whether they are ready; the lock is held."""
         self.begin()
-        self.changed.wait_for(lambda: self.is_closed or self.state.is_settled, PATIENCE_SECONDS)
+        self.changed.wait_for(
+            lambda: self.is_closed or self.state.is_settled, deadline.within(PATIENCE_SECONDS)
+        )
+        deadline.check()
 
     @property
     def is_closed(self) -> bool:
@@ -270,16 +280,18 @@ class Fleet:
         attempts: Attempts,
         pick: Callable[[Link], Method[Q, A]],
         request: Q,
-        timeout: float | None,
+        deadline: Deadline,
         request_id: str = "",
     ) -> A:
         while True:
-            server = self.place(attempts)
+            server = self.place(attempts, deadline)
             try:
-                answer: A = server.link.call(pick(server.link), request, timeout, request_id)
+                answer: A = server.link.call(
+                    pick(server.link), request, deadline.left(), request_id
+                )
             except HeadraceError as error:
                 self.over(server)
-                self._pause_after(attempts, server, error)
+                self._pause_after(attempts, server, error, deadline)
             except BaseException:
                 self.over(server)
                 raise
@@ -290,16 +302,21 @@ class Fleet:
                 return answer
 
     def _pause_after(
-        self, tries: Attempts | OwnerTries, server: Server, error: HeadraceError
+        self,
+        tries: Attempts | OwnerTries,
+        server: Server,
+        error: HeadraceError,
+        deadline: Deadline,
     ) -> None:
         with self.changed:
             if self.is_closed:
                 raise error
             pause = tries.failed(server, error)
             self.look()
-            end = self.state.clock() + pause
+            end = self.state.clock() + deadline.within(pause)
             while (left := end - self.state.clock()) > 0 and not self.is_closed:
                 self.changed.wait(left)
+        deadline.check()
 
     # ---- who is there ----------------------------------------------------------------------------
 

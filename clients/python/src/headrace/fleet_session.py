@@ -9,8 +9,8 @@ from typing import Unpack
 
 from headrace._fleet_record import Link
 from headrace._fleet_session import FleetCore
-from headrace._session import Record, SessionOptions
-from headrace._streams import Later, Wire, wake
+from headrace._session import Record, SessionOptions, wake
+from headrace._streams import Later, Wire
 from headrace.errors import CallCancelledError, HeadraceError, UnavailableError
 from headrace.fleet import Fleet
 from headrace.session import CLOSE_SECONDS
@@ -73,6 +73,10 @@ class ManyStreams:
         self._later.close()
         for link in self.core.links:
             link.wire.drop()
+
+    def later(self, seconds: float, act: Callable[[], object]) -> None:
+        """Does something after so many seconds."""
+        self._later.add(seconds, act)
 
     def received(self, place: Link, response: StreamResultResponse) -> bool:
         """See `headrace._streams.Reader`."""

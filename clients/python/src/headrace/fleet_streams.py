@@ -9,10 +9,11 @@ import grpc
 
 from headrace import _forks
 from headrace._attempts import Attempts, failed_undelivered
+from headrace._deadline import Deadline
 from headrace._fleet import Server
 from headrace._fold import Fold
 from headrace._link import Link
-from headrace.errors import CallCancelledError, HeadraceError, error_from_rpc
+from headrace.errors import CallCancelledError, DeadlineExceededError, HeadraceError, error_from_rpc
 from headrace.fleet import Fleet
 from headrace.v1.generation_pb2 import ResultEvent
 from headrace.v1.generation_service_pb2 import GenerateStreamRequest
@@ -29,12 +30,14 @@ class FleetEvents:
         attempts: Attempts,
         request: GenerateStreamRequest,
         fold: Fold,
+        deadline: Deadline,
     ) -> None:
         self._fleet = fleet
         self._attempts = attempts
         self._request = request
         self._generation = _forks.generation()
         self._fold = fold
+        self._deadline = deadline
         self._server: Server | None = None
         self._call: Any = None
         self._cancelled = False
@@ -45,10 +48,17 @@ class FleetEvents:
     def __next__(self) -> Iterable[ResultEvent]:
         while True:
             if self._server is None:
-                self._server = self._fleet.place(self._attempts)
+                try:
+                    self._server = self._fleet.place(self._attempts, self._deadline)
+                except DeadlineExceededError:
+                    if self._cancelled:
+                        raise CallCancelledError("the stream was closed") from None
+                    raise
                 if not self._cancelled:
                     link: Link = self._server.link
-                    self._call = link.open(link.generation.GenerateStream, self._request)
+                    self._call = link.open(
+                        link.generation.GenerateStream, self._request, self._deadline.left()
+                    )
                 if self._cancelled:  # while it waited, or now
                     self.cancel()
                     raise CallCancelledError("the stream was closed")
@@ -79,11 +89,13 @@ class FleetEvents:
         Raises:
             HeadraceError: there is no further try; the error itself.
         """
-        self._fleet.failed(self._attempts, server, error)
+        self._fleet.failed(self._attempts, server, error, self._deadline)
         self._fold.restart()
 
     def cancel(self) -> None:
         self._cancelled = True
+        self._deadline.end()
+        self._fleet.look()  # ends a wait for a server
         if self._call is not None:
             self._call.cancel()
         self._over()

@@ -76,6 +76,10 @@ def connect(
         Path | None,
         typer.Option(envvar="HEADRACE_CLIENT_KEY", help="The certificate's key (PEM)."),
     ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(help="Seconds that a call may take, kept whatever the server does."),
+    ] = None,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
@@ -89,4 +93,5 @@ def connect(
         token=token,
         client_cert=client_cert,
         client_key=client_key,
+        timeout=timeout,
     )

@@ -45,6 +45,7 @@ class Connection:
     token: str | None
     client_cert: Path | None = None
     client_key: Path | None = None
+    timeout: float | None = None
 
     def open(self) -> Client:
         """A client of that server; wrong arguments end the command."""
@@ -66,6 +67,7 @@ class Connection:
                 client_cert=self.client_cert,
                 client_key=self.client_key,
                 token=self.token,
+                timeout=self.timeout,
                 **options,
             )
         except (ValueError, OSError) as error:

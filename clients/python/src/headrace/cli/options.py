@@ -225,6 +225,14 @@ ClientKey = Annotated[
         rich_help_panel=_SERVER,
     ),
 ]
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        help="Seconds that a call may take, kept on this side whatever the server does; a batch's "
+        "is each request's.",
+        rich_help_panel=_SERVER,
+    ),
+]
 System = Annotated[str | None, typer.Option(help="Instructions that come before the conversation.")]
 
 
@@ -289,6 +297,7 @@ class ServerOptions:
     token: Token = None
     client_cert: ClientCert = None
     client_key: ClientKey = None
+    timeout: Timeout = None
 
     def connection(self, context: typer.Context) -> common.Connection:
         """The connection that these options and those before the command describe."""
@@ -300,4 +309,5 @@ class ServerOptions:
             token=self.token or before.token,
             client_cert=self.client_cert or before.client_cert,
             client_key=self.client_key or before.client_key,
+            timeout=before.timeout if self.timeout is None else self.timeout,
         )
