@@ -29,7 +29,7 @@ from headrace.errors import (
     invalid_argument,
 )
 from headrace.messages import Prompt
-from headrace.options import OPTION_NAMES, GenerationOptions, Request, build_spec
+from headrace.options import OPTION_NAMES, GenerationOptions, Request, build_spec, check_names
 from headrace.results import Result
 from headrace.v1.generation_pb2 import GenerationSpec
 
@@ -152,8 +152,7 @@ class BatchWindow:
             raise ValueError(f"max_in_flight is {max_in_flight}; at least 1 is needed")
         if "request_id" in options:
             raise ValueError("a batch's requests cannot share one request_id; use Request(…)")
-        if unknown := sorted(options.keys() - OPTION_NAMES):
-            raise TypeError(f"no such generation option: {', '.join(unknown)}")
+        check_names(options, OPTION_NAMES, "generation option")
         self.total = len(requests) if isinstance(requests, Sized) else None
         self._source = iter(requests)
         self._taken = 0

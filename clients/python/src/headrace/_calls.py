@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from grpc_health.v1 import health_pb2
@@ -16,7 +16,7 @@ from headrace._deadline import Deadline, shortest
 from headrace._fold import Fold
 from headrace._from_proto import cancel_status_from_proto, tokens_from_proto
 from headrace.errors import DeadlineExceededError, invalid_argument
-from headrace.messages import Message, MessageDict
+from headrace.messages import Conversation
 from headrace.options import set_chat_option, set_input
 from headrace.results import (
     CancelStatus,
@@ -150,7 +150,7 @@ class ResultWait:
 
 
 def tokenize_request(
-    prompt: str | Sequence[Message] | Sequence[MessageDict],
+    prompt: str | Conversation,
     *,
     token_details: bool,
     add_special_tokens: bool | None,

@@ -140,8 +140,20 @@ class FleetCore:
         if link is not None:
             link.core.cancel(record)
         elif self.records.get(record.request_id) is record:
-            self._fail(record, CallCancelledError("it was cancelled while it waited for a server"))
+            self._cancel_here(assert_fleet(record))
             self._later(0.0, self.take_changed)  # its reader is woken there
+
+    def _cancel_here(self, record: FleetRecord) -> None:
+        """Ends a request that is with no server now."""
+        record.turn += 1
+        if record.was_sent and not record.fold.chunks:
+            self._fail(record, CallCancelledError("it was cancelled while it waited for a server"))
+            return
+        if record.instance_id:  # where it may run on
+            self.links.left_behind(record.instance_id, record.request_id)
+        record.fold.cancelled()
+        self.records.pop(record.request_id, None)
+        self._changed[id(record)] = record
 
     def expire(self, now: float) -> list[Record]:
         """Fails the requests whose time is over; see `SessionCore.expire`."""
@@ -276,6 +288,7 @@ class FleetCore:
         if link is None:
             return
         record.link, record.attaching, record.wants_server = link, False, False
+        record.was_sent = True
         record.instance_id = ""
         record.turn += 1
         link.core.put(record, record.sent)

@@ -41,7 +41,7 @@ from headrace.errors import (
     UnavailableError,
     invalid_argument,
 )
-from headrace.messages import Message, MessageDict, Prompt
+from headrace.messages import Conversation, Prompt
 from headrace.model_card import ModelCard
 from headrace.options import GenerationOptions, TurnOptions, build_spec, choices_of
 from headrace.results import (
@@ -217,7 +217,7 @@ class AsyncClient:
 
     def run_tools(
         self,
-        messages: Sequence[Message] | Sequence[MessageDict],
+        messages: Conversation,
         tools: Sequence[Callable[..., Any]],
         *,
         max_turns: int = 10,
@@ -422,7 +422,7 @@ class AsyncClient:
 
     async def tokenize(
         self,
-        prompt: str | Sequence[Message] | Sequence[MessageDict],
+        prompt: str | Conversation,
         *,
         token_details: bool = False,
         add_special_tokens: bool | None = None,

@@ -38,7 +38,7 @@ from headrace.errors import (
     UnavailableError,
     invalid_argument,
 )
-from headrace.messages import Message, MessageDict, Prompt
+from headrace.messages import Conversation, Prompt
 from headrace.model_card import ModelCard
 from headrace.options import GenerationOptions, TurnOptions, build_spec, choices_of
 from headrace.results import (
@@ -272,7 +272,7 @@ class Client:
 
     def run_tools(
         self,
-        messages: Sequence[Message] | Sequence[MessageDict],
+        messages: Conversation,
         tools: Sequence[Callable[..., Any]],
         *,
         max_turns: int = 10,
@@ -491,7 +491,7 @@ class Client:
 
     def tokenize(
         self,
-        prompt: str | Sequence[Message] | Sequence[MessageDict],
+        prompt: str | Conversation,
         *,
         token_details: bool = False,
         add_special_tokens: bool | None = None,

@@ -75,6 +75,13 @@ class HeadraceError(Exception):
         return dict(self._info().metadata)
 
     @property
+    def fields(self) -> tuple[FieldViolation, ...]:
+        """The fields of the request that were refused; empty: the error names none."""
+        found = error_details_pb2.BadRequest()
+        self._unpack(found)
+        return tuple(FieldViolation(one.field, one.description) for one in found.field_violations)
+
+    @property
     def retry_after(self) -> float | None:
         """Seconds after which to try again, if the server said so."""
         info = error_details_pb2.RetryInfo()
@@ -91,7 +98,7 @@ class HeadraceError(Exception):
         }
         violations = [
             {"field": violation.field, "description": violation.description}
-            for violation in _violations(self)
+            for violation in self.fields
         ]
         if violations:
             found["field_violations"] = violations
@@ -125,14 +132,14 @@ class HeadraceError(Exception):
 
 
 class InvalidArgumentError(HeadraceError, ValueError):
-    """A field of the request is wrong; `field_violations` says which, and what to change."""
+    """A field of the request is wrong; `fields` says which, and what to change."""
 
     default_code = grpc.StatusCode.INVALID_ARGUMENT
 
     @property
     def field_violations(self) -> tuple[FieldViolation, ...]:
-        """The fields that were refused."""
-        return tuple(_violations(self))
+        """The same as `fields`."""
+        return self.fields
 
 
 class OutOfRangeError(HeadraceError):
@@ -150,8 +157,8 @@ class NotSupportedError(HeadraceError):
 
     @property
     def field_violations(self) -> tuple[FieldViolation, ...]:
-        """The fields that the server does not support."""
-        return tuple(_violations(self))
+        """The same as `fields`."""
+        return self.fields
 
 
 class AlreadyExistsError(HeadraceError):
@@ -337,12 +344,6 @@ def _rebuild(
     kind: type[HeadraceError], message: str, status: bytes, request_id: str
 ) -> HeadraceError:
     return kind(message, status=status_pb2.Status.FromString(status), request_id=request_id)
-
-
-def _violations(error: HeadraceError) -> Iterable[FieldViolation]:
-    found = error_details_pb2.BadRequest()
-    error._unpack(found)
-    return [FieldViolation(one.field, one.description) for one in found.field_violations]
 
 
 def _parts(error: Any) -> tuple[grpc.StatusCode, str, Iterable[tuple[str, str | bytes]]]:

@@ -17,8 +17,6 @@ from headrace.async_client import AsyncClient
 from headrace.client import Client
 from headrace.errors import (
     HeadraceError,
-    InvalidArgumentError,
-    NotSupportedError,
     UnauthenticatedError,
     UnavailableError,
     is_about_tls,
@@ -125,12 +123,11 @@ def explain(error: HeadraceError) -> str:
             return error.message
         return f"{error.message}\nstart one with `make run`, or pass --target"
     lines = [error.message]
-    if isinstance(error, (InvalidArgumentError, NotSupportedError)):
-        lines += [
-            f"  {violation.field}: {violation.description}"
-            for violation in error.field_violations
-            if violation.description not in error.message
-        ]
+    lines += [
+        f"  {violation.field}: {violation.description}"
+        for violation in error.fields
+        if violation.description not in error.message
+    ]
     if isinstance(error, UnauthenticatedError):
         lines.append("pass --token, or set HEADRACE_TOKEN; or show a certificate: --client-cert")
     if error.retry_after is not None:
