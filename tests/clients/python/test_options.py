@@ -255,8 +255,8 @@ def test_only_unary_calls_are_retried() -> None:
 def test_secrets_are_not_in_reprs() -> None:
     settings = make_settings(
         "localhost", tls=None, ca=None, client_cert=None, client_key=None, server_name=None,
-        token="hush", metadata=None, keepalive=None, max_message_bytes=1, retries=0,
-        load_balancing="pick_first", channel_options=(),
+        token="hush", token_file=None, metadata=None, keepalive=None, max_message_bytes=1,
+        retries=0, load_balancing="pick_first", channel_options=(),
     )  # fmt: skip
     assert "hush" not in repr(settings)
 

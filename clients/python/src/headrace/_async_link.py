@@ -44,11 +44,11 @@ class AsyncLink:
             self.channel = aio.insecure_channel(address.target, options)
         else:
             self.channel = aio.secure_channel(address.target, settings.credentials, options)
-        self.target = address.target
+        self.target = settings.described(address.target)
         self.generation: GenerationServiceAsyncStub = GenerationServiceStub(self.channel)
         self.models: ModelServiceAsyncStub = ModelServiceStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)
-        self._metadata = settings.metadata
+        self._settings = settings
 
     @property
     def kept(self) -> list[Any]:
@@ -68,8 +68,8 @@ class AsyncLink:
         Raises:
             HeadraceError: it failed.
         """
+        metadata = with_trace(self._settings.metadata)
         try:
-            metadata = with_trace(self._metadata)
             return await method(request, timeout=seconds, metadata=metadata)
         except grpc.RpcError as error:
             # Its traceback has the call, which keeps a closed channel's connection.

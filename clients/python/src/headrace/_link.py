@@ -38,12 +38,12 @@ class Link:
             self.channel = grpc.insecure_channel(address.target, options)
         else:
             self.channel = grpc.secure_channel(address.target, settings.credentials, options)
-        self.target = address.target
+        self.target = settings.described(address.target)
         self.generation = GenerationServiceStub(self.channel)
         self.models = ModelServiceStub(self.channel)
         self.control = ControlServiceStub(self.channel)
         self.health = health_pb2_grpc.HealthStub(self.channel)
-        self._metadata = settings.metadata
+        self._settings = settings
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
@@ -62,8 +62,9 @@ class Link:
         Raises:
             UnavailableError: the client is closed.
         """
+        metadata = with_trace(self._settings.metadata)
         try:
-            call = method(request, timeout=timeout, metadata=with_trace(self._metadata))
+            call = method(request, timeout=timeout, metadata=metadata)
         except ValueError as error:  # gRPC's word for a channel that was closed
             raise UnavailableError(f"the client is closed: {error}") from error
         self._open.add(call)
@@ -87,8 +88,8 @@ class Link:
             HeadraceError: it failed.
         """
         call = None
+        metadata = with_trace(self._settings.metadata)
         try:
-            metadata = with_trace(self._metadata)
             call = method.future(request, timeout=timeout, metadata=metadata)
             self._open.add(call)
             return call.result()

@@ -81,6 +81,7 @@ class AsyncClient:
         client_key: str | os.PathLike[str] | bytes | None = None,
         server_name: str | None = None,
         token: str | None = None,
+        token_file: str | os.PathLike[str] | None = None,
         metadata: MetadataLike | None = None,
         keepalive: float | None = DEFAULT_KEEPALIVE,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
@@ -99,6 +100,7 @@ class AsyncClient:
             client_key=client_key,
             server_name=server_name,
             token=token,
+            token_file=token_file,
             metadata=metadata,
             keepalive=keepalive,
             max_message_bytes=max_message_bytes,
@@ -387,7 +389,7 @@ class AsyncClient:
             lambda: AsyncPolledEvents(self._get_result, fold, Deadline(timeout), pause),
             fold,
             cancel=self.cancel,
-            target=self.target,
+            target=self._settings.described(self.target),
         )
 
     async def cancel(
@@ -546,7 +548,7 @@ class AsyncClient:
             lambda: self._servers.stream(request, fold, Deadline(timeout)),
             fold,
             cancel=self.cancel,
-            target=self.target,
+            target=self._settings.described(self.target),
             read_timeout=pause,
         )
 

@@ -74,6 +74,7 @@ class Client:
         client_cert, client_key: this client's certificate, as paths or PEM bytes.
         server_name: the name to expect in the server's certificate, if it is not the target's.
         token: sent as `authorization: Bearer …` with every call.
+        token_file: the file that has the token; it is read again when it has changed.
         metadata: additional metadata sent with every call.
         keepalive: seconds between pings of a busy connection; None: none.
         max_message_bytes: the largest message, sent or received, in bytes.
@@ -106,6 +107,7 @@ class Client:
         client_key: str | os.PathLike[str] | bytes | None = None,
         server_name: str | None = None,
         token: str | None = None,
+        token_file: str | os.PathLike[str] | None = None,
         metadata: MetadataLike | None = None,
         keepalive: float | None = DEFAULT_KEEPALIVE,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
@@ -124,6 +126,7 @@ class Client:
             client_key=client_key,
             server_name=server_name,
             token=token,
+            token_file=token_file,
             metadata=metadata,
             keepalive=keepalive,
             max_message_bytes=max_message_bytes,
@@ -456,7 +459,7 @@ class Client:
             lambda: PolledEvents(self._get_result, fold, Deadline(timeout), pause),
             fold,
             cancel=self.cancel,
-            target=self.target,
+            target=self._settings.described(self.target),
         )
 
     def cancel(
@@ -616,7 +619,7 @@ class Client:
             lambda: self._servers.stream(request, fold, Deadline(timeout)),
             fold,
             cancel=self.cancel,
-            target=self.target,
+            target=self._settings.described(self.target),
             read_timeout=pause,
         )
 

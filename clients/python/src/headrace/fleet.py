@@ -33,7 +33,13 @@ from headrace._health import Question, Questions, questions
 from headrace._link import A, Link, Method, Q
 from headrace._placement import prefix_keys
 from headrace._targets import Address, Name, Place, resolve
-from headrace.errors import HeadraceError, NotFoundError, UnavailableError, error_from_rpc
+from headrace.errors import (
+    HeadraceError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+    error_from_rpc,
+)
 from headrace.v1.generation_pb2 import GenerationSpec
 from headrace.v1.generation_service_pb2 import (
     CANCEL_STATUS_NOT_FOUND,
@@ -388,6 +394,9 @@ class Fleet:
             call = question.pick(link).future(
                 question.request, timeout=CHECK_SECONDS, metadata=self.settings.metadata
             )
+        except InvalidArgumentError as error:  # of the token's file
+            self._go_on(server, asking, partial(asking.throw, error))
+            return
         except ValueError:  # the channel was closed
             return
         call.add_done_callback(lambda call: self._answer(partial(self._take, server, asking, call)))

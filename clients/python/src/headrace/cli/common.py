@@ -44,6 +44,7 @@ class Connection:
     client_cert: Path | None = None
     client_key: Path | None = None
     timeout: float | None = None
+    token_file: Path | None = None
 
     def open(self) -> Client:
         """A client of that server; wrong arguments end the command."""
@@ -65,6 +66,7 @@ class Connection:
                 client_cert=self.client_cert,
                 client_key=self.client_key,
                 token=self.token,
+                token_file=self.token_file,
                 timeout=self.timeout,
                 **options,
             )
