@@ -44,7 +44,7 @@ class AsyncLink:
             self.channel = aio.insecure_channel(address.target, options)
         else:
             self.channel = aio.secure_channel(address.target, settings.credentials, options)
-        self.target = settings.described(address.target)
+        self.target = settings.peer(address.target)
         self.generation: GenerationServiceAsyncStub = GenerationServiceStub(self.channel)
         self.models: ModelServiceAsyncStub = ModelServiceStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)

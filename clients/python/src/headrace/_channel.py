@@ -18,6 +18,7 @@ import grpc
 from headrace import _forks
 from headrace._targets import DEFAULT_TARGET, Address, Place, is_local, parse_targets, text_of
 from headrace._token import TokenFile
+from headrace.errors import Peer
 
 DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 DEFAULT_KEEPALIVE = 45.0
@@ -52,6 +53,7 @@ class ChannelSettings:
     retries: int = 0
     """How often a unary call may be tried again, where the client itself does it."""
     token_file: TokenFile | None = None
+    has_certificate: bool = False
     proxy: str = ""
     """The proxy that the environment names, in words for messages; empty: none."""
 
@@ -66,9 +68,14 @@ class ChannelSettings:
             return self.fixed_metadata
         return (*self.fixed_metadata, ("authorization", f"Bearer {self.token_file.read()}"))
 
-    def described(self, target: str) -> str:
-        """A server for messages: its address, and the proxy that may be before it."""
-        return f"{target} ({self.proxy})" if self.proxy and not is_local(target) else target
+    def peer(self, target: str) -> Peer:
+        """A server for messages."""
+        return Peer(
+            target,
+            "" if is_local(target) else self.proxy,
+            self.credentials is not None,
+            self.has_certificate,
+        )
 
     def options_for(self, address: Address) -> list[tuple[str, Any]]:
         """The options of the channel to one server."""
@@ -155,6 +162,7 @@ def make_settings(
         tuple(sent),
         retries,
         TokenFile(token_file) if token_file else None,
+        bool(client_cert),
         _proxy(),
     )
 

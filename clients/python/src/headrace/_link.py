@@ -38,7 +38,7 @@ class Link:
             self.channel = grpc.insecure_channel(address.target, options)
         else:
             self.channel = grpc.secure_channel(address.target, settings.credentials, options)
-        self.target = settings.described(address.target)
+        self.target = settings.peer(address.target)
         self.generation = GenerationServiceStub(self.channel)
         self.models = ModelServiceStub(self.channel)
         self.control = ControlServiceStub(self.channel)

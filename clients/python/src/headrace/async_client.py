@@ -136,7 +136,7 @@ class AsyncClient:
         return AsyncControl(
             lambda: ControlServiceStub(one.link.channel),
             lambda method, request: one.link.call(method, request, self._short(None)),
-            self._settings.target,
+            self._settings.peer(self.target),
             self._settings.metadata,
         )
 
@@ -389,7 +389,7 @@ class AsyncClient:
             lambda: AsyncPolledEvents(self._get_result, fold, Deadline(timeout), pause),
             fold,
             cancel=self.cancel,
-            target=self._settings.described(self.target),
+            target=self._settings.peer(self.target),
         )
 
     async def cancel(
@@ -548,7 +548,7 @@ class AsyncClient:
             lambda: self._servers.stream(request, fold, Deadline(timeout)),
             fold,
             cancel=self.cancel,
-            target=self._settings.described(self.target),
+            target=self._settings.peer(self.target),
             read_timeout=pause,
         )
 

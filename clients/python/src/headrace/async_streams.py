@@ -18,6 +18,7 @@ from headrace._fold import Fold
 from headrace.errors import (
     CallCancelledError,
     HeadraceError,
+    Peer,
     ProtocolError,
     UnavailableError,
     error_from_rpc,
@@ -105,7 +106,7 @@ class AsyncStream:
         fold: Fold,
         *,
         cancel: Callable[[str], Awaitable[Any]],
-        target: str,
+        target: Peer,
         read_timeout: float | None = None,
     ) -> None:
         self._source = source

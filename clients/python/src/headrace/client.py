@@ -459,7 +459,7 @@ class Client:
             lambda: PolledEvents(self._get_result, fold, Deadline(timeout), pause),
             fold,
             cancel=self.cancel,
-            target=self._settings.described(self.target),
+            target=self._settings.peer(self.target),
         )
 
     def cancel(
@@ -619,7 +619,7 @@ class Client:
             lambda: self._servers.stream(request, fold, Deadline(timeout)),
             fold,
             cancel=self.cancel,
-            target=self._settings.described(self.target),
+            target=self._settings.peer(self.target),
             read_timeout=pause,
         )
 

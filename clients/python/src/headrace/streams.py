@@ -18,7 +18,7 @@ from headrace._deadline import Deadline, timed_out
 from headrace._fold import Fold
 from headrace._link import Link
 from headrace._streams import Later
-from headrace.errors import HeadraceError, ProtocolError, UnavailableError, error_from_rpc
+from headrace.errors import HeadraceError, Peer, ProtocolError, UnavailableError, error_from_rpc
 from headrace.results import Accepted, Chunk, Result
 from headrace.v1.generation_pb2 import ResultEvent
 from headrace.v1.generation_service_pb2 import GetResultRequest, GetResultResponse
@@ -161,7 +161,7 @@ class Stream:
         fold: Fold,
         *,
         cancel: Callable[[str], Any],
-        target: str,
+        target: Peer,
         read_timeout: float | None = None,
     ) -> None:
         self._source = source
