@@ -27,6 +27,7 @@ DOCUMENTS = [
     ROOT / "models" / "demo" / "README.md",
     *sorted((ROOT / "clients").glob("*/README.md")),
 ]
+OFFLINE = ROOT / "docs" / "offline.md"
 OPERATIONS = ROOT / "docs" / "operations.md"
 COMMANDS = shell_commands(".venv/bin/")
 
@@ -64,6 +65,19 @@ def test_the_python_examples(
         printed = capsys.readouterr().out
         assert len(names["handles"]) == 8
         assert str([handle.result().text for handle in names["handles"]]) in printed
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_examples_of_the_engine_s_document_run_one_after_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    names: dict[str, Any] = {"__name__": "example"}
+    for example in code_blocks("python", OFFLINE):
+        exec(compile(example, str(OFFLINE), "exec"), names)
+    assert len(names["outputs"]) == 2
+    assert names["grammar"].reasoning.max_tokens == 200
+    assert "headrace" in names["reader"].get_metrics_data().to_json()
 
 
 def test_there_are_examples() -> None:
