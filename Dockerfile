@@ -130,6 +130,7 @@ WORKDIR /tmp
 EXPOSE 50051
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
     CMD ["python3", "/opt/headrace/healthcheck.py"]
-# Exec form: the server is PID 1 and gets the signals itself. SIGTERM drains.
+# Exec form: the command is PID 1 and gets the signals itself; it is an init to its server, too
+# (service/entry.py). SIGTERM drains.
 ENTRYPOINT ["headrace-server"]
 CMD ["serve"]

@@ -151,11 +151,14 @@ class Box:
         return int(Path(f"/proc/{own}/task/{own}/children").read_text().split()[0])
 
     def resident_bytes(self) -> int:
-        """The memory of its first process and of the children of that."""
+        """The memory of its first process and of all that come from it."""
         first = self.init()
-        children = Path(f"/proc/{first}/task/{first}/children").read_text().split()
+        processes = [first]
+        for process in processes:
+            children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+            processes += map(int, children)
         total = 0
-        for process in [f"{first}", *children]:
+        for process in processes:
             for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
                 if line.startswith("Pss:"):
                     total += int(line.split()[1]) * 1024

@@ -8,6 +8,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ DOCUMENTS = [
     ROOT / "models" / "demo" / "README.md",
     *sorted((ROOT / "clients").glob("*/README.md")),
 ]
+OFFLINE = ROOT / "docs" / "offline.md"
 OPERATIONS = ROOT / "docs" / "operations.md"
 COMMANDS = shell_commands(".venv/bin/")
 
@@ -64,6 +66,32 @@ def test_the_python_examples(
         printed = capsys.readouterr().out
         assert len(names["handles"]) == 8
         assert str([handle.result().text for handle in names["handles"]]) in printed
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_examples_of_the_engine_s_document_run_one_after_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    names: dict[str, Any] = {"__name__": "example"}
+    for example in code_blocks("python", OFFLINE):
+        exec(compile(example, str(OFFLINE), "exec"), names)
+    assert len(names["outputs"]) == 2
+    assert names["grammar"].reasoning.max_tokens == 200
+    assert "headrace" in names["reader"].get_metrics_data().to_json()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_what_curl_says_of_the_port(demo: RealServer) -> None:
+    asked = subprocess.run(
+        ["curl", "--silent", "--show-error", "--max-time", "20", f"http://{demo.addresses[0]}/"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    told = code_blocks("text", ROOT / "docs" / "runbook.md")
+    assert asked.stderr in told
+    assert (asked.returncode, asked.stdout) == (1, "")
 
 
 def test_there_are_examples() -> None:

@@ -1,6 +1,7 @@
 """Finds out how much memory and how many CPUs this process may use, and sizes the KV cache.
 
-The container's limits apply; psutil only shows the host's. Both versions of cgroups are read.
+The container's limits apply; psutil only shows the host's. Both versions of cgroups are read, the
+process's own and all that these are in.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,17 +41,32 @@ def _read_number(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _cgroup_directory(root: Path, own: Path) -> Path:
-    """The directory of this process's own cgroup (v2), inside a container or outside."""
+def _groups(root: Path, own: Path, controller: str) -> Iterator[Path]:
+    """The directories of this process's own cgroups, and of their parents up to where they are
+    mounted: of version 2, and of a controller of version 1. Inside a container the path may be one
+    of the host's, which is not mounted there: then the mount itself is the group.
+    """
     try:
-        for line in own.read_text().splitlines():
-            if line.startswith("0::"):
-                directory = root / line[3:].lstrip("/")
-                if directory.is_dir():
-                    return directory
+        lines = own.read_text().splitlines()
     except OSError:
-        return root
-    return root
+        lines = []
+    paths = {"": "/", controller: "/"}
+    mounts = {"": root, controller: root / controller}
+    for line in lines:
+        _, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        for name in mounts.keys() & set(names.split(",")):
+            paths[name] = path
+            if name and not mounts[name].is_dir():
+                mounts[name] = root / names  # as in "cpu,cpuacct"
+    for name, mount in mounts.items():
+        directory = mount / paths[name].lstrip("/")
+        if ".." in directory.parts or not directory.is_dir():
+            directory = mount
+        for level in (directory, *directory.parents):
+            yield level
+            if level == mount:
+                break
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,55 +102,49 @@ class HostLimits:
 
 
 def _memory_limit(root: Path, own: Path) -> tuple[int | None, int]:
-    """The lowest memory limit of the cgroup and its parents, and how much of it is used, in
-    bytes.
+    """The lowest memory limit of the cgroups and their parents, and how much of it is used, in
+    bytes. Each version's files have names of their own.
     """
-    directory = _cgroup_directory(root, own)
     tightest: tuple[int, int] | None = None
-    for level in (directory, *directory.parents):
-        limit = _read_number(level / "memory.max")
-        if limit is not None:
-            used = (_read_number(level / "memory.current") or 0) - _reclaimable(level)
+    for group in _groups(root, own, "memory"):
+        for limited, current, cached in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            limit = _read_number(group / limited)
+            if limit is None or limit >= _UNLIMITED:
+                continue
+            used = (_read_number(group / current) or 0) - _reclaimable(group, cached)
             if tightest is None or limit - used < tightest[0] - tightest[1]:
                 tightest = (limit, used)
-        if level == root:
-            break
-    if tightest is not None:
-        return tightest
-    limit = _read_number(root / "memory" / "memory.limit_in_bytes")
-    if limit is not None and limit < _UNLIMITED:
-        return limit, _read_number(root / "memory" / "memory.usage_in_bytes") or 0
-    return None, 0
+    return tightest or (None, 0)
 
 
-def _reclaimable(group: Path) -> int:
-    """Bytes of a cgroup (v2) that are cached files, which the kernel frees when memory is short. A
-    checkpoint that was just read counts there, as well as in the model.
+def _reclaimable(group: Path, entry: str) -> int:
+    """Bytes of a cgroup that are cached files, which the kernel frees when memory is short. A
+    checkpoint that was just read counts there, as well as in the model. `entry`: their name.
     """
     try:
         entries = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return int(entries.get("inactive_file", 0))
+        return int(entries.get(entry, 0))
     except (OSError, ValueError):
         return 0
 
 
 def _cpu_quota(root: Path, own: Path) -> float | None:
-    """The lowest CPU quota of the cgroup and its parents, in CPUs."""
+    """The lowest CPU quota of the cgroups and their parents, in CPUs."""
     quotas: list[float] = []
-    directory = _cgroup_directory(root, own)
-    for level in (directory, *directory.parents):
+    for group in _groups(root, own, "cpu"):
         try:
-            quota, _, period = (level / "cpu.max").read_text().strip().partition(" ")
+            words = (group / "cpu.max").read_text().split()
         except OSError:
-            quota = period = ""
-        if quota.isdigit() and period.isdigit() and int(period) > 0:
-            quotas.append(int(quota) / int(period))
-        if level == root:
-            break
-    old_quota = _read_number(root / "cpu" / "cpu.cfs_quota_us")
-    old_period = _read_number(root / "cpu" / "cpu.cfs_period_us")
-    if old_quota and old_period:
-        quotas.append(old_quota / old_period)
+            words = []
+        quota, period = (int(word) if word.isdigit() else 0 for word in (*words, "", "")[:2])
+        if not quota:
+            quota = _read_number(group / "cpu.cfs_quota_us") or 0
+            period = _read_number(group / "cpu.cfs_period_us") or 0
+        if quota and period:
+            quotas.append(quota / period)
     return min(quotas) if quotas else None
 
 

@@ -3,6 +3,6 @@
     src/*.cpp ──build.py──▶ libheadrace.so ──library.py──▶ NativeLibrary ──▶ attention
 
 The library has a plain C interface that takes pointers, and depends on neither Python nor torch. So
-any C++ compiler builds it in seconds, for all versions of torch. It runs its loops on torch's own
-OpenMP threads.
+g++ builds it in seconds, for all versions of torch. It runs its loops on torch's own OpenMP
+threads.
 """

@@ -1,5 +1,5 @@
-"""Builds the kernels: `python -m engine.native.build`. Needs nothing but the standard library and a
-C++ compiler (g++ 11 or clang++ 14, or newer).
+"""Builds the kernels: `python -m engine.native.build`. Needs nothing but the standard library and
+g++ 11 or newer. Not clang++: its OpenMP calls are not those of GNU's runtime, which torch loads.
 
 Each source is compiled once for every instruction set in VARIANTS, into a namespace of that name.
 The library chooses one when it is loaded, so it may be built on one machine and run on another.
@@ -24,7 +24,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SOURCES = HERE / "src"
 LIBRARY = HERE / "libheadrace.so"
-COMPILERS = ("g++", "clang++", "c++")
+COMPILERS = ("g++", "c++")
 
 _FLAGS = (
     "-std=c++17",
@@ -71,17 +71,30 @@ def fingerprint() -> str:
 
 
 def find_compiler(wanted: str | None = None) -> str:
-    """The path of a C++ compiler: the requested one, or the first of COMPILERS that exists.
+    """The path of a C++ compiler: the requested one, or the first of COMPILERS that will do.
 
     Raises:
         BuildError: there is none.
     """
-    for name in (wanted,) if wanted else COMPILERS:
-        path = shutil.which(name)
-        if path is not None:
+    names = (wanted,) if wanted else COMPILERS
+    found = {name: path for name in names if (path := shutil.which(name)) is not None}
+    for path in found.values():
+        if not _is_clang(path):
             return path
-    names = wanted or ", ".join(COMPILERS)
-    raise BuildError(f"no C++ compiler found ({names}); install g++, or name one by --compiler")
+    what = f"no C++ compiler found ({', '.join(names)})"
+    if found:
+        what = (
+            f"{' and '.join(found)} will not do: clang's OpenMP calls (__kmpc_*) are not in the "
+            "runtime that torch has loaded, GNU's"
+        )
+    raise BuildError(f"{what}; install g++, or name one by --compiler")
+
+
+def _is_clang(compiler: str) -> bool:
+    """Whether it is clang, under whatever name. One that cannot say so is left to the build."""
+    macros = [compiler, "-dM", "-E", "-x", "c++", os.devnull]
+    done = subprocess.run(macros, capture_output=True, text=True, check=False)
+    return "#define __clang__ " in done.stdout
 
 
 def build(compiler: str, output: Path = LIBRARY) -> None:

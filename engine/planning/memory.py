@@ -121,7 +121,10 @@ def plan_memory(
     """
     base = own_bytes()
     tokenizer, vocabulary = tokenizer_bytes(outline)
-    host = HostLimits.read().memory_available + own_bytes()
+    limits = HostLimits.read()
+    host = limits.memory_available + own_bytes()
+    if limits.memory_limit is not None:  # some of this process's memory counts elsewhere
+        host = min(host, limits.memory_limit)
     front_end, engine = FRONT_END_BYTES + tokenizer, base + _ENGINE_BYTES + tokenizer + vocabulary
     step = step_bytes(outline, config)
     on_cuda = outline.device.type == "cuda"

@@ -23,8 +23,8 @@ class RefusedError(Exception):
     """Helm does not render these values; the message is its own."""
 
 
-def rendered(values: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-    """The objects that the chart makes of some values.
+def rendered(values: dict[str, Any] | None = None, *options: str) -> list[dict[str, Any]]:
+    """The objects that the chart makes of some values, and of options of Helm's command.
 
     Raises:
         RefusedError: they are not usable.
@@ -32,7 +32,7 @@ def rendered(values: dict[str, Any] | None = None) -> list[dict[str, Any]]:
     assert HELM is not None
     ran = subprocess.run(
         [HELM, "template", "it", str(CHART), "--namespace", "here", "--kube-version", "1.34",
-         "--values", "-"],
+         "--values", "-", *options],
         input=json.dumps(values or {}),
         capture_output=True,
         text=True,

@@ -77,6 +77,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a variable that the chart sets": ({"env": {"HEADRACE_DRAIN_TIMEOUT": "5"}}, "DRAIN_TIMEOUT"),
     "a filled claim without its name": ({"model": {"fill": {"repository": "a/b"}}}, "fill.claim"),
     "a route to nowhere": ({"route": {"enabled": True}}, "parentRefs"),
+    "a variable that is a list": ({"env": {"HEADRACE_LISTEN_ON": ["a"]}}, "LISTEN_ON"),
     "clients' certificates without TLS": ({"tls": {"clientCa": True}}, "secret"),
     "metrics to nowhere": ({"telemetry": {"otlpMetrics": True}}, "otlpEndpoint"),
     "scaling without metrics": (
@@ -119,6 +120,39 @@ def test_every_option_renders_objects_that_clusters_know(values: dict[str, Any])
     check_options(variables(pod))
     mounted = {mount["name"] for mount in own_container(pod)["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+@NEEDS_HELM
+def test_numbers_and_booleans_of_variables_become_their_text() -> None:
+    """`--set env.X=64` gives Helm an integer, and a values file a float."""
+    set_ones = ("--set", "env.HEADRACE_MAX_QUEUE_SIZE=64,env.HEADRACE_PREFIX_CACHE=false")
+    given = {
+        "env": {
+            "HEADRACE_MAX_LIVE_BYTES": 104857600,
+            "HEADRACE_TARGET_STEP_TIME": 0,
+            "HEADRACE_MAX_MEMORY_PERCENT": 0.25,
+            "HEADRACE_IN_PROCESS": True,
+            "HEADRACE_LOG_LEVEL": "info",
+        },
+        "telemetry": {"env": {"OTEL_TRACES_SAMPLER_ARG": 0.1}},
+    }
+    things = rendered(given, *set_ones)
+    told = variables(only(things, "Deployment")["spec"]["template"]["spec"])
+    check_options(told)
+    assert (
+        told
+        | {
+            "HEADRACE_MAX_QUEUE_SIZE": "64",
+            "HEADRACE_PREFIX_CACHE": "false",
+            "HEADRACE_MAX_LIVE_BYTES": "104857600",
+            "HEADRACE_TARGET_STEP_TIME": "0",
+            "HEADRACE_MAX_MEMORY_PERCENT": "0.25",
+            "HEADRACE_IN_PROCESS": "true",
+            "HEADRACE_LOG_LEVEL": "info",
+            "OTEL_TRACES_SAMPLER_ARG": "0.1",
+        }
+        == told
+    )
 
 
 @NEEDS_HELM

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import ConfigError, InsufficientMemoryError, ModelRefusedError
 from engine.loading.loader import load_model
+from engine.loading.memory import HostLimits
 from engine.loading.running import build_runner
 from engine.models.packed import native_library
 from engine.planning import memory
@@ -220,6 +221,16 @@ def test_chosen_experts_alone_are_read(tmp_path: Path) -> None:
     assert outline.linear.held + outline.head.held + outline.experts_bytes / 2 == pytest.approx(
         times.decode_s(1, 0) * 1e6, rel=0.02
     )
+
+
+def test_no_more_is_free_than_the_container_s_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Part of this process's memory may count in another group, as a library's that was there."""
+    limits = HostLimits(memory_limit=4 << 30, memory_available=4 << 30, cpus=1, cpu_source="")
+    monkeypatch.setattr(HostLimits, "read", lambda: limits)
+    outline = read_outline(_saved(tmp_path / "model", "llama"), LoadConfig(device="cpu"))
+    assert plan_memory(outline, ContinuousBatchingConfig(), None).total == 4 << 30
 
 
 def test_the_vocabulary_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

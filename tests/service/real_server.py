@@ -44,6 +44,7 @@ class RealServer:
         *arguments: str,
         environment: Mapping[str, str] | None = None,
         before: Sequence[str] = (),
+        command: Sequence[str] = (str(BIN / "headrace-server"),),
     ) -> None:
         """`before`: what stands before the command."""
         self.said = ""
@@ -51,7 +52,7 @@ class RealServer:
         self.process = subprocess.Popen(
             [
                 *before,
-                str(BIN / "headrace-server"),
+                *command,
                 "serve",
                 "--device",
                 "cpu",
@@ -115,10 +116,13 @@ class RealServer:
 
 @contextmanager
 def real_server(
-    *arguments: str, before: Sequence[str] = (), **environment: str
+    *arguments: str,
+    before: Sequence[str] = (),
+    command: Sequence[str] = (str(BIN / "headrace-server"),),
+    **environment: str,
 ) -> Iterator[RealServer]:
     """A server's process, killed at the end if it still runs."""
-    server = RealServer(*arguments, environment=environment, before=before)
+    server = RealServer(*arguments, environment=environment, before=before, command=command)
     try:
         yield server
     finally:

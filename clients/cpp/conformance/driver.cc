@@ -10,7 +10,7 @@
 #include <google/protobuf/util/json_util.h>
 
 #include "google/rpc/error_details.pb.h"
-#include "session.h"
+#include "headrace/session.h"
 
 namespace {
 

@@ -3,7 +3,7 @@
 //   session 127.0.0.1:50051 "Once upon a time" "The river"
 #include <iostream>
 
-#include "session.h"
+#include "headrace/session.h"
 
 int main(int argc, char** argv) {
   if (argc < 3) {

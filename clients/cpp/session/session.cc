@@ -1,4 +1,4 @@
-#include "session.h"
+#include "headrace/session.h"
 
 #include <utility>
 

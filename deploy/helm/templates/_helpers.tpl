@@ -82,7 +82,8 @@ capabilities: { drop: [ALL] }
 {{- if has $name $own }}
 {{- fail (printf "%s is set by another value of the chart: see values.yaml" $name) }}
 {{- end }}
-- { name: {{ $name }}, value: {{ $value | quote }} }
+{{- /* toJson: a number of a values file is a float here, which quote alone would write as 1e+08. */}}
+- { name: {{ $name }}, value: {{ kindIs "string" $value | ternary $value (toJson $value) | quote }} }
 {{- end }}
 {{- end }}
 

@@ -8,9 +8,12 @@ import logging
 import os
 import pty
 import re
+import select
 import subprocess
 import sys
+import termios
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -191,26 +194,62 @@ def test_top_in_lines(server: Server, run: Callable[..., Result]) -> None:
     assert run("top", "-i", "0.01").exit_code == 2
 
 
-def test_top_on_a_terminal(server: Server) -> None:
+def top_on_a_terminal(target: str, *options: str, key: bytes = b"") -> tuple[int, str]:
+    """Run `top` on a terminal of 80 columns, and press a key once it has shown something; its exit
+    code and what it showed. The terminal is then as it was before.
+    """
     ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    said = b""
+    pressed = False
     with subprocess.Popen(
-        [*COMMAND, "--target", server.target, "top", "-i", "0.1", "-c", "2"],
+        ["setsid", "--ctty", *COMMAND, "--target", target, "top", "-i", "0.1", *options],
+        stdin=theirs,
         stdout=theirs,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "80"},
     ) as process:
-        os.close(theirs)
-        said = b""
-        while True:
-            try:
-                piece = os.read(ours, 65536)
-            except OSError:  # Linux: the other side has closed it
-                break
-            if not piece:
-                break
-            said += piece
-        os.close(ours)
-        assert process.wait(WAIT) == 0
-    text = said.decode()
+        until = time.monotonic() + WAIT
+        while process.poll() is None or select.select([ours], [], [], 0)[0]:
+            assert time.monotonic() < until, said
+            if select.select([ours], [], [], 0.1)[0]:
+                said += os.read(ours, 65536)
+            if key and not pressed and b"refused" in said:
+                os.write(ours, key)
+                pressed = True
+    assert termios.tcgetattr(theirs) == before
+    os.close(theirs)
+    os.close(ours)
+    return process.returncode, said.decode()
+
+
+@pytest.mark.parametrize(("key", "code"), [(b"q", 0), (b"xQ", 0), (b"\x03", 130)])
+def test_a_key_ends_top(server: Server, key: bytes, code: int) -> None:
+    ended, text = top_on_a_terminal(server.target, key=key)
+    assert ended == code
+    assert "q or Ctrl-C quits" in text
+
+
+def test_top_holds_in_80_columns() -> None:
+    """What is long goes on in the next line; nothing is cut."""
+    callers = ["search", "spiffe://mesh.example/ns/here/sa/" + "a-long-name-" * 9]
+    figures = pb.EngineStatistics(running=256, waiting=8192, blocks_used=1, blocks_total=262144)
+    found = pb.Statistics(model="m" * 100, instance_id="i", engine=figures)
+    for name in callers:
+        found.engine.callers.add(caller=name, running=128, waiting=4096, service=123456789012)
+    console = Console(width=80, color_system=None)
+    with console.capture() as capture:
+        console.print(picture(found, "dns:///headrace.here.svc.cluster.local:50051"))
+    lines = capture.get().splitlines()
+    assert max(map(len, lines)) <= 80
+    shown = "".join("".join(lines).split())
+    for text in (*callers, found.model, "dns:///headrace.here.svc.cluster.local:50051"):
+        assert text in shown
+
+
+def test_top_on_a_terminal(server: Server) -> None:
+    code, text = top_on_a_terminal(server.target, "-c", "2")
+    assert code == 0
+    assert "q or Ctrl-C quits" in text
     assert f"fake at {server.target}  ready" in text
     assert "0 running, 0 waiting" in text
     assert "tokens generated" in text

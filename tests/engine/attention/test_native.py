@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -260,3 +261,26 @@ def test_the_build_says_what_is_wrong(
     with pytest.raises(build.BuildError, match="not C"):
         build.build(build.find_compiler(), tmp_path / "libheadrace.so")
     assert not (tmp_path / "libheadrace.so").exists()
+
+
+def test_clang_is_refused_under_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it builds cannot be loaded: torch's OpenMP runtime has none of the calls that it makes.
+
+    The stand-in tells of itself what clang tells; where there is a clang, it is asked, too.
+    """
+    clang = tmp_path / "c++"
+    clang.write_text("#!/bin/sh\necho '#define __clang__ 1'\n")
+    clang.chmod(0o755)
+    assert build.main(["--compiler", str(clang)]) == 1
+    assert "clang's OpenMP calls (__kmpc_*) are not in the runtime" in capsys.readouterr().err
+    if shutil.which("clang++"):
+        with pytest.raises(build.BuildError, match=r"clang\+\+ will not do: .*; install g\+\+"):
+            build.find_compiler("clang++")
+    gnu = Path(build.find_compiler()).parent
+    monkeypatch.setenv("PATH", f"{tmp_path}:{gnu}")
+    assert build.find_compiler() == str(gnu / "g++")  # though clang is the first c++
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(build.BuildError, match=r"c\+\+ will not do"):
+        build.find_compiler()

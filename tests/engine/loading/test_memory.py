@@ -128,6 +128,44 @@ def test_v1(tree: Tree) -> None:
     assert limits.cpus == 1
 
 
+@pytest.mark.parametrize("cpu", ["cpu", "cpu,cpuacct"])
+def test_v1_nested_groups_the_tightest_counts(tree: Tree, cpu: str) -> None:
+    """As under Slurm, LXC and slices of systemd: the limit is of a parent, or of the own group."""
+    tree.own.write_text("9:memory:/slurm/job/step\n4:cpu,cpuacct:/slurm/job/step\n0::/\n")
+    for group, limit, used, quota in (
+        ("", (1 << 63) - 4096, 9000 * MIB, "-1"),
+        ("slurm/", (1 << 63) - 4096, 8000 * MIB, "-1"),
+        ("slurm/job/", 64 * MIB, 60 * MIB, "100000"),
+        ("slurm/job/step/", 32 * MIB, 1 * MIB, "-1"),
+    ):
+        tree.write(f"memory/{group}memory.limit_in_bytes", str(limit))
+        tree.write(f"memory/{group}memory.usage_in_bytes", str(used))
+        tree.write(f"{cpu}/{group}cpu.cfs_quota_us", quota)
+        tree.write(f"{cpu}/{group}cpu.cfs_period_us", "100000")
+    limits = tree.read()
+    assert limits.memory_limit == 64 * MIB
+    assert limits.memory_available == 4 * MIB
+    assert limits.cpus == 1
+    tree.write("memory/slurm/job/step/memory.usage_in_bytes", str(30 * MIB))
+    limits = tree.read()
+    assert limits.memory_limit == 32 * MIB
+    assert limits.memory_available == 2 * MIB
+
+
+def test_v1_cached_files_count_as_free(tree: Tree) -> None:
+    tree.write("memory/memory.limit_in_bytes", str(64 * MIB))
+    tree.write("memory/memory.usage_in_bytes", str(60 * MIB))
+    tree.write("memory/memory.stat", f"inactive_file {MIB}\ntotal_inactive_file {30 * MIB}")
+    assert tree.read().memory_available == 34 * MIB
+
+
+def test_v1_group_that_is_the_hosts_the_mount_is_the_group(tree: Tree) -> None:
+    tree.own.write_text("9:memory:/../elsewhere\n")
+    tree.write("elsewhere/memory.limit_in_bytes", str(8 * MIB))
+    tree.write("memory/memory.limit_in_bytes", str(64 * MIB))
+    assert tree.read().memory_limit == 64 * MIB
+
+
 def test_v1_without_limits(tree: Tree) -> None:
     tree.write("memory/memory.limit_in_bytes", "9223372036854771712")
     tree.write("cpu/cpu.cfs_quota_us", "-1")

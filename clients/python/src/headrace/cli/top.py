@@ -6,8 +6,12 @@ The figures are those of the server's metrics (docs/operations.md), in the same 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Annotated
 
@@ -21,6 +25,7 @@ from rich.text import Text
 
 from headrace.cli import common
 from headrace.cli.options import ServerOptions, grouped
+from headrace.errors import CallCancelledError
 from headrace.v1 import control_service_pb2 as pb
 
 _BAR = 24  # characters
@@ -44,25 +49,77 @@ def top(
     ] = False,
     server: ServerOptions,
 ) -> None:
-    """Show a server's live statistics. Ends with Ctrl-C, or when the server stops.
+    """Show a server's live statistics. Ends with the key q, with Ctrl-C, or when the server stops.
 
     If stdout is not a terminal, each update is one line. Needs the server's ControlService, which
     by default is served on loopback addresses and Unix sockets.
     """
     common.check_seconds(interval, "--interval", 0.1, 3600)
+    is_live = sys.stdout.isatty() and not as_json
+    is_over = threading.Event()
     with server.connection(context).open() as client:
+
+        def end() -> None:
+            is_over.set()
+            client.close()  # which ends the watch
+
         looks = client.control.watch(interval)
-        is_live = sys.stdout.isatty() and not as_json
-        with Live(auto_refresh=False, transient=False) if is_live else _Nothing() as live:
-            for number, found in enumerate(looks, 1):
-                if live is not None:
-                    live.update(picture(found, client.target), refresh=True)
-                elif as_json:
-                    typer.echo(json.dumps(MessageToDict(found, preserving_proto_field_name=True)))
-                else:
-                    typer.echo(line(found))
-                if number == count:
-                    return
+        with (
+            _quits(end) if is_live else _Nothing() as told,
+            Live(auto_refresh=False, transient=False) if is_live else _Nothing() as live,
+        ):
+            try:
+                for number, found in enumerate(looks, 1):
+                    if live is not None:
+                        keys = Text(told or "Ctrl-C quits", style="dim")
+                        live.update(Group(keys, picture(found, client.target)), refresh=True)
+                    elif as_json:
+                        fields = MessageToDict(found, preserving_proto_field_name=True)
+                        typer.echo(json.dumps(fields))
+                    else:
+                        typer.echo(line(found))
+                    if number == count:
+                        return
+            except CallCancelledError:
+                if not is_over.is_set():
+                    raise
+
+
+@contextmanager
+def _quits(end: Callable[[], None]) -> Iterator[str | None]:
+    """Call `end`, in a thread, when q is pressed: as long as this lasts, keys are read as they are
+    pressed, and not shown. Nothing is read from what is no terminal, or is another job's.
+
+    Returns: the keys, in words; None: none are read.
+    """
+    try:
+        import termios
+        import tty
+    except ImportError:  # Windows
+        yield None
+        return
+    try:
+        keyboard = sys.stdin.fileno()
+        before = termios.tcgetattr(keyboard)
+        is_ours = os.tcgetpgrp(keyboard) == os.getpgrp()
+    except (OSError, ValueError, termios.error):
+        is_ours = False
+    if not is_ours:
+        yield None
+        return
+
+    def read() -> None:
+        while key := os.read(keyboard, 1):
+            if key in b"qQ":
+                end()
+                return
+
+    tty.setcbreak(keyboard)
+    threading.Thread(target=read, name="keys", daemon=True).start()
+    try:
+        yield "q or Ctrl-C quits"
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
 class _Nothing:
@@ -135,7 +192,7 @@ def picture(found: pb.Statistics, target: str) -> Group:
             parts.append(Text(f"{name} since {since}Z: {state.reason or '(no reason)'}"))
     table = Table.grid(padding=(0, 2))
     table.add_column(style="cyan", no_wrap=True)
-    table.add_column()
+    table.add_column(overflow="fold")  # of a long name nothing is cut
     front = found.front_end
     table.add_row(
         "requests",
