@@ -78,7 +78,7 @@ class Outcome:
 
 def _spec(name: str) -> pb.GenerationSpec:
     return pb.GenerationSpec(
-        request_id=name, text=pb.TextInput(text="hi"), stop=pb.StopOptions(max_tokens=1_000_000)
+        request_id=name, text=pb.TextInput(text="hi"), stop=pb.StopOptions(max_tokens=100_000)
     )
 
 

@@ -183,6 +183,7 @@ class AdmissionControl:
         self._tokens = bound_of(_tokens(limits), clock, jitter)
         self.bounds = self.places, self._bytes, self._tokens  # in the order of Charge
         self._unread = bound_of(_unread(limits), clock, jitter)
+        self._unread_level = self._unread.level
         self._leaving = 0  # of them
         self._beyond = 0  # of them
 
@@ -215,11 +216,11 @@ class AdmissionControl:
 
     def has_room(self, account: Account) -> bool:
         """Whether unread results of an account may grow."""
-        unread = self._unread
-        limit = unread.limit
+        unread, level = self._unread, self._unread_level
+        limit = level.limit
         if limit is None:
             return True
-        present = unread.present - self._beyond
+        present = level.present - self._beyond
         if present - min(self._leaving, unread.reserve) <= limit:
             return True
         return present <= limit + unread.reserve and not unread.is_above_share(account)[0]
@@ -245,9 +246,9 @@ class AdmissionControl:
         Raises:
             LimitReachedError: the caller has too many.
         """
-        unread = self._unread
-        is_full = unread.limit is not None and unread.present > unread.limit
-        if is_full and unread.is_above_share(account)[0]:
+        level = self._unread_level
+        is_full = level.limit is not None and level.present > level.limit
+        if is_full and self._unread.is_above_share(account)[0]:
             raise self.no_room(account)
 
     def no_room(self, account: Account) -> LimitReachedError:

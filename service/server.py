@@ -55,7 +55,6 @@ from service.convert.inputs import InputEncoder
 from service.convert.model import model_card
 from service.convert.request import Converter, RequestLimits
 from service.convert.response import Responder
-from service.delivery.flow import FlowOptions, WholeLimits
 from service.delivery.kept import Retention
 from service.delivery.registry import Registry
 from service.figures import Figures
@@ -70,6 +69,7 @@ from service.places import Places
 from service.reading import Reading
 from service.reflection import add_reflection
 from service.replies import format_option
+from service.results.flow import FlowOptions, WholeLimits
 from service.servicers.control_servicer import ControlServicer
 from service.servicers.generation_servicer import GenerationServicer
 from service.servicers.model_servicer import ModelServicer

@@ -9,8 +9,8 @@ from scripts.walk import Call, sizes, visits, walk
 MOST_CHANGES = 25
 """Lower it when the walk becomes shorter; where it becomes longer, hand over instead of asking."""
 MOST_LINES = 2800
-"""Of a room that the request walks through. Delivery has the most: with retries that join a request
-it has outgrown 2,500, and is to be divided before it grows further.
+"""Of a room that the request walks through. Conversion and delivery have the most; each is to be
+divided before it grows further, as delivery was, whose plain data are a room of their own.
 """
 
 

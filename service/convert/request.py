@@ -1,4 +1,4 @@
-"""A GenerationSpec becomes a `delivery.Submission`: checked, with every default filled in.
+"""A GenerationSpec becomes a `results.Submission`: checked, with every default filled in.
 
 Every field has an effect or is refused by name: in `unsupported`, here, or in `sampling`.
 """
@@ -38,11 +38,11 @@ from service.convert.sampling import check_min_tokens, sampling_params
 from service.convert.unsupported import refuse_unsupported
 from service.convert.values import check_enum, check_ids, check_labels, seconds
 from service.convert.weight import input_field, message_footprint
-from service.delivery.events import DeliveryOptions, prompt_size
-from service.delivery.flow import WholeLimit, WholeLimits
-from service.delivery.submission import NO_LABELS, LivesBy, Submission
 from service.footprint import Footprint
 from service.replies import ModelFormat
+from service.results.events import DeliveryOptions
+from service.results.flow import WholeLimits
+from service.results.submission import NO_LABELS, LivesBy, Submission
 
 MAX_SALT_BYTES = 128
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
@@ -218,7 +218,7 @@ class Converter:
         make_text = self._text_maker(spec, request.stop.min_tokens, plan, stop_strings, skip)
         prompt, rendered = await self._prompt(account, spec, field, plan)
         if options.describe_prompt:
-            self._check_prompt_size(options, len(prompt))
+            options.check_prompt(len(prompt), self._limits.max_send_bytes)
         echo = await self._text.decode(account, prompt, skip) if output.echo else ""
         tail = ""
         if plan.model is not None:
@@ -228,7 +228,7 @@ class Converter:
         output_tokens = min(stop.max_tokens, room)
         given = spec.stop.HasField("max_tokens")
         if (whole := self._limits.whole.limit(options, lives_by)) is not None:
-            output_tokens = _fitting(output_tokens, request.n, whole, is_given=given)
+            output_tokens = whole.fitting(output_tokens, request.n, is_given=given)
         if not given:
             stop = replace(stop, max_tokens=output_tokens)
         grammar = plan.grammar(tail, rendered.form)
@@ -380,19 +380,6 @@ class Converter:
         )
         return LogprobParams(top_n=output.logprobs, token_ids=ids)
 
-    def _check_prompt_size(self, options: DeliveryOptions, prompt_tokens: int) -> None:
-        """Check that PromptProcessed, which cannot be split, fits in one message, with room for
-        other parts and for longer tokens than usual.
-        """
-        size, most = prompt_size(prompt_tokens, options), self._limits.max_send_bytes // 2
-        if size > most:
-            raise FieldError(
-                "output.prompt_logprobs",
-                f"asks for about {size} bytes with a prompt of {prompt_tokens} tokens; at most "
-                f"{most} are allowed, half of what the server sends in one message (its option "
-                "max_send_bytes): ask for fewer candidates, or shorten the prompt",
-            )
-
     def _stop(self, options: generation_pb2.StopOptions) -> StopParams:
         given = options.HasField("max_tokens")
         check, size, most = check_ids, self._info.vocab_size, MAX_STOP_TOKEN_IDS
@@ -418,23 +405,6 @@ class Converter:
                 "scheduling.time_limit", f"is {limit:g} s; at most {most:g} s are allowed here"
             )
         return limit
-
-
-def _fitting(output_tokens: int, n: int, whole: WholeLimit, *, is_given: bool) -> int:
-    """How many of a choice's output tokens have room in a result that must be whole; `is_given`:
-    whether the caller has asked for them.
-    """
-    fit = whole.tokens // n
-    if output_tokens <= fit or (fit and not is_given):
-        return min(output_tokens, fit)
-    size = whole.bytes_per_token * n * output_tokens
-    raise FieldError(
-        "stop.max_tokens",
-        f"comes to {output_tokens} tokens for each of {n} choices, whose whole result takes about "
-        f"{size} bytes; it may take {whole.bytes} here ({whole.option}), enough for {fit}: ask for "
-        "that many, for fewer choices or candidates, or for a stream (GenerateStream, a session) "
-        "of deltas",
-    )
 
 
 def _wrong_length(field: str, length: int, limit: int, alone: bool) -> FieldError:

@@ -18,9 +18,9 @@ from engine.sampling_params import SCALARS, SamplingParams
 from engine.stats import EngineStats
 from engine.text import Tokenizer
 from service.convert.values import to_duration
-from service.delivery import events
 from service.delivery.session import Batch
 from service.replies.parts import Apart, CallPart
+from service.results import events
 from service.status_table import failure_status, to_status
 
 _REASONS = {

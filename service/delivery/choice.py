@@ -22,7 +22,8 @@ from typing import Any
 from engine.outputs import Finish, FinishReason, TokenLogprobs
 from engine.text import StopMatch, TextStream
 from engine.types import TokenId
-from service.delivery.events import (
+from service.replies.parts import Part, ReplyText, together
+from service.results.events import (
     EVENT_BYTES,
     HELD_EVENT_BYTES,
     HELD_TEXT_BYTES,
@@ -31,7 +32,6 @@ from service.delivery.events import (
     Delta,
     Finished,
 )
-from service.replies.parts import Part, ReplyText, together
 
 
 class ChoiceLog:

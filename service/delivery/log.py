@@ -27,7 +27,9 @@ from engine.text import StopMatch, TextStream
 from engine.token_ids import NO_IDS, TokenIds
 from engine.types import TokenId
 from service.delivery.choice import ChoiceLog
-from service.delivery.events import (
+from service.delivery.result_errors import RequestFailedError, ResultGoneError
+from service.replies.parts import ReplyText
+from service.results.events import (
     HELD_EVENT_BYTES,
     Accepted,
     DeliveryOptions,
@@ -41,8 +43,6 @@ from service.delivery.events import (
     num_tokens,
     prompt_size,
 )
-from service.delivery.result_errors import RequestFailedError, ResultGoneError
-from service.replies.parts import ReplyText
 
 
 class EventLog:

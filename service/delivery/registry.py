@@ -23,16 +23,16 @@ from service.accounts import Account
 from service.admission import AdmissionControl, Holding
 from service.delivery.calls import EngineCalls
 from service.delivery.charges import AnswerCharges, StreamCharge
-from service.delivery.events import ALREADY_FINISHED, CANCELLED, NOT_FOUND, Accepted, ReadResult
-from service.delivery.flow import FlowOptions
 from service.delivery.kept import KeptResults, Retention
 from service.delivery.request import ServedRequest
 from service.delivery.result_errors import OtherContentError, ResultDroppedError
 from service.delivery.session import ResultStream
 from service.delivery.states import State
-from service.delivery.submission import Submission
 from service.delivery.timers import Timer
 from service.joining import join
+from service.results.events import ALREADY_FINISHED, CANCELLED, NOT_FOUND, Accepted, ReadResult
+from service.results.flow import FlowOptions
+from service.results.submission import Submission
 
 logger = logging.getLogger(__name__)
 

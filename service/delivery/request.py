@@ -12,8 +12,8 @@ Besides its stream, calls may wait for a request (`joined`): those of Generate f
 and retries of AddRequest for the engine's answer. If a request exists only for such calls, it is
 cancelled when the last of them has left.
 
-Whether the request is held in the engine because its output is not read (`flow`) is separate from
-the state: `is_held`.
+Whether the request is held in the engine because its output is not read (`results.flow`) is
+separate from the state: `is_held`.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from typing import TYPE_CHECKING
 from engine.errors import EngineUnavailableError, HeadraceError
 from engine.outputs import RequestFailure, RequestOutput
 from service.delivery.charges import UNIT, RequestCharge, in_units
-from service.delivery.events import Accepted, Failed, NumberedEvent, ReadResult, at_most
 from service.delivery.kept import LONG
 from service.delivery.log import EventLog
 from service.delivery.result_errors import OutputNotReadError, ResultsFullError, TooManyWaitError
 from service.delivery.session import MAX_BATCH_BYTES, ResultStream
 from service.delivery.states import TRANSITIONS, State
-from service.delivery.submission import NO_LABELS, LivesBy
 from service.delivery.waiters import Waiters
+from service.results.events import Accepted, Failed, NumberedEvent, ReadResult, at_most
+from service.results.submission import NO_LABELS, LivesBy
 
 if TYPE_CHECKING:
     from service.admission import Holding
     from service.delivery.registry import Registry
-    from service.delivery.submission import Submission
+    from service.results.submission import Submission
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from service.delivery.charges import StreamCharge
-from service.delivery.events import Detached, NumberedEvent, Reply
 from service.delivery.result_errors import RequestMovedError, ResultsNotReadError
+from service.results.events import Detached, NumberedEvent, Reply
 
 if TYPE_CHECKING:
     from service.delivery.request import ServedRequest

@@ -15,7 +15,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from engine.outputs import FinishReason, TokenLogprobs
 from engine.types import TokenId
 from service.call_errors import AnswerTooLargeError
-from service.delivery import events
+from service.results import events
 
 _REASONS = {
     FinishReason.STOP: "stop",

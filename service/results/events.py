@@ -16,6 +16,7 @@ from engine.outputs import Finish, FinishReason, TokenLogprobs, Usage
 from engine.sampling_params import SamplingParams, StopParams
 from engine.token_ids import NO_IDS, TokenIds
 from engine.types import TokenId
+from service.call_errors import FieldError
 from service.replies.parts import Apart
 
 MAX_DELTA_BYTES = 1 << 20
@@ -87,6 +88,22 @@ class DeliveryOptions:
     def unread_per_token(self) -> int:
         """The same with its text, while that is a separate piece: the most that it takes."""
         return self.held_per_token + (HELD_TEXT_BYTES if self.has_text else 0)
+
+    def check_prompt(self, tokens: int, max_send_bytes: int) -> None:
+        """Check that the PromptProcessed of a prompt of so many tokens, which cannot be split, fits
+        in one message, with room for other parts and for longer tokens than usual.
+
+        Raises:
+            FieldError: it does not.
+        """
+        size, most = prompt_size(tokens, self), max_send_bytes // 2
+        if size > most:
+            raise FieldError(
+                "output.prompt_logprobs",
+                f"asks for about {size} bytes with a prompt of {tokens} tokens; at most "
+                f"{most} are allowed, half of what the server sends in one message (its option "
+                "max_send_bytes): ask for fewer candidates, or shorten the prompt",
+            )
 
 
 def detail_bytes(candidates: int) -> int:

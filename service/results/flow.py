@@ -29,8 +29,9 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from service.delivery.events import DeliveryOptions
-from service.delivery.submission import LivesBy
+from service.call_errors import FieldError
+from service.results.events import DeliveryOptions
+from service.results.submission import LivesBy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,25 @@ class WholeLimit:
     option: str
     bytes: int
     bytes_per_token: int
+
+    def fitting(self, output_tokens: int, n: int, *, is_given: bool) -> int:
+        """How many of the output tokens of each of n choices have room. `is_given`: whether the
+        caller has asked for so many.
+
+        Raises:
+            FieldError: not all that it has asked for, or none.
+        """
+        fit = self.tokens // n
+        if output_tokens <= fit or (fit and not is_given):
+            return min(output_tokens, fit)
+        size = self.bytes_per_token * n * output_tokens
+        raise FieldError(
+            "stop.max_tokens",
+            f"comes to {output_tokens} tokens for each of {n} choices, whose whole result takes "
+            f"about {size} bytes; it may take {self.bytes} here ({self.option}), enough for {fit}: "
+            "ask for that many, for fewer choices or candidates, or for a stream (GenerateStream, "
+            "a session) of deltas",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ from types import MappingProxyType
 from engine.request import GenerationRequest
 from engine.text import TextStream
 from service.accounts import Account
-from service.delivery.events import DeliveryOptions
 from service.footprint import Footprint
 from service.replies.parts import ReplyText
+from service.results.events import DeliveryOptions
 
 NO_LABELS: Mapping[str, str] = MappingProxyType({})
 

@@ -25,9 +25,9 @@ from service.auth import PermissionDeniedError, Permit, UnauthenticatedError
 from service.call_errors import FieldError, PreconditionError
 from service.convert.request import Draft, check_request_id
 from service.convert.values import interval_seconds, seconds
-from service.delivery.events import Attached, CancelAnswered, Opened, Rejected
 from service.delivery.session import ResultStream
 from service.reading import parsed
+from service.results.events import Attached, CancelAnswered, Opened, Rejected
 from service.servicers.submit import start_request
 from service.state import NO_NEW_WORK, ServerState, current_front
 

@@ -26,8 +26,8 @@ from service.convert.response import cancel_result
 from service.convert.values import seconds
 from service.delivery.session import Batch, ResultStream
 from service.delivery.states import State
-from service.delivery.submission import LivesBy
 from service.places import Places
+from service.results.submission import LivesBy
 from service.servicers.commands import read_commands
 from service.servicers.submit import called_request, start_request
 from service.state import FrontEnd, ServerState, current_front

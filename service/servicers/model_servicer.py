@@ -12,7 +12,7 @@ from service.auth import current_permit
 from service.call_errors import FieldError, NoTokenizerError
 from service.convert.inputs import InputEncoder
 from service.convert.values import check_ids
-from service.delivery.events import detail_bytes
+from service.results.events import detail_bytes
 from service.state import FrontEnd, current_front
 
 MIN_MOST_TOKENS = 1 << 17

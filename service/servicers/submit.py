@@ -15,8 +15,8 @@ from service.convert.fields import field_error
 from service.convert.request import Draft
 from service.delivery.request import ServedRequest
 from service.delivery.session import ResultStream
-from service.delivery.submission import LivesBy
 from service.logs.context import current_request
+from service.results.submission import LivesBy
 from service.state import FrontEnd
 
 if TYPE_CHECKING:

@@ -241,7 +241,7 @@ def test_options_that_leave_no_token(near: Neighbourhood) -> None:
     output = near.result("a")
     assert (output.finish_reason, len(output.generated_tokens)) == (FinishReason.ERROR, 2)
     assert output.error is not None
-    assert "no_repeat_ngram_size leave none" in output.error
+    assert "no_repeat_ngram_size would leave after 2 tokens" in output.error
     near.check()
 
 

@@ -31,9 +31,9 @@ from service.admission import AdmissionControl, Charge, Holding, Limits
 from service.bounds import LimitReachedError
 from service.call_errors import FieldError
 from service.convert.weight import message_footprint
-from service.delivery.events import Accepted, DeliveryOptions
 from service.delivery.log import EventLog
 from service.footprint import Footprint
+from service.results.events import Accepted, DeliveryOptions
 from tests.service.fake_engine import FakeEngine, byte_tokenizer, model_info
 from tests.service.helpers import DEADLINE_S, Harness, details, refused, serving, spec, until
 from tests.service.test_admission import Clock, check_advice, limit_of, no_jitter

@@ -26,7 +26,8 @@ from engine.request import GenerationRequest
 from engine.sampling_params import SamplingParams, StopParams
 from engine.text import TextStream
 from engine.types import RequestId, TokenId
-from service.delivery.events import (
+from service.delivery.log import EventLog
+from service.results.events import (
     Accepted,
     DeliveryOptions,
     Delta,
@@ -35,7 +36,6 @@ from service.delivery.events import (
     NumberedEvent,
     num_tokens,
 )
-from service.delivery.log import EventLog
 from tests.service.fake_engine import EOS, FakeEngine, byte_tokenizer
 from tests.service.helpers import (
     Harness,

@@ -15,7 +15,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import model_service_pb2 as model
 
 from tests.service.fake_engine import FakeEngine, byte_tokenizer, model_info, says
-from tests.service.helpers import Harness, ids_of, refused, serving, spec
+from tests.service.helpers import Harness, refused, serving, spec, text_of
 
 USER = {"role": pb.CHAT_ROLE_USER, "content": "hi"}
 
@@ -412,9 +412,10 @@ async def test_messages_above_the_limit_are_refused_and_the_connection_lives() -
 
 
 async def test_an_answer_that_no_message_holds_is_refused_with_what_to_do() -> None:
-    info = model_info(max_context_tokens=20_000)
-    async with serving(FakeEngine(info=info, tokens_per_step=500), max_send_bytes=4 << 20) as h:
-        large = spec(stop={"max_tokens": 19_000}, output={"logprobs": 20})
+    info = model_info(max_context_tokens=1 << 20)
+    async with serving(FakeEngine(info=info), max_send_bytes=4 << 20) as h:
+        # What is to be generated would fit, but not with the prompt in front of each choice.
+        large = spec("x" * 300_000, n=16, stop={"max_tokens": 3}, output={"echo": True})
         error = await refused(h.generate(large))
         assert (error.code, error.reason) == (grpc.StatusCode.OUT_OF_RANGE, "ANSWER_TOO_LARGE")
         metadata = error.details["ErrorInfo"].metadata
@@ -425,7 +426,7 @@ async def test_an_answer_that_no_message_holds_is_refused_with_what_to_do() -> N
         assert int(metadata["present"]) > 4 << 20
         assert "GenerateStream" in error.message
         messages = await h.stream(large)
-        assert sum(len(ids_of(message.events)) for message in messages) == 19_000
+        assert sum(len(text_of(message.events, 15)) for message in messages) == 300_003
 
 
 async def test_the_card_tells_how_weights_are_kept() -> None:

@@ -16,7 +16,7 @@ from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.local_client import LocalEngineClient
 from service.accounts import ON_BEHALF_OF, Account, account_of
 from service.config import ServiceConfig
-from service.delivery.events import DeliveryOptions
+from service.results.events import DeliveryOptions
 from service.server import HeadraceServer
 from service.text_pool import SHORT_BYTES, TextPool
 from tests.engine.crowd import Clock

@@ -593,9 +593,10 @@ async def test_long_answers_are_made_in_a_thread(call: str) -> None:
 
 async def test_an_answer_far_too_large_is_not_made() -> None:
     tokenizer = describing()
-    engine = FakeEngine(info=model_info(max_context_tokens=20_000), tokens_per_step=500)
-    async with serving(engine, tokenizer=tokenizer, max_send_bytes=4 << 20) as h:
-        large = spec(stop={"max_tokens": 19_000}, output={"logprobs": 20})
+    engine = FakeEngine(info=model_info(max_context_tokens=1 << 21))
+    limits = {"max_send_bytes": 4 << 20, "max_receive_bytes": 4 << 20}
+    async with serving(engine, tokenizer=tokenizer, **limits) as h:
+        large = spec("x" * 1_100_000, n=16, stop={"max_tokens": 3}, output={"echo": True})
         error = await refused(h.generate(large))
         assert error.reason == "ANSWER_TOO_LARGE"
         assert not tokenizer.in_main

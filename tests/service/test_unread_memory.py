@@ -19,10 +19,10 @@ from service.accounts import Account, account_of
 from service.admission import AdmissionControl, Limits
 from service.bounds import LimitReachedError
 from service.delivery.charges import UNIT, in_units
-from service.delivery.events import DeliveryOptions
-from service.delivery.flow import WholeLimits
 from service.delivery.kept import LONG, KeptResults
-from service.delivery.submission import LivesBy
+from service.results.events import DeliveryOptions
+from service.results.flow import WholeLimits
+from service.results.submission import LivesBy
 from tests.engine.crowd import Clock
 from tests.service.fake_engine import FakeEngine, default_script, model_info
 from tests.service.helpers import (

@@ -40,9 +40,9 @@ from service.callers import parse_callers
 from service.convert.incoming import IncomingCheck
 from service.convert.inputs import InputEncoder
 from service.convert.request import Converter, RequestLimits
-from service.delivery.flow import WholeLimits
 from service.delivery.request import LivesBy
 from service.replies import FORMATS, Context, format_option
+from service.results.flow import WholeLimits
 from service.status_table import to_status
 from service.text_pool import THREADS, TextPool
 from tests.service.fake_engine import VOCAB_SIZE, byte_tokenizer, model_info
