@@ -319,7 +319,7 @@ async def test_requests_per_identity(callers: Path) -> None:
         await add_request(h, "alice", request_id="c")
         engine.run()
         await until_true(lambda: not h.registry.live)
-        assert h.registry.admission.is_empty
+        await until_true(lambda: h.registry.admission.is_empty)
 
 
 async def test_the_file_is_read_again(callers: Path, caplog: pytest.LogCaptureFixture) -> None:
