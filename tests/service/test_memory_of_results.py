@@ -26,7 +26,7 @@ from tests.service.test_auth import bearer, callers  # noqa: F401
 
 logger = logging.getLogger(__name__)
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio, pytest.mark.timeout(600)]
 
 MIB = 1 << 20
 MOST = 252_000_000 + 64_000_000
