@@ -370,24 +370,16 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
                 for command in requests:
                     self._command(command, sink, out, mine)
             except grpc.RpcError:
-                return
+                state["lost"] = True
             except Refusal as refusal:
                 out.put(refusal)
                 return
             state["half_closed"] = True
             out.put(None)
 
-        def end() -> None:
-            for one in mine:
-                self.lose(one)
-            state["lost"] = True
-            out.put(None)
-
-        context.add_callback(end)
+        context.add_callback(lambda: [self.lose(one) for one in mine])
         threading.Thread(target=read, daemon=True).start()
         while True:
-            if state["lost"]:
-                return
             if state["half_closed"] and out.empty() and not (self.live.keys() & mine):
                 return
             item = out.get(timeout=WAIT * 3)
