@@ -223,7 +223,7 @@ def test_the_messages_are_those_of_the_program() -> None:
 def test_no_variable_is_invented() -> None:
     known = {variable for variable, _ in table_of_options().values()}
     clients = {"HEADRACE_TARGET", "HEADRACE_CA", "HEADRACE_TOKEN"}
-    clients |= {"HEADRACE_CLIENT_CERT", "HEADRACE_CLIENT_KEY"}
+    clients |= {"HEADRACE_CLIENT_CERT", "HEADRACE_CLIENT_KEY", "HEADRACE_TOKEN_FILE"}
     for document in DOCUMENTS:
         named = set(re.findall(r"\bHEADRACE_[A-Z_]+\b", document.read_text(encoding="utf-8")))
         assert named <= known | clients, document

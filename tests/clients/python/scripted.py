@@ -370,16 +370,24 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
                 for command in requests:
                     self._command(command, sink, out, mine)
             except grpc.RpcError:
-                state["lost"] = True
+                return
             except Refusal as refusal:
                 out.put(refusal)
                 return
             state["half_closed"] = True
             out.put(None)
 
-        context.add_callback(lambda: [self.lose(one) for one in mine])
+        def end() -> None:
+            for one in mine:
+                self.lose(one)
+            state["lost"] = True
+            out.put(None)
+
+        context.add_callback(end)
         threading.Thread(target=read, daemon=True).start()
         while True:
+            if state["lost"]:
+                return
             if state["half_closed"] and out.empty() and not (self.live.keys() & mine):
                 return
             item = out.get(timeout=WAIT * 3)

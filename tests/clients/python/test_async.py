@@ -6,6 +6,7 @@ import threading
 import types
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -337,3 +338,16 @@ async def test_a_closed_client(server: ScriptedServer) -> None:
     await client.close()
     with pytest.raises(headrace.UnavailableError, match="closed"):
         await client.generate("x")
+
+
+async def test_a_token_file_is_read_again(server: ScriptedServer, tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("first")
+    async with headrace.AsyncClient(server.target, token_file=path) as client:
+        await client.generate("a")
+        path.write_text("second")
+        await client.generate("a")
+        path.unlink()
+        with pytest.raises(headrace.InvalidArgumentError, match="token_file"):
+            await client.generate("a")
+    assert server.token_metadata == ["Bearer first", "Bearer second"]

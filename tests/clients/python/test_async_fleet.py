@@ -12,6 +12,7 @@ from typing import Any
 import headrace
 import pytest
 from headrace import CancelStatus
+from headrace._deadline import Deadline
 
 from tests.clients.python.farm import WAIT_S, Farm, Member, silent_server
 from tests.service.fake_engine import FakeEngine
@@ -29,7 +30,7 @@ async def client_of(*members: Member) -> AsyncIterator[headrace.AsyncClient]:
     """A client that knows all of these servers to be ready."""
     async with headrace.AsyncClient([member.target for member in members]) as client:
         servers: Any = client._servers
-        await servers._settle()
+        await servers._settle(Deadline(None))
         assert all(one.state.value == "ready" for one in servers.state.servers.values())
         yield client
 

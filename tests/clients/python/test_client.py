@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import grpc
 import headrace
 import pytest
 from headrace import CancelStatus, Client, FinishReason, HealthStatus, Message
+from headrace.cli.app import app
 from headrace.v1 import generation_pb2 as pb
+from typer.testing import CliRunner
 
 from tests.clients.python.scripted import ScriptedServer
 
@@ -223,3 +226,62 @@ def test_torch_is_not_imported() -> None:
         "sys.exit(bool({'torch', 'transformers', 'engine', 'service'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_token_file_is_read_again(servers: int, server: ScriptedServer, tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("first\n")
+    targets = [server.target, server.target.replace("127.0.0.1", "localhost")][:servers]
+    with headrace.Client(targets, token_file=path) as client:
+        client.generate("a")
+        path.write_text("second\n")
+        client.generate("a")
+        client.generate("a")
+        assert server.token_metadata == ["Bearer first", "Bearer second", "Bearer second"]
+        for content in (b"", b"\xff", b"a\nb"):
+            path.write_bytes(content)
+            with pytest.raises(headrace.InvalidArgumentError, match=r"^token_file: .*token"):
+                client.generate("a")
+        path.unlink()
+        with pytest.raises(headrace.InvalidArgumentError, match=r"token_file: .*cannot be read"):
+            next(client.stream("a"))
+        path.write_text("third")
+        client.generate("a")
+        assert server.token_metadata[-1] == "Bearer third"
+
+
+def test_a_token_file_excludes_a_token_and_plain_text_to_another_machine(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="exclude each other"):
+        headrace.Client(token="a", token_file=tmp_path / "token")
+    with pytest.raises(ValueError, match="in clear text"):
+        headrace.Client("192.0.2.1:1", token_file=tmp_path / "token")
+
+
+def test_the_command_takes_a_token_file(server: ScriptedServer, tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("kept")
+    words = ["generate", "a b", "--target", server.target, "--token", "given"]
+    done = CliRunner().invoke(app, [*words, "--token-file", str(path)])
+    assert done.exit_code == 0, done.output
+    assert done.output == "a b\n"
+    done = CliRunner().invoke(app, [*words, "--token-file", str(tmp_path / "none")])
+    assert done.exit_code == 1
+    assert "token_file" in done.output
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "https_proxy", "grpc_proxy"])
+def test_no_proxy_leads_to_this_machine(
+    name: str, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "http://user:secret@127.0.0.1:9")
+    port = server.target.rpartition(":")[2]
+    for target in (server.target, f"localhost:{port}", f"dns:///localhost:{port}"):
+        with headrace.Client(target, retries=0) as client:
+            assert client.generate("a b").text == "a b"
+    with headrace.Client("192.0.2.1:1", retries=0) as client:
+        for call in (client.model, client.stream("a").result):
+            with pytest.raises(headrace.UnavailableError) as caught:
+                call()
+            assert f"{name} names the proxy 127.0.0.1:9)" in caught.value.message
+            assert "secret" not in caught.value.message

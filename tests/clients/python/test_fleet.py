@@ -41,6 +41,7 @@ def wait_for(client: headrace.Client, ready: int) -> None:
     """Waits until so many servers are ready for the client."""
     fleet = client._servers
     assert hasattr(fleet, "state")
+    fleet.begin()
     with fleet.changed:
         assert fleet.changed.wait_for(
             lambda: (
@@ -493,6 +494,22 @@ def test_cancel_finds_requests_wherever_they_are(farm: Farm) -> None:
             member.go_on()
         reasons = {handle.result(WAIT_S).finish_reason for handle in handles}
         assert reasons == {FinishReason.CANCELLED}
+
+
+def test_what_is_cancelled_before_any_server_had_it_has_a_result() -> None:
+    with silent_server() as silent, headrace.Client(silent.target) as client:
+        with client.session(lease=5) as session:
+            handles = [session.submit("hi", n=2) for _ in range(2)]
+            handles[0].cancel()
+            result = handles[0].result(WAIT_S)
+            assert [choice.finish_reason for choice in result.choices] == [
+                FinishReason.CANCELLED,
+                FinishReason.CANCELLED,
+            ]
+            assert result.text == ""
+            assert not handles[1].done
+            session.close(cancel=True)
+        assert handles[1].result().finish_reason is FinishReason.CANCELLED
 
 
 def test_credits_hold_wherever_a_request_is(farm: Farm) -> None:

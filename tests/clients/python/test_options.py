@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import subprocess
+import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import headrace
@@ -122,6 +126,79 @@ def test_prompts_of_wrong_types() -> None:
             build_spec(bad)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("temprature", "temperature"),
+        ("max_token", "max_tokens"),
+        ("max_completion_tokens", "max_tokens"),
+        ("response_format", "json_schema"),
+        ("timeout", "time_limit, or the timeout of the call itself"),
+    ],
+)
+def test_an_unknown_option_is_told_with_what_may_be_meant(name: str, meant: str) -> None:
+    options: Any = {name: 1}
+    with pytest.raises(TypeError, match=rf"{name} \(is it {meant}\?\)$"):
+        build_spec("hi", options)
+    with headrace.Client("127.0.0.1:1") as client, pytest.raises(TypeError, match=meant):
+        client.generate("hi", **options) if name != "timeout" else build_spec("hi", options)
+
+
+def test_an_unknown_option_that_resembles_none_is_told_alone() -> None:
+    with pytest.raises(TypeError, match=r"option: qqqq$"):
+        build_spec("hi", {"qqqq": 1})  # type: ignore[arg-type]
+
+
+def test_every_error_has_fields() -> None:
+    assert headrace.UnavailableError("away").fields == ()
+    with pytest.raises(headrace.InvalidArgumentError) as caught:
+        build_spec("hi", {"delivery": "never"})  # type: ignore[typeddict-item]
+    assert [one.field for one in caught.value.fields] == ["delivery"]
+    assert caught.value.field_violations == caught.value.fields
+
+
+PROGRAM = """
+import headrace
+from headrace import Message, MessageDict
+
+def conversation(client: headrace.Client) -> None:
+    client.generate([{"role": "user", "content": "How high is the river?"}])
+    question = [{"role": "user", "content": "How high is the river?"}]
+    client.generate(question)
+    client.run_tools(question, [])
+    said: list[MessageDict] = [{"role": "user", "content": "How high is the river?"}]
+    client.generate(said)
+    client.generate([Message.user("hi"), {"role": "assistant", "content": "hello"}])
+    client.generate([Message.user("hi"), *said])
+    client.tokenize(question)
+
+def passed_on(
+    client: headrace.Client, temperature: float | None = None, stop: list[str] | None = None
+) -> None:
+    client.generate("x", temperature=temperature, stop=stop)
+
+def wrong(client: headrace.Client) -> None:
+    client.generate("x", max_token=3)
+"""
+
+
+def test_documented_calls_are_well_typed(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    source = Path(headrace.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", program],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": str(source)},
+        check=False,
+    )
+    faults = [line for line in done.stdout.splitlines() if "error:" in line]
+    assert len(faults) == 1, done.stdout
+    assert 'Unexpected keyword argument "max_token"' in faults[0]
+
+
 def test_options_that_no_prompt_is_made_of_are_not_tokenized() -> None:
     with headrace.Client("127.0.0.1:1") as client:
         for name in ("tool_choice", "temperature", "colour"):
@@ -178,8 +255,8 @@ def test_only_unary_calls_are_retried() -> None:
 def test_secrets_are_not_in_reprs() -> None:
     settings = make_settings(
         "localhost", tls=None, ca=None, client_cert=None, client_key=None, server_name=None,
-        token="hush", metadata=None, keepalive=None, max_message_bytes=1, retries=0,
-        load_balancing="pick_first", channel_options=(),
+        token="hush", token_file=None, metadata=None, keepalive=None, max_message_bytes=1,
+        retries=0, load_balancing="pick_first", channel_options=(),
     )  # fmt: skip
     assert "hush" not in repr(settings)
 

@@ -21,4 +21,4 @@ def test_the_examples_run(
 
 
 def test_there_are_examples() -> None:
-    assert len(EXAMPLES) == 10
+    assert len(EXAMPLES) == 11

@@ -94,6 +94,26 @@ def test_a_certificate_of_another_name(secure: str, certificate: tuple[Path, Pat
     assert "its certificate is for another name" in text
 
 
+def test_a_client_certificate_that_is_missing_or_foreign(
+    certificate: tuple[Path, Path], tmp_path: Path
+) -> None:
+    cert, key = (path.read_bytes() for path in certificate)
+    foreign = make_certificate(tmp_path)
+    wants = grpc.ssl_server_credentials([(key, cert)], cert, require_client_auth=True)
+    server = grpc.server(ThreadPoolExecutor(1))
+    target = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', wants)}"
+    server.start()
+    try:
+        text = _message(target, ca=cert)
+        assert "it may want a certificate of this client, given with client_cert" in text
+        assert "ask for TLS" not in text
+        text = _message(target, ca=cert, client_cert=foreign[0], client_key=foreign[1])
+        assert "may be of an authority that the server does not trust" in text
+        assert "ask for TLS" not in text
+    finally:
+        server.stop(None)
+
+
 def test_the_command_says_it_in_one_message(
     plain: str, secure: str, certificate: tuple[Path, Path]
 ) -> None:

@@ -47,7 +47,16 @@ from headrace.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from headrace.messages import Message, MessageDict, Prompt, Role, Tool, ToolCall, ToolChoice
+from headrace.messages import (
+    Conversation,
+    Message,
+    MessageDict,
+    Prompt,
+    Role,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 from headrace.model_card import Limits, ModelCard
 from headrace.options import GenerationOptions, Request, TurnOptions, build_spec
 from headrace.results import (
@@ -88,6 +97,7 @@ __all__ = [
     "Chunk",
     "Client",
     "Control",
+    "Conversation",
     "DeadlineExceededError",
     "FailedPreconditionError",
     "FieldViolation",

@@ -20,14 +20,18 @@ def run_batch(
     ordered: bool,
     progress: bool,
     options: GenerationOptions,
+    timeout: float | None = None,
 ) -> AsyncIterator[BatchItem]:
     """`AsyncClient.batch`."""
     window = BatchWindow(requests, options, max_in_flight=max_in_flight, ordered=ordered)
-    return _run(open_session, window, progress)
+    return _run(open_session, window, progress, timeout)
 
 
 async def _run(
-    open_session: Callable[[], AsyncSession], window: BatchWindow, progress: bool
+    open_session: Callable[[], AsyncSession],
+    window: BatchWindow,
+    progress: bool,
+    timeout: float | None,  # noqa: ASYNC109 - of each request
 ) -> AsyncIterator[BatchItem]:
     ended: asyncio.Queue[tuple[Item, AsyncRequestHandle]] = asyncio.Queue()
     lost: HeadraceError | None = None
@@ -36,7 +40,7 @@ async def _run(
             while True:
                 while lost is None and (item := window.next(time.monotonic())) is not None:
                     try:
-                        _send(session, window, item, ended)
+                        _send(session, window, item, ended, timeout)
                     except HeadraceError as error:
                         lost = error
                         window.ended(item, error, refused=False, now=0.0)
@@ -72,12 +76,13 @@ def _send(
     window: BatchWindow,
     item: Item,
     ended: asyncio.Queue[tuple[Item, AsyncRequestHandle]],
+    timeout: float | None,
 ) -> None:
     """Submits a request; its end is put on the queue. Raises only if the session has ended."""
     error = item.error
     if error is None:
         try:
-            session._submit(item.spec, on_done=lambda handle: ended.put_nowait((item, handle)))
+            session._submit(item.spec, lambda handle: ended.put_nowait((item, handle)), timeout)
             return
         except AlreadyExistsError as exists:
             error = exists

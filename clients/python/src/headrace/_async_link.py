@@ -9,6 +9,7 @@ import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2_grpc
 
+from headrace import _forks
 from headrace._channel import ChannelSettings
 from headrace._targets import Address
 from headrace._trace import with_trace
@@ -28,20 +29,36 @@ Method: TypeAlias = "aio.UnaryUnaryMultiCallable[Q, A]"
 class AsyncLink:
     """The channel to one server, and its stubs. It belongs to the event loop that runs when it is
     made.
+
+    Raises:
+        FailedPreconditionError: gRPC cannot connect in this process, which was forked.
     """
 
+    is_asyncio = True
+
     def __init__(self, settings: ChannelSettings, address: Address) -> None:
+        _forks.watch(self)
         options = settings.options_for(address)
         self.channel: aio.Channel
         if settings.credentials is None:
             self.channel = aio.insecure_channel(address.target, options)
         else:
             self.channel = aio.secure_channel(address.target, settings.credentials, options)
-        self.target = address.target
+        self.target = settings.peer(address.target)
         self.generation: GenerationServiceAsyncStub = GenerationServiceStub(self.channel)
         self.models: ModelServiceAsyncStub = ModelServiceStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)
-        self._metadata = settings.metadata
+        self._settings = settings
+
+    @property
+    def kept(self) -> list[Any]:
+        """See `_forks.Watched`."""
+        return [self.channel]
+
+    async def close(self) -> None:
+        """Closes the connection; calls that still run on it are cancelled."""
+        await self.channel.close()
+        _forks.forget(self)
 
     async def call(
         self, method: Method[Q, A], request: Q, seconds: float | None, request_id: str = ""
@@ -51,8 +68,8 @@ class AsyncLink:
         Raises:
             HeadraceError: it failed.
         """
+        metadata = with_trace(self._settings.metadata)
         try:
-            metadata = with_trace(self._metadata)
             return await method(request, timeout=seconds, metadata=metadata)
         except grpc.RpcError as error:
             # Its traceback has the call, which keeps a closed channel's connection.

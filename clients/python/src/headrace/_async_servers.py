@@ -11,6 +11,7 @@ from headrace._async_link import A, AsyncLink, Method, Q
 from headrace._async_streams import AsyncOneStream
 from headrace._attempts import Attempts
 from headrace._channel import ChannelSettings
+from headrace._deadline import Deadline
 from headrace._fold import Fold
 from headrace._placement import prefix_keys
 from headrace._session import SessionOptions
@@ -57,10 +58,14 @@ class AsyncServers(Protocol):
     async def cancel(self, request: CancelRequest, seconds: float | None) -> CancelResponse:
         """Ends requests, at the servers that have them."""
 
-    def stream(self, request: GenerateStreamRequest, fold: Fold) -> AsyncEventSource:
+    def stream(
+        self, request: GenerateStreamRequest, fold: Fold, deadline: Deadline
+    ) -> AsyncEventSource:
         """Opens a stream for one request."""
 
-    def session(self, **options: Unpack[SessionOptions]) -> AsyncSession:
+    def session(
+        self, *, timeout: float | None = None, **options: Unpack[SessionOptions]
+    ) -> AsyncSession:
         """Opens a session."""
 
     def batch_session(self, room_timeout: float | None = 0) -> AsyncSession:
@@ -78,7 +83,7 @@ class AsyncOneServer:
     def __init__(self, settings: ChannelSettings) -> None:
         self._settings = settings
         self._link: AsyncLink | None = None
-        self._is_closed = False
+        self.is_closed = False
         self._fleet: AsyncFleet | None = None
         self._streams: weakref.WeakSet[AsyncCallEvents] = weakref.WeakSet()
 
@@ -90,7 +95,7 @@ class AsyncOneServer:
             UnavailableError: the client is closed.
         """
         if self._link is None:
-            if self._is_closed:
+            if self.is_closed:
                 raise UnavailableError("the client is closed")
             self._link = AsyncLink(self._settings, Address(self._settings.target))
         return self._link
@@ -122,19 +127,25 @@ class AsyncOneServer:
         """Ends requests."""
         return await self.link.call(self.link.generation.Cancel, request, seconds)
 
-    def stream(self, request: GenerateStreamRequest, fold: Fold) -> AsyncEventSource:
+    def stream(
+        self, request: GenerateStreamRequest, fold: Fold, deadline: Deadline
+    ) -> AsyncEventSource:
         """Opens a stream for one request."""
         metadata = self._settings.metadata
-        call = self.link.generation.GenerateStream(request, metadata=with_trace(metadata))
+        call = self.link.generation.GenerateStream(
+            request, timeout=deadline.left(), metadata=with_trace(metadata)
+        )
         self._streams.add(events := AsyncCallEvents(call))
         return events
 
-    def session(self, **options: Unpack[SessionOptions]) -> AsyncSession:
+    def session(
+        self, *, timeout: float | None = None, **options: Unpack[SessionOptions]
+    ) -> AsyncSession:
         """Opens a session."""
         if options.get("lease"):
-            return AsyncSession(AsyncManyStreams(self._fleet_of_one(), **options))
+            return AsyncSession(AsyncManyStreams(self._fleet_of_one(), **options), timeout)
         streams = AsyncOneStream(lambda: self.link, self._settings.metadata, **options)
-        return AsyncSession(streams)
+        return AsyncSession(streams, timeout)
 
     def batch_session(self, room_timeout: float | None = 0) -> AsyncSession:
         """Opens a session for a batch."""
@@ -142,13 +153,13 @@ class AsyncOneServer:
 
     async def close(self) -> None:
         """Closes the connection."""
-        self._is_closed = True
+        self.is_closed = True
         for events in list(self._streams):
             events.cancel()  # what nobody reads any more would keep the connection
         if self._fleet is not None:
             await self._fleet.close()
         if self._link is not None:
-            await self._link.channel.close()
+            await self._link.close()
             self._link = None
 
     def _fleet_of_one(self) -> AsyncFleet:
@@ -171,7 +182,9 @@ class AsyncManyServers(AsyncFleet):
             events.cancel()  # what nobody reads any more would keep the connection
         await super().close()
 
-    def stream(self, request: GenerateStreamRequest, fold: Fold) -> AsyncEventSource:
+    def stream(
+        self, request: GenerateStreamRequest, fold: Fold, deadline: Deadline
+    ) -> AsyncEventSource:
         """Opens a stream for one request."""
         attempts = Attempts(self.state, prefix_keys(request.spec), retries=self.settings.retries)
         metadata = self.settings.metadata
@@ -179,16 +192,19 @@ class AsyncManyServers(AsyncFleet):
             self,
             attempts,
             lambda server: server.link.generation.GenerateStream(
-                request, metadata=with_trace(metadata)
+                request, timeout=deadline.left(), metadata=with_trace(metadata)
             ),
             fold,
+            deadline,
         )
         self._streams.add(events)
         return events
 
-    def session(self, **options: Unpack[SessionOptions]) -> AsyncSession:
+    def session(
+        self, *, timeout: float | None = None, **options: Unpack[SessionOptions]
+    ) -> AsyncSession:
         """Opens a session over all servers."""
-        return AsyncSession(AsyncManyStreams(self, **options))
+        return AsyncSession(AsyncManyStreams(self, **options), timeout)
 
     def batch_session(self, room_timeout: float | None = 0) -> AsyncSession:
         """Opens a session for a batch."""

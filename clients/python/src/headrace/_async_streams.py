@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Unpack
+from typing import Any, Protocol, Unpack
 
 import grpc
 from grpc import aio
 
 from headrace._async_link import is_for_task
-from headrace._session import Record, SessionCore, SessionOptions
+from headrace._session import Record, SessionCore, SessionOptions, wake
 from headrace._trace import with_trace
 from headrace.errors import HeadraceError, UnavailableError, error_from_rpc
 from headrace.v1.generation_service_pb2 import StreamResultRequest, StreamResultResponse
@@ -26,36 +27,42 @@ _UNKNOWN_END = (grpc.StatusCode.INTERNAL, "Internal error from Core")
 _log = logging.getLogger("headrace")
 
 
+class AsyncReader(Protocol):
+    """Who is told what a wire reads. `place`: as the wire was given it."""
+
+    def received(self, place: Any, response: StreamResultResponse) -> bool:
+        """A message has come; whether to read on."""
+
+    def lost(self, place: Any, error: HeadraceError | None) -> None:
+        """The call has ended, with this reason; None: in order."""
+
+
 class AsyncWire:
-    """One call: commands go out from a queue, a task reads what comes in.
+    """One call: commands go out from a queue, a task reads what comes in. The task keeps neither
+    the wire nor its reader.
 
     Args:
-        stub: of the server.
+        link: the connection to the server.
         metadata: sent with the call.
-        target: the server, for messages.
         core: whose commands are sent.
-        received: called with each message; returns whether to read on.
-        lost: called once with the reason of the call's end; None: in order.
+        reader: who is told what comes.
+        place: told to the reader.
     """
 
     def __init__(
-        self,
-        stub: Any,
-        metadata: Any,
-        target: str,
-        core: SessionCore,
-        received: Callable[[StreamResultResponse], bool],
-        lost: Callable[[HeadraceError | None], None],
+        self, link: Any, metadata: Any, core: SessionCore, reader: AsyncReader, place: Any = None
     ) -> None:
         self._core = core
-        self._target = target
-        self._received = received
-        self._lost = lost
+        self._target = link.target
+        self._told = weakref.ref(reader)
+        self._place = place
         self._outgoing: asyncio.Queue[StreamResultRequest | None] = asyncio.Queue()
         self._half_closed = False
-        self._call: Any = stub.StreamResult(self._commands(), metadata=with_trace(metadata))
+        self._call: Any = link.generation.StreamResult(
+            _commands(self._outgoing), metadata=with_trace(metadata)
+        )
         self.flush()
-        self._reader = asyncio.create_task(self._read())
+        self._task = asyncio.create_task(_read(self._call, weakref.ref(self)))
 
     def flush(self) -> None:
         """Sends what the core wants sent."""
@@ -70,37 +77,64 @@ class AsyncWire:
     async def finish(self, seconds: float | None) -> None:
         """Waits for the call's end, at most so many seconds, then cancels it."""
         try:
-            await asyncio.wait([self._reader], timeout=seconds)
+            await asyncio.wait([self._task], timeout=seconds)
         finally:
             if self._call is not None:
                 self._call.cancel()
-            await asyncio.wait([self._reader])
+            await asyncio.wait([self._task])
 
-    async def _commands(self) -> AsyncIterator[StreamResultRequest]:
-        while (command := await self._outgoing.get()) is not None:
-            yield command
-
-    async def _read(self) -> None:
-        error: HeadraceError | None = None
-        try:
-            async for response in self._call:
-                if not self._received(response):
-                    self._call.cancel()
-                    return
-        except aio.AioRpcError as failure:
-            if (failure.code(), failure.details()) != _UNKNOWN_END:  # else as a session that ended
-                error = error_from_rpc(failure, target=self._target)
-        except asyncio.CancelledError as cancelled:
-            error = UnavailableError("the session was closed")
-            if is_for_task(cancelled):
-                raise
-        except Exception as failure:  # of a callback: nobody may be left waiting for this task
-            _log.exception("the session's reader failed")
-            error = HeadraceError(f"the session's reader failed: {failure}")
-        finally:
-            self._lost(error)
+    def drop(self) -> None:
+        """Ends the call, of which nobody wants to know any more."""
+        self._outgoing.put_nowait(None)
+        if self._call is not None:
             self._call.cancel()
-            self._call = None  # gRPC keeps a closed channel's connection while a call is kept
+
+    def received(self, response: StreamResultResponse) -> bool:
+        """A message has come; whether to read on."""
+        reader = self._told()
+        return reader is not None and reader.received(self._place, response)
+
+    def ended(self, failure: aio.AioRpcError | HeadraceError | None) -> None:
+        """The call has ended."""
+        if isinstance(failure, aio.AioRpcError):
+            is_known = (failure.code(), failure.details()) != _UNKNOWN_END
+            # else as a session that ended
+            failure = error_from_rpc(failure, target=self._target) if is_known else None
+        if (reader := self._told()) is not None:
+            reader.lost(self._place, failure)
+        self._call = None  # gRPC keeps a closed channel's connection while a call is kept
+
+
+async def _commands(
+    outgoing: asyncio.Queue[StreamResultRequest | None],
+) -> AsyncIterator[StreamResultRequest]:
+    while (command := await outgoing.get()) is not None:
+        yield command
+
+
+async def _read(call: Any, wire: weakref.ref[AsyncWire]) -> None:
+    """Reads a call to its end, or until its wire is gone."""
+    error: aio.AioRpcError | HeadraceError | None = None
+    try:
+        async for response in call:
+            if (there := wire()) is None or not there.received(response):
+                call.cancel()
+                return
+            del there, response  # not kept while the next one is waited for
+    except aio.AioRpcError as failure:
+        error = failure
+    except asyncio.CancelledError as cancelled:
+        error = UnavailableError("the session was closed")
+        if is_for_task(cancelled):
+            raise
+    except Exception as failure:  # of a callback: nobody may be left waiting for this task
+        _log.exception("the session's reader failed")
+        error = HeadraceError(f"the session's reader failed: {failure}")
+    finally:
+        if (there := wire()) is not None:
+            there.ended(error)
+        call.cancel()
+        del call  # an error's traceback has this frame
 
 
 class AsyncOneStream:
@@ -125,10 +159,7 @@ class AsyncOneStream:
 
     def start(self) -> None:
         """Opens the stream."""
-        link = self._link()
-        self._wire = AsyncWire(
-            link.generation, self._metadata, link.target, self.core, self._received, self._lost
-        )
+        self._wire = AsyncWire(self._link(), self._metadata, self.core, self)
 
     def flush(self) -> None:
         """Sends what the core wants sent."""
@@ -140,7 +171,17 @@ class AsyncOneStream:
         if self._wire is not None:
             await self._wire.finish(seconds)
 
-    def _received(self, response: StreamResultResponse) -> bool:
+    def later(self, seconds: float, act: Callable[[], object]) -> None:
+        """Does something after so many seconds."""
+        asyncio.get_running_loop().call_later(max(seconds, 0.0), act)
+
+    def drop(self) -> None:
+        """Ends the stream, of which nobody wants to know any more."""
+        if self._wire is not None:
+            self._wire.drop()
+
+    def received(self, _place: Any, response: StreamResultResponse) -> bool:
+        """See `AsyncReader`."""
         changed = self.core.receive(response)
         self.flush()
         loop = asyncio.get_running_loop()
@@ -155,15 +196,8 @@ class AsyncOneStream:
         self.flush()
         wake(changed)
 
-    def _lost(self, error: HeadraceError | None) -> None:
+    def lost(self, _place: Any, error: HeadraceError | None) -> None:
+        """See `AsyncReader`."""
         if not self.core.ended:
             wake(self.core.end(error))
         self.flush()
-
-
-def wake(records: list[Record]) -> None:
-    """Wakes the readers of what changed."""
-    for record in records:
-        record.wake()
-        if record.fold.done and record.on_done is not None:
-            record.on_done()

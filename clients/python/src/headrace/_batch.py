@@ -29,7 +29,7 @@ from headrace.errors import (
     invalid_argument,
 )
 from headrace.messages import Prompt
-from headrace.options import OPTION_NAMES, GenerationOptions, Request, build_spec
+from headrace.options import OPTION_NAMES, GenerationOptions, Request, build_spec, check_names
 from headrace.results import Result
 from headrace.v1.generation_pb2 import GenerationSpec
 
@@ -152,8 +152,7 @@ class BatchWindow:
             raise ValueError(f"max_in_flight is {max_in_flight}; at least 1 is needed")
         if "request_id" in options:
             raise ValueError("a batch's requests cannot share one request_id; use Request(…)")
-        if unknown := sorted(options.keys() - OPTION_NAMES):
-            raise TypeError(f"no such generation option: {', '.join(unknown)}")
+        check_names(options, OPTION_NAMES, "generation option")
         self.total = len(requests) if isinstance(requests, Sized) else None
         self._source = iter(requests)
         self._taken = 0
@@ -327,12 +326,12 @@ def run_batch(
     ordered: bool,
     progress: bool,
     options: GenerationOptions,
+    timeout: float | None = None,
 ) -> Iterator[BatchItem]:
     """`Client.batch`; with a `BatchFeed`, the command's batch."""
     window = BatchWindow(requests, options, max_in_flight=max_in_flight, ordered=ordered)
-    return _run(
-        open_session, window, progress, requests if isinstance(requests, BatchFeed) else None
-    )
+    feed = requests if isinstance(requests, BatchFeed) else None
+    return _run(open_session, window, progress, feed, timeout)
 
 
 def _run(
@@ -340,6 +339,7 @@ def _run(
     window: BatchWindow,
     progress: bool,
     feed: BatchFeed | None,
+    timeout: float | None,
 ) -> Iterator[BatchItem]:
     ended: queue.SimpleQueue[_Ended] = queue.SimpleQueue()
     if feed is not None:
@@ -354,7 +354,7 @@ def _run(
             item = window.next(time.monotonic()) if lost is None else None
             if item is not None:
                 try:
-                    _send(session, window, item, ended)
+                    _send(session, window, item, ended, timeout)
                 except HeadraceError as error:
                     lost = error
                     window.ended(item, error, refused=False, now=0.0)
@@ -396,12 +396,13 @@ def _send(
     window: BatchWindow,
     item: Item,
     ended: queue.SimpleQueue[_Ended],
+    timeout: float | None,
 ) -> None:
     """Submits a request; its end is put on the queue. Raises only if the session has ended."""
     error = item.error
     if error is None:
         try:
-            session._submit(item.spec, on_done=lambda handle: ended.put((item, handle)))
+            session._submit(item.spec, lambda handle: ended.put((item, handle)), timeout)
             return
         except AlreadyExistsError as exists:
             error = exists

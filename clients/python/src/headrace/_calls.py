@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from grpc_health.v1 import health_pb2
 
 from headrace._capabilities import with_capabilities
+from headrace._deadline import Deadline, shortest
 from headrace._fold import Fold
 from headrace._from_proto import cancel_status_from_proto, tokens_from_proto
-from headrace._trace import with_trace
-from headrace.errors import DeadlineExceededError, UnavailableError, invalid_argument
-from headrace.messages import Message, MessageDict
+from headrace.errors import DeadlineExceededError, invalid_argument
+from headrace.messages import Conversation
 from headrace.options import set_chat_option, set_input
 from headrace.results import (
     CancelStatus,
@@ -36,6 +36,7 @@ from headrace.v1.generation_service_pb2 import (
 GENERATION_SERVICE = "headrace.v1.GenerationService"
 POLL_SECONDS = 30  # of the 60 that the contract allows: proxies cut quiet calls
 READY_POLL_SECONDS = 0.2
+ANSWER_SECONDS = 0.15  # how much later than a wait its answer may come
 _CANCELS_PER_CALL = 1024  # the contract's limit
 _SMALL_BYTES = 64 * 1024  # far less than what a server cuts a result into
 
@@ -44,18 +45,6 @@ _HEALTH = {
     health_pb2.HealthCheckResponse.NOT_SERVING: HealthStatus.NOT_SERVING,
     health_pb2.HealthCheckResponse.SERVICE_UNKNOWN: HealthStatus.SERVICE_UNKNOWN,
 }
-
-
-def open_call(method: Any, request: Any, metadata: Any) -> Any:
-    """Opens a streaming call.
-
-    Raises:
-        UnavailableError: the client is closed.
-    """
-    try:
-        return method(request, metadata=with_trace(metadata))
-    except ValueError as error:  # gRPC's word for a channel that was closed
-        raise UnavailableError(f"the client is closed: {error}") from error
 
 
 def name_request(spec: GenerationSpec) -> None:
@@ -89,6 +78,23 @@ def poll_request(
     return request
 
 
+def next_poll(
+    fold: Fold, deadline: Deadline, pause: Deadline
+) -> tuple[GetResultRequest, float | None]:
+    """The call that reads a request's next events within these times, and how long to wait for its
+    answer; None: as long as for any.
+
+    Raises:
+        DeadlineExceededError: one of them is over.
+    """
+    deadline.check(fold.request_id)
+    pause.check(fold.request_id)
+    left = shortest(deadline.left(), pause.left())
+    if left is None:
+        return poll_request(fold), None
+    return poll_request(fold, wait=min(left, POLL_SECONDS)), left + ANSWER_SECONDS
+
+
 class ResultWait:
     """A wait for the end of a request that runs without a stream: which calls to make, and when to
     give up.
@@ -109,6 +115,14 @@ class ResultWait:
         """The next call."""
         left = POLL_SECONDS if self._end is None else self._end - time.monotonic()
         return poll_request(self._fold, until_done=True, wait=min(left, POLL_SECONDS))
+
+    def left(self) -> float | None:
+        """How long to wait for the answer to it; None: as long as for any. What only asks, and what
+        is read behind the end, has the time of any call.
+        """
+        if self._end is None or not self._timeout or time.monotonic() > self._end:
+            return None
+        return self._end - time.monotonic() + ANSWER_SECONDS
 
     def take(self, response: GetResultResponse) -> Result | None:
         """Takes in an answer; returns the whole result, or None: call again.
@@ -136,7 +150,7 @@ class ResultWait:
 
 
 def tokenize_request(
-    prompt: str | Sequence[Message] | Sequence[MessageDict],
+    prompt: str | Conversation,
     *,
     token_details: bool,
     add_special_tokens: bool | None,

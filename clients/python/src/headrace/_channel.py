@@ -11,15 +11,21 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import grpc
 
+from headrace import _forks
 from headrace._targets import DEFAULT_TARGET, Address, Place, is_local, parse_targets, text_of
+from headrace._token import TokenFile
+from headrace.errors import Peer
 
 DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 DEFAULT_KEEPALIVE = 45.0
 
 LoadBalancing = Literal["least_loaded", "pick_first", "round_robin"]
+_PROXY_OPTION = "grpc.enable_http_proxy"
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # in gRPC's order
 _NAME_OPTION = "grpc.ssl_target_name_override"
 MetadataLike = Mapping[str, str | bytes] | Iterable[tuple[str, str | bytes]]
 
@@ -42,15 +48,43 @@ class ChannelSettings:
     credentials: grpc.ChannelCredentials | None
     """None: plaintext."""
     options: tuple[tuple[str, Any], ...]
-    metadata: tuple[tuple[str, str | bytes], ...] = field(repr=False)
-    """Sent with every call; contains the token."""
+    fixed_metadata: tuple[tuple[str, str | bytes], ...] = field(repr=False)
+    """Sent with every call; contains the token, if it is not kept in a file."""
     retries: int = 0
     """How often a unary call may be tried again, where the client itself does it."""
+    token_file: TokenFile | None = None
+    has_certificate: bool = False
+    proxy: str = ""
+    """The proxy that the environment names, in words for messages; empty: none."""
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        """Sent with a call that is made now.
+
+        Raises:
+            InvalidArgumentError: the token's file cannot be read.
+        """
+        if self.token_file is None:
+            return self.fixed_metadata
+        return (*self.fixed_metadata, ("authorization", f"Bearer {self.token_file.read()}"))
+
+    def peer(self, target: str) -> Peer:
+        """A server for messages."""
+        return Peer(
+            target,
+            "" if is_local(target) else self.proxy,
+            self.credentials is not None,
+            self.has_certificate,
+        )
 
     def options_for(self, address: Address) -> list[tuple[str, Any]]:
         """The options of the channel to one server."""
         options = list(self.options)
         named = {name for name, _ in options}
+        if is_local(address.target) and _PROXY_OPTION not in named:
+            options.append((_PROXY_OPTION, 0))  # no proxy leads to this machine
+        if _forks.generation():  # channels of equal options share connections: not with a parent
+            options.append(("headrace.generation", _forks.generation()))
         if address.server_name:
             options.append(("grpc.default_authority", address.server_name))
             if self.credentials is not None and _NAME_OPTION not in named:
@@ -67,6 +101,7 @@ def make_settings(
     client_key: str | os.PathLike[str] | bytes | None,
     server_name: str | None,
     token: str | None,
+    token_file: str | os.PathLike[str] | None,
     metadata: MetadataLike | None,
     keepalive: float | None,
     max_message_bytes: int,
@@ -99,7 +134,9 @@ def make_settings(
         )
     shown = ",".join(text_of(place) for place in places)
     is_here = all(is_local(text_of(place)) for place in places)
-    if token and credentials is None and tls is None and not is_here:
+    if token and token_file:
+        raise ValueError("token and token_file exclude each other")
+    if (token or token_file) and credentials is None and tls is None and not is_here:
         raise ValueError(
             f"the token would travel to {shown} in clear text: pass tls=True, "
             "or tls=False to accept that"
@@ -124,7 +161,19 @@ def make_settings(
         (*options, *channel_options),
         tuple(sent),
         retries,
+        TokenFile(token_file) if token_file else None,
+        bool(client_cert),
+        _proxy(),
     )
+
+
+def _proxy() -> str:
+    """The proxy of the environment, in words."""
+    name = next((name for name in _PROXIES if os.environ.get(name)), "")
+    if not name:
+        return ""
+    host = urlsplit(os.environ[name]).netloc.rpartition("@")[2]  # without a password
+    return f"the environment's {name} names the proxy {host or os.environ[name]}"
 
 
 def _pem(source: str | os.PathLike[str] | bytes | None) -> bytes | None:

@@ -21,6 +21,8 @@ class FleetRecord(Record):
         self.keys: PrefixKeys | None = None if spec is None else prefix_keys(spec)
         self.link: Link | None = None
         """Where it is; None: it waits."""
+        self.was_sent = spec is None
+        """Whether a server may have it, or had."""
         self.losses = 0
         self.attaching = spec is None
         """Whether it was attached there last, not added."""

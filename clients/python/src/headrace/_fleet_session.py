@@ -26,6 +26,7 @@ from typing import Any, Unpack
 import grpc
 
 from headrace._attempts import WRONG_INSTANCE, is_worth_a_retry, note_failure
+from headrace._deadline import timed_out
 from headrace._fleet import LOAD_INTERVAL, PATIENCE_SECONDS, FleetState, Server
 from headrace._fleet_links import Links
 from headrace._fleet_record import FleetRecord, Link, assert_fleet
@@ -139,8 +140,33 @@ class FleetCore:
         if link is not None:
             link.core.cancel(record)
         elif self.records.get(record.request_id) is record:
-            self._fail(record, CallCancelledError("it was cancelled while it waited for a server"))
+            self._cancel_here(assert_fleet(record))
             self._later(0.0, self.take_changed)  # its reader is woken there
+
+    def _cancel_here(self, record: FleetRecord) -> None:
+        """Ends a request that is with no server now."""
+        record.turn += 1
+        if record.was_sent and not record.fold.chunks:
+            self._fail(record, CallCancelledError("it was cancelled while it waited for a server"))
+            return
+        if record.instance_id:  # where it may run on
+            self.links.left_behind(record.instance_id, record.request_id)
+        record.fold.cancelled()
+        self.records.pop(record.request_id, None)
+        self._changed[id(record)] = record
+
+    def expire(self, now: float) -> list[Record]:
+        """Fails the requests whose time is over; see `SessionCore.expire`."""
+        for record in [assert_fleet(one) for one in self.records.values() if one.due <= now]:
+            record.turn += 1
+            if (link := record.link) is not None:
+                link.core.cancel(record)
+                link.core.forget(record)
+                record.link = None
+                with self._guard:
+                    self._state.over(link.server)
+            self._fail(record, timed_out(record.timeout or 0.0, record.request_id))
+        return self.take_changed()
 
     def pay(self, record: Record, chunks: int) -> None:
         """Pays for chunks; see `SessionCore.pay`."""
@@ -262,6 +288,7 @@ class FleetCore:
         if link is None:
             return
         record.link, record.attaching, record.wants_server = link, False, False
+        record.was_sent = True
         record.instance_id = ""
         record.turn += 1
         link.core.put(record, record.sent)

@@ -27,7 +27,7 @@ from headrace.results import (
     ToolCallChunk,
     Usage,
 )
-from headrace.v1.generation_pb2 import Finished, ResultEvent
+from headrace.v1.generation_pb2 import FINISH_REASON_CANCELLED, Finished, ResultEvent
 
 
 class Fold:
@@ -87,6 +87,12 @@ class Fold:
             error.partial = error.partial or self.partial()
             self.error = error
         self.done = True
+
+    def cancelled(self) -> None:
+        """Ends the request with the output so far: it was cancelled, and no server tells of it."""
+        for index in range(max(self.n, 1)):
+            self._finished.setdefault(index, Finished(reason=FINISH_REASON_CANCELLED))
+        self.done = self._end_was_told = True
 
     def restart(self) -> None:
         """Forgets all events: the request is sent again, and they begin anew."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias, TypeVar
+import weakref
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
+from headrace import _forks
 from headrace._channel import ChannelSettings
 from headrace._targets import Address
 from headrace._trace import with_trace
 from headrace.errors import CallCancelledError, UnavailableError, error_from_rpc
+from headrace.v1.control_service_pb2_grpc import ControlServiceStub
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 from headrace.v1.model_service_pb2_grpc import ModelServiceStub
 
@@ -20,19 +23,61 @@ Method: TypeAlias = "grpc.UnaryUnaryMultiCallable[Q, A]"
 
 
 class Link:
-    """The channel to one server, and its stubs."""
+    """The channel to one server, and its stubs.
+
+    Raises:
+        FailedPreconditionError: gRPC cannot connect in this process, which was forked.
+    """
+
+    is_asyncio = False
 
     def __init__(self, settings: ChannelSettings, address: Address) -> None:
+        _forks.watch(self)
         options = settings.options_for(address)
         if settings.credentials is None:
             self.channel = grpc.insecure_channel(address.target, options)
         else:
             self.channel = grpc.secure_channel(address.target, settings.credentials, options)
-        self.target = address.target
+        self.target = settings.peer(address.target)
         self.generation = GenerationServiceStub(self.channel)
         self.models = ModelServiceStub(self.channel)
+        self.control = ControlServiceStub(self.channel)
         self.health = health_pb2_grpc.HealthStub(self.channel)
-        self._metadata = settings.metadata
+        self._settings = settings
+        self._open: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def open_calls(self) -> list[Any]:
+        """The calls that have not been seen to end."""
+        return list(self._open)
+
+    @property
+    def kept(self) -> list[Any]:
+        """See `_forks.Watched`."""
+        return [self.channel, *self._open]
+
+    def open(self, method: Any, request: Any, timeout: float | None = None) -> Any:
+        """Opens a streaming call, which may take so long; `ended` is to be told of its end.
+
+        Raises:
+            UnavailableError: the client is closed.
+        """
+        metadata = with_trace(self._settings.metadata)
+        try:
+            call = method(request, timeout=timeout, metadata=metadata)
+        except ValueError as error:  # gRPC's word for a channel that was closed
+            raise UnavailableError(f"the client is closed: {error}") from error
+        self._open.add(call)
+        return call
+
+    def close(self) -> None:
+        """Closes the connection; calls that still run on it are cancelled."""
+        self.channel.close()
+        _forks.forget(self)
+
+    def ended(self, call: Any) -> None:
+        """A streaming call has ended, or was cancelled."""
+        self._open.discard(call)
 
     def call(
         self, method: Method[Q, A], request: Q, timeout: float | None, request_id: str = ""
@@ -43,9 +88,10 @@ class Link:
             HeadraceError: it failed.
         """
         call = None
+        metadata = with_trace(self._settings.metadata)
         try:
-            metadata = with_trace(self._metadata)
             call = method.future(request, timeout=timeout, metadata=metadata)
+            self._open.add(call)
             return call.result()
         except grpc.FutureCancelledError:
             raise CallCancelledError("the client was closed", request_id=request_id) from None
@@ -57,3 +103,6 @@ class Link:
             if call is not None:
                 call.cancel()
             raise
+        finally:
+            if call is not None:
+                self._open.discard(call)

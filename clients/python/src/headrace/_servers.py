@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Protocol, Unpack
 
 from headrace._attempts import Attempts
-from headrace._calls import open_call
 from headrace._channel import ChannelSettings
+from headrace._deadline import Deadline
 from headrace._fold import Fold
 from headrace._link import A, Link, Method, Q
 from headrace._placement import prefix_keys
@@ -53,10 +53,12 @@ class Servers(Protocol):
     def cancel(self, request: CancelRequest, timeout: float | None) -> CancelResponse:
         """Ends requests, at the servers that have them."""
 
-    def stream(self, request: GenerateStreamRequest, fold: Fold) -> EventSource:
+    def stream(self, request: GenerateStreamRequest, fold: Fold, deadline: Deadline) -> EventSource:
         """Opens a stream for one request."""
 
-    def session(self, **options: Unpack[SessionOptions]) -> Session:
+    def session(
+        self, *, timeout: float | None = None, **options: Unpack[SessionOptions]
+    ) -> Session:
         """Opens a session."""
 
     def batch_session(self, room_timeout: float | None = 0) -> Session:
@@ -101,18 +103,17 @@ class OneServer:
         """Ends requests."""
         return self.link.call(self.link.generation.Cancel, request, timeout)
 
-    def stream(self, request: GenerateStreamRequest, fold: Fold) -> EventSource:
+    def stream(self, request: GenerateStreamRequest, fold: Fold, deadline: Deadline) -> EventSource:
         """Opens a stream for one request."""
-        return CallEvents(
-            open_call(self.link.generation.GenerateStream, request, self._settings.metadata)
-        )
+        return CallEvents(self.link, self.link.generation.GenerateStream, request, deadline.left())
 
-    def session(self, **options: Unpack[SessionOptions]) -> Session:
+    def session(
+        self, *, timeout: float | None = None, **options: Unpack[SessionOptions]
+    ) -> Session:
         """Opens a session."""
         if options.get("lease"):
-            return Session(ManyStreams(self._fleet_of_one(), **options))
-        link, metadata = self.link, self._settings.metadata
-        return Session(OneStream(link.generation, metadata, link.target, **options))
+            return Session(ManyStreams(self._fleet_of_one(), **options), timeout)
+        return Session(OneStream(self.link, **options), timeout)
 
     def batch_session(self, room_timeout: float | None = 0) -> Session:
         """Opens a session for a batch."""
@@ -124,7 +125,12 @@ class OneServer:
             self._is_closed = True
         if self._fleet is not None:
             self._fleet.close()
-        self.link.channel.close()
+        self.link.close()
+
+    @property
+    def links(self) -> list[Link]:
+        """The connection."""
+        return [self.link]
 
     def _fleet_of_one(self) -> Fleet:
         with self._lock:
@@ -139,20 +145,16 @@ class OneServer:
 class ManyServers(Fleet):
     """The servers of a client that has several."""
 
-    def stream(self, request: GenerateStreamRequest, fold: Fold) -> EventSource:
+    def stream(self, request: GenerateStreamRequest, fold: Fold, deadline: Deadline) -> EventSource:
         """Opens a stream for one request."""
         attempts = Attempts(self.state, prefix_keys(request.spec), retries=self.settings.retries)
-        metadata = self.settings.metadata
-        return FleetEvents(
-            self,
-            attempts,
-            lambda server: open_call(server.link.generation.GenerateStream, request, metadata),
-            fold,
-        )
+        return FleetEvents(self, attempts, request, fold, deadline)
 
-    def session(self, **options: Unpack[SessionOptions]) -> Session:
+    def session(
+        self, *, timeout: float | None = None, **options: Unpack[SessionOptions]
+    ) -> Session:
         """Opens a session over all servers."""
-        return Session(ManyStreams(self, **options))
+        return Session(ManyStreams(self, **options), timeout)
 
     def batch_session(self, room_timeout: float | None = 0) -> Session:
         """Opens a session for a batch."""

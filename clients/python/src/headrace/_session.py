@@ -25,6 +25,7 @@ from datetime import timedelta
 from typing import Protocol, TypedDict
 
 from headrace._capabilities import with_capabilities
+from headrace._deadline import timed_out
 from headrace._fold import Fold
 from headrace.errors import (
     AlreadyExistsError,
@@ -93,6 +94,9 @@ class Record:
         """What to send again if the server has no room for it; None once that is settled."""
         self.give_up_at = math.inf
         """Until when it is sent again, in monotonic seconds."""
+        self.timeout: float | None = None
+        """How long it may take, in seconds; `due`: until when, in monotonic ones."""
+        self.due = math.inf
         self.cancelled = False
         """Whether it was cancelled before the server took it in."""
         self.refused = False
@@ -126,6 +130,8 @@ class Core(Protocol):
     def close(self, *, cancel: bool) -> None: ...
 
     def cancel(self, record: Record) -> None: ...
+
+    def expire(self, now: float) -> list[Record]: ...
 
     def pay(self, record: Record, chunks: int) -> None: ...
 
@@ -266,6 +272,15 @@ class SessionCore:
             command = CancelCommand(request_id=record.request_id)
             self._send(StreamResultRequest(command_id=next(self._ids), cancel=command))
 
+    def expire(self, now: float) -> list[Record]:
+        """Fails the requests whose time is over, and cancels them; returns them."""
+        over = [record for record in self.records.values() if record.due <= now]
+        for record in over:
+            self.cancel(record)
+            self.forget(record)
+            record.fold.fail(timed_out(record.timeout or 0.0, record.request_id))
+        return over
+
     def pay(self, record: Record, chunks: int) -> None:
         """With credits: lets the server send as many more tokens as these first chunks of the
         request had.
@@ -304,7 +319,7 @@ class SessionCore:
                 if (delay := self._delay(record, error)) is not None:
                     self.retries.append((delay, record))
                     continue
-                self._forget(record)
+                self.forget(record)
                 if (failure := self.on_refusal(record, error)) is not None:
                     record.refused = record.fold.next_seq == 1
                     record.fold.fail(failure)
@@ -312,7 +327,7 @@ class SessionCore:
         for detached in response.detached:
             record = self._numbers.get(detached.request_number)
             if record is not None:
-                self._forget(record)
+                self.forget(record)
                 record.fold.fail(moved_error(record.request_id))
                 changed[id(record)] = record
         for attached in response.attached:
@@ -335,7 +350,7 @@ class SessionCore:
             return []
         if record.cancelled:
             record.fold.fail(CallCancelledError("it was cancelled before the server had room"))
-            self._forget(record)
+            self.forget(record)
             return [record]
         self._send_for(record, StreamResultRequest(add=AddCommand(spec=record.spec)))
         return []
@@ -390,7 +405,7 @@ class SessionCore:
             is_broken = fold.error is not None and not event.HasField("failed")
             if is_broken and record.is_ours:  # do not let it run for nobody
                 self.cancel(record)
-            self._forget(record)
+            self.forget(record)
         return record
 
     def _number(self, record: Record, number: int) -> None:
@@ -399,7 +414,8 @@ class SessionCore:
         record.spec = None  # it is there
         self._numbers[number] = record
 
-    def _forget(self, record: Record) -> None:
+    def forget(self, record: Record) -> None:
+        """Has a request told nothing more."""
         self.records.pop(record.request_id, None)
         self._numbers.pop(record.number, None)
         record.number = 0
@@ -422,6 +438,14 @@ class SessionCore:
 
     def _send(self, command: StreamResultRequest) -> None:
         self.outbox.append(with_capabilities(command))
+
+
+def wake(records: list[Record]) -> None:
+    """Wakes the readers of what changed; the threaded flavour's lock is held."""
+    for record in records:
+        record.wake()
+        if record.fold.done and record.on_done is not None:
+            record.on_done()
 
 
 def copy_of(error: HeadraceError) -> HeadraceError:

@@ -19,8 +19,14 @@ from enum import StrEnum
 from typing import Any, Literal, TypeAlias, cast
 
 from headrace.errors import invalid_argument
-from headrace.messages import Message, MessageDict, ToolCall
-from headrace.options import TURN_OPTION_NAMES, GenerationOptions, TurnOptions, build_spec
+from headrace.messages import Conversation, ToolCall
+from headrace.options import (
+    TURN_OPTION_NAMES,
+    GenerationOptions,
+    TurnOptions,
+    build_spec,
+    check_names,
+)
 from headrace.results import FinishReason, Result
 from headrace.tools import FunctionTool, answer_text, read_object, tools_by_name
 from headrace.v1 import generation_pb2 as pb
@@ -121,15 +127,14 @@ class ToolLoop:
 
     def __init__(
         self,
-        messages: Sequence[Message] | Sequence[MessageDict],
+        messages: Conversation,
         tools: Sequence[Callable[..., Any]],
         *,
         max_turns: int,
         on_error: OnError,
         options: TurnOptions,
     ) -> None:
-        if unknown := sorted(options.keys() - TURN_OPTION_NAMES):
-            raise TypeError(f"no such option of a run of tools: {', '.join(unknown)}")
+        check_names(options, TURN_OPTION_NAMES, "option of a run of tools")
         if max_turns < 1:
             raise invalid_argument("max_turns", f"is {max_turns}; it must be at least 1")
         if on_error not in ("tell", "raise") and not callable(on_error):

@@ -7,12 +7,13 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 from grpc_health.v1 import health_pb2
 
-from headrace import _calls
+from headrace import _calls, _forks
 from headrace._async_batch import run_batch
 from headrace._async_link import A, AsyncLink, Method, Q
 from headrace._async_servers import AsyncManyServers, AsyncOneServer
@@ -25,6 +26,7 @@ from headrace._channel import (
     MetadataLike,
     make_settings,
 )
+from headrace._deadline import Deadline, shortest
 from headrace._fold import Fold
 from headrace._from_proto import accepted_from_proto, result_from_proto
 from headrace._tool_loop import OnError, ToolLoop
@@ -32,8 +34,14 @@ from headrace.async_control import AsyncControl
 from headrace.async_session import AsyncSession
 from headrace.async_streams import AsyncPolledEvents, AsyncStream
 from headrace.async_tool_run import AsyncApprove, AsyncToolRun
-from headrace.errors import NotFoundError, UnavailableError, invalid_argument
-from headrace.messages import Message, MessageDict, Prompt
+from headrace.errors import (
+    DeadlineExceededError,
+    HeadraceError,
+    NotFoundError,
+    UnavailableError,
+    invalid_argument,
+)
+from headrace.messages import Conversation, Prompt
 from headrace.model_card import ModelCard
 from headrace.options import GenerationOptions, TurnOptions, build_spec, choices_of
 from headrace.results import (
@@ -73,11 +81,14 @@ class AsyncClient:
         client_key: str | os.PathLike[str] | bytes | None = None,
         server_name: str | None = None,
         token: str | None = None,
+        token_file: str | os.PathLike[str] | None = None,
         metadata: MetadataLike | None = None,
         keepalive: float | None = DEFAULT_KEEPALIVE,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         retries: int = 3,
         rpc_timeout: float | None = 30.0,
+        timeout: float | None = None,
+        read_timeout: float | None = None,
         load_balancing: LoadBalancing = "least_loaded",
         channel_options: Sequence[tuple[str, Any]] = (),
     ) -> None:
@@ -89,6 +100,7 @@ class AsyncClient:
             client_key=client_key,
             server_name=server_name,
             token=token,
+            token_file=token_file,
             metadata=metadata,
             keepalive=keepalive,
             max_message_bytes=max_message_bytes,
@@ -97,18 +109,16 @@ class AsyncClient:
             channel_options=channel_options,
         )
         self._rpc_timeout = rpc_timeout
-        self._servers: AsyncOneServer | AsyncManyServers
-        self._control: AsyncControl | None = None
-        if self._settings.places:
-            self._servers = AsyncManyServers(self._settings)
-            return
-        self._servers = one = AsyncOneServer(self._settings)
-        self._control = AsyncControl(
-            lambda: ControlServiceStub(one.link.channel),
-            lambda method, request: one.link.call(method, request, rpc_timeout),
-            self._settings.target,
-            self._settings.metadata,
-        )
+        self._timeout = timeout
+        self._read_timeout = read_timeout
+        Deadline(timeout), Deadline(read_timeout)  # which check them
+        self._servers = self._make_servers()
+        _forks.tell(self)
+
+    @property
+    def timeout(self) -> float | None:
+        """How many seconds a call may take that gives no `timeout` of its own; None: no limit."""
+        return self._timeout
 
     @property
     def control(self) -> AsyncControl:
@@ -117,12 +127,18 @@ class AsyncClient:
         Raises:
             InvalidArgumentError: the client has several servers.
         """
-        if self._control is None:
+        one = self._servers
+        if not isinstance(one, AsyncOneServer):
             raise invalid_argument(
                 "target",
                 "names several servers; control is of one, so make a client of its address",
             )
-        return self._control
+        return AsyncControl(
+            lambda: ControlServiceStub(one.link.channel),
+            lambda method, request: one.link.call(method, request, self._short(None)),
+            self._settings.peer(self.target),
+            self._settings.metadata,
+        )
 
     @property
     def target(self) -> str:
@@ -132,6 +148,16 @@ class AsyncClient:
     async def close(self) -> None:
         """Closes all connections; calls that still run on them are cancelled."""
         await self._servers.close()
+
+    def forked(self) -> None:
+        """See `_forks.Forkable`."""
+        _forks.keep(self._servers)
+        if not self._servers.is_closed:
+            self._servers = self._make_servers()
+
+    def _make_servers(self) -> AsyncOneServer | AsyncManyServers:
+        make = AsyncManyServers if self._settings.places else AsyncOneServer
+        return make(self._settings)
 
     async def __aenter__(self) -> Self:
         return self
@@ -146,36 +172,61 @@ class AsyncClient:
 
     # ---- one request -----------------------------------------------------------------------------
 
-    async def generate(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Result:
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109
+        **options: Unpack[GenerationOptions],
+    ) -> Result:
         """Runs one request and returns its whole result. An exception (Ctrl-C too) cancels it.
 
         If the connection is lost meanwhile, gRPC tries again, with the same id: what has finished
         is not computed twice.
 
+        Args:
+            prompt: text, token ids or a conversation.
+            timeout: seconds that the call may take, kept by this client whatever the server does;
+                None: the client's `timeout`. The bound of the work itself is `time_limit`.
+            options: see `GenerationOptions`.
+
         Raises:
+            DeadlineExceededError: `timeout` passed first, and the request was cancelled.
             HeadraceError: the request was refused or failed; the class says why.
             TypeError: there is no option of this name, or the prompt has an unsupported type.
         """
-        return await self._generate(build_spec(prompt, options))
+        return await self._generate(build_spec(prompt, options), timeout=timeout)
 
-    def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncStream:
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        read_timeout: float | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> AsyncStream:
         """Runs one request and streams its output; see `AsyncStream`.
+
+        The arguments are those of `Client.stream`.
 
         Raises:
             InvalidArgumentError: a value cannot be sent at all. Refusals by the server are raised
                 by the stream.
             TypeError: there is no option of this name, or the prompt has an unsupported type.
         """
-        return self._streamed(build_spec(prompt, options))
+        spec = build_spec(prompt, options)
+        return self._streamed(spec, timeout=timeout, read_timeout=read_timeout)
 
     def run_tools(
         self,
-        messages: Sequence[Message] | Sequence[MessageDict],
+        messages: Conversation,
         tools: Sequence[Callable[..., Any]],
         *,
         max_turns: int = 10,
         approve: AsyncApprove | None = None,
         on_error: OnError = "tell",
+        timeout: float | None = None,
+        read_timeout: float | None = None,
         **options: Unpack[TurnOptions],
     ) -> AsyncToolRun:
         """Holds a conversation with tools, which may be coroutine functions; see `AsyncToolRun`.
@@ -184,7 +235,12 @@ class AsyncClient:
         time; `approve` is asked for one after the other before, and may be a coroutine function.
         """
         loop = ToolLoop(messages, tools, max_turns=max_turns, on_error=on_error, options=options)
-        return AsyncToolRun(loop, self._generate, self._streamed, approve)
+        return AsyncToolRun(
+            loop,
+            partial(self._generate, timeout=timeout),
+            partial(self._streamed, timeout=timeout, read_timeout=read_timeout),
+            approve,
+        )
 
     # ---- many requests ---------------------------------------------------------------------------
 
@@ -215,6 +271,7 @@ class AsyncClient:
             initial_credit=initial_credit,
             room_timeout=room_timeout,
             load_interval=load_interval,
+            timeout=self._timeout,
         )
 
     def batch(
@@ -224,6 +281,7 @@ class AsyncClient:
         max_in_flight: int = 64,
         ordered: bool = False,
         progress: bool = False,
+        timeout: float | None = None,
         **options: Unpack[GenerationOptions],
     ) -> AsyncIterator[BatchItem]:
         """Runs any number of requests over one session, a bounded number of them at a time.
@@ -242,6 +300,7 @@ class AsyncClient:
             max_in_flight: how many requests may run or wait in the server at the same time.
             ordered: whether outcomes come in the order of the requests instead of as they end.
             progress: whether to show a progress bar on stderr, if that is a terminal.
+            timeout: seconds that each request may take, from when it is sent; None: the client's.
             options: options for all requests; a `Request`'s own override them.
 
         Raises:
@@ -255,11 +314,18 @@ class AsyncClient:
             ordered=ordered,
             progress=progress,
             options=options,
+            timeout=self._limits(timeout)[0],
         )
 
     # ---- requests that run by themselves ---------------------------------------------------------
 
-    async def add_request(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Accepted:
+    async def add_request(
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109
+        **options: Unpack[GenerationOptions],
+    ) -> Accepted:
         """Starts a request that runs without a stream, and returns once the server has accepted it.
 
         Its result is kept for `get_result` and `attach`, and for a while after its end. To call it
@@ -273,7 +339,7 @@ class AsyncClient:
         _calls.name_request(spec)
         request = with_capabilities(pb.AddRequestRequest(spec=spec))
         response = await self._servers.start(
-            lambda at: at.generation.AddRequest, request, self._rpc_timeout, spec
+            lambda at: at.generation.AddRequest, request, self._short(timeout), spec
         )
         return accepted_from_proto(response.request_id, response.accepted)
 
@@ -292,13 +358,21 @@ class AsyncClient:
             DeadlineExceededError: `timeout` passed first; the request goes on.
             HeadraceError: the request failed.
         """
-        wait = _calls.ResultWait(request_id, timeout)
+        wait = _calls.ResultWait(request_id, self._limits(timeout)[0])
         while True:
-            result = wait.take(await self._get_result(wait.request()))
+            request = wait.request()
+            result = wait.take(await self._get_result(request, wait.left()))
             if result is not None:
                 return result
 
-    def attach(self, request_id: str, *, from_seq: int = 1) -> AsyncStream:
+    def attach(
+        self,
+        request_id: str,
+        *,
+        from_seq: int = 1,
+        timeout: float | None = None,
+        read_timeout: float | None = None,
+    ) -> AsyncStream:
         """Streams the output of a request that `add_request` started, from its beginning.
 
         Several readers may do so. Leaving the stream does not affect the request.
@@ -306,45 +380,55 @@ class AsyncClient:
         Args:
             request_id: the request.
             from_seq: the number of the first event wanted; the stream has only what follows.
+            timeout: seconds that the reading may take; the request goes on.
+            read_timeout: seconds between two messages, and until the first one.
         """
+        timeout, pause = self._limits(timeout, read_timeout)
         fold = Fold(request_id, n=0, from_seq=from_seq)
         return AsyncStream(
-            lambda: AsyncPolledEvents(self._get_result, fold),
+            lambda: AsyncPolledEvents(self._get_result, fold, Deadline(timeout), pause),
             fold,
             cancel=self.cancel,
-            target=self.target,
+            target=self._settings.peer(self.target),
         )
 
-    async def cancel(self, ids: str | Iterable[str]) -> dict[str, CancelStatus]:
+    async def cancel(
+        self,
+        ids: str | Iterable[str],
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109
+    ) -> dict[str, CancelStatus]:
         """Ends requests of this identity by their ids; returns the result for each.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
         """
+        deadline = Deadline(self._short(timeout))
         statuses: dict[str, CancelStatus] = {}
         for request in _calls.cancel_requests(ids):
-            answer = await self._servers.cancel(request, self._rpc_timeout)
+            answer = await self._servers.cancel(request, deadline.left())
             statuses |= _calls.cancel_statuses(answer)
         return statuses
 
     # ---- the model and the server ----------------------------------------------------------------
 
-    async def model(self) -> ModelCard:
+    async def model(self, *, timeout: float | None = None) -> ModelCard:  # noqa: ASYNC109
         """The model and the server's limits.
 
         Raises:
             UnavailableError: the server cannot be reached, or its model is still loading.
         """
         request = model_service_pb2.GetModelRequest()
-        response = await self._any(lambda at: at.models.GetModel, request)
+        response = await self._any(lambda at: at.models.GetModel, request, timeout)
         return ModelCard.from_proto(response.model)
 
     async def tokenize(
         self,
-        prompt: str | Sequence[Message] | Sequence[MessageDict],
+        prompt: str | Conversation,
         *,
         token_details: bool = False,
         add_special_tokens: bool | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109
         **chat_options: Any,
     ) -> Tokenization:
         """The tokens of a text or a conversation, exactly as in a request with it.
@@ -367,10 +451,14 @@ class AsyncClient:
             add_special_tokens=add_special_tokens,
             chat_options=chat_options,
         )
-        return _calls.tokenization(await self._any(lambda at: at.models.Tokenize, request))
+        return _calls.tokenization(await self._any(lambda at: at.models.Tokenize, request, timeout))
 
     async def detokenize(
-        self, token_ids: Iterable[int], *, skip_special_tokens: bool | None = None
+        self,
+        token_ids: Iterable[int],
+        *,
+        skip_special_tokens: bool | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109
     ) -> str:
         """The text of token ids.
 
@@ -378,9 +466,14 @@ class AsyncClient:
             HeadraceError: an id is out of range, or the server cannot be reached.
         """
         request = _calls.detokenize_request(token_ids, skip_special_tokens)
-        return (await self._any(lambda at: at.models.Detokenize, request)).text
+        return (await self._any(lambda at: at.models.Detokenize, request, timeout)).text
 
-    async def health(self, service: str = _calls.GENERATION_SERVICE) -> HealthStatus:
+    async def health(
+        self,
+        service: str = _calls.GENERATION_SERVICE,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109
+    ) -> HealthStatus:
         """Whether the server is ready for requests; with an empty service name, whether it is
         alive.
 
@@ -389,7 +482,9 @@ class AsyncClient:
         """
         request = health_pb2.HealthCheckRequest(service=service)
         try:
-            return _calls.health_status(await self._any(lambda at: at.health.Check, request))
+            return _calls.health_status(
+                await self._any(lambda at: at.health.Check, request, timeout)
+            )
         except NotFoundError:
             return HealthStatus.SERVICE_UNKNOWN
 
@@ -404,42 +499,85 @@ class AsyncClient:
         """
         end = time.monotonic() + timeout
         while True:
-            problem: UnavailableError | None = None
+            problem: HeadraceError | None = None
+            left = end - time.monotonic()
             try:
-                status = await self.health()
+                status = await self.health(timeout=max(left, _calls.READY_POLL_SECONDS))
                 if status is HealthStatus.SERVING:
                     return
-            except UnavailableError as error:
+            except (UnavailableError, DeadlineExceededError) as error:
                 problem = error
             if time.monotonic() >= end:
-                raise problem or UnavailableError(
-                    f"the server at {self.target} is not ready after {timeout} s: {status}"
+                if isinstance(problem, UnavailableError):
+                    raise problem
+                told = status if problem is None else problem
+                raise UnavailableError(
+                    f"the server at {self.target} is not ready after {timeout} s: {told}"
                 )
             await asyncio.sleep(_calls.READY_POLL_SECONDS)
 
-    async def _generate(self, spec: GenerationSpec, requires: tuple[str, ...] = ()) -> Result:
+    async def _generate(
+        self,
+        spec: GenerationSpec,
+        requires: tuple[str, ...] = (),
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109
+    ) -> Result:
         _calls.name_request(spec)
         request = with_capabilities(pb.GenerateRequest(spec=spec, required_capabilities=requires))
-        response = await self._servers.start(lambda at: at.generation.Generate, request, None, spec)
+        response = await self._servers.start(
+            lambda at: at.generation.Generate, request, self._limits(timeout)[0], spec
+        )
         return result_from_proto(response)
 
-    def _streamed(self, spec: GenerationSpec, requires: tuple[str, ...] = ()) -> AsyncStream:
+    def _streamed(
+        self,
+        spec: GenerationSpec,
+        requires: tuple[str, ...] = (),
+        *,
+        timeout: float | None = None,
+        read_timeout: float | None = None,
+    ) -> AsyncStream:
+        timeout, pause = self._limits(timeout, read_timeout)
         _calls.name_request(spec)
         request = with_capabilities(
             pb.GenerateStreamRequest(spec=spec, required_capabilities=requires)
         )
         fold = Fold(spec.request_id, n=choices_of(spec))
         return AsyncStream(
-            lambda: self._servers.stream(request, fold),
+            lambda: self._servers.stream(request, fold, Deadline(timeout)),
             fold,
             cancel=self.cancel,
-            target=self.target,
+            target=self._settings.peer(self.target),
+            read_timeout=pause,
         )
 
-    async def _get_result(self, request: pb.GetResultRequest) -> pb.GetResultResponse:
-        timeout = self._rpc_timeout and self._rpc_timeout + request.wait.seconds
-        return await self._servers.get_result(request, timeout)
+    async def _get_result(
+        self, request: pb.GetResultRequest, left: float | None = None
+    ) -> pb.GetResultResponse:
+        """`left`: how long the caller still waits for the answer; None: it does not say."""
+        limit = self._rpc_timeout and self._rpc_timeout + request.wait.ToNanoseconds() / 1e9
+        return await self._servers.get_result(request, shortest(limit, left))
 
-    async def _any(self, pick: Callable[[AsyncLink], Method[Q, A]], request: Q) -> A:
+    def _limits(
+        self, timeout: float | None, read_timeout: float | None = None
+    ) -> tuple[float | None, float | None]:
+        """How long a call may take, and how long between two messages: as it says, else as the
+        client does.
+        """
+        Deadline(timeout), Deadline(read_timeout)  # which check them
+        return (
+            self._timeout if timeout is None else timeout,
+            self._read_timeout if read_timeout is None else read_timeout,
+        )
+
+    def _short(self, timeout: float | None) -> float | None:
+        """How long a short call may take."""
+        Deadline(timeout)  # which checks it
+        return shortest(self._timeout, self._rpc_timeout) if timeout is None else timeout
+
+    async def _any(
+        self, pick: Callable[[AsyncLink], Method[Q, A]], request: Q, seconds: float | None
+    ) -> A:
         """A short call that any server may answer."""
-        return await self._servers.call(pick, request, self._rpc_timeout)
+        return await self._servers.call(pick, request, self._short(seconds))

@@ -19,7 +19,7 @@ from headrace.control import (
     level_request,
     watch_request,
 )
-from headrace.errors import CallCancelledError, error_from_rpc
+from headrace.errors import CallCancelledError, Peer, error_from_rpc
 from headrace.results import CancelStatus
 from headrace.v1 import control_service_pb2 as pb
 
@@ -38,7 +38,7 @@ class AsyncControl:
         self,
         stub: Callable[[], ControlServiceAsyncStub],
         call: Callable[[Any, Any], Any],
-        target: str,
+        target: Peer,
         metadata: Any,
     ) -> None:
         """Made by `AsyncClient`."""

@@ -1,21 +1,25 @@
 """The servers of a client that has several, for asyncio: who is there, and unary calls to them.
 
 Two tasks of its own: one looks names up (in a thread), one asks servers that are not ready for
-their health. They begin with the first use, in the event loop that runs then.
+their health. They begin with the first use, in the event loop that runs then. They do not keep it:
+a fleet that nobody holds is collected, and they end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from headrace import _forks
 from headrace._async_link import A, AsyncLink, Method, Q
 from headrace._attempts import Attempts, OwnerTries
 from headrace._channel import ChannelSettings
+from headrace._deadline import Deadline
 from headrace._fleet import (
     CHECK_SECONDS,
     PATIENCE_SECONDS,
@@ -62,16 +66,21 @@ class AsyncFleet:
 
         Raises:
             UnavailableError: the client is closed.
+            FailedPreconditionError: gRPC cannot connect in this process, which was forked.
         """
         if self._closed:
             raise UnavailableError("the client is closed")
         if self._tasks:
             return
+        _forks.may_connect()
         places = self.settings.places
         self._add([place for place in places if isinstance(place, Address)])
-        self._tasks.append(asyncio.create_task(self._check()))
+        me = weakref.ref(self)
+        self._tasks.append(asyncio.create_task(_check(me)))
         if any(isinstance(place, Name) for place in places):
-            self._tasks.append(asyncio.create_task(self._resolve(places)))
+            self._tasks.append(asyncio.create_task(_resolve(me, places, self._kicked)))
+        loop = asyncio.get_running_loop()
+        weakref.finalize(self, _end, loop, self._tasks, _forks.generation()).atexit = False
 
     # ---- calls -----------------------------------------------------------------------------------
 
@@ -80,7 +89,7 @@ class AsyncFleet:
     ) -> A:
         """A unary call that any server may answer."""
         attempts = Attempts(self.state, None, retries=self.settings.retries)
-        return await self._call(attempts, pick, request, seconds)
+        return await self._call(attempts, pick, request, Deadline(seconds))
 
     async def start(
         self,
@@ -96,7 +105,7 @@ class AsyncFleet:
             retries=self.settings.retries,
             sticks=isinstance(request, AddRequestRequest),
         )
-        answer: Any = await self._call(attempts, pick, request, seconds, spec.request_id)
+        answer: Any = await self._call(attempts, pick, request, Deadline(seconds), spec.request_id)
         self.state.note_owner(spec.request_id, answer.instance_id)
         if isinstance(request, AddRequestRequest):
             for server in self.state.by_instance(answer.instance_id)[:1]:
@@ -107,8 +116,9 @@ class AsyncFleet:
         self, request: GetResultRequest, seconds: float | None
     ) -> GetResultResponse:
         """Reads a request's results, at the server that has it."""
+        deadline = Deadline(seconds)
         if not self.state.owner(request.request_id):
-            await self._settle()
+            await self._settle(deadline)
         tries = OwnerTries(self.state, request.request_id, retries=self.settings.retries)
         while True:
             server = tries.next()
@@ -116,10 +126,10 @@ class AsyncFleet:
             try:
                 method = server.link.generation.GetResult
                 answer: GetResultResponse = await server.link.call(
-                    method, request, seconds, request.request_id
+                    method, request, deadline.left(), request.request_id
                 )
             except HeadraceError as error:
-                await self._pause_after(tries, server, error)
+                await self._pause_after(tries, server, error, deadline)
                 continue
             self.state.note_owner(request.request_id, answer.instance_id)
             if answer.done:
@@ -132,20 +142,21 @@ class AsyncFleet:
         Raises:
             HeadraceError: a server refuses the caller, or none can be reached.
         """
+        deadline = Deadline(seconds)
         by_owner: defaultdict[str, list[str]] = defaultdict(list)
         for request_id in request.request_ids:
             owner = self.state.owner(request_id)
             known = self.state.by_instance(owner)
             by_owner[owner if known else ""].append(request_id)
         if "" in by_owner:
-            await self._settle()
+            await self._settle(deadline)
         anywhere = self.state.reachable()
         found: dict[str, CancelResult] = {}
         for owner, ids in by_owner.items():
             servers = self.state.by_instance(owner)[:1] if owner else anywhere
             if not servers:
                 raise self.state.nobody()
-            await self._cancel_at(servers, owner, ids, seconds, found)
+            await self._cancel_at(servers, owner, ids, deadline, found)
         missing = CANCEL_STATUS_NOT_FOUND
         return CancelResponse(
             results=[
@@ -159,7 +170,7 @@ class AsyncFleet:
         servers: list[Server],
         owner: str,
         ids: list[str],
-        seconds: float | None,
+        deadline: Deadline,
         found: dict[str, CancelResult],
     ) -> None:
         """Cancels at each of these servers what was not found at the ones before."""
@@ -172,7 +183,7 @@ class AsyncFleet:
             request = CancelRequest(request_ids=left, instance_id=owner)
             try:
                 answer: CancelResponse = await server.link.call(
-                    server.link.generation.Cancel, request, seconds
+                    server.link.generation.Cancel, request, deadline.left()
                 )
             except NotFoundError:  # another process is at that address now
                 answered = True
@@ -187,11 +198,12 @@ class AsyncFleet:
         if problem is not None and not answered:
             raise problem
 
-    async def place(self, attempts: Attempts) -> Server:
+    async def place(self, attempts: Attempts, deadline: Deadline) -> Server:
         """The server for the next try; waits until there is one. The request counts as begun there.
 
         Raises:
             UnavailableError: there was none for too long, or the client is closed.
+            DeadlineExceededError: there was none in time.
         """
         self.begin()
         while True:
@@ -201,15 +213,18 @@ class AsyncFleet:
             if isinstance(found, Server):
                 self.state.begun(found)
                 return found
-            await self._wait(found)
+            deadline.check()
+            await self._wait(deadline.within(found))
 
-    async def failed(self, attempts: Attempts, server: Server, error: HeadraceError) -> None:
+    async def failed(
+        self, attempts: Attempts, server: Server, error: HeadraceError, deadline: Deadline
+    ) -> None:
         """Notes a failed try, and waits as long as the next one must.
 
         Raises:
             HeadraceError: there is none; the error itself.
         """
-        await self._pause_after(attempts, server, error)
+        await self._pause_after(attempts, server, error, deadline)
 
     def owned(self, request_id: str, server: Server, instance_id: str) -> None:
         """A server has begun to answer a request, and named its instance."""
@@ -232,14 +247,15 @@ class AsyncFleet:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()  # with the calls in their tracebacks, which would keep connections
         for server in servers:
-            await server.link.channel.close()
+            await server.link.close()
 
-    async def _settle(self) -> None:
+    async def _settle(self, deadline: Deadline) -> None:
         """Waits until all servers have been asked whether they are ready."""
         self.begin()
-        end = self.state.clock() + PATIENCE_SECONDS
+        end = self.state.clock() + deadline.within(PATIENCE_SECONDS)
         while not self.state.is_settled and (left := end - self.state.clock()) > 0:
             await self._wait(left)
+        deadline.check()
 
     @property
     def is_closed(self) -> bool:
@@ -253,25 +269,25 @@ class AsyncFleet:
 
     async def _wait(self, seconds: float | None) -> None:
         """Waits for a change, at most so many seconds."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
+        await _wait(self._changed, seconds)
 
     async def _call(
         self,
         attempts: Attempts,
         pick: Callable[[AsyncLink], Method[Q, A]],
         request: Q,
-        seconds: float | None,
+        deadline: Deadline,
         request_id: str = "",
     ) -> A:
         while True:
-            server = await self.place(attempts)
+            server = await self.place(attempts, deadline)
             try:
-                answer: A = await server.link.call(pick(server.link), request, seconds, request_id)
+                answer: A = await server.link.call(
+                    pick(server.link), request, deadline.left(), request_id
+                )
             except HeadraceError as error:
                 self.over(server)
-                await self._pause_after(attempts, server, error)
+                await self._pause_after(attempts, server, error, deadline)
             except BaseException:
                 self.over(server)
                 raise
@@ -281,15 +297,20 @@ class AsyncFleet:
                 return answer
 
     async def _pause_after(
-        self, tries: Attempts | OwnerTries, server: Server, error: HeadraceError
+        self,
+        tries: Attempts | OwnerTries,
+        server: Server,
+        error: HeadraceError,
+        deadline: Deadline,
     ) -> None:
         if self._closed:
             raise error
         pause = tries.failed(server, error)
         self.look()
-        end = self.state.clock() + pause
+        end = self.state.clock() + deadline.within(pause)
         while (left := end - self.state.clock()) > 0 and not self.is_closed:
             await self._wait(left)
+        deadline.check()
 
     # ---- who is there ----------------------------------------------------------------------------
 
@@ -299,7 +320,8 @@ class AsyncFleet:
 
     def forget(self, listener: Callable[[], None]) -> None:
         """Ends what `listen` began."""
-        self._listeners.remove(listener)
+        with contextlib.suppress(ValueError):  # it has ended already
+            self._listeners.remove(listener)
 
     def look(self) -> None:
         """A server was lost or is not ready: look names up and ask servers soon."""
@@ -314,44 +336,17 @@ class AsyncFleet:
         gone = self.state.left()
         self._notify()
         for server in gone:
-            self._closing.add(task := asyncio.create_task(server.link.channel.close()))
+            self._closing.add(task := asyncio.create_task(server.link.close()))
             task.add_done_callback(self._closing.discard)
 
-    async def _resolve(self, places: tuple[Place, ...]) -> None:
-        """Looks the names up, every few seconds and after failures. What cannot be looked up keeps
-        the addresses that it had.
-        """
-        known: dict[Name, list[Address]] = {}
-        while not self._closed:
-            addresses: list[Address] = []
-            for place in places:
-                if isinstance(place, Name):
-                    try:
-                        known[place] = await asyncio.to_thread(resolve, place)
-                    except OSError as error:
-                        self.state.unresolved = f"{place.host} cannot be looked up: {error}"
-                    addresses += known.get(place, [])
-                else:
-                    addresses.append(place)
-            self._add(addresses)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RESOLVE_SECONDS):
-                    await self._kicked.wait()
-            self._kicked.clear()
-            await asyncio.sleep(RESOLVE_AGAIN_SECONDS)  # failures that come together are one reason
-
-    async def _check(self) -> None:
+    def _step(self, asking: asyncio.TaskGroup) -> None:
         """Asks servers that are not ready whether they are, each in a task of its own."""
-        async with asyncio.TaskGroup() as asking:
-            while True:
-                while (wait := self.state.next_in()) != 0.0:
-                    await self._wait(wait)
-                for server in self.state.to_ask():
-                    asking.create_task(self._ask(server))
-                if self.state.tell():
-                    self._notify()
-                    for listener in list(self._listeners):
-                        listener()
+        for server in self.state.to_ask():
+            asking.create_task(self._ask(server))
+        if self.state.tell():
+            self._notify()
+            for listener in list(self._listeners):
+                listener()
 
     async def _ask(self, server: Server) -> None:
         """Asks a server all its questions."""
@@ -368,3 +363,59 @@ class AsyncFleet:
                 else:
                     question = asking.send(answer)
         self._notify()
+
+
+def _end(loop: asyncio.AbstractEventLoop, tasks: list[asyncio.Task[None]], generation: int) -> None:
+    """Ends a fleet's tasks, from whichever thread collects it."""
+    if generation == _forks.generation():
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and they have ended
+            for task in tasks:
+                loop.call_soon_threadsafe(task.cancel)
+
+
+async def _wait(event: asyncio.Event, seconds: float | None) -> None:
+    """Waits for an event, at most so many seconds."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+
+
+async def _check(of: weakref.ref[AsyncFleet]) -> None:
+    """Has a fleet make its steps when they are due."""
+    async with asyncio.TaskGroup() as asking:
+        while (fleet := of()) is not None:
+            wait, changed = fleet.state.next_in(), fleet._changed
+            if wait == 0.0:
+                fleet._step(asking)
+            del fleet  # not kept while this waits
+            if wait != 0.0:
+                await _wait(changed, wait)
+
+
+async def _resolve(
+    of: weakref.ref[AsyncFleet], places: tuple[Place, ...], kicked: asyncio.Event
+) -> None:
+    """Looks a fleet's names up, every few seconds and after failures. What cannot be looked up
+    keeps the addresses that it had.
+    """
+    known: dict[Name, list[Address]] = {}
+    while True:
+        addresses: list[Address] = []
+        problem = ""
+        for place in places:
+            if isinstance(place, Name):
+                try:
+                    known[place] = await asyncio.to_thread(resolve, place)
+                except OSError as error:
+                    problem = f"{place.host} cannot be looked up: {error}"
+                addresses += known.get(place, [])
+            else:
+                addresses.append(place)
+        if (fleet := of()) is None:
+            return
+        fleet.state.unresolved = problem or fleet.state.unresolved
+        fleet._add(addresses)
+        del fleet
+        await _wait(kicked, RESOLVE_SECONDS)
+        kicked.clear()
+        await asyncio.sleep(RESOLVE_AGAIN_SECONDS)  # failures that come together are one reason

@@ -8,16 +8,15 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Unpack
 
-from headrace._async_streams import AsyncWire, wake
+from headrace._async_streams import AsyncWire
 from headrace._fleet_record import Link
 from headrace._fleet_session import FleetCore
-from headrace._session import Record, SessionOptions
+from headrace._session import Record, SessionOptions, wake
 from headrace.async_fleet import AsyncFleet
 from headrace.async_session import CLOSE_SECONDS
-from headrace.errors import HeadraceError, UnavailableError
+from headrace.errors import CallCancelledError, HeadraceError, UnavailableError
 from headrace.v1.generation_service_pb2 import StreamResultResponse
 
 
@@ -78,25 +77,34 @@ class AsyncManyStreams:
 
     def _open(self, link: Link) -> None:
         self._fleet.begin()  # raises if the client is closed
-        server = link.server
-        link.wire = AsyncWire(
-            server.link.generation,
-            self._fleet.settings.metadata,
-            server.link.target,
-            link.core,
-            partial(self._received, link),
-            partial(self._lost, link),
-        )
+        metadata = self._fleet.settings.metadata
+        link.wire = AsyncWire(link.server.link, metadata, link.core, self, link)
 
-    def _received(self, link: Link, response: StreamResultResponse) -> bool:
-        self._done(self.core.receive(link, response))
-        return not link.core.ended
+    def later(self, seconds: float, act: Callable[[], object]) -> None:
+        """Does something after so many seconds."""
+        asyncio.get_running_loop().call_later(max(seconds, 0.0), act)
 
-    def _lost(self, link: Link, error: HeadraceError | None) -> None:
-        self._done(self.core.lost(link, error))
+    def drop(self) -> None:
+        """Ends the streams, of which nobody wants to know any more."""
+        self._fleet.forget(self._server_changed)
+        for timer in self._timers:
+            timer.cancel()
+        wires = [link.wire for link in self.core.links]
+        self.core.end(CallCancelledError("the session was dropped"))
+        for wire in wires:
+            wire.drop()
+
+    def received(self, place: Link, response: StreamResultResponse) -> bool:
+        """See `headrace._async_streams.AsyncReader`."""
+        self._done(self.core.receive(place, response))
+        return not place.core.ended
+
+    def lost(self, place: Link, error: HeadraceError | None) -> None:
+        """See `headrace._async_streams.AsyncReader`."""
+        self._done(self.core.lost(place, error))
         if self._fleet.is_closed:
             self._done(self.core.end(UnavailableError("the client was closed")))
-        link.wire.flush()
+        place.wire.flush()
         self._fleet.look()
 
     def _server_changed(self) -> None:

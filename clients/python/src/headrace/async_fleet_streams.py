@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 
 from headrace._attempts import Attempts, failed_undelivered
+from headrace._deadline import Deadline
 from headrace._fleet import Server
 from headrace._fold import Fold
 from headrace.async_fleet import AsyncFleet
@@ -26,11 +27,13 @@ class AsyncFleetEvents:
         attempts: Attempts,
         open_at: Callable[[Server], Any],
         fold: Fold,
+        deadline: Deadline,
     ) -> None:
         self._fleet = fleet
         self._attempts = attempts
         self._open_at = open_at
         self._fold = fold
+        self._deadline = deadline
         self._server: Server | None = None
         self._call: Any = None
         self._cancelled = False
@@ -39,7 +42,7 @@ class AsyncFleetEvents:
         """The next message's events; None: there are no more."""
         while True:
             if self._server is None:
-                self._server = await self._fleet.place(self._attempts)
+                self._server = await self._fleet.place(self._attempts, self._deadline)
                 if self._cancelled:  # while it waited
                     self._over()
                     raise CallCancelledError("the stream was closed")
@@ -76,7 +79,7 @@ class AsyncFleetEvents:
         Raises:
             HeadraceError: there is no further try; the error itself.
         """
-        await self._fleet.failed(self._attempts, server, error)
+        await self._fleet.failed(self._attempts, server, error, self._deadline)
         self._fold.restart()
 
     def cancel(self) -> None:
@@ -85,6 +88,9 @@ class AsyncFleetEvents:
         if self._call is not None:
             self._call.cancel()
             self._call = None  # gRPC keeps a closed channel's connection while a call is kept
+        self._over()
+
+    def __del__(self) -> None:
         self._over()
 
     def _over(self) -> None:

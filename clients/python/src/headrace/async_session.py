@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
+import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Generator
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self, Unpack
 
+from headrace import _forks
+from headrace._deadline import Deadline
 from headrace._fold import Fold
-from headrace._session import Core, Record, fold_to_attach
+from headrace._session import Core, Record, fold_to_attach, wake
 from headrace._trace import label_trace
 from headrace.errors import HeadraceError, UnavailableError
 from headrace.messages import Prompt
@@ -42,6 +49,12 @@ class AsyncStreams(Protocol):
         cancelled.
         """
 
+    def later(self, seconds: float, act: Callable[[], object]) -> None:
+        """Does something after so many seconds."""
+
+    def drop(self) -> None:
+        """Ends all streams, of which nobody wants to know any more."""
+
 
 class AsyncSession:
     """A session: many requests on one stream, their results interleaved. Made by
@@ -54,23 +67,38 @@ class AsyncSession:
             results = await asyncio.gather(*(session.submit(prompt) for prompt in prompts))
     """
 
-    def __init__(self, streams: AsyncStreams) -> None:
+    def __init__(self, streams: AsyncStreams, timeout: float | None = None) -> None:
         """Made by `AsyncClient.session`."""
+        self._timeout = timeout
+        self._armed = math.inf  # when the next look at what is over comes
+        self._generation = _forks.generation()
         self._streams = streams
         self._core = streams.core
 
-    def submit(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncRequestHandle:
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> AsyncRequestHandle:
         """Starts a request and returns at once; await the handle for its result.
 
         Refusals by the server are raised by the handle, not here. A request for which the server
         has no room is sent again when it may have some (see `room_timeout`).
+
+        Args:
+            prompt: text, token ids or a conversation.
+            timeout: seconds that the request may take from now on; then its handle raises
+                DeadlineExceededError, and it is cancelled. None: the client's.
+            options: see `GenerationOptions`.
 
         Raises:
             InvalidArgumentError: a value cannot be sent at all.
             AlreadyExistsError: a live request of this session has that `request_id`.
             UnavailableError: the session was not entered, has ended, or is being closed.
         """
-        return self._submit(build_spec(prompt, options))
+        return self._submit(build_spec(prompt, options), timeout=timeout)
 
     def attach(
         self, request_id: str, *, from_seq: int = 1, n: int | None = None
@@ -129,7 +157,7 @@ class AsyncSession:
         Args:
             cancel: whether to cancel the live requests instead of waiting for them.
         """
-        if not self._streams.is_open:
+        if not self._streams.is_open or self._generation != _forks.generation():
             return
         self._core.close(cancel=cancel)
         self._flush()
@@ -138,6 +166,8 @@ class AsyncSession:
     async def __aenter__(self) -> Self:
         if not self._streams.is_open:
             self._streams.start()
+            loop = asyncio.get_running_loop()
+            weakref.finalize(self, _drop, loop, self._streams, self._generation).atexit = False
         return self
 
     async def __aexit__(
@@ -149,17 +179,42 @@ class AsyncSession:
         await self.close(cancel=kind is not None)
 
     def _submit(
-        self, spec: GenerationSpec, on_done: Callable[[AsyncRequestHandle], None] | None = None
+        self,
+        spec: GenerationSpec,
+        on_done: Callable[[AsyncRequestHandle], None] | None = None,
+        timeout: float | None = None,
     ) -> AsyncRequestHandle:
         self._check_entered()
         label_trace(spec)
-        return self._handle(self._core.add(spec), on_done)
+        timeout = self._timeout if timeout is None else timeout
+        Deadline(timeout)  # which checks it
+        record = self._core.add(spec)
+        handle = self._handle(record, on_done)
+        if timeout is not None:
+            record.timeout, record.due = timeout, time.monotonic() + timeout
+            self._arm(record.due)
+        return handle
+
+    def _arm(self, due: float) -> None:
+        """Has what is over looked for at that time."""
+        if due < self._armed:
+            self._armed = due
+            expire = weakref.WeakMethod(self._expire)
+            self._streams.later(due - time.monotonic(), lambda: (there := expire()) and there())
+
+    def _expire(self) -> None:
+        self._armed = math.inf
+        changed = self._core.expire(time.monotonic())
+        self._flush()
+        wake(changed)
+        self._arm(min((one.due for one in self._core.records.values()), default=math.inf))
 
     def _attach(self, fold: Fold) -> AsyncRequestHandle:
         self._check_entered()
         return self._handle(self._core.attach(fold), None)
 
     def _check_entered(self) -> None:
+        _forks.check(self._generation, "session")
         if not self._streams.is_open:
             raise UnavailableError("the session is not open: use `async with client.session()`")
 
@@ -176,6 +231,13 @@ class AsyncSession:
         self._streams.flush()
 
 
+def _drop(loop: asyncio.AbstractEventLoop, streams: AsyncStreams, generation: int) -> None:
+    """Ends a session's streams, from whichever thread collects it."""
+    if generation == _forks.generation():
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and they have ended
+            loop.call_soon_threadsafe(streams.drop)
+
+
 class AsyncRequestHandle:
     """One request of a session: `await` it for its result, iterate it for its chunks.
 
@@ -189,7 +251,7 @@ class AsyncRequestHandle:
         self._session = session
         self._record = record
         self._waiting: set[asyncio.Future[None]] = set()
-        record.wake = self._wake
+        record.wake = partial(_wake, self._waiting)  # which does not keep the handle
 
     @property
     def request_id(self) -> str:
@@ -261,6 +323,7 @@ class AsyncRequestHandle:
         self._session._flush()
 
     async def _change(self) -> None:
+        _forks.check(self._session._generation, "session")
         future = asyncio.get_running_loop().create_future()
         self._waiting.add(future)
         try:
@@ -268,7 +331,8 @@ class AsyncRequestHandle:
         finally:  # a waiter that gave up is nobody to wake
             self._waiting.discard(future)
 
-    def _wake(self) -> None:
-        for future in self._waiting:
-            if not future.done():
-                future.set_result(None)
+
+def _wake(waiting: set[asyncio.Future[None]]) -> None:
+    for future in waiting:
+        if not future.done():
+            future.set_result(None)

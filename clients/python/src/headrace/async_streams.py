@@ -10,12 +10,15 @@ from typing import Any, Protocol, Self
 
 import grpc
 
+from headrace import _forks
 from headrace._async_link import is_for_task
-from headrace._calls import poll_request
+from headrace._calls import next_poll
+from headrace._deadline import Deadline, timed_out
 from headrace._fold import Fold
 from headrace.errors import (
     CallCancelledError,
     HeadraceError,
+    Peer,
     ProtocolError,
     UnavailableError,
     error_from_rpc,
@@ -57,15 +60,22 @@ class AsyncPolledEvents:
     """The events of a request that runs without a stream, read by repeated `GetResult` calls."""
 
     def __init__(
-        self, fetch: Callable[[GetResultRequest], Awaitable[GetResultResponse]], fold: Fold
+        self,
+        fetch: Callable[[GetResultRequest, float | None], Awaitable[GetResultResponse]],
+        fold: Fold,
+        deadline: Deadline,
+        read_timeout: float | None,
     ) -> None:
         self._fetch = fetch
         self._fold = fold
+        self._deadline = deadline
+        self._read_timeout = read_timeout
         self._done = False
 
     async def read(self) -> Iterable[ResultEvent] | None:
+        pause = Deadline(self._read_timeout)
         while not self._done:
-            response = await self._fetch(poll_request(self._fold))
+            response = await self._fetch(*next_poll(self._fold, self._deadline, pause))
             self._done = response.done
             if response.events:
                 return response.events
@@ -96,13 +106,17 @@ class AsyncStream:
         fold: Fold,
         *,
         cancel: Callable[[str], Awaitable[Any]],
-        target: str,
+        target: Peer,
+        read_timeout: float | None = None,
     ) -> None:
         self._source = source
         self._fold = fold
         self._cancel = cancel
         self._target = target
+        self._read_timeout = read_timeout
         self._events: AsyncEventSource | None = None
+        self._generation = 0
+        """The process that opened it."""
         self._position = 0
         self._closed = False
 
@@ -160,7 +174,7 @@ class AsyncStream:
     def close(self) -> None:
         """Stops reading; cancels the request if it has not ended."""
         self._closed = True
-        if self._events is not None:
+        if self._events is not None and self._generation == _forks.generation():
             self._events.cancel()
 
     async def __aenter__(self) -> Self:
@@ -179,13 +193,16 @@ class AsyncStream:
         # The last resort for a loop that was left without the block: gRPC would let the server
         # go on.
         events, closed = getattr(self, "_events", None), getattr(self, "_closed", True)
-        if events is not None and not closed and not self._has_ended():
+        is_own = getattr(self, "_generation", 0) == _forks.generation()
+        if events is not None and is_own and not closed and not self._has_ended():
             with contextlib.suppress(RuntimeError):  # the loop is gone, and the call with it
                 events.cancel()
 
     def _start(self) -> AsyncEventSource:
         if self._events is None:
+            self._generation = _forks.generation()
             self._events = self._source()
+        _forks.check(self._generation, "stream")
         return self._events
 
     def _has_ended(self) -> bool:
@@ -195,6 +212,16 @@ class AsyncStream:
         """Processes the next message; False: there is none."""
         if self._has_ended():
             return False
+        if self._read_timeout is None:
+            return await self._read_message()
+        try:
+            async with asyncio.timeout(self._read_timeout):
+                return await self._read_message()
+        except TimeoutError:
+            self._fold.fail(timed_out(self._read_timeout, self.request_id))
+            return False
+
+    async def _read_message(self) -> bool:
         try:
             events = await self._start().read()
         except grpc.RpcError as failure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -12,7 +13,7 @@ from typing import Any, Self, Unpack
 
 from grpc_health.v1 import health_pb2
 
-from headrace import _calls
+from headrace import _calls, _forks
 from headrace._batch import BatchInput, BatchItem, run_batch
 from headrace._capabilities import with_capabilities
 from headrace._channel import (
@@ -22,14 +23,22 @@ from headrace._channel import (
     MetadataLike,
     make_settings,
 )
+from headrace._deadline import Deadline, shortest
 from headrace._fold import Fold
 from headrace._from_proto import accepted_from_proto, result_from_proto
 from headrace._link import A, Link, Method, Q
 from headrace._servers import ManyServers, OneServer
 from headrace._tool_loop import OnError, ToolLoop
 from headrace.control import Control
-from headrace.errors import NotFoundError, UnavailableError, invalid_argument
-from headrace.messages import Message, MessageDict, Prompt
+from headrace.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    HeadraceError,
+    NotFoundError,
+    UnavailableError,
+    invalid_argument,
+)
+from headrace.messages import Conversation, Prompt
 from headrace.model_card import ModelCard
 from headrace.options import GenerationOptions, TurnOptions, build_spec, choices_of
 from headrace.results import (
@@ -65,13 +74,19 @@ class Client:
         client_cert, client_key: this client's certificate, as paths or PEM bytes.
         server_name: the name to expect in the server's certificate, if it is not the target's.
         token: sent as `authorization: Bearer …` with every call.
+        token_file: the file that has the token; it is read again when it has changed.
         metadata: additional metadata sent with every call.
         keepalive: seconds between pings of a busy connection; None: none.
         max_message_bytes: the largest message, sent or received, in bytes.
         retries: how often a unary call that ended with UNAVAILABLE or RESOURCE_EXHAUSTED is tried
             again.
         rpc_timeout: seconds that short calls (model, tokenize, health, cancel) may take; None: no
-            limit. Requests have no deadline: give them a `time_limit`.
+            limit.
+        timeout: seconds that any call may take, from its start to its end, which this client keeps
+            whatever the server does; a call's own `timeout` comes before it. Default: no limit but
+            `rpc_timeout`. The bound of a request's work is its `time_limit`, which the server
+            keeps: then it ends with what there is.
+        read_timeout: seconds between two messages of a stream, and until its first; None: no limit.
         load_balancing: `least_loaded` is the client's own choice among several servers. With
             `pick_first` and `round_robin` gRPC chooses among a name's addresses, on one channel
             that knows nothing of requests: cancel, get_result and attach may miss theirs.
@@ -92,11 +107,14 @@ class Client:
         client_key: str | os.PathLike[str] | bytes | None = None,
         server_name: str | None = None,
         token: str | None = None,
+        token_file: str | os.PathLike[str] | None = None,
         metadata: MetadataLike | None = None,
         keepalive: float | None = DEFAULT_KEEPALIVE,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         retries: int = 3,
         rpc_timeout: float | None = 30.0,
+        timeout: float | None = None,
+        read_timeout: float | None = None,
         load_balancing: LoadBalancing = "least_loaded",
         channel_options: Sequence[tuple[str, Any]] = (),
     ) -> None:
@@ -108,6 +126,7 @@ class Client:
             client_key=client_key,
             server_name=server_name,
             token=token,
+            token_file=token_file,
             metadata=metadata,
             keepalive=keepalive,
             max_message_bytes=max_message_bytes,
@@ -116,24 +135,24 @@ class Client:
             channel_options=channel_options,
         )
         self._rpc_timeout = rpc_timeout
-        self._servers: OneServer | ManyServers
-        self._control: Control | None = None
-        if self._settings.places:
-            self._servers = ManyServers(self._settings)
-        else:
-            self._servers = OneServer(self._settings)
-            link = self._servers.link
-            self._control = Control(
-                link.channel,
-                partial(link.call, timeout=rpc_timeout),
-                self._settings.target,
-                self._settings.metadata,
-            )
+        self._timeout = timeout
+        self._read_timeout = read_timeout
+        Deadline(timeout), Deadline(read_timeout)  # which check them
+        self._lock = threading.Lock()
+        self._made: OneServer | ManyServers | None = None
+        self._is_closed = False
+        self._was_forked_in_use = False
+        _forks.tell(self)
 
     @property
     def target(self) -> str:
         """The server's address, as passed to gRPC; of several servers, the targets."""
         return self._settings.target
+
+    @property
+    def timeout(self) -> float | None:
+        """How many seconds a call may take that gives no `timeout` of its own; None: no limit."""
+        return self._timeout
 
     @property
     def control(self) -> Control:
@@ -142,16 +161,53 @@ class Client:
         Raises:
             InvalidArgumentError: the client has several servers.
         """
-        if self._control is None:
+        if self._settings.places:
             raise invalid_argument(
                 "target",
                 "names several servers; control is of one, so make a client of its address",
             )
-        return self._control
+        return Control(self._only_link, self._short(None))
 
     def close(self) -> None:
         """Closes all connections; calls that still run on them are cancelled."""
-        self._servers.close()
+        with self._lock:
+            self._is_closed = True
+            made = self._made
+        if made is not None:
+            made.close()
+
+    def forked(self) -> None:
+        """See `_forks.Forkable`."""
+        self._lock = threading.Lock()  # another thread may have held it
+        made, self._made = self._made, None
+        if made is not None:
+            _forks.keep(made)
+            if any(link.open_calls for link in made.links):
+                self._was_forked_in_use = True
+
+    @property
+    def _servers(self) -> OneServer | ManyServers:
+        """The connections, made at their first use in a process.
+
+        Raises:
+            UnavailableError: the client is closed.
+            FailedPreconditionError: it had calls open when its process forked.
+        """
+        with self._lock:
+            if self._was_forked_in_use:
+                raise FailedPreconditionError(
+                    "this client had calls open when its process forked, and cannot be used in "
+                    "the child; make another there, or fork while no call is open"
+                )
+            if self._made is None:
+                if self._is_closed:
+                    raise UnavailableError("the client is closed")
+                make = ManyServers if self._settings.places else OneServer
+                self._made = make(self._settings)
+            return self._made
+
+    def _only_link(self) -> Link:
+        return self._servers.links[0]
 
     def __enter__(self) -> Self:
         return self
@@ -166,36 +222,67 @@ class Client:
 
     # ---- one request -----------------------------------------------------------------------------
 
-    def generate(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Result:
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> Result:
         """Runs one request and returns its whole result. An exception (Ctrl-C too) cancels it.
 
         If the connection is lost meanwhile, gRPC tries again, with the same id: what has finished
         is not computed twice.
 
+        Args:
+            prompt: text, token ids or a conversation.
+            timeout: seconds that the call may take, kept by this client whatever the server does;
+                None: the client's `timeout`. The bound of the work itself is `time_limit`.
+            options: see `GenerationOptions`.
+
         Raises:
+            DeadlineExceededError: `timeout` passed first, and the request was cancelled.
             HeadraceError: the request was refused or failed; the class says why.
             TypeError: there is no option of this name, or the prompt has an unsupported type.
         """
-        return self._generate(build_spec(prompt, options))
+        return self._generate(build_spec(prompt, options), timeout=timeout)
 
-    def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Stream:
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        read_timeout: float | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> Stream:
         """Runs one request and streams its output; see `Stream`.
+
+        Args:
+            prompt: text, token ids or a conversation.
+            timeout: seconds that the whole stream may take, from its start, kept by this client
+                whatever the server does; None: the client's `timeout`. The bound of the work itself
+                is `time_limit`.
+            read_timeout: seconds between two messages, and until the first one; None: the client's.
+            options: see `GenerationOptions`.
 
         Raises:
             InvalidArgumentError: a value cannot be sent at all. Refusals by the server are raised
                 by the stream.
             TypeError: there is no option of this name, or the prompt has an unsupported type.
         """
-        return self._streamed(build_spec(prompt, options))
+        spec = build_spec(prompt, options)
+        return self._streamed(spec, timeout=timeout, read_timeout=read_timeout)
 
     def run_tools(
         self,
-        messages: Sequence[Message] | Sequence[MessageDict],
+        messages: Conversation,
         tools: Sequence[Callable[..., Any]],
         *,
         max_turns: int = 10,
         approve: Approve | None = None,
         on_error: OnError = "tell",
+        timeout: float | None = None,
+        read_timeout: float | None = None,
         **options: Unpack[TurnOptions],
     ) -> ToolRun:
         """Holds a conversation with tools: generates, runs the functions that the model calls,
@@ -210,6 +297,7 @@ class Client:
             on_error: a tool that is unknown, arguments that do not fit, a call that was declined,
                 a function that raises: "tell" tells the model; "raise" raises it; a function is
                 given the `ToolError` and returns what the model is told.
+            timeout, read_timeout: of each request, as of `generate` and `stream`.
             options: options of each request. A `tool_choice` that requires a call holds for the
                 first reply; then the model may answer.
 
@@ -218,7 +306,12 @@ class Client:
             InvalidArgumentError: a value cannot be sent at all.
         """
         loop = ToolLoop(messages, tools, max_turns=max_turns, on_error=on_error, options=options)
-        return ToolRun(loop, self._generate, self._streamed, approve)
+        return ToolRun(
+            loop,
+            partial(self._generate, timeout=timeout),
+            partial(self._streamed, timeout=timeout, read_timeout=read_timeout),
+            approve,
+        )
 
     # ---- many requests ---------------------------------------------------------------------------
 
@@ -249,6 +342,7 @@ class Client:
             initial_credit=initial_credit,
             room_timeout=room_timeout,
             load_interval=load_interval,
+            timeout=self._timeout,
         )
 
     def batch(
@@ -258,6 +352,7 @@ class Client:
         max_in_flight: int = 64,
         ordered: bool = False,
         progress: bool = False,
+        timeout: float | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Iterator[BatchItem]:
         """Runs any number of requests over one session, a bounded number of them at a time.
@@ -275,6 +370,7 @@ class Client:
             max_in_flight: how many requests may run or wait in the server at the same time.
             ordered: whether outcomes come in the order of the requests instead of as they end.
             progress: whether to show a progress bar on stderr, if that is a terminal.
+            timeout: seconds that each request may take, from when it is sent; None: the client's.
             options: options for all requests; a `Request`'s own override them.
 
         Raises:
@@ -288,11 +384,18 @@ class Client:
             ordered=ordered,
             progress=progress,
             options=options,
+            timeout=self._limits(timeout)[0],
         )
 
     # ---- requests that run by themselves ---------------------------------------------------------
 
-    def add_request(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Accepted:
+    def add_request(
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> Accepted:
         """Starts a request that runs without a stream, and returns once the server has accepted it.
 
         Its result is kept for `get_result` and `attach`, and for a while after its end. To call it
@@ -306,7 +409,7 @@ class Client:
         _calls.name_request(spec)
         request = with_capabilities(pb.AddRequestRequest(spec=spec))
         response = self._servers.start(
-            lambda at: at.generation.AddRequest, request, self._rpc_timeout, spec
+            lambda at: at.generation.AddRequest, request, self._short(timeout), spec
         )
         return accepted_from_proto(response.request_id, response.accepted)
 
@@ -325,13 +428,21 @@ class Client:
             DeadlineExceededError: `timeout` passed first; the request goes on.
             HeadraceError: the request failed.
         """
-        wait = _calls.ResultWait(request_id, timeout)
+        wait = _calls.ResultWait(request_id, self._limits(timeout)[0])
         while True:
-            result = wait.take(self._get_result(wait.request()))
+            request = wait.request()
+            result = wait.take(self._get_result(request, wait.left()))
             if result is not None:
                 return result
 
-    def attach(self, request_id: str, *, from_seq: int = 1) -> Stream:
+    def attach(
+        self,
+        request_id: str,
+        *,
+        from_seq: int = 1,
+        timeout: float | None = None,
+        read_timeout: float | None = None,
+    ) -> Stream:
         """Streams the output of a request that `add_request` started, from its beginning.
 
         Several readers may do so. Leaving the stream does not affect the request.
@@ -339,45 +450,55 @@ class Client:
         Args:
             request_id: the request.
             from_seq: the number of the first event wanted; the stream has only what follows.
+            timeout: seconds that the reading may take; the request goes on.
+            read_timeout: seconds between two messages, and until the first one.
         """
+        timeout, pause = self._limits(timeout, read_timeout)
         fold = Fold(request_id, n=0, from_seq=from_seq)
         return Stream(
-            lambda: PolledEvents(self._get_result, fold),
+            lambda: PolledEvents(self._get_result, fold, Deadline(timeout), pause),
             fold,
             cancel=self.cancel,
-            target=self.target,
+            target=self._settings.peer(self.target),
         )
 
-    def cancel(self, ids: str | Iterable[str]) -> dict[str, CancelStatus]:
+    def cancel(
+        self,
+        ids: str | Iterable[str],
+        *,
+        timeout: float | None = None,
+    ) -> dict[str, CancelStatus]:
         """Ends requests of this identity by their ids; returns the result for each.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
         """
+        deadline = Deadline(self._short(timeout))
         statuses: dict[str, CancelStatus] = {}
         for request in _calls.cancel_requests(ids):
-            answer = self._servers.cancel(request, self._rpc_timeout)
+            answer = self._servers.cancel(request, deadline.left())
             statuses |= _calls.cancel_statuses(answer)
         return statuses
 
     # ---- the model and the server ----------------------------------------------------------------
 
-    def model(self) -> ModelCard:
+    def model(self, *, timeout: float | None = None) -> ModelCard:
         """The model and the server's limits.
 
         Raises:
             UnavailableError: the server cannot be reached, or its model is still loading.
         """
         request = model_service_pb2.GetModelRequest()
-        response = self._any(lambda at: at.models.GetModel, request)
+        response = self._any(lambda at: at.models.GetModel, request, timeout)
         return ModelCard.from_proto(response.model)
 
     def tokenize(
         self,
-        prompt: str | Sequence[Message] | Sequence[MessageDict],
+        prompt: str | Conversation,
         *,
         token_details: bool = False,
         add_special_tokens: bool | None = None,
+        timeout: float | None = None,
         **chat_options: Any,
     ) -> Tokenization:
         """The tokens of a text or a conversation, exactly as in a request with it.
@@ -400,11 +521,15 @@ class Client:
             add_special_tokens=add_special_tokens,
             chat_options=chat_options,
         )
-        answer = self._any(lambda at: at.models.Tokenize, request)
+        answer = self._any(lambda at: at.models.Tokenize, request, timeout)
         return _calls.tokenization(answer)
 
     def detokenize(
-        self, token_ids: Iterable[int], *, skip_special_tokens: bool | None = None
+        self,
+        token_ids: Iterable[int],
+        *,
+        skip_special_tokens: bool | None = None,
+        timeout: float | None = None,
     ) -> str:
         """The text of token ids.
 
@@ -412,10 +537,15 @@ class Client:
             HeadraceError: an id is out of range, or the server cannot be reached.
         """
         request = _calls.detokenize_request(token_ids, skip_special_tokens)
-        answer = self._any(lambda at: at.models.Detokenize, request)
+        answer = self._any(lambda at: at.models.Detokenize, request, timeout)
         return answer.text
 
-    def health(self, service: str = _calls.GENERATION_SERVICE) -> HealthStatus:
+    def health(
+        self,
+        service: str = _calls.GENERATION_SERVICE,
+        *,
+        timeout: float | None = None,
+    ) -> HealthStatus:
         """Whether the server is ready for requests; with an empty service name, whether it is
         alive.
 
@@ -424,7 +554,7 @@ class Client:
         """
         request = health_pb2.HealthCheckRequest(service=service)
         try:
-            answer = self._any(lambda at: at.health.Check, request)
+            answer = self._any(lambda at: at.health.Check, request, timeout)
             return _calls.health_status(answer)
         except NotFoundError:
             return HealthStatus.SERVICE_UNKNOWN
@@ -440,42 +570,83 @@ class Client:
         """
         end = time.monotonic() + timeout
         while True:
-            problem: UnavailableError | None = None
+            problem: HeadraceError | None = None
+            left = end - time.monotonic()
             try:
-                status = self.health()
+                status = self.health(timeout=max(left, _calls.READY_POLL_SECONDS))
                 if status is HealthStatus.SERVING:
                     return
-            except UnavailableError as error:
+            except (UnavailableError, DeadlineExceededError) as error:
                 problem = error
             if time.monotonic() >= end:
-                raise problem or UnavailableError(
-                    f"the server at {self.target} is not ready after {timeout} s: {status}"
+                if isinstance(problem, UnavailableError):
+                    raise problem
+                told = status if problem is None else problem
+                raise UnavailableError(
+                    f"the server at {self.target} is not ready after {timeout} s: {told}"
                 )
             time.sleep(_calls.READY_POLL_SECONDS)
 
-    def _generate(self, spec: GenerationSpec, requires: tuple[str, ...] = ()) -> Result:
+    def _generate(
+        self,
+        spec: GenerationSpec,
+        requires: tuple[str, ...] = (),
+        *,
+        timeout: float | None = None,
+    ) -> Result:
         _calls.name_request(spec)
         request = with_capabilities(pb.GenerateRequest(spec=spec, required_capabilities=requires))
-        response = self._servers.start(lambda at: at.generation.Generate, request, None, spec)
+        response = self._servers.start(
+            lambda at: at.generation.Generate, request, self._limits(timeout)[0], spec
+        )
         return result_from_proto(response)
 
-    def _streamed(self, spec: GenerationSpec, requires: tuple[str, ...] = ()) -> Stream:
+    def _streamed(
+        self,
+        spec: GenerationSpec,
+        requires: tuple[str, ...] = (),
+        *,
+        timeout: float | None = None,
+        read_timeout: float | None = None,
+    ) -> Stream:
+        timeout, pause = self._limits(timeout, read_timeout)
         _calls.name_request(spec)
         request = with_capabilities(
             pb.GenerateStreamRequest(spec=spec, required_capabilities=requires)
         )
         fold = Fold(spec.request_id, n=choices_of(spec))
         return Stream(
-            lambda: self._servers.stream(request, fold),
+            lambda: self._servers.stream(request, fold, Deadline(timeout)),
             fold,
             cancel=self.cancel,
-            target=self.target,
+            target=self._settings.peer(self.target),
+            read_timeout=pause,
         )
 
-    def _get_result(self, request: pb.GetResultRequest) -> pb.GetResultResponse:
-        timeout = self._rpc_timeout and self._rpc_timeout + request.wait.seconds
-        return self._servers.get_result(request, timeout)
+    def _get_result(
+        self, request: pb.GetResultRequest, left: float | None = None
+    ) -> pb.GetResultResponse:
+        """`left`: how long the caller still waits for the answer; None: it does not say."""
+        limit = self._rpc_timeout and self._rpc_timeout + request.wait.ToNanoseconds() / 1e9
+        return self._servers.get_result(request, shortest(limit, left))
 
-    def _any(self, pick: Callable[[Link], Method[Q, A]], request: Q) -> A:
+    def _limits(
+        self, timeout: float | None, read_timeout: float | None = None
+    ) -> tuple[float | None, float | None]:
+        """How long a call may take, and how long between two messages: as it says, else as the
+        client does.
+        """
+        Deadline(timeout), Deadline(read_timeout)  # which check them
+        return (
+            self._timeout if timeout is None else timeout,
+            self._read_timeout if read_timeout is None else read_timeout,
+        )
+
+    def _short(self, timeout: float | None) -> float | None:
+        """How long a short call may take."""
+        Deadline(timeout)  # which checks it
+        return shortest(self._timeout, self._rpc_timeout) if timeout is None else timeout
+
+    def _any(self, pick: Callable[[Link], Method[Q, A]], request: Q, seconds: float | None) -> A:
         """A short call that any server may answer."""
-        return self._servers.call(pick, request, self._rpc_timeout)
+        return self._servers.call(pick, request, self._short(seconds))

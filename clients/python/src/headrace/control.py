@@ -8,16 +8,14 @@ from typing import Any, Literal, TypeAlias
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
-from headrace._calls import open_call
 from headrace._from_proto import cancel_status_from_proto
+from headrace._link import Link
 from headrace.errors import CallCancelledError, error_from_rpc
 from headrace.results import CancelStatus
 from headrace.v1 import control_service_pb2 as pb
 from headrace.v1.control_service_pb2_grpc import ControlServiceStub
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
-Call: TypeAlias = Callable[[Any, Any], Any]
-"""Makes a unary call: method, request."""
 
 _CANCELS_PER_CALL = 1024  # the contract's limit
 _PAGE_SIZE = 1000
@@ -41,12 +39,17 @@ class Control:
     NotSupportedError. Messages are those of the contract (`headrace.v1`).
     """
 
-    def __init__(self, channel: grpc.Channel, call: Call, target: str, metadata: Any) -> None:
+    def __init__(self, link: Callable[[], Link], timeout: float | None) -> None:
         """Made by `Client`."""
-        self._stub = ControlServiceStub(channel)
-        self._call = call
-        self._target = target
-        self._metadata = metadata
+        self._link = link
+        self._timeout = timeout
+
+    @property
+    def _stub(self) -> ControlServiceStub:
+        return self._link().control
+
+    def _call(self, method: Any, request: Any) -> Any:
+        return self._link().call(method, request, self._timeout)
 
     def statistics(self) -> pb.Statistics:
         """The server's present statistics. Works also while its model loads.
@@ -66,16 +69,18 @@ class Control:
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
         """
-        call = open_call(self._stub.WatchStatistics, watch_request(interval), self._metadata)
+        link = self._link()
+        call = link.open(link.control.WatchStatistics, watch_request(interval))
         try:
             for message in call:
                 yield message.statistics
         except grpc.FutureCancelledError:
             raise CallCancelledError("the client was closed") from None
         except grpc.RpcError as error:
-            raise error_from_rpc(error, target=self._target) from error
+            raise error_from_rpc(error, target=link.target) from error
         finally:
             call.cancel()
+            link.ended(call)
 
     def requests(self, identity: str = "") -> Iterator[pb.LiveRequest]:
         """The live requests, the oldest first: of one identity, or of all.

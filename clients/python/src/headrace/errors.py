@@ -75,6 +75,13 @@ class HeadraceError(Exception):
         return dict(self._info().metadata)
 
     @property
+    def fields(self) -> tuple[FieldViolation, ...]:
+        """The fields of the request that were refused; empty: the error names none."""
+        found = error_details_pb2.BadRequest()
+        self._unpack(found)
+        return tuple(FieldViolation(one.field, one.description) for one in found.field_violations)
+
+    @property
     def retry_after(self) -> float | None:
         """Seconds after which to try again, if the server said so."""
         info = error_details_pb2.RetryInfo()
@@ -91,7 +98,7 @@ class HeadraceError(Exception):
         }
         violations = [
             {"field": violation.field, "description": violation.description}
-            for violation in _violations(self)
+            for violation in self.fields
         ]
         if violations:
             found["field_violations"] = violations
@@ -125,14 +132,14 @@ class HeadraceError(Exception):
 
 
 class InvalidArgumentError(HeadraceError, ValueError):
-    """A field of the request is wrong; `field_violations` says which, and what to change."""
+    """A field of the request is wrong; `fields` says which, and what to change."""
 
     default_code = grpc.StatusCode.INVALID_ARGUMENT
 
     @property
     def field_violations(self) -> tuple[FieldViolation, ...]:
-        """The fields that were refused."""
-        return tuple(_violations(self))
+        """The same as `fields`."""
+        return self.fields
 
 
 class OutOfRangeError(HeadraceError):
@@ -150,8 +157,8 @@ class NotSupportedError(HeadraceError):
 
     @property
     def field_violations(self) -> tuple[FieldViolation, ...]:
-        """The fields that the server does not support."""
-        return tuple(_violations(self))
+        """The same as `fields`."""
+        return self.fields
 
 
 class AlreadyExistsError(HeadraceError):
@@ -191,7 +198,7 @@ class UnavailableError(HeadraceError):
         return bool(self.reason)
 
 
-class DeadlineExceededError(HeadraceError):
+class DeadlineExceededError(HeadraceError, TimeoutError):
     """The call's timeout passed."""
 
     default_code = grpc.StatusCode.DEADLINE_EXCEEDED
@@ -258,6 +265,21 @@ _CLASSES: dict[grpc.StatusCode, type[HeadraceError]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Where a call went, for messages."""
+
+    target: str
+    proxy: str = ""
+    """The proxy that may be before it, in words."""
+    is_tls: bool = False
+    has_certificate: bool = False
+    """Whether this client shows a certificate."""
+
+    def __str__(self) -> str:
+        return f"{self.target} ({self.proxy})" if self.proxy else self.target
+
+
 def error_from_status(
     status: status_pb2.Status, *, request_id: str = "", partial: Result | None = None
 ) -> HeadraceError:
@@ -271,7 +293,7 @@ def error_from_status(
 def error_from_rpc(
     error: grpc.RpcError,
     *,
-    target: str = "",
+    target: Peer | None = None,
     request_id: str = "",
     partial: Result | None = None,
 ) -> HeadraceError:
@@ -280,8 +302,10 @@ def error_from_rpc(
     status = _status_of(trailers)
     if status is None or status.code != code.value[0]:
         if code is grpc.StatusCode.UNAVAILABLE and target:
-            why = _why_not_reached(text) or text or "connection lost"
+            why = _why_not_reached(text, target) or text or "connection lost"
             text = f"cannot reach a Headrace server at {target}: {why}"
+        elif code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            text = f"the call's timeout passed before the server at {target or '?'} had answered"
         status = status_pb2.Status(code=code.value[0], message=text)
     return error_from_status(status, request_id=request_id, partial=partial)
 
@@ -297,18 +321,32 @@ _HANDSHAKES = {
     "with one in plain text; ask for TLS with tls=True or ca (--tls, --ca)",
 }
 """What words of gRPC about a connection that could not be opened mean."""
+_ALGORITHMS = (
+    "or the two have no signature algorithm in common: gRPC takes certificates of RSA, P-256 and "
+    "P-384, and none of Ed25519 or P-521. The server's log says which"
+)
+_CLOSED_AFTER_TLS = {
+    False: "it ended the TLS handshake; it may want a certificate of this client, given with "
+    "client_cert and client_key (--client-cert, --client-key), " + _ALGORITHMS,
+    True: "it ended the TLS handshake; this client's certificate may be of an authority that the "
+    "server does not trust, or have expired, " + _ALGORITHMS,
+}
+"""What the same words mean where TLS is used; by whether this client has shown a certificate."""
 
 
-def _why_not_reached(text: str) -> str:
+def _why_not_reached(text: str, peer: Peer) -> str:
     """What gRPC's words about a connection mean; empty: nothing is known of them."""
     if "failed to connect" not in text:
         return ""
+    if peer.is_tls and "Socket closed" in text:
+        return _CLOSED_AFTER_TLS[peer.has_certificate]
     return next((meaning for words, meaning in _HANDSHAKES.items() if words in text), "")
 
 
 def is_about_tls(error: HeadraceError) -> bool:
     """Whether an error says that client and server do not agree about TLS."""
-    return any(meaning in error.message for meaning in _HANDSHAKES.values())
+    meanings = (*_HANDSHAKES.values(), *_CLOSED_AFTER_TLS.values())
+    return any(meaning in error.message for meaning in meanings)
 
 
 def moved_error(request_id: str) -> HeadraceError:
@@ -335,12 +373,6 @@ def _rebuild(
     kind: type[HeadraceError], message: str, status: bytes, request_id: str
 ) -> HeadraceError:
     return kind(message, status=status_pb2.Status.FromString(status), request_id=request_id)
-
-
-def _violations(error: HeadraceError) -> Iterable[FieldViolation]:
-    found = error_details_pb2.BadRequest()
-    error._unpack(found)
-    return [FieldViolation(one.field, one.description) for one in found.field_violations]
 
 
 def _parts(error: Any) -> tuple[grpc.StatusCode, str, Iterable[tuple[str, str | bytes]]]:

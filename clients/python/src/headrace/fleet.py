@@ -1,12 +1,15 @@
 """The servers of a client that has several, for threads: who is there, and unary calls to them.
 
-Two threads of its own: one looks names up, one asks servers that are not ready for their health.
+Two threads of its own, from its first use on: one looks names up, one asks servers that are not
+ready for their health. They do not keep it: a fleet that nobody holds is collected, and they end.
 Every call takes the lock only to choose a server and to note its outcome.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -14,8 +17,10 @@ from typing import Any
 
 import grpc
 
+from headrace import _forks
 from headrace._attempts import Attempts, OwnerTries
 from headrace._channel import ChannelSettings
+from headrace._deadline import Deadline
 from headrace._fleet import (
     CHECK_SECONDS,
     PATIENCE_SECONDS,
@@ -28,7 +33,13 @@ from headrace._health import Question, Questions, questions
 from headrace._link import A, Link, Method, Q
 from headrace._placement import prefix_keys
 from headrace._targets import Address, Name, Place, resolve
-from headrace.errors import HeadraceError, NotFoundError, UnavailableError, error_from_rpc
+from headrace.errors import (
+    HeadraceError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+    error_from_rpc,
+)
 from headrace.v1.generation_pb2 import GenerationSpec
 from headrace.v1.generation_service_pb2 import (
     CANCEL_STATUS_NOT_FOUND,
@@ -54,14 +65,35 @@ class Fleet:
         self._listeners: list[Callable[[], None]] = []
         self._answers: list[Callable[[], None]] = []
         """What takes the answers to questions for health that have come."""
-        self._closed = False
+        self._has_begun = False
+        self._over = threading.Event()
+        """Whether it was closed, or nobody holds it any more."""
         self._kicked = threading.Event()  # look names up now
-        names = [place for place in settings.places if isinstance(place, Name)]
-        self._add([place for place in settings.places if isinstance(place, Address)])
-        threading.Thread(target=self._check, name="headrace-health", daemon=True).start()
-        if names:
+        weakref.finalize(self, _end, self._over, self._kicked, self.changed).atexit = False
+
+    def begin(self) -> None:
+        """Begins to look for servers, if it has not.
+
+        Raises:
+            FailedPreconditionError: gRPC cannot connect in this process, which was forked.
+        """
+        with self.changed:
+            if self._has_begun or self.is_closed:
+                return
+            _forks.may_connect()
+            self._has_begun = True
+        places = self.settings.places
+        self._add([place for place in places if isinstance(place, Address)])
+        me = weakref.ref(self)
+        threading.Thread(
+            target=_check, args=(me, self.changed), name="headrace-health", daemon=True
+        ).start()
+        if any(isinstance(place, Name) for place in places):
             threading.Thread(
-                target=self._resolve, args=[settings.places], name="headrace-names", daemon=True
+                target=_resolve,
+                args=(me, places, self._over, self._kicked),
+                name="headrace-names",
+                daemon=True,
             ).start()
 
     # ---- calls -----------------------------------------------------------------------------------
@@ -69,7 +101,7 @@ class Fleet:
     def call(self, pick: Callable[[Link], Method[Q, A]], request: Q, timeout: float | None) -> A:
         """A unary call that any server may answer."""
         attempts = Attempts(self.state, None, retries=self.settings.retries)
-        return self._call(attempts, pick, request, timeout)
+        return self._call(attempts, pick, request, Deadline(timeout))
 
     def start(
         self,
@@ -85,7 +117,7 @@ class Fleet:
             retries=self.settings.retries,
             sticks=isinstance(request, AddRequestRequest),
         )
-        answer: Any = self._call(attempts, pick, request, timeout, spec.request_id)
+        answer: Any = self._call(attempts, pick, request, Deadline(timeout), spec.request_id)
         with self.changed:
             self.state.note_owner(spec.request_id, answer.instance_id)
             if isinstance(request, AddRequestRequest):
@@ -95,9 +127,10 @@ class Fleet:
 
     def get_result(self, request: GetResultRequest, timeout: float | None) -> GetResultResponse:
         """Reads a request's results, at the server that has it."""
+        deadline = Deadline(timeout)
         with self.changed:
             if not self.state.owner(request.request_id):
-                self._settle()
+                self._settle(deadline)
             tries = OwnerTries(self.state, request.request_id, retries=self.settings.retries)
         while True:
             with self.changed:
@@ -106,10 +139,10 @@ class Fleet:
             try:
                 method = server.link.generation.GetResult
                 answer: GetResultResponse = server.link.call(
-                    method, request, timeout, request.request_id
+                    method, request, deadline.left(), request.request_id
                 )
             except HeadraceError as error:
-                self._pause_after(tries, server, error)
+                self._pause_after(tries, server, error, deadline)
                 continue
             with self.changed:
                 self.state.note_owner(request.request_id, answer.instance_id)
@@ -123,6 +156,7 @@ class Fleet:
         Raises:
             HeadraceError: a server refuses the caller, or none can be reached.
         """
+        deadline = Deadline(timeout)
         by_owner: defaultdict[str, list[str]] = defaultdict(list)
         with self.changed:
             for request_id in request.request_ids:
@@ -130,7 +164,7 @@ class Fleet:
                 known = self.state.by_instance(owner)
                 by_owner[owner if known else ""].append(request_id)
             if "" in by_owner:
-                self._settle()
+                self._settle(deadline)
             anywhere = self.state.reachable()
         found: dict[str, CancelResult] = {}
         for owner, ids in by_owner.items():
@@ -138,7 +172,7 @@ class Fleet:
                 servers = self.state.by_instance(owner)[:1] if owner else anywhere
                 if not servers:
                     raise self.state.nobody()
-            self._cancel_at(servers, owner, ids, timeout, found)
+            self._cancel_at(servers, owner, ids, deadline, found)
         missing = CANCEL_STATUS_NOT_FOUND
         return CancelResponse(
             results=[
@@ -152,7 +186,7 @@ class Fleet:
         servers: list[Server],
         owner: str,
         ids: list[str],
-        timeout: float | None,
+        deadline: Deadline,
         found: dict[str, CancelResult],
     ) -> None:
         """Cancels at each of these servers what was not found at the ones before."""
@@ -165,7 +199,7 @@ class Fleet:
             request = CancelRequest(request_ids=left, instance_id=owner)
             try:
                 answer: CancelResponse = server.link.call(
-                    server.link.generation.Cancel, request, timeout
+                    server.link.generation.Cancel, request, deadline.left()
                 )
             except NotFoundError:  # another process is at that address now
                 answered = True
@@ -180,29 +214,34 @@ class Fleet:
         if problem is not None and not answered:
             raise problem
 
-    def place(self, attempts: Attempts) -> Server:
+    def place(self, attempts: Attempts, deadline: Deadline) -> Server:
         """The server for the next try; waits until there is one. The request counts as begun there.
 
         Raises:
             UnavailableError: there was none for too long, or the client is closed.
+            DeadlineExceededError: there was none in time.
         """
         with self.changed:
+            self.begin()
             while True:
-                if self._closed:
+                if self.is_closed:
                     raise UnavailableError("the client is closed")
                 found = attempts.next()
                 if isinstance(found, Server):
                     self.state.begun(found)
                     return found
-                self.changed.wait(found)
+                deadline.check()
+                self.changed.wait(deadline.within(found))
 
-    def failed(self, attempts: Attempts, server: Server, error: HeadraceError) -> None:
+    def failed(
+        self, attempts: Attempts, server: Server, error: HeadraceError, deadline: Deadline
+    ) -> None:
         """Notes a failed try, and waits as long as the next one must.
 
         Raises:
             HeadraceError: there is none; the error itself.
         """
-        self._pause_after(attempts, server, error)
+        self._pause_after(attempts, server, error, deadline)
 
     def owned(self, request_id: str, server: Server, instance_id: str) -> None:
         """A server has begun to answer a request, and named its instance."""
@@ -219,37 +258,46 @@ class Fleet:
     def close(self) -> None:
         """Closes all connections; calls that still run are cancelled."""
         with self.changed:
-            self._closed = True
-            servers = list(self.state.servers.values())
-            self.changed.notify_all()
-        self._kicked.set()
-        for server in servers:
-            server.link.channel.close()
+            _end(self._over, self._kicked, self.changed)
+            links = self.links
+        for link in links:
+            link.close()
 
-    def _settle(self) -> None:
+    @property
+    def links(self) -> list[Link]:
+        """The connections."""
+        return [server.link for server in self.state.servers.values()]
+
+    def _settle(self, deadline: Deadline) -> None:
         """Waits until all servers have been asked whether they are ready; the lock is held."""
-        self.changed.wait_for(lambda: self._closed or self.state.is_settled, PATIENCE_SECONDS)
+        self.begin()
+        self.changed.wait_for(
+            lambda: self.is_closed or self.state.is_settled, deadline.within(PATIENCE_SECONDS)
+        )
+        deadline.check()
 
     @property
     def is_closed(self) -> bool:
         """Whether the client was closed."""
-        return self._closed
+        return self._over.is_set()
 
     def _call(
         self,
         attempts: Attempts,
         pick: Callable[[Link], Method[Q, A]],
         request: Q,
-        timeout: float | None,
+        deadline: Deadline,
         request_id: str = "",
     ) -> A:
         while True:
-            server = self.place(attempts)
+            server = self.place(attempts, deadline)
             try:
-                answer: A = server.link.call(pick(server.link), request, timeout, request_id)
+                answer: A = server.link.call(
+                    pick(server.link), request, deadline.left(), request_id
+                )
             except HeadraceError as error:
                 self.over(server)
-                self._pause_after(attempts, server, error)
+                self._pause_after(attempts, server, error, deadline)
             except BaseException:
                 self.over(server)
                 raise
@@ -260,26 +308,34 @@ class Fleet:
                 return answer
 
     def _pause_after(
-        self, tries: Attempts | OwnerTries, server: Server, error: HeadraceError
+        self,
+        tries: Attempts | OwnerTries,
+        server: Server,
+        error: HeadraceError,
+        deadline: Deadline,
     ) -> None:
         with self.changed:
-            if self._closed:
+            if self.is_closed:
                 raise error
             pause = tries.failed(server, error)
             self.look()
-            end = self.state.clock() + pause
+            end = self.state.clock() + deadline.within(pause)
             while (left := end - self.state.clock()) > 0 and not self.is_closed:
                 self.changed.wait(left)
+        deadline.check()
 
     # ---- who is there ----------------------------------------------------------------------------
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Has this called, in a thread of the fleet's, when a server has become ready."""
-        self._listeners.append(listener)
+        with self.changed:
+            self.begin()
+            self._listeners.append(listener)
 
     def forget(self, listener: Callable[[], None]) -> None:
-        """Ends what `listen` began."""
-        self._listeners.remove(listener)
+        """Ends what `listen` began. Takes no lock."""
+        with contextlib.suppress(ValueError):  # it has ended already
+            self._listeners.remove(listener)
 
     def look(self) -> None:
         """A server was lost or is not ready: look names up and ask servers soon."""
@@ -295,53 +351,35 @@ class Fleet:
             gone = self.state.left()
             self.changed.notify_all()
         for server in gone:
-            server.link.channel.close()
+            server.link.close()
 
-    def _resolve(self, places: tuple[Place, ...]) -> None:
-        """Looks the names up, every few seconds and after failures. What cannot be looked up keeps
-        the addresses that it had.
+    def _listed(self, addresses: list[Address], problem: str) -> None:
+        """What a look at the names found, and why one could not be looked up, if so."""
+        with self.changed:
+            self.state.unresolved = problem or self.state.unresolved
+        self._add(addresses)
+
+    def _due_in(self) -> float | None:
+        """In how many seconds `_step` has something to do; None: not before a change. The lock is
+        held.
         """
-        known: dict[Name, list[Address]] = {}
-        while not self._closed:
-            addresses: list[Address] = []
-            for place in places:
-                if isinstance(place, Name):
-                    try:
-                        known[place] = resolve(place)
-                    except OSError as error:
-                        with self.changed:
-                            self.state.unresolved = f"{place.host} cannot be looked up: {error}"
-                    addresses += known.get(place, [])
-                else:
-                    addresses.append(place)
-            self._add(addresses)
-            self._kicked.wait(RESOLVE_SECONDS)
-            self._kicked.clear()
-            with self.changed:  # failures that come together are one reason
-                self.changed.wait_for(lambda: self._closed, RESOLVE_AGAIN_SECONDS)
+        return 0.0 if self._answers else self.state.next_in()
 
-    def _check(self) -> None:
+    def _step(self) -> None:
         """Asks servers that are not ready whether they are. Each answer is taken as it comes."""
-        while True:
-            with self.changed:
-                while not self._closed and not self._answers:
-                    if (wait := self.state.next_in()) == 0.0:
-                        break
-                    self.changed.wait(wait)
-                if self._closed:
-                    return
-                answers, self._answers = self._answers, []
-                asked = self.state.to_ask()
-                told = self.state.tell()
-                self.changed.notify_all()
-            for server in asked:
-                asking = questions(self.state, server)
-                self._go_on(server, asking, partial(next, asking))
-            for take in answers:
-                take()
-            if told:
-                for listener in list(self._listeners):
-                    listener()
+        with self.changed:
+            answers, self._answers = self._answers, []
+            asked = self.state.to_ask()
+            told = self.state.tell()
+            self.changed.notify_all()
+        for server in asked:
+            asking = questions(self.state, server)
+            self._go_on(server, asking, partial(next, asking))
+        for take in answers:
+            take()
+        if told:
+            for listener in list(self._listeners):
+                listener()
 
     def _go_on(self, server: Server, asking: Questions, step: Callable[[], Question]) -> None:
         """Asks a server the next question, if there is one: what the step gives."""
@@ -356,6 +394,9 @@ class Fleet:
             call = question.pick(link).future(
                 question.request, timeout=CHECK_SECONDS, metadata=self.settings.metadata
             )
+        except InvalidArgumentError as error:  # of the token's file
+            self._go_on(server, asking, partial(asking.throw, error))
+            return
         except ValueError:  # the channel was closed
             return
         call.add_done_callback(lambda call: self._answer(partial(self._take, server, asking, call)))
@@ -376,3 +417,56 @@ class Fleet:
         with self.changed:
             self._answers.append(take)
             self.changed.notify_all()
+
+
+def _end(over: threading.Event, kicked: threading.Event, changed: threading.Condition) -> None:
+    """Ends a fleet's threads."""
+    over.set()
+    kicked.set()
+    with changed:
+        changed.notify_all()
+
+
+def _check(of: weakref.ref[Fleet], changed: threading.Condition) -> None:
+    """Has a fleet make its steps when they are due."""
+    while (fleet := of()) is not None and not fleet.is_closed:
+        with changed:
+            wait = fleet._due_in()
+            if wait != 0.0 and not fleet.is_closed:
+                del fleet  # not kept while this waits
+                if of() is not None:
+                    changed.wait(wait)
+                continue
+        fleet._step()
+        del fleet
+
+
+def _resolve(
+    of: weakref.ref[Fleet],
+    places: tuple[Place, ...],
+    over: threading.Event,
+    kicked: threading.Event,
+) -> None:
+    """Looks a fleet's names up, every few seconds and after failures. What cannot be looked up
+    keeps the addresses that it had.
+    """
+    known: dict[Name, list[Address]] = {}
+    while not over.is_set():
+        addresses: list[Address] = []
+        problem = ""
+        for place in places:
+            if isinstance(place, Name):
+                try:
+                    known[place] = resolve(place)
+                except OSError as error:
+                    problem = f"{place.host} cannot be looked up: {error}"
+                addresses += known.get(place, [])
+            else:
+                addresses.append(place)
+        if (fleet := of()) is None:
+            return
+        fleet._listed(addresses, problem)
+        del fleet
+        kicked.wait(RESOLVE_SECONDS)
+        kicked.clear()
+        over.wait(RESOLVE_AGAIN_SECONDS)  # failures that come together are one reason

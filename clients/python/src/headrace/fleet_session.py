@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Unpack
 
 from headrace._fleet_record import Link
 from headrace._fleet_session import FleetCore
-from headrace._session import Record, SessionOptions
-from headrace._streams import Later, Wire, wake
-from headrace.errors import HeadraceError, UnavailableError
+from headrace._session import Record, SessionOptions, wake
+from headrace._streams import Later, Wire
+from headrace.errors import CallCancelledError, HeadraceError, UnavailableError
 from headrace.fleet import Fleet
 from headrace.session import CLOSE_SECONDS
 from headrace.v1.generation_service_pb2 import StreamResultResponse
@@ -37,6 +36,7 @@ class ManyStreams:
         self._fleet = fleet
         self._later = Later()
         self._ended = threading.Condition(self.lock)
+        self._is_dropped = False
         fleet.listen(self._server_changed)
 
     def flush(self) -> None:
@@ -63,28 +63,36 @@ class ManyStreams:
 
     def _open(self, link: Link) -> None:
         """Opens the stream to a server; the lock is held."""
-        server = link.server
-        link.wire = Wire(
-            server.link.generation,
-            self._fleet.settings.metadata,
-            server.link.target,
-            link.core,
-            partial(self._received, link),
-            partial(self._lost, link),
-        )
+        link.wire = Wire(link.server.link, link.core, self, link)
         link.wire.start()
 
-    def _received(self, link: Link, response: StreamResultResponse) -> bool:
-        with self.lock:
-            self._done(self.core.receive(link, response))
-            return not link.core.ended
+    def drop(self) -> None:
+        """Ends the streams, of which nobody wants to know any more."""
+        self._is_dropped = True
+        self._fleet.forget(self._server_changed)
+        self._later.close()
+        for link in self.core.links:
+            link.wire.drop()
 
-    def _lost(self, link: Link, error: HeadraceError | None) -> None:
+    def later(self, seconds: float, act: Callable[[], object]) -> None:
+        """Does something after so many seconds."""
+        self._later.add(seconds, act)
+
+    def received(self, place: Link, response: StreamResultResponse) -> bool:
+        """See `headrace._streams.Reader`."""
         with self.lock:
-            self._done(self.core.lost(link, error))
+            self._done(self.core.receive(place, response))
+            return not place.core.ended
+
+    def lost(self, place: Link, error: HeadraceError | None) -> None:
+        """See `headrace._streams.Reader`."""
+        with self.lock:
+            if self._is_dropped:
+                self.core.end(CallCancelledError("the session was dropped"))
+            self._done(self.core.lost(place, error))
             if self._fleet.is_closed:
                 self._done(self.core.end(UnavailableError("the client was closed")))
-            link.wire.flush()  # lets gRPC's sending thread go
+            place.wire.flush()  # lets gRPC's sending thread go
         self._fleet.look()
 
     def _server_changed(self) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Self
 
 import grpc
 
+from headrace import _forks
 from headrace._attempts import Attempts, failed_undelivered
+from headrace._deadline import Deadline
 from headrace._fleet import Server
 from headrace._fold import Fold
-from headrace.errors import CallCancelledError, HeadraceError, error_from_rpc
+from headrace._link import Link
+from headrace.errors import CallCancelledError, DeadlineExceededError, HeadraceError, error_from_rpc
 from headrace.fleet import Fleet
 from headrace.v1.generation_pb2 import ResultEvent
+from headrace.v1.generation_service_pb2 import GenerateStreamRequest
 
 
 class FleetEvents:
@@ -24,13 +28,16 @@ class FleetEvents:
         self,
         fleet: Fleet,
         attempts: Attempts,
-        open_at: Callable[[Server], Any],
+        request: GenerateStreamRequest,
         fold: Fold,
+        deadline: Deadline,
     ) -> None:
         self._fleet = fleet
         self._attempts = attempts
-        self._open_at = open_at
+        self._request = request
+        self._generation = _forks.generation()
         self._fold = fold
+        self._deadline = deadline
         self._server: Server | None = None
         self._call: Any = None
         self._cancelled = False
@@ -41,9 +48,17 @@ class FleetEvents:
     def __next__(self) -> Iterable[ResultEvent]:
         while True:
             if self._server is None:
-                self._server = self._fleet.place(self._attempts)
+                try:
+                    self._server = self._fleet.place(self._attempts, self._deadline)
+                except DeadlineExceededError:
+                    if self._cancelled:
+                        raise CallCancelledError("the stream was closed") from None
+                    raise
                 if not self._cancelled:
-                    self._call = self._open_at(self._server)
+                    link: Link = self._server.link
+                    self._call = link.open(
+                        link.generation.GenerateStream, self._request, self._deadline.left()
+                    )
                 if self._cancelled:  # while it waited, or now
                     self.cancel()
                     raise CallCancelledError("the stream was closed")
@@ -74,16 +89,24 @@ class FleetEvents:
         Raises:
             HeadraceError: there is no further try; the error itself.
         """
-        self._fleet.failed(self._attempts, server, error)
+        self._fleet.failed(self._attempts, server, error, self._deadline)
         self._fold.restart()
 
     def cancel(self) -> None:
         self._cancelled = True
+        self._deadline.end()
+        self._fleet.look()  # ends a wait for a server
         if self._call is not None:
             self._call.cancel()
         self._over()
 
+    def __del__(self) -> None:
+        if self._generation == _forks.generation():  # else its locks may be nobody's
+            self._over()
+
     def _over(self) -> None:
-        if self._server is not None:
-            self._fleet.over(self._server)
-            self._server = None
+        server, self._server = self._server, None
+        if server is not None:
+            if self._call is not None:
+                server.link.ended(self._call)
+            self._fleet.over(server)

@@ -93,6 +93,9 @@ class MessageDict(TypedDict):
     reasoning_content: NotRequired[str]
 
 
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Sequence[MessageDict] | GenerationSpec
+Conversation: TypeAlias = Sequence[Message | MessageDict | Mapping[str, Any]]
+"""The messages of a conversation, in whichever form each is."""
+# One sequence of all kinds of items: type checkers infer no list through a union of sequences.
+Prompt: TypeAlias = str | Sequence[int | Message | MessageDict | Mapping[str, Any]] | GenerationSpec
 """A prompt: text, token ids, a conversation, or the whole request as its protobuf message.
 """

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from difflib import get_close_matches
 from typing import Any, Literal, TypedDict, Unpack, cast
 
 from google.protobuf.duration_pb2 import Duration
@@ -27,121 +28,121 @@ from headrace.v1 import generation_pb2 as pb
 class TurnOptions(TypedDict, total=False):
     """The options of one request that a run of tools may have too (`Client.run_tools`)."""
 
-    adapter: str
+    adapter: str | None
     """The name of an adapter (such as a LoRA) to apply."""
 
-    temperature: float
+    temperature: float | None
     """Divides the logits; 0 is greedy."""
-    top_k: int
-    top_p: float
-    min_p: float
-    typical_p: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    typical_p: float | None
     """Keep the tokens of most typical surprise, up to this sum of probability."""
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    no_repeat_ngram_size: int
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    no_repeat_ngram_size: int | None
     """No sequence of this many tokens occurs twice in prompt and output; 0: off."""
-    logit_bias: Mapping[int, float]
+    logit_bias: Mapping[int, float] | None
     """Added to the logits of single tokens, by id."""
-    allowed_token_ids: Sequence[int]
+    allowed_token_ids: Sequence[int] | None
     """If given, only these ids are generated (include an end-of-sequence id, or the output ends
     only at `max_tokens`).
     """
-    banned_token_ids: Sequence[int]
+    banned_token_ids: Sequence[int] | None
     """These ids are never generated."""
-    seed: int
+    seed: int | None
     """Makes the draws repeatable; 0 to 2**63 - 1."""
 
-    max_tokens: int
+    max_tokens: int | None
     """The most tokens to generate; 0 only processes the prompt."""
-    min_tokens: int
-    stop: str | Sequence[str]
+    min_tokens: int | None
+    stop: str | Sequence[str] | None
     """Strings that end the output where they first appear."""
-    stop_token_ids: Sequence[int]
-    eos_token_ids: Sequence[int]
+    stop_token_ids: Sequence[int] | None
+    eos_token_ids: Sequence[int] | None
     """Replaces the model's own end-of-sequence ids."""
-    ignore_eos: bool
-    include_stop: bool
+    ignore_eos: bool | None
+    include_stop: bool | None
     """Whether the text that ended the output is part of it; default no."""
-    max_reasoning_tokens: int
+    max_reasoning_tokens: int | None
     """For a conversation: after so many tokens of reasoning it is ended; 0: at once."""
 
     delivery: Literal["stream", "final"]
     """`final`: everything in one piece at the end."""
-    min_tokens_per_delta: int
+    min_tokens_per_delta: int | None
     """A chunk is sent once it has this many tokens."""
-    logprobs: int
+    logprobs: int | None
     """Log-probabilities with this many candidates per token; 0: the token's own only."""
-    prompt_logprobs: int
+    prompt_logprobs: int | None
     """The same for the prompt's tokens, in `Result.prompt.tokens`."""
-    logprob_token_ids: Sequence[int]
+    logprob_token_ids: Sequence[int] | None
     """Ids that follow the candidates of every token, in this order."""
-    echo: bool
+    echo: bool | None
     """Whether the text starts with the prompt's."""
-    token_details: bool
-    record_timestamps: bool
-    skip_special_tokens: bool
-    omit_text: bool
+    token_details: bool | None
+    record_timestamps: bool | None
+    skip_special_tokens: bool | None
+    omit_text: bool | None
 
-    json_schema: str | Mapping[str, Any]
+    json_schema: str | Mapping[str, Any] | None
     """The output must be a JSON value that satisfies this schema: a dict, or JSON text."""
-    json_object: bool
+    json_object: bool | None
     """The output must be a JSON object."""
-    regex: str
+    regex: str | None
     """The output must match this regular expression as a whole."""
-    grammar: str
+    grammar: str | None
     """The output must be a text of this grammar, in Lark syntax."""
-    choices: Sequence[str]
+    choices: Sequence[str] | None
     """The output must be one of these strings."""
-    structural_tag: str | Mapping[str, Any]
+    structural_tag: str | Mapping[str, Any] | None
     """The output must have these parts: {"type": "structural_tag", "format": …}, or JSON text."""
-    flexible_whitespace: bool
+    flexible_whitespace: bool | None
     """For JSON: whether the model may write blanks and line ends as it likes; default: one line."""
 
-    priority: int
+    priority: int | None
     """Requests of a higher number run first; -100 to 100, default 0."""
-    time_limit: float | timedelta
+    time_limit: float | timedelta | None
     """Seconds (or a timedelta) that the request may take; then it ends with TIME_LIMIT."""
-    cache_salt: str
+    cache_salt: str | None
     """Cached prefixes are shared only among requests with the same salt."""
-    bypass_prefix_cache: bool
+    bypass_prefix_cache: bool | None
     """Neither use cached prefixes nor cache this request's."""
-    truncate_prompt_to: int
+    truncate_prompt_to: int | None
     """Cut a longer prompt to this many tokens."""
     truncation_side: Literal["left", "right"]
     """Which end `truncate_prompt_to` cuts; default the left, the oldest tokens."""
 
-    add_special_tokens: bool
+    add_special_tokens: bool | None
     """For a text prompt: whether the tokenizer adds its special tokens; default yes."""
-    tool_choice: str | Mapping[str, Any] | ToolChoice
+    tool_choice: str | Mapping[str, Any] | ToolChoice | None
     """Which of the tools it may or must call: "auto", "none", "required", OpenAI's dictionaries of
     one function or of allowed tools, or `ToolChoice`. The model is held to the choice and to the
     tools' schemas; not with "auto" alone, unless a tool says "strict": true.
     """
-    parallel_tool_calls: bool
+    parallel_tool_calls: bool | None
     """Whether a reply may have several calls; if given, the model is held as by `tool_choice`."""
-    add_generation_prompt: bool
-    continue_final_message: bool
-    template_arguments: Mapping[str, Any] | str
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    template_arguments: Mapping[str, Any] | str | None
     """For a conversation: additional named values for the chat template; an object or JSON text."""
 
-    model: str
+    model: str | None
     """The model that is meant, by its name or an alias; a server that has it not refuses."""
-    labels: Mapping[str, str]
+    labels: Mapping[str, str] | None
     """Labels for accounting: at most 16, in the server's logs and traces."""
 
 
 class GenerationOptions(TurnOptions, total=False):
     """The options of one request; each is optional."""
 
-    request_id: str
+    request_id: str | None
     """Your id for the request, 1 to 128 of `[A-Za-z0-9._:/-]`; made for you if omitted."""
-    n: int
+    n: int | None
     """How many independent continuations to make; default 1."""
-    tools: Sequence[Tool | Mapping[str, Any]]
+    tools: Sequence[Tool | Mapping[str, Any]] | None
     """For a conversation: the functions that the model may call."""
-    raw_text: bool
+    raw_text: bool | None
     """For a conversation: reasoning and tool calls stay in the text, as the model wrote them."""
 
 
@@ -203,6 +204,24 @@ _PLACES: dict[str, tuple[str, str]] = {
     "truncate_prompt_to": ("truncation", "max_prompt_tokens"),
     "truncation_side": ("truncation", "side"),
 }  # fmt: skip
+_OTHER_NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "response_format": "json_schema",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choices",
+    "guided_grammar": "grammar",
+    "stop_sequences": "stop",
+    "num_return_sequences": "n",
+    "top_logprobs": "logprobs",
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "user": "labels",
+    "timeout": "time_limit, or the timeout of the call itself",
+}
+"""What other libraries call an option, and what it is here."""
 _ENUMS: dict[str, dict[str, int]] = {
     "delivery": {"stream": pb.DELIVERY_STREAM, "final": pb.DELIVERY_FINAL},
     "truncation_side": {"left": pb.TRUNCATION_SIDE_LEFT, "right": pb.TRUNCATION_SIDE_RIGHT},
@@ -222,8 +241,7 @@ def build_spec(prompt: Prompt, options: GenerationOptions | None = None) -> pb.G
     given = {name: value for name, value in (options or {}).items() if value is not None}
     if given.get("json_object") is False:  # no form, which is not a form that is off
         del given["json_object"]
-    if unknown := sorted(given.keys() - OPTION_NAMES):
-        raise TypeError(f"no such generation option: {', '.join(unknown)}")
+    check_names(given, OPTION_NAMES, "generation option")
     spec = pb.GenerationSpec()
     if isinstance(prompt, pb.GenerationSpec):
         spec.CopyFrom(prompt)
@@ -241,6 +259,22 @@ def build_spec(prompt: Prompt, options: GenerationOptions | None = None) -> pb.G
     if len(formats) > 1:
         raise invalid_argument(formats[1], f"cannot be combined with {formats[0]}")
     return spec
+
+
+def check_names(given: Iterable[str], known: Collection[str], what: str) -> None:
+    """Refuses options that there are not, with those that may be meant.
+
+    Raises:
+        TypeError: there is no `what` of such a name.
+    """
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise TypeError(f"no such {what}: {', '.join(_and_meant(one, known) for one in unknown)}")
+
+
+def _and_meant(name: str, known: Collection[str]) -> str:
+    meant = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else get_close_matches(name, known, 1)
+    return f"{name} (is it {meant[0]}?)" if meant else name
 
 
 def set_input(message: Any, prompt: Prompt) -> None:

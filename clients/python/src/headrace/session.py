@@ -4,13 +4,18 @@ threads.
 
 from __future__ import annotations
 
+import math
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Protocol, Self, Unpack
 
+from headrace import _forks
+from headrace._deadline import Deadline
 from headrace._fold import Fold
-from headrace._session import Core, Record, fold_to_attach
+from headrace._session import Core, Record, fold_to_attach, wake
 from headrace._trace import label_trace
 from headrace.errors import DeadlineExceededError, HeadraceError
 from headrace.messages import Prompt
@@ -41,6 +46,14 @@ class Streams(Protocol):
         cancelled.
         """
 
+    def later(self, seconds: float, act: Callable[[], object]) -> None:
+        """Does something after so many seconds."""
+
+    def drop(self) -> None:
+        """Ends all streams, of which nobody wants to know any more. Takes no lock: it is called
+        where garbage is collected.
+        """
+
 
 class Session:
     """A session: many requests on one stream, their results interleaved. Made by `Client.session`.
@@ -54,24 +67,50 @@ class Session:
                 print(handle.result().text)
     """
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, timeout: float | None = None) -> None:
         """Made by `Client.session`."""
+        self._timeout = timeout
+        self._armed = math.inf  # when the next look at what is over comes
+        self._generation = _forks.generation()
         self._streams = streams
         self._core = streams.core
-        self._lock = streams.lock
+        self._own_lock = streams.lock
+        weakref.finalize(self, _drop, streams, self._generation).atexit = False
 
-    def submit(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> RequestHandle:
+    @property
+    def _lock(self) -> threading.Lock:
+        """The lock.
+
+        Raises:
+            FailedPreconditionError: another process opened the session.
+        """
+        _forks.check(self._generation, "session")
+        return self._own_lock
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> RequestHandle:
         """Starts a request and returns at once.
 
         Refusals by the server are raised by the handle, not here. A request for which the server
         has no room is sent again when it may have some (see `room_timeout`).
+
+        Args:
+            prompt: text, token ids or a conversation.
+            timeout: seconds that the request may take from now on; then its handle raises
+                DeadlineExceededError, and it is cancelled. None: the client's.
+            options: see `GenerationOptions`.
 
         Raises:
             InvalidArgumentError: a value cannot be sent at all.
             AlreadyExistsError: a live request of this session has that `request_id`.
             UnavailableError: the session has ended, or is being closed.
         """
-        return self._submit(build_spec(prompt, options))
+        return self._submit(build_spec(prompt, options), timeout=timeout)
 
     def attach(self, request_id: str, *, from_seq: int = 1, n: int | None = None) -> RequestHandle:
         """Continues a request of an earlier session, or of `Client.add_request`, on this one.
@@ -131,6 +170,8 @@ class Session:
         Args:
             cancel: whether to cancel the live requests instead of waiting for them.
         """
+        if self._generation != _forks.generation():  # it is its own process' to close
+            return
         with self._lock:
             self._core.close(cancel=cancel)
             self._flush()
@@ -148,11 +189,36 @@ class Session:
         self.close(cancel=kind is not None)
 
     def _submit(
-        self, spec: GenerationSpec, on_done: Callable[[RequestHandle], None] | None = None
+        self,
+        spec: GenerationSpec,
+        on_done: Callable[[RequestHandle], None] | None = None,
+        timeout: float | None = None,
     ) -> RequestHandle:
         label_trace(spec)
+        timeout = self._timeout if timeout is None else timeout
+        Deadline(timeout)  # which checks it
         with self._lock:
-            return self._handle(self._core.add(spec), on_done)
+            record = self._core.add(spec)
+            handle = self._handle(record, on_done)
+            if timeout is not None:
+                record.timeout, record.due = timeout, time.monotonic() + timeout
+                self._arm(record.due)
+            return handle
+
+    def _arm(self, due: float) -> None:
+        """Has what is over looked for at that time; the lock is held."""
+        if due < self._armed:
+            self._armed = due
+            expire = weakref.WeakMethod(self._expire)
+            self._streams.later(due - time.monotonic(), lambda: (there := expire()) and there())
+
+    def _expire(self) -> None:
+        with self._lock:
+            self._armed = math.inf
+            changed = self._core.expire(time.monotonic())
+            self._flush()
+            wake(changed)
+            self._arm(min((one.due for one in self._core.records.values()), default=math.inf))
 
     def _attach(self, fold: Fold) -> RequestHandle:
         with self._lock:
@@ -172,6 +238,11 @@ class Session:
         self._streams.flush()
 
 
+def _drop(streams: Streams, generation: int) -> None:
+    if generation == _forks.generation():
+        streams.drop()
+
+
 class RequestHandle:
     """One request of a session. Iterating gives its chunks; several threads may wait for it.
 
@@ -184,8 +255,18 @@ class RequestHandle:
     def __init__(self, session: Session, record: Record) -> None:
         self._session = session
         self._record = record
-        self._changed = threading.Condition(session._lock)
-        record.wake = self._changed.notify_all
+        self._condition = threading.Condition(session._lock)
+        record.wake = self._condition.notify_all
+
+    @property
+    def _changed(self) -> threading.Condition:
+        """Notified when the request has changed.
+
+        Raises:
+            FailedPreconditionError: another process opened the session.
+        """
+        _forks.check(self._session._generation, "session")
+        return self._condition
 
     @property
     def request_id(self) -> str:

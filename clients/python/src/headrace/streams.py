@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+import time
+import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import grpc
 
-from headrace._calls import poll_request
+from headrace import _forks
+from headrace._calls import next_poll
+from headrace._deadline import Deadline, timed_out
 from headrace._fold import Fold
-from headrace.errors import HeadraceError, ProtocolError, UnavailableError, error_from_rpc
+from headrace._link import Link
+from headrace._streams import Later
+from headrace.errors import HeadraceError, Peer, ProtocolError, UnavailableError, error_from_rpc
 from headrace.results import Accepted, Chunk, Result
 from headrace.v1.generation_pb2 import ResultEvent
 from headrace.v1.generation_service_pb2 import GetResultRequest, GetResultResponse
@@ -30,34 +38,49 @@ class EventSource(Protocol):
 class CallEvents:
     """The events of a server-streaming call."""
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    def __init__(self, link: Link, method: Any, request: Any, timeout: float | None) -> None:
+        self._link = link
+        self._call = link.open(method, request, timeout)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Iterable[ResultEvent]:
-        events: Iterable[ResultEvent] = next(self._call).events
+        try:
+            events: Iterable[ResultEvent] = next(self._call).events
+        except (StopIteration, grpc.RpcError):
+            self._link.ended(self._call)
+            raise
         return events
 
     def cancel(self) -> None:
         self._call.cancel()
+        self._link.ended(self._call)
 
 
 class PolledEvents:
     """The events of a request that runs without a stream, read by repeated `GetResult` calls."""
 
-    def __init__(self, fetch: Callable[[GetResultRequest], GetResultResponse], fold: Fold) -> None:
+    def __init__(
+        self,
+        fetch: Callable[[GetResultRequest, float | None], GetResultResponse],
+        fold: Fold,
+        deadline: Deadline,
+        read_timeout: float | None,
+    ) -> None:
         self._fetch = fetch
         self._fold = fold
+        self._deadline = deadline
+        self._read_timeout = read_timeout
         self._done = False
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Iterable[ResultEvent]:
+        pause = Deadline(self._read_timeout)
         while not self._done:
-            response = self._fetch(poll_request(self._fold))
+            response = self._fetch(*next_poll(self._fold, self._deadline, pause))
             self._done = response.done
             if response.events:
                 return response.events
@@ -66,6 +89,58 @@ class PolledEvents:
 
     def cancel(self) -> None:
         self._done = True
+
+
+class ReadWatch:
+    """Ends a call whose next message does not come in time: within the block, in which it is read.
+
+    Its thread begins with the first read.
+
+    Args:
+        seconds: how long a read may take.
+        cancel: ends the call.
+    """
+
+    def __init__(self, seconds: float, cancel: Callable[[], None]) -> None:
+        self.seconds = seconds
+        self.has_fired = False
+        self._cancel = cancel
+        self._due: float | None = None
+        self._is_armed = False
+        self._lock = threading.Lock()
+        self._later = Later()
+        weakref.finalize(self, _end_later, self._later, _forks.generation()).atexit = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._due = time.monotonic() + self.seconds
+            if not self._is_armed:
+                self._arm(self.seconds)
+
+    def __exit__(self, *_: object) -> None:
+        self._due = None
+
+    def _arm(self, seconds: float) -> None:
+        self._is_armed = True
+        look = weakref.WeakMethod(self._look)
+        self._later.add(seconds, lambda: (there := look()) and there())
+
+    def _look(self) -> None:
+        with self._lock:
+            self._is_armed = False
+            if self._due is None:
+                return
+            left = self._due - time.monotonic()
+            if left > 0:
+                self._arm(left)
+                return
+            self.has_fired = True
+        self._cancel()
+
+
+def _end_later(later: Later, generation: int) -> None:
+    if generation == _forks.generation():
+        later.close()
 
 
 class Stream:
@@ -86,13 +161,18 @@ class Stream:
         fold: Fold,
         *,
         cancel: Callable[[str], Any],
-        target: str,
+        target: Peer,
+        read_timeout: float | None = None,
     ) -> None:
         self._source = source
         self._fold = fold
         self._cancel = cancel
         self._target = target
+        self._read_timeout = read_timeout
+        self._watch: ReadWatch | AbstractContextManager[None] = nullcontext()
         self._events: EventSource | None = None
+        self._generation = 0
+        """The process that opened it."""
         self._position = 0
         self._closed = False
 
@@ -150,7 +230,7 @@ class Stream:
     def close(self) -> None:
         """Stops reading; cancels the request if it has not ended."""
         self._closed = True
-        if self._events is not None:
+        if self._events is not None and self._generation == _forks.generation():
             self._events.cancel()
 
     def __enter__(self) -> Self:
@@ -167,18 +247,31 @@ class Stream:
 
     def _start(self) -> EventSource:
         if self._events is None:
+            self._generation = _forks.generation()
             self._events = self._source()
+            if self._read_timeout is not None:
+                self._watch = ReadWatch(self._read_timeout, self._events.cancel)
+        _forks.check(self._generation, "stream")
         return self._events
 
     def _has_ended(self) -> bool:
         return self._fold.done
+
+    def _timed_out(self) -> HeadraceError | None:
+        """The error of a stream whose next message did not come in time; None: that was not it."""
+        if isinstance(self._watch, ReadWatch) and self._watch.has_fired:
+            return timed_out(self._watch.seconds, self.request_id)
+        return None
 
     def _read(self) -> bool:
         """Processes the next message; False: there is none."""
         if self._has_ended():
             return False
         try:
-            for event in next(self._start()):
+            events = self._start()
+            with self._watch:
+                found = next(events)
+            for event in found:
                 self._fold.add(event)
         except StopIteration:
             if not self._fold.done:
@@ -186,10 +279,10 @@ class Stream:
             return False
         except grpc.RpcError as failure:
             error = error_from_rpc(failure, target=self._target, request_id=self.request_id)
-            self._fold.fail(error)
+            self._fold.fail(self._timed_out() or error)
             return False
         except HeadraceError as error:  # of a source that makes unary calls
-            self._fold.fail(error)
+            self._fold.fail(self._timed_out() or error)
             return False
         if self._has_ended():
             self._finish()
@@ -202,7 +295,8 @@ class Stream:
             events.cancel()
             return
         try:
-            next(events, None)
+            with self._watch:
+                next(events, None)
         except (grpc.RpcError, HeadraceError):
             pass  # the status of a failure that its last event has told already
         else:

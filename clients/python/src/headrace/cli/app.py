@@ -76,6 +76,17 @@ def connect(
         Path | None,
         typer.Option(envvar="HEADRACE_CLIENT_KEY", help="The certificate's key (PEM)."),
     ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(help="Seconds that a call may take, kept whatever the server does."),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="HEADRACE_TOKEN_FILE",
+            help="The file that has the token, read again when it changes; comes before --token.",
+        ),
+    ] = None,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
@@ -86,7 +97,9 @@ def connect(
         target=target,
         tls=tls,
         ca=ca,
-        token=token,
+        token=None if token_file else token,
+        token_file=token_file,
         client_cert=client_cert,
         client_key=client_key,
+        timeout=timeout,
     )

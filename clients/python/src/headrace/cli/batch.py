@@ -136,6 +136,7 @@ def _run(client: Client, job: _Job) -> None:
             ordered=job.keep_order,
             progress=job.progress,
             options=job.options,
+            timeout=client.timeout,
         )
         stack.callback(outcomes.close)  # type: ignore[attr-defined]  # it is a generator
         for index, outcome in outcomes:

@@ -17,8 +17,6 @@ from headrace.async_client import AsyncClient
 from headrace.client import Client
 from headrace.errors import (
     HeadraceError,
-    InvalidArgumentError,
-    NotSupportedError,
     UnauthenticatedError,
     UnavailableError,
     is_about_tls,
@@ -45,6 +43,8 @@ class Connection:
     token: str | None
     client_cert: Path | None = None
     client_key: Path | None = None
+    timeout: float | None = None
+    token_file: Path | None = None
 
     def open(self) -> Client:
         """A client of that server; wrong arguments end the command."""
@@ -66,6 +66,8 @@ class Connection:
                 client_cert=self.client_cert,
                 client_key=self.client_key,
                 token=self.token,
+                token_file=self.token_file,
+                timeout=self.timeout,
                 **options,
             )
         except (ValueError, OSError) as error:
@@ -123,12 +125,11 @@ def explain(error: HeadraceError) -> str:
             return error.message
         return f"{error.message}\nstart one with `make run`, or pass --target"
     lines = [error.message]
-    if isinstance(error, (InvalidArgumentError, NotSupportedError)):
-        lines += [
-            f"  {violation.field}: {violation.description}"
-            for violation in error.field_violations
-            if violation.description not in error.message
-        ]
+    lines += [
+        f"  {violation.field}: {violation.description}"
+        for violation in error.fields
+        if violation.description not in error.message
+    ]
     if isinstance(error, UnauthenticatedError):
         lines.append("pass --token, or set HEADRACE_TOKEN; or show a certificate: --client-cert")
     if error.retry_after is not None:

@@ -211,6 +211,13 @@ Token = Annotated[
     str | None,
     typer.Option(help="Sent as a bearer token; default: HEADRACE_TOKEN.", rich_help_panel=_SERVER),
 ]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="The file that has the token, read again when it changes; comes before --token.",
+        rich_help_panel=_SERVER,
+    ),
+]
 ClientCert = Annotated[
     Path | None,
     typer.Option(
@@ -222,6 +229,14 @@ ClientKey = Annotated[
     Path | None,
     typer.Option(
         help="The certificate's key (PEM); default: HEADRACE_CLIENT_KEY.",
+        rich_help_panel=_SERVER,
+    ),
+]
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        help="Seconds that a call may take, kept on this side whatever the server does; a batch's "
+        "is each request's.",
         rich_help_panel=_SERVER,
     ),
 ]
@@ -289,15 +304,20 @@ class ServerOptions:
     token: Token = None
     client_cert: ClientCert = None
     client_key: ClientKey = None
+    timeout: Timeout = None
+    token_file: TokenFile = None
 
     def connection(self, context: typer.Context) -> common.Connection:
         """The connection that these options and those before the command describe."""
         before = common.of(context)
+        token_file = self.token_file or (None if self.token else before.token_file)
         return common.Connection(
             target=self.target or before.target,
             tls=before.tls if self.tls is None else self.tls,
             ca=self.ca or before.ca,
-            token=self.token or before.token,
+            token=None if token_file else self.token or before.token,
+            token_file=token_file,
             client_cert=self.client_cert or before.client_cert,
             client_key=self.client_key or before.client_key,
+            timeout=before.timeout if self.timeout is None else self.timeout,
         )
