@@ -122,7 +122,8 @@ async def _read(call: Any, wire: weakref.ref[AsyncWire]) -> None:
                 return
             del there, response  # not kept while the next one is waited for
     except aio.AioRpcError as failure:
-        error = failure
+        # Its traceback has the call, and this frame, which has the error.
+        error = failure.with_traceback(None)
     except asyncio.CancelledError as cancelled:
         error = UnavailableError("the session was closed")
         if is_for_task(cancelled):
