@@ -1,0 +1,1 @@
+"""Proxies between a client and a server: nginx, HAProxy and Envoy as real programs on loopback."""
