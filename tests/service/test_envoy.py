@@ -191,6 +191,9 @@ async def test_grpc_in_both_directions_and_the_bounds_for_strangers(tmp_path: Pa
             for events in session.events().values():
                 check_course(events)
                 assert text_of(events) == "Hello"
+            # A client asks it before a session with a lease.
+            health = channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=DEADLINE_S)
+            assert (await health.code()).name == "OK"
             # As many headers as the server takes; a stream with more is reset.
             for size, right in ((15_000, "OK"), (17_000, "INTERNAL")):
                 call = channel.unary_unary("/headrace.v1.ModelService/GetModel")(
