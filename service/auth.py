@@ -10,7 +10,8 @@ one. `service.accounts` decides whom a call is charged to.
 
 `interceptors.Entrance` gets a permit here for every RPC and sets `current_permit` in the RPC's
 task; servicers read it once, at their start. Long RPCs check it again, against the present callers'
-file. If nothing has changed, this costs a look at the file's times and one comparison. Only the
+file. If nothing has changed, this costs a look at the file's times and one comparison; if it has, a
+thread reads it, for which this call waits and no other that runs. Only the
 digest of a token is kept for this.
 """
 
@@ -124,7 +125,7 @@ class Permit:
             )
         self.account = account_of(caller.identity, self._name, caller.weight)
 
-    def check(self) -> None:
+    async def check(self) -> None:
         """Check the permit against the present callers' file, and update it from there.
 
         Raises:
@@ -134,7 +135,7 @@ class Permit:
         """
         if self._tables is None or self._find is None:
             return
-        table = self._tables.current()
+        table = await self._tables.fresh()
         if table is self._table:
             return
         found = self._find(table)
@@ -175,12 +176,20 @@ class Authenticator:
         return self._table is not None
 
     def reload(self) -> None:
-        """Read the file again now. If it cannot be used, that is logged, and nothing changes."""
+        """Begin to read the file again, of which calls that come now wait for the end. If it cannot
+        be used, that is logged, and nothing changes.
+        """
         if self._table is not None:
-            self._table.reload()
+            self._table.begin_reload()
+
+    async def refresh(self) -> None:
+        """Read the file if it has changed, as calls that come now are to be judged by it."""
+        if self._table is not None:
+            await self._table.fresh()
 
     def by_token(self, method: str, metadata: Metadata) -> Permit | None:
-        """Identify the caller of a method by its token; None: the certificate decides.
+        """Identify the caller of a method by its token, as of the last `refresh`; None: the
+        certificate decides.
 
         Args:
             method: /package.Service/Method.
@@ -267,5 +276,5 @@ def _allowed(caller: Caller, method: str) -> Caller:
 
 
 def _permit_of(tables: Watched[CallerTable], find: Callable[[CallerTable], Caller]) -> Permit:
-    table = tables.current()
+    table = tables.last
     return Permit(find(table), tables, table, find)

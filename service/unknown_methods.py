@@ -78,6 +78,7 @@ async def _refuse(call: Any, authenticator: Authenticator, ended: Ended | None) 
     context = _core._ServicerContext(call, None, None, asyncio.get_running_loop())
     try:
         try:
+            await authenticator.refresh()
             authenticator.by_token("", context.invocation_metadata())
         except PermissionDeniedError:
             pass  # known; permissions do not matter here

@@ -1,12 +1,15 @@
 """Reads files again when they change while the server runs: the callers' file, TLS files.
 
-Users call `current`, which first compares a few fields of `stat`; nothing polls. If a changed file
-cannot be used, that is logged once and the last good content stays in use, so a mistake in an
-edited file neither locks anybody out nor lets anybody in.
+Users call `current`, or `fresh` on the event loop; both first compare a few fields of `stat`, and
+nothing polls. `fresh` has a thread read what has changed: a file of 512 KiB takes half a second,
+for which only those wait who need its new content. If a changed file cannot be used, that is logged
+once and the last good content stays in use, so a mistake in an edited file neither locks anybody
+out nor lets anybody in.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import stat
@@ -53,9 +56,15 @@ class Watched(Generic[T]):
         self._load = load
         self._private = private
         self._lock = threading.Lock()
+        self._reading: asyncio.Future[T] | None = None
         self._stamp = self._stamps()
         self._value = self._settled()
         self._warn()
+
+    @property
+    def last(self) -> T:
+        """What the last good reading found; without a look at the files."""
+        return self._value
 
     def current(self) -> T:
         """The files' present content, or the last good one; the same object as long as nothing has
@@ -74,11 +83,36 @@ class Watched(Generic[T]):
                     self._warn()
             return self._value
 
+    async def fresh(self) -> T:
+        """As `current`, but the files are read in a thread. If none can be started, that is logged,
+        and the last good content stays in use until one can.
+        """
+        if self._reading is None and self._stamps() != self._stamp:
+            self.begin_reload()
+        if self._reading is not None:
+            await asyncio.shield(self._reading)  # others wait for it too
+        return self._value
+
     def reload(self) -> None:
         """Read the files again, even if they look unchanged; the result is logged."""
         with self._lock:
             self._stamp = ()
         self.current()
+
+    def begin_reload(self) -> None:
+        """As `reload`, in a thread; to be called on the event loop."""
+        if self._reading is not None:
+            return
+        self._stamp = ()  # no thread reads now
+        try:
+            self._reading = asyncio.get_running_loop().run_in_executor(None, self.current)
+        except RuntimeError as error:
+            logger.error("%s stay as they were: %s", self._what, error)
+        else:
+            self._reading.add_done_callback(self._was_read)
+
+    def _was_read(self, _reading: asyncio.Future[T]) -> None:
+        self._reading = None
 
     def _settled(self) -> T:
         """A consistent state of the files: they are read again if one of them changed meanwhile."""

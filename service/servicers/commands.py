@@ -76,7 +76,7 @@ class CommandReader:
             async for received in commands:
                 command, draft = await parsed(received), None
                 try:
-                    self._permit.check()
+                    await self._permit.check()
                     self._state.incoming.check(command)  # limits the parts of waiting commands
                     if command.HasField("add"):
                         draft = self._front.converter.draft(command.add, "add.spec")

@@ -54,7 +54,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         before = None
         while True:
             is_last = ending.is_set()
-            permit.check()
+            await permit.check()
             snapshot = await self._control.snapshot()
             yield pb.WatchStatisticsResponse(
                 statistics=convert.statistics_message(snapshot, before)

@@ -185,7 +185,7 @@ async def test_a_watch_of_control_ends(callers: Path) -> None:  # noqa: F811
         assert (error.code, error.reason) == (PERMISSION_DENIED, "SERVICE_NOT_GRANTED")
 
 
-def test_a_file_that_changes_before_the_account_is_known_counts(
+async def test_a_file_that_changes_before_the_account_is_known_counts(
     callers: Path,  # noqa: F811
 ) -> None:
     permit = Authenticator(str(callers)).by_token(
@@ -195,10 +195,10 @@ def test_a_file_that_changes_before_the_account_is_known_counts(
     replace(callers, NOT_BOB)
     of_call = permit.of_call(bearer("bob"), "ipv4:192.0.2.7:1")
     with pytest.raises(UnauthenticatedError):
-        of_call.check()
+        await of_call.check()
 
 
-def test_nobody_is_looked_for_again_while_the_file_is_as_it_was(
+async def test_nobody_is_looked_for_again_while_the_file_is_as_it_was(
     callers: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -217,13 +217,13 @@ def test_nobody_is_looked_for_again_while_the_file_is_as_it_was(
 
     monkeypatch.setattr(permit, "_find", counted)
     for _ in range(3):
-        permit.check()
+        await permit.check()
     assert lookups == 0
     replace(callers, CALLERS + "\n")
     for _ in range(3):
-        permit.check()
+        await permit.check()
     assert lookups == 1
     replace(callers, NOT_BOB)
     for _ in range(3):
         with pytest.raises(UnauthenticatedError):
-            permit.check()
+            await permit.check()

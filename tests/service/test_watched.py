@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,50 @@ def test_files_are_read_when_somebody_asks_for_it(
     watched.reload()
     assert files.reads == 2
     assert "files were read again" in caplog.text
+
+
+async def test_a_thread_reads_what_has_changed_and_the_loop_goes_on(tmp_path: Path) -> None:
+    files = Restless(tmp_path, changes=0)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def load() -> tuple[str, str]:
+        begun.set()
+        assert goes_on.wait(30)
+        return files.load()
+
+    goes_on.set()
+    watched = Watched("files", (str(files.first), str(files.second)), load)
+    begun.clear()
+    goes_on.clear()
+    files.first.write_text("1")
+    waiting = [asyncio.create_task(watched.fresh()) for _ in range(3)]
+    waiting[0].cancel()  # which is nothing to the others
+    assert await asyncio.to_thread(begun.wait, 30)
+    assert watched.last == ("0", "0")
+    goes_on.set()
+    assert [await one for one in waiting[1:]] == [("1", "0")] * 2
+    assert files.reads == 2
+    assert await watched.fresh() is watched.last
+    watched.begin_reload()
+    await watched.fresh()
+    assert files.reads == 3
+
+
+async def test_a_thread_that_cannot_be_started_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Restless(tmp_path, changes=0)
+    watched = files.watched()
+    files.first.write_text("1")
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert await watched.fresh() == ("0", "0")
+    assert "files stay as they were: can't start new thread" in caplog.text
+    assert await watched.fresh() == ("1", "0")
 
 
 def test_another_file_of_the_same_size_and_time_is_read(tmp_path: Path) -> None:
