@@ -175,14 +175,15 @@ def in_child(act: Callable[[], Any]) -> list[Any]:
         sys.exit()  # the interpreter's whole end
     os.close(writing)
     end = time.monotonic() + HANG_S
-    while os.waitpid(child, os.WNOHANG) == (0, 0):
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
         if time.monotonic() > end:
             os.kill(child, 9)
             os.waitpid(child, 0)
             return ["hangs", HANG_S]
         time.sleep(0.005)
     with os.fdopen(reading, "rb") as pipe:
-        return json.loads(pipe.read() or b'["died", 0]')  # type: ignore[no-any-return]
+        said = pipe.read()
+    return json.loads(said) if said else [f"died of {ended[1]}", 0]
 
 
 def forked(target: str, state: str) -> Any:

@@ -51,9 +51,9 @@ class AsyncLink:
         self._settings = settings
 
     @property
-    def kept(self) -> list[Any]:
-        """See `_forks.Watched`."""
-        return [self.channel]
+    def open_calls(self) -> list[Any]:
+        """None that a child could let go of: the event loop has them."""
+        return []
 
     async def close(self) -> None:
         """Closes the connection; calls that still run on it are cancelled."""

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import grpc
 
-from headrace import _forks
+from headrace import _environment, _forks
 from headrace._targets import DEFAULT_TARGET, Address, Place, is_local, parse_targets, text_of
 from headrace._token import TokenFile
 from headrace.errors import Peer
@@ -25,7 +24,6 @@ DEFAULT_KEEPALIVE = 45.0
 
 LoadBalancing = Literal["least_loaded", "pick_first", "round_robin"]
 _PROXY_OPTION = "grpc.enable_http_proxy"
-_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # in gRPC's order
 _NAME_OPTION = "grpc.ssl_target_name_override"
 MetadataLike = Mapping[str, str | bytes] | Iterable[tuple[str, str | bytes]]
 
@@ -115,7 +113,7 @@ def make_settings(
         ValueError: arguments contradict each other, or the target is not understood.
         OSError: a certificate file cannot be read.
     """
-    places = parse_targets(target or os.environ.get("HEADRACE_TARGET") or DEFAULT_TARGET)
+    places = parse_targets(target or _environment.target() or DEFAULT_TARGET)
     is_one = len(places) == 1 and isinstance(places[0], Address)
     if load_balancing != "least_loaded" and len(places) > 1:
         raise ValueError(f"load_balancing={load_balancing!r} is gRPC's own, and takes one target")
@@ -163,17 +161,8 @@ def make_settings(
         retries,
         TokenFile(token_file) if token_file else None,
         bool(client_cert),
-        _proxy(),
+        _environment.proxy(),
     )
-
-
-def _proxy() -> str:
-    """The proxy of the environment, in words."""
-    name = next((name for name in _PROXIES if os.environ.get(name)), "")
-    if not name:
-        return ""
-    host = urlsplit(os.environ[name]).netloc.rpartition("@")[2]  # without a password
-    return f"the environment's {name} names the proxy {host or os.environ[name]}"
 
 
 def _pem(source: str | os.PathLike[str] | bytes | None) -> bytes | None:

@@ -9,8 +9,10 @@ gRPC's connections and calls are served by threads, and a child has none of its 
    calls were open on them, says so.
 4. Sessions and streams belong to the process that opened them: `check` refuses them elsewhere.
 
-Whether gRPC itself still works in a child is gRPC's: with GRPC_ENABLE_FORK_SUPPORT unset or 1 a new
-channel does, unless the parent had one of asyncio; with 0 none does.
+Whether gRPC itself still works in a child is gRPC's. A new channel does, unless the parent had one
+of asyncio, or GRPC_ENABLE_FORK_SUPPORT is 0. If the parent had calls open, gRPC says "skipping
+fork() handlers" and one child in a few hundred dies of a segmentation fault as it connects; with
+GRPC_ENABLE_FORK_SUPPORT=1 the fork waits until gRPC's threads stand still, and none does.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import os
 import weakref
 from typing import Any, Protocol
 
+from headrace._environment import fork_support
 from headrace.errors import FailedPreconditionError
 
 
@@ -29,9 +32,11 @@ class Watched(Protocol):
     is_asyncio: bool
     """Whether it is one of asyncio's."""
 
+    channel: Any
+
     @property
-    def kept(self) -> list[Any]:
-        """What must not be let go of in a child: the channel, and the calls that are open."""
+    def open_calls(self) -> list[Any]:
+        """The calls that have not been seen to end."""
 
 
 class Forkable(Protocol):
@@ -103,23 +108,37 @@ def check(born: int, what: str) -> None:
 def _in_child() -> None:
     global _generation, _cannot_connect
     _generation += 1
-    for link in list(_links):
-        if link.is_asyncio:
-            _cannot_connect = (
-                "this process was forked while a client for asyncio was open, and gRPC cannot "
-                "connect in such a child; close those clients before the fork, or start the "
-                "process anew (spawn)"
-            )
-        for one in (link, *link.kept):
+    links = list(_links)
+    _cannot_connect = _why_not(links) or _cannot_connect
+    for link in links:
+        for one in (link, link.channel, *link.open_calls):
             keep(one)
-    if os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "1").lower() in ("0", "false", "no") and _links:
-        _cannot_connect = (
-            "this process was forked after it had connected, and GRPC_ENABLE_FORK_SUPPORT is "
-            "off, so that gRPC cannot connect in a child; unset it"
-        )
     _links.clear()
     for client in list(_clients):
         client.forked()
+
+
+def _why_not(links: list[Watched]) -> str:
+    """Why a child of a process with these connections cannot connect; empty: it can."""
+    support = fork_support()
+    if links and support is False:
+        return (
+            "this process was forked after it had connected, and GRPC_ENABLE_FORK_SUPPORT is "
+            "off, so that gRPC cannot connect in a child; unset it"
+        )
+    if any(link.is_asyncio for link in links):
+        return (
+            "this process was forked while a client for asyncio was open, and gRPC cannot "
+            "connect in such a child; close those clients before the fork, or start the "
+            "process anew (spawn)"
+        )
+    if support is None and any(link.open_calls for link in links):
+        return (
+            "this process was forked while calls to a server were open, and gRPC may crash if it "
+            "connects in such a child; set GRPC_ENABLE_FORK_SUPPORT=1 before the parent starts, "
+            "let those calls end before the fork, or start the process anew (spawn)"
+        )
+    return ""
 
 
 if hasattr(os, "register_at_fork"):  # Windows has no fork

@@ -51,11 +51,6 @@ class Link:
         """The calls that have not been seen to end."""
         return list(self._open)
 
-    @property
-    def kept(self) -> list[Any]:
-        """See `_forks.Watched`."""
-        return [self.channel, *self._open]
-
     def open(self, method: Any, request: Any, timeout: float | None = None) -> Any:
         """Opens a streaming call, which may take so long; `ended` is to be told of its end.
 
