@@ -245,6 +245,11 @@ trust-cut: $(DEV) $(NATIVE) ## The few minutes of it that CI runs.
 trust-report: $(DEV) ## Write docs/trust.md from the records.
 	$(BIN)/python -m benchmarks.trust --report
 
+.PHONY: proxies
+proxies: $(DEV) $(NATIVE) ## Try every call through nginx, HAProxy and Envoy, and write docs/proxies.md's tables: five minutes (ARGS=--long).
+	GRPC_VERBOSITY=ERROR $(BIN)/python -m benchmarks.proxies --output benchmarks/results/proxies.json $(ARGS)
+	$(BIN)/python -m benchmarks.proxies --report
+
 .PHONY: audit
 audit: $(DEV) ## Ask PyPI what is known of the pinned packages (ARGS='grpcio protobuf': of these alone).
 	@$(BIN)/python scripts/audit.py $(ARGS)

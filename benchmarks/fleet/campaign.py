@@ -25,7 +25,7 @@ import headrace
 from headrace import FinishReason, Result
 
 from benchmarks.fleet.placing import accepted, free_port
-from benchmarks.fleet.servers import PREFIX, ServerProcess, expected
+from benchmarks.fleet.servers import PREFIX, ServerProcess, expected, timed_server
 
 NAME = "headrace.fleet"
 TOKENS = 24
@@ -128,7 +128,7 @@ class Campaign:
             yield
 
     def _started(self) -> ServerProcess:
-        server = ServerProcess(
+        server = timed_server(
             f"127.0.0.{next(self._hosts)}:{self._port}",
             step_ms=STEP_MS,
             running=RUNNING,

@@ -18,7 +18,7 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-from benchmarks.fleet.servers import PREFIX, ServerProcess
+from benchmarks.fleet.servers import PREFIX, timed_server
 
 PREFIXES = 60
 
@@ -34,7 +34,7 @@ def free_port() -> int:
 def servers(*, count: int, step_ms: tuple[float, ...], **options: int) -> Iterator[list[str]]:
     """Ready servers; their addresses."""
     started = [
-        ServerProcess(f"127.0.0.1:{free_port()}", step_ms=step_ms[i % len(step_ms)], **options)
+        timed_server(f"127.0.0.1:{free_port()}", step_ms=step_ms[i % len(step_ms)], **options)
         for i in range(count)
     ]
     try:

@@ -79,28 +79,16 @@ class ServerProcess:
         address: where it listens.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        step_ms: float,
-        running: int,
-        cached: int,
-        drain_s: float = 30,
-        connection_age_s: float = 0,
-    ) -> None:
+    def __init__(self, module: str, address: str, *options: str) -> None:
+        """Start a module that serves at an address; it has these options."""
         self.address = address
         self._process = subprocess.Popen(
-            [
-                sys.executable, "-m", "benchmarks.fleet.servers", address,
-                "--step-ms", f"{step_ms:g}", "--running", f"{running}", "--cached", f"{cached}",
-                "--drain", f"{drain_s:g}", "--connection-age", f"{connection_age_s:g}",
-            ],
+            [sys.executable, "-m", module, address, *options],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             stderr=subprocess.PIPE,
             text=True,
-        )  # fmt: skip
+        )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._said: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -138,6 +126,23 @@ class ServerProcess:
             for line in lines:
                 self._lines.put(line)
         self._lines.put("")
+
+
+def timed_server(
+    address: str,
+    *,
+    step_ms: float,
+    running: int,
+    cached: int,
+    drain_s: float = 30,
+    connection_age_s: float = 0,
+) -> ServerProcess:
+    """Start a server of this module."""
+    return ServerProcess(
+        "benchmarks.fleet.servers", address,
+        "--step-ms", f"{step_ms:g}", "--running", f"{running}", "--cached", f"{cached}",
+        "--drain", f"{drain_s:g}", "--connection-age", f"{connection_age_s:g}",
+    )  # fmt: skip
 
 
 def main() -> NoReturn:

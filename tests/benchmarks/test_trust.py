@@ -17,8 +17,8 @@ import pytest
 from google.protobuf.message import DecodeError
 from headrace.v1 import generation_pb2 as pb
 
-from benchmarks.envoy import ENVOY
 from benchmarks.processes import ROOT
+from benchmarks.proxies.running import ENVOY
 from benchmarks.trust.__main__ import RESULTS
 from benchmarks.trust.bytes.fuzz import Fuzzing
 from benchmarks.trust.bytes.mutating import mutate_message
@@ -241,7 +241,7 @@ def test_headers_that_never_end_are_kept_by_grpc(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("small_flood")
-@pytest.mark.skipif(ENVOY is None, reason="Envoy is not installed")
+@pytest.mark.skipif(ENVOY.path is None, reason=ENVOY.missing)
 @pytest.mark.parametrize("kind", flood.BLOCKS)
 def test_headers_that_never_end_are_ended_by_the_proxy(kind: str, tmp_path: Path) -> None:
     tried = proxy.flooded(course(tmp_path, seconds=3.0), proxy.THROUGH, kind)
@@ -262,10 +262,11 @@ def test_a_flood_stops_where_too_much_is_taken() -> None:
 def test_without_envoy_nothing_is_said_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proxy, "ENVOY", None)
+    absent = replace(ENVOY, name="no-such-envoy")
+    monkeypatch.setattr(proxy, "ENVOY", absent)
     rows: list[Tried] = []
     proxy.run(course(tmp_path, only=proxy.THROUGH, record=rows.append))
-    assert [row.not_judged for row in rows] == [proxy.NO_ENVOY] * len(flood.BLOCKS)
+    assert [row.not_judged for row in rows] == [absent.missing] * len(flood.BLOCKS)
 
 
 # ---- bytes ---------------------------------------------------------------------------------------

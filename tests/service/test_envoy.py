@@ -9,7 +9,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-from benchmarks.envoy import ENVOY, envoy
+from benchmarks.proxies.running import ENVOY, proxy
 from tests.service.fake_engine import EOS, FakeEngine, says
 from tests.service.helpers import (
     DEADLINE_S,
@@ -30,7 +30,7 @@ from tests.service.helpers import (
     text_of,
 )
 
-pytestmark = pytest.mark.skipif(ENVOY is None, reason="Envoy is not installed")
+pytestmark = pytest.mark.skipif(ENVOY.path is None, reason=ENVOY.missing)
 ORIGIN = "http://localhost:5173"
 
 
@@ -84,11 +84,12 @@ async def behind(folder: Path, engine: FakeEngine) -> AsyncIterator[tuple[Harnes
     """A server, and Envoy before it with the configuration of deploy/."""
     async with serving(engine) as h:
         upstream = int(h.server.addresses[0].rpartition(":")[2])
-        with envoy(folder, upstream) as proxy:
-            http = Http(proxy.port)
+        with ExitStack() as stack:
+            before = await asyncio.to_thread(stack.enter_context, proxy(ENVOY, folder, upstream))
+            http = Http(before.port)
             async with asyncio.timeout(DEADLINE_S):
                 while True:
-                    proxy.check()
+                    before.check()
                     try:
                         if (await http.ask("GET", "/v1/model")).status == 200:
                             break
@@ -190,6 +191,9 @@ async def test_grpc_in_both_directions_and_the_bounds_for_strangers(tmp_path: Pa
             for events in session.events().values():
                 check_course(events)
                 assert text_of(events) == "Hello"
+            # A client asks it before a session with a lease.
+            health = channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=DEADLINE_S)
+            assert (await health.code()).name == "OK"
             # As many headers as the server takes; a stream with more is reset.
             for size, right in ((15_000, "OK"), (17_000, "INTERNAL")):
                 call = channel.unary_unary("/headrace.v1.ModelService/GetModel")(

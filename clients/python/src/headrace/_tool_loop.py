@@ -244,7 +244,7 @@ class ToolLoop:
         if tool is None:
             known = f"there are {', '.join(self.tools)}" if self.tools else "there are none"
             return UnknownToolError(call, f"there is no tool {call.name!r}; {known}")
-        text = str(call.arguments)
+        text = call.arguments_json
         try:
             arguments = read_object(text)
         except ValueError as fault:
@@ -274,7 +274,7 @@ def _failed(call: ToolCall, cause: Exception) -> ToolError:
 
 def _is_object(call: ToolCall) -> bool:
     try:
-        read_object(str(call.arguments))
+        read_object(call.arguments_json)
     except ValueError:
         return False
     return True

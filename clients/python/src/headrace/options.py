@@ -68,7 +68,7 @@ class TurnOptions(TypedDict, total=False):
     max_reasoning_tokens: int | None
     """For a conversation: after so many tokens of reasoning it is ended; 0: at once."""
 
-    delivery: Literal["stream", "final"]
+    delivery: Literal["stream", "final"] | None
     """`final`: everything in one piece at the end."""
     min_tokens_per_delta: int | None
     """A chunk is sent once it has this many tokens."""
@@ -110,7 +110,7 @@ class TurnOptions(TypedDict, total=False):
     """Neither use cached prefixes nor cache this request's."""
     truncate_prompt_to: int | None
     """Cut a longer prompt to this many tokens."""
-    truncation_side: Literal["left", "right"]
+    truncation_side: Literal["left", "right"] | None
     """Which end `truncate_prompt_to` cuts; default the left, the oldest tokens."""
 
     add_special_tokens: bool | None

@@ -1,0 +1,13 @@
+"""What proxies between a client and a server do to its calls: nginx, HAProxy and Envoy at their
+defaults, and with the configurations of `deploy/`.
+
+    python -m benchmarks.proxies            # under five minutes; needs nginx, haproxy and envoy
+    python -m benchmarks.proxies --long     # about six: with what Envoy cuts after five minutes
+    python -m benchmarks.proxies --report   # write the tables of docs/proxies.md
+
+The proxies are the real programs on loopback, each before the same server: the real service, as a
+process, around an engine that computes nothing and is silent for as long as a prompt says
+(`server`). Each call is tried in each situation (`calls`), through each proxy and straight to the
+server, all at the same time, so that waiting out the proxies' minutes takes no longer than one of
+them.
+"""

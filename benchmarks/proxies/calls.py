@@ -1,0 +1,269 @@
+"""What is tried through each proxy: calls of the Python client, in situations."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+
+from headrace import AsyncClient, HeadraceError, Result
+
+from benchmarks.proxies.server import prompt_of, tries_of
+
+LIMIT_S = 280.0
+"""What has not ended by then, beyond the time that it is idle, is told so."""
+LEASE_S = 60.0
+OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What happens to the requests of a call.
+
+    Attributes:
+        name: in records.
+        wait_s: until a request's first token.
+        every_s: between two tokens.
+        tokens: of each request.
+        size: of a single request's prompt, in bytes; 0: small.
+        many: how many requests a session or batch has.
+        each: the size of one of them, in bytes; 0: small.
+        idle_s: how long a session is idle, before a second request.
+        calls: those that it is about; empty: all.
+    """
+
+    name: str
+    wait_s: float = 0.0
+    every_s: float = 0.02
+    tokens: int = 10
+    size: int = 0
+    many: int = 1
+    each: int = 0
+    idle_s: float = 0.0
+    calls: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Got:
+    """What a call has delivered so far.
+
+    Attributes:
+        texts: the text of each of its requests, by key.
+        request_id: of a request that was added to run by itself; empty: none was.
+    """
+
+    texts: dict[str, str] = field(default_factory=dict)
+    request_id: str = ""
+
+    def take(self, key: str, text: str) -> None:
+        """More of a request."""
+        self.texts[key] = self.texts.get(key, "") + text
+
+    def whole(self, tokens: int) -> int:
+        """How many requests have all of their tokens, and from one run."""
+        return sum(len(one) == tokens and len(set(one)) == 1 for one in self.texts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One call in one situation.
+
+    Attributes:
+        key: its own name.
+        situation: the situation.
+    """
+
+    key: str
+    situation: Situation
+
+    @property
+    def keys(self) -> list[str]:
+        """Of the requests of a session or batch."""
+        return [f"{self.key}/{number}" for number in range(self.situation.many)]
+
+    def single(self) -> str:
+        """The prompt of a call with one request."""
+        return self._prompt(self.key, self.situation.size)
+
+    def prompts(self) -> dict[str, str]:
+        """Those of a session or batch, by key."""
+        return {key: self._prompt(key, self.situation.each) for key in self.keys}
+
+    def _prompt(self, key: str, size: int) -> str:
+        situation = self.situation
+        return prompt_of(key, wait_s=situation.wait_s, every_s=situation.every_s, size=size)
+
+
+async def _generate(client: AsyncClient, order: Order, got: Got) -> None:
+    result = await client.generate(order.single(), max_tokens=order.situation.tokens)
+    got.take(order.key, result.text)
+
+
+async def _stream(client: AsyncClient, order: Order, got: Got) -> None:
+    async with client.stream(order.single(), max_tokens=order.situation.tokens) as stream:
+        async for chunk in stream:
+            got.take(order.key, chunk.text)
+
+
+async def _session(
+    client: AsyncClient, order: Order, got: Got, *, lease: float | None = None
+) -> None:
+    async with client.session(lease=lease) as session:
+
+        async def read(key: str, prompt: str) -> None:
+            async for chunk in session.submit(prompt, max_tokens=order.situation.tokens):
+                got.take(key, chunk.text)
+
+        if order.situation.idle_s:
+            await read(order.key, order.single())
+            await asyncio.sleep(order.situation.idle_s)
+        await _all([read(key, prompt) for key, prompt in order.prompts().items()])
+
+
+async def _leased(client: AsyncClient, order: Order, got: Got) -> None:
+    await _session(client, order, got, lease=LEASE_S)
+
+
+async def _batch(client: AsyncClient, order: Order, got: Got) -> None:
+    keys, failed = order.keys, []
+    outcomes = client.batch(order.prompts().values(), max_tokens=order.situation.tokens)
+    async for index, outcome in outcomes:
+        if isinstance(outcome, Result):
+            got.take(keys[index], outcome.text)
+        else:
+            failed.append(outcome)
+    if failed:
+        raise failed[0]
+
+
+async def _add(client: AsyncClient, order: Order, got: Got) -> None:
+    accepted = await client.add_request(order.single(), max_tokens=order.situation.tokens)
+    got.request_id = accepted.request_id
+
+
+async def _add_and_get(client: AsyncClient, order: Order, got: Got) -> None:
+    await _add(client, order, got)
+    got.take(order.key, (await client.get_result(got.request_id)).text)
+
+
+async def _add_and_attach(client: AsyncClient, order: Order, got: Got) -> None:
+    await _add(client, order, got)
+    async with client.session(lease=LEASE_S) as session:
+        async for chunk in session.attach(got.request_id):
+            got.take(order.key, chunk.text)
+
+
+async def _all(reads: list[Awaitable[None]]) -> None:
+    """Wait for all of them, then raise the first one's error."""
+    for outcome in await asyncio.gather(*reads, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+
+CALLS: Mapping[str, Callable[[AsyncClient, Order, Got], Awaitable[None]]] = {
+    "Generate": _generate,
+    "GenerateStream": _stream,
+    "session": _session,
+    "session with a lease": _leased,
+    "AddRequest, GetResult": _add_and_get,
+    "AddRequest, attach": _add_and_attach,
+    "batch": _batch,
+}
+SILENCE_S = 80.0
+"""Longer than nginx' 60 s; five times Envoy's 15 s."""
+_SESSIONS = ("session", "session with a lease")
+SITUATIONS = (
+    Situation(name="waits", wait_s=SILENCE_S),
+    Situation(name="runs", every_s=1.0, tokens=round(SILENCE_S)),
+    Situation(name="idle", idle_s=SILENCE_S, calls=_SESSIONS),
+    Situation(name="large", size=1_200_000, many=160, each=9_000),
+)
+LONG = Situation(name="idle long", idle_s=310.0, calls=_SESSIONS)
+"""Longer than Envoy's 5 minutes, and than everything else takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What is between a client and a server.
+
+    Attributes:
+        name: in records.
+        port: where it listens on 127.0.0.1.
+        server: the server's own address.
+    """
+
+    name: str
+    port: int
+    server: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """What came of a call.
+
+    Attributes:
+        way: the name of what was between client and server.
+        situation: the situation's name.
+        call: the call.
+        whole: whether all of it arrived.
+        seconds: until its end.
+        requests, of_requests: how many requests are whole, and of how many.
+        tokens, of_tokens: how many tokens were delivered of a single request, and of how many.
+        tries: how often the request was begun at the server; of several: the first one.
+        goes_on: whether the request, whose caller did not get it, came to its end all the same.
+        error: what the caller got; empty where it got all.
+    """
+
+    way: str
+    situation: str
+    call: str
+    whole: bool
+    seconds: float
+    requests: int
+    of_requests: int
+    tokens: int
+    of_tokens: int
+    tries: int
+    goes_on: bool
+    error: str
+
+
+async def tried(way: Way, situation: Situation, call: str) -> Tried:
+    """Try a call."""
+    order = Order(f"{way.name}/{situation.name}/{call}".replace(" ", "-"), situation)
+    got, error, began = Got(), "", time.monotonic()
+    limit = LIMIT_S + situation.idle_s
+    async with AsyncClient(f"127.0.0.1:{way.port}", channel_options=OWN_CONNECTION) as client:
+        try:
+            async with asyncio.timeout(limit):
+                await CALLS[call](client, order, got)
+        except HeadraceError as failure:
+            error = f"{failure.code.name}: {failure}"
+        except TimeoutError:
+            error = f"no end within {limit:g} s"
+    seconds = time.monotonic() - began
+    is_single = call not in (*_SESSIONS, "batch")
+    keys = [order.key] if is_single or situation.idle_s else []
+    keys += [] if is_single else order.keys
+    goes_on = False
+    async with AsyncClient(way.server, channel_options=OWN_CONNECTION) as client:
+        if error and got.request_id:
+            later = await client.get_result(got.request_id, timeout=LIMIT_S)
+            goes_on = len(later.text) == situation.tokens
+        tries = (await client.generate(tries_of(keys[0]))).text
+    whole = got.whole(situation.tokens)
+    return Tried(
+        way=way.name,
+        situation=situation.name,
+        call=call,
+        whole=not error and whole == len(keys),
+        seconds=seconds,
+        requests=whole,
+        of_requests=len(keys),
+        tokens=len(got.texts.get(keys[-1], "")),
+        of_tokens=situation.tokens,
+        tries=int(tries),
+        goes_on=goes_on,
+        error=error,
+    )

