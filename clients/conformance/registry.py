@@ -124,6 +124,9 @@ LANGUAGES = (
                 "missing-event",
                 "repeated-event",
                 "lost-without-a-lease",
+                "session-reset",
+                "session-go-away",
+                "session-ended-by-a-defect",
                 "drain",
             }
         ),

@@ -380,8 +380,16 @@ class Scenario:
         """Something happens to a server."""
         server = self.servers[step["server"]]
         does = step["does"]
-        if does == "cut":
-            server.proxy.cut()
+        if does in ("cut", "reset", "go_away"):
+            if does != "cut":
+                calls = [c for c in self.stage.open_calls() if c.server == server.name]
+                await server.proxy.answering(sum("Stream" in c.method for c in calls))
+            if does == "reset":
+                server.proxy.reset(int(step["code"]))
+            elif does == "go_away":
+                server.proxy.go_away()
+            else:
+                server.proxy.cut()
             await self.stage.until(
                 lambda: all(c.server != server.name for c in self.stage.open_calls()) or None,
                 "the end of all calls after the cut",

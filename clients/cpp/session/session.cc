@@ -13,6 +13,19 @@ google::rpc::Status MakeStatus(int code, const std::string& message) {
   return status;
 }
 
+// Whether a call that ended like this, without details of a server's own, was lost, whatever gRPC calls that.
+bool IsLoss(const grpc::Status& end) {
+  switch (end.error_code()) {
+    case grpc::StatusCode::OK:
+    case grpc::StatusCode::CANCELLED:
+    case grpc::StatusCode::INTERNAL:
+    case grpc::StatusCode::UNKNOWN:
+      return true;
+    default:  // some of RST_STREAM's codes have one of gRPC's own
+      return end.error_message().find("RST_STREAM") != std::string::npos;
+  }
+}
+
 }  // namespace
 
 void Shared::Send(v1::StreamResultRequest command) {
@@ -116,8 +129,8 @@ void Session::ReadAll() {
   google::rpc::Status status;
   if (end.ok() || end.error_code() == grpc::StatusCode::CANCELLED ||
       !status.ParseFromString(end.error_details()) || status.code() != end.error_code()) {
-    const bool lost = end.ok() || end.error_code() == grpc::StatusCode::CANCELLED;
-    status = MakeStatus(lost ? grpc::StatusCode::UNAVAILABLE : end.error_code(), "the session ended: " + end.error_message());
+    status = MakeStatus(IsLoss(end) ? grpc::StatusCode::UNAVAILABLE : end.error_code(),
+                        "the session ended: " + end.error_message());
   }
   while (!live_.empty()) End(live_.begin()->second, status);
   ended_ = true;

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
@@ -171,6 +172,27 @@ func fromRPC(ctx context.Context, err error, target, requestID string) *Error {
 		made.cause = ended
 	}
 	return made
+}
+
+// fromStream reads the error with which a stream ended. It is the one place that says when a stream was lost, whatever
+// gRPC calls that: it is UNAVAILABLE. What a server itself says has a reason; what the caller's context ended is no loss.
+func fromStream(ctx context.Context, err error, target, requestID string) *Error {
+	made := fromRPC(ctx, err, target, requestID)
+	lost := false
+	switch made.Code {
+	case codes.Canceled:
+		lost = made.cause == nil
+	case codes.Internal, codes.Unknown: // gRPC's words for most streams that a broken connection or a proxy has ended
+		lost = made.Reason == ""
+	case codes.ResourceExhausted, codes.PermissionDenied: // of two of RST_STREAM's codes
+		lost = made.Reason == "" && strings.Contains(made.Message, "RST_STREAM")
+	}
+	if !lost {
+		return made
+	}
+	lostError := newError(codes.Unavailable, nil, "the stream to %s was lost: %s", target, made.Message)
+	lostError.RequestID = requestID
+	return lostError
 }
 
 // contextError makes the error for a wait that the caller's context ended.

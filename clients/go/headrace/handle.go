@@ -31,7 +31,7 @@ type Handle struct {
 	instance    string    // the process that has it
 	losses      int       // how often it was sent again
 	reattached  int
-	lostUntil   time.Time // until when it may be attached again
+	lostUntil   time.Time // until when the server that it was lost with may have it: how long its lease is
 	asked       map[*server]bool
 	askUntil    time.Time
 	turn        int // grows when it is sent or begins to wait: what was to be done before is void

@@ -50,7 +50,7 @@ func (s *Session) place(h *Handle, avoid *server) {
 		s.wait(h, in)
 	case !h.wantsServer:
 		h.wantsServer = true
-		s.laterFor(h, patience, func() {
+		s.laterFor(h, max(patience, time.Until(h.lostUntil)), func() {
 			s.pool.mu.Lock()
 			err := s.pool.nobody()
 			s.pool.mu.Unlock()
@@ -189,24 +189,24 @@ func (s *Session) lost(w *wire, told *Error) {
 	if s.context.Err() != nil { // this was no loss; the abort is on its way
 		err = contextError(s.context, "")
 	}
-	lost := isLoss(err) && err.cause == nil && w.refused == nil
+	lost := err.Code == codes.Unavailable && err.cause == nil && w.refused == nil
 	if lost && !s.closing {
 		s.pool.mu.Lock()
 		s.pool.setAside(w.server, err)
 		s.pool.mu.Unlock()
 	}
-	if lost && err.Code != codes.Unavailable {
-		err = newError(codes.Unavailable, nil, "the session was lost: %s", err.Message)
-	}
 	if s.ended == nil && (!s.resumes || w.refused != nil || s.context.Err() != nil) && (told != nil || !s.closing) {
 		s.ended = err
 	}
 	for _, h := range moved {
-		wasThere := h.number != 0
+		mayBeThere := h.number != 0 || !h.attaching && w.instance != ""
 		delete(w.numbers, h.number)
 		s.leave(h)
-		if wasThere { // a new loss, with a lease of its own
+		if mayBeThere || h.lostUntil.IsZero() { // a new loss, with a lease of its own
 			h.reattached = 0
+			if until := w.leaseEnd(); until.After(h.lostUntil) {
+				h.lostUntil = until
+			}
 		}
 		if lost && s.resumes {
 			s.move(w, h, err)
@@ -221,6 +221,8 @@ func (s *Session) lost(w *wire, told *Error) {
 func (s *Session) move(w *wire, h *Handle, err *Error) {
 	begun := h.hasBegun() && !s.restarts
 	switch {
+	case h.spec != nil && !begun && !h.cancelled && !s.pool.many && w.instance == "" && time.Now().Before(h.lostUntil):
+		s.wait(h, h.nextPause()) // its only server was not reached, and may have it: that was no try
 	case h.spec == nil || begun || h.losses >= s.mostTries():
 		s.reattach(w, h, err)
 	case h.cancelled:
@@ -261,23 +263,30 @@ func (s *Session) sendAgain(h *Handle, avoid *server, err *Error) {
 
 // reattach attaches a request again where it lives, until its lease has passed.
 func (s *Session) reattach(w *wire, h *Handle, err *Error) {
-	now := time.Now()
-	if h.reattached == 0 {
-		h.lostUntil = now
-		if w.lease != nil {
-			h.lostUntil = now.Add(*w.lease)
-		}
+	pause := h.nextPause()
+	if h.instance == "" || time.Now().Add(pause).After(h.lostUntil) {
+		s.fail(h, err.copyFor(h.id))
+		return
 	}
+	s.laterFor(h, pause, func() { s.attachAt(w.server, h) })
+}
+
+// nextPause is how long to wait before the server that was lost is tried again: 0.1 s, 0.2 s, … 1 s.
+func (h *Handle) nextPause() time.Duration {
 	pause := longestReattach
 	if h.reattached < 4 {
 		pause = min(firstReattach<<h.reattached, longestReattach)
 	}
-	if h.instance == "" || now.Add(pause).After(h.lostUntil) {
-		s.fail(h, err.copyFor(h.id))
-		return
-	}
 	h.reattached++
-	s.laterFor(h, pause, func() { s.attachAt(w.server, h) })
+	return pause
+}
+
+// leaseEnd is until when a server may have what was lost with this stream.
+func (w *wire) leaseEnd() time.Time {
+	if w.lease == nil {
+		return time.Now()
+	}
+	return time.Now().Add(*w.lease)
 }
 
 // notAttached decides what becomes of a request that a server did not attach.

@@ -286,14 +286,9 @@ func (r *rpcSource) told(ctx context.Context, err error, id string) *Error {
 	if errors.Is(err, io.EOF) {
 		return newError(codes.Unavailable, nil, "the server ended the stream before the request")
 	}
-	failure := fromRPC(ctx, err, r.at.address.target, id)
+	failure := fromStream(ctx, err, r.at.address.target, id)
 	if r.stream != nil {
 		heedPushback(failure, r.stream.Trailer())
-	}
-	if failure.Code == codes.Canceled && failure.cause == nil {
-		lost := newError(codes.Unavailable, nil, "the stream was lost: %s", failure.Message)
-		lost.RequestID = id
-		return lost
 	}
 	return failure
 }

@@ -100,7 +100,7 @@ func (w *wire) run(ctx context.Context) {
 	case w.refused != nil:
 		failure = w.refused
 	case !errors.Is(err, io.EOF):
-		failure = fromRPC(w.session.context, err, w.server.address.target, "")
+		failure = fromStream(w.session.context, err, w.server.address.target, "")
 	}
 	w.cancel()
 	w.session.lost(w, failure)
@@ -245,15 +245,4 @@ func (s *Session) endOrphans(w *wire) {
 			w.sendCancel(id, instance)
 		}
 	}
-}
-
-// isLoss tells whether a stream's end may be its connection's or its server's.
-func isLoss(err *Error) bool {
-	switch err.Code {
-	case codes.Unavailable, codes.Canceled:
-		return true
-	case codes.Internal, codes.Unknown:
-		return err.Reason == "" // gRPC's words for some connections that broke
-	}
-	return false
 }

@@ -254,7 +254,17 @@ impl Error {
         }
     }
 
-    /// Whether a stream's end may be its connection's or its server's.
+    /// The error of a stream's end: one that was lost is `UNAVAILABLE`, whatever gRPC calls that.
+    pub(crate) fn of_stream(self) -> Self {
+        if self.is_loss() && self.0.code != Code::Unavailable {
+            Self::status(Code::Unavailable, format!("the stream was lost: {}", self.0.message))
+        } else {
+            self
+        }
+    }
+
+    /// Whether a stream that ended with this was lost: the one place that says so. What a server itself says has a
+    /// reason.
     pub(crate) fn is_loss(&self) -> bool {
         let has_no_reason = self.0.reason.is_empty();
         self.0.kind == ErrorKind::Status

@@ -102,7 +102,7 @@ impl Call {
             match visit.server.connection.generation().generate_stream(request).await {
                 Ok(answer) => return Ok(Box::new(Opened { visit, messages: answer.into_inner() })),
                 Err(status) => {
-                    let error = told(Error::from_call(&status, &visit.server.name()));
+                    let error = Error::from_call(&status, &visit.server.name()).of_stream();
                     if !self.pool.many {
                         return Err(error);
                     }
@@ -110,15 +110,6 @@ impl Call {
                 }
             }
         }
-    }
-}
-
-/// A stream's error: a cancel that nobody asked for is a loss.
-fn told(error: Error) -> Error {
-    if error.code() == Code::Cancelled {
-        Error::status(Code::Unavailable, format!("the stream was lost: {}", error.message()))
-    } else {
-        error
     }
 }
 
@@ -301,7 +292,7 @@ impl Stream {
                     }
                 }
             }
-            Some(Err(status)) => told(Error::from_call(&status, &opened.visit.server.name())),
+            Some(Err(status)) => Error::from_call(&status, &opened.visit.server.name()).of_stream(),
             None => {
                 self.end(Some(Error::status(Code::Unavailable, "the server ended the stream before the request")));
                 return false;

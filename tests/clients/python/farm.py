@@ -116,6 +116,17 @@ class Member:
         assert self._proxy is not None
         self._farm.call(self._proxy.cut)
 
+    def unplug(self) -> None:
+        """The network is away: all connections break, and new ones lead nowhere."""
+        assert self._proxy is not None
+        self._proxy.lead_to("127.0.0.1:1")  # a port at which nobody listens
+        self.cut()
+
+    def plug_in(self) -> None:
+        """The network is back."""
+        assert self._proxy is not None
+        self._proxy.lead_to(self.server.addresses[0])
+
     def kill(self) -> None:
         """The process dies: nothing listens, all connections break, all requests are lost."""
         if not self._is_gone:

@@ -4,7 +4,7 @@ word.
 The first word of a prompt is its stage direction:
 `hold` says one word and waits to be released or cancelled; `refuse` and `busy` are refused
 (`busy` twice, then taken); `fail` fails after a word; `gap` loses an event; `twice` repeats one;
-`drop` ends the whole stream.
+`drop` ends the whole stream; `defect` is refused with INTERNAL, and ends a whole session with it.
 """
 
 from __future__ import annotations
@@ -204,6 +204,8 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
             raise Refusal(
                 make_status(code_pb2.INVALID_ARGUMENT, "BAD_FIELD", "top_p is wrong", bad)
             )
+        if direction == "defect":
+            raise Refusal(make_status(code_pb2.INTERNAL, "ENGINE_FAULT", "broken"))
         if direction == "unsupported":
             raise Refusal(make_status(code_pb2.UNIMPLEMENTED, "NOT_SUPPORTED", "not yet"))
         if direction == "busy" and self.busy_left > 0:
@@ -416,6 +418,8 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
             try:
                 self.start(spec, sink, id_, len(mine))
             except Refusal as refusal:
+                if refusal.status.code == code_pb2.INTERNAL:
+                    raise
                 rejection = s.CommandRejection(
                     command_id=id_, request_id=spec.request_id, status=refusal.status
                 )

@@ -12,17 +12,13 @@ import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol, Unpack
 
-import grpc
 from grpc import aio
 
 from headrace._async_link import is_for_task
 from headrace._session import Record, SessionCore, SessionOptions, wake
 from headrace._trace import with_trace
-from headrace.errors import HeadraceError, UnavailableError, error_from_rpc
+from headrace.errors import HeadraceError, UnavailableError, error_from_stream
 from headrace.v1.generation_service_pb2 import StreamResultRequest, StreamResultResponse
-
-# What grpc.aio says in place of a call's status, if it was writing when the call ended.
-_UNKNOWN_END = (grpc.StatusCode.INTERNAL, "Internal error from Core")
 
 _log = logging.getLogger("headrace")
 
@@ -97,9 +93,7 @@ class AsyncWire:
     def ended(self, failure: aio.AioRpcError | HeadraceError | None) -> None:
         """The call has ended."""
         if isinstance(failure, aio.AioRpcError):
-            is_known = (failure.code(), failure.details()) != _UNKNOWN_END
-            # else as a session that ended
-            failure = error_from_rpc(failure, target=self._target) if is_known else None
+            failure = error_from_stream(failure, target=self._target)
         if (reader := self._told()) is not None:
             reader.lost(self._place, failure)
         self._call = None  # gRPC keeps a closed channel's connection while a call is kept

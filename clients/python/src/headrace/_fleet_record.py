@@ -29,7 +29,7 @@ class FleetRecord(Record):
         self.instance_id = ""
         """The process that has it, where it is attached."""
         self.lost_until = 0.0
-        """Until when it may be attached again."""
+        """Until when the server that it was lost with may have it: how long its lease is."""
         self.reattached = 0
         self.ask_until = 0.0
         self.asked: set[Server] = set()

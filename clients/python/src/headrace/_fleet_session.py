@@ -6,8 +6,8 @@ request is with, and where it goes when that server has no room, drains or dies.
 2. The flavour passes each stream's messages to `receive`, and its end to `lost`.
 3. A request that a server refuses goes elsewhere, or waits as long as the server said.
 4. When a stream is lost, requests of which nothing was delivered are sent again elsewhere, with the
-   same ids. Begun ones are attached again where they live, until the lease has passed; without a
-   lease they fail with what was delivered.
+   same ids. Begun ones are attached again where they live. Both wait for a server until the lease
+   has passed; without a lease begun ones fail with what was delivered.
 
 A request's record and its handle stay the same wherever it goes. Like `SessionCore`, nothing here
 is thread-safe by itself; what is shared with other sessions (`FleetState`) is used with `guard`.
@@ -22,8 +22,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Unpack
-
-import grpc
 
 from headrace._attempts import WRONG_INSTANCE, is_worth_a_retry, note_failure
 from headrace._deadline import timed_out
@@ -49,8 +47,6 @@ _MOST_LOSSES = 5
 """How often a request is sent again because its server was lost or not ready."""
 _AGAIN_SECONDS = 1.0
 """How long such a request waits if the budget for retries is used up."""
-_LOST_IN_TRANSPORT = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-"""What gRPC says of some connections that broke; a server's own errors have a reason."""
 _FIRST_REATTACH = 0.1
 _LONGEST_REATTACH = 1.0
 
@@ -219,9 +215,7 @@ class FleetCore:
         records = link.core.give_up()
         self.links.lost(link)
         broken = error or UnavailableError("the server ended the session before its requests")
-        is_loss = is_worth_a_retry(broken) or (
-            broken.code in _LOST_IN_TRANSPORT and not broken.reason
-        )
+        is_loss = is_worth_a_retry(broken)
         with self._guard:
             for _ in records:
                 self._state.over(link.server)
@@ -230,7 +224,9 @@ class FleetCore:
         for record in records:
             moved = assert_fleet(record)
             moved.link = None
-            if moved.number:  # it was there: a new loss, with a lease of its own
+            if moved.number or not moved.attaching or not moved.lost_until:  # it may be there
+                until = time.monotonic() + (link.core.lease or 0.0)
+                moved.lost_until = max(until, moved.lost_until)
                 moved.reattached = moved.number = 0
             if is_loss and not self.ended:
                 self._move(link, moved, broken)
@@ -279,7 +275,8 @@ class FleetCore:
         elif not record.wants_server:
             record.wants_server = True
             record.turn += 1
-            self._later_for(record, PATIENCE_SECONDS, lambda: self._fail(record, self._nobody()))
+            patience = max(PATIENCE_SECONDS, record.lost_until - time.monotonic())
+            self._later_for(record, patience, lambda: self._fail(record, self._nobody()))
 
     def _send_to(self, server: Server, record: FleetRecord) -> None:
         if record.sent is None:
@@ -424,11 +421,8 @@ class FleetCore:
 
     def _reattach(self, link: Link, record: FleetRecord, error: HeadraceError) -> None:
         """Attaches a request again where it lives, until its lease has passed."""
-        now = time.monotonic()
-        if not record.reattached:
-            record.lost_until = now + (link.core.lease or 0.0)
         pause = min(_FIRST_REATTACH * 2**record.reattached, _LONGEST_REATTACH)
-        if not record.instance_id or now + pause > record.lost_until:
+        if not record.instance_id or time.monotonic() + pause > record.lost_until:
             self._fail(record, copy_of(error))
             return
         record.reattached += 1

@@ -370,8 +370,6 @@ class SessionCore:
     def end(self, error: HeadraceError | None) -> list[Record]:
         """Records the stream's end; fails the live requests and returns them."""
         lost = self.give_up()
-        if isinstance(error, CallCancelledError):  # nobody cancelled the requests themselves
-            error = UnavailableError("the session was closed or lost")
         self.error = error
         if lost and error is None:
             self.error = UnavailableError("the server ended the session before its requests")

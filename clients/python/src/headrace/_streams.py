@@ -20,7 +20,7 @@ import grpc
 
 from headrace._link import Link
 from headrace._session import Record, SessionCore, SessionOptions, wake
-from headrace.errors import HeadraceError, error_from_rpc
+from headrace.errors import HeadraceError, error_from_stream
 from headrace.session import CLOSE_SECONDS
 from headrace.v1.generation_service_pb2 import StreamResultRequest, StreamResultResponse
 
@@ -102,7 +102,7 @@ class Wire:
         """The call has ended."""
         self._link.ended(self._call)
         if isinstance(failure, grpc.RpcError):
-            failure = error_from_rpc(failure, target=self._link.target)
+            failure = error_from_stream(failure, target=self._link.target)
         if (reader := self._told()) is not None:
             reader.lost(self._place, failure)
 

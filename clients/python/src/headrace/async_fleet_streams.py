@@ -12,7 +12,7 @@ from headrace._deadline import Deadline
 from headrace._fleet import Server
 from headrace._fold import Fold
 from headrace.async_fleet import AsyncFleet
-from headrace.errors import CallCancelledError, HeadraceError, error_from_rpc
+from headrace.errors import CallCancelledError, HeadraceError, error_from_stream
 from headrace.v1.generation_pb2 import ResultEvent
 
 
@@ -55,7 +55,7 @@ class AsyncFleetEvents:
                 if self._cancelled or self._fold.chunks or self._fold.done:
                     raise
                 # Its traceback has the call, which keeps a closed channel's connection.
-                error = error_from_rpc(failure.with_traceback(None), target=server.link.target)
+                error = error_from_stream(failure.with_traceback(None), target=server.link.target)
                 await self._again(server, error)
                 continue
             except BaseException:

@@ -22,6 +22,7 @@ from headrace.errors import (
     ProtocolError,
     UnavailableError,
     error_from_rpc,
+    error_from_stream,
 )
 from headrace.results import Accepted, Chunk, Result
 from headrace.v1.generation_pb2 import ResultEvent
@@ -225,14 +226,16 @@ class AsyncStream:
         try:
             events = await self._start().read()
         except grpc.RpcError as failure:
-            error = error_from_rpc(failure, target=self._target, request_id=self.request_id)
+            made = error_from_rpc if self._closed else error_from_stream
+            error = made(failure, target=self._target, request_id=self.request_id)
             self._fold.fail(error)
             return False
         except asyncio.CancelledError as cancelled:
             if is_for_task(cancelled):
                 self.close()
                 raise
-            self._fold.fail(CallCancelledError("the stream was closed"))
+            closed = CallCancelledError("the stream was closed")
+            self._fold.fail(closed if self._closed else UnavailableError("the client was closed"))
             return False
         except HeadraceError as error:  # of a source that makes unary calls
             self._fold.fail(error)

@@ -310,6 +310,29 @@ def error_from_rpc(
     return error_from_status(status, request_id=request_id, partial=partial)
 
 
+def error_from_stream(
+    error: grpc.RpcError, *, target: Peer | None = None, request_id: str = ""
+) -> HeadraceError:
+    """The error for the end of a stream that nobody here has closed. The one place that says when a
+    stream was lost, whatever gRPC calls it: that is UNAVAILABLE. What a server says has a reason.
+    """
+    told = error_from_rpc(error, target=target, request_id=request_id)
+    is_lost = told.code is grpc.StatusCode.CANCELLED or (
+        not told.reason and (told.code in _LOST_ON_THE_WAY or _RESET in told.message)
+    )
+    if not is_lost:
+        return told
+    where = f" to {target}" if target else ""
+    message = f"the stream{where} was closed or lost: {told.message}"
+    return UnavailableError(message, request_id=request_id)
+
+
+_LOST_ON_THE_WAY = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+"""What gRPC says of most streams that a broken connection or a proxy has ended."""
+_RESET = "RST_STREAM"
+"""In gRPC's words of the others: some of HTTP/2's codes have a code of gRPC's of their own."""
+
+
 _HANDSHAKES = {
     "WRONG_VERSION_NUMBER": "it does not use TLS; leave out ca, tls and the client's certificate, "
     "or give the server a certificate (--tls-cert, --tls-key)",

@@ -13,7 +13,12 @@ from headrace._deadline import Deadline
 from headrace._fleet import Server
 from headrace._fold import Fold
 from headrace._link import Link
-from headrace.errors import CallCancelledError, DeadlineExceededError, HeadraceError, error_from_rpc
+from headrace.errors import (
+    CallCancelledError,
+    DeadlineExceededError,
+    HeadraceError,
+    error_from_stream,
+)
 from headrace.fleet import Fleet
 from headrace.v1.generation_pb2 import ResultEvent
 from headrace.v1.generation_service_pb2 import GenerateStreamRequest
@@ -72,7 +77,7 @@ class FleetEvents:
                 self._over()
                 if self._cancelled or self._fold.chunks or self._fold.done:
                     raise
-                self._again(server, error_from_rpc(failure, target=server.link.target))
+                self._again(server, error_from_stream(failure, target=server.link.target))
                 continue
             if message.instance_id:
                 self._fleet.owned(self._fold.request_id, server, message.instance_id)

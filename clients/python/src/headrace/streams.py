@@ -18,7 +18,14 @@ from headrace._deadline import Deadline, timed_out
 from headrace._fold import Fold
 from headrace._link import Link
 from headrace._streams import Later
-from headrace.errors import HeadraceError, Peer, ProtocolError, UnavailableError, error_from_rpc
+from headrace.errors import (
+    HeadraceError,
+    Peer,
+    ProtocolError,
+    UnavailableError,
+    error_from_rpc,
+    error_from_stream,
+)
 from headrace.results import Accepted, Chunk, Result
 from headrace.v1.generation_pb2 import ResultEvent
 from headrace.v1.generation_service_pb2 import GetResultRequest, GetResultResponse
@@ -278,7 +285,8 @@ class Stream:
                 self._fold.fail(UnavailableError("the server ended the stream before the request"))
             return False
         except grpc.RpcError as failure:
-            error = error_from_rpc(failure, target=self._target, request_id=self.request_id)
+            made = error_from_rpc if self._closed else error_from_stream
+            error = made(failure, target=self._target, request_id=self.request_id)
             self._fold.fail(self._timed_out() or error)
             return False
         except HeadraceError as error:  # of a source that makes unary calls

@@ -2,10 +2,13 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::time::Instant;
 
 use super::Output;
+use super::moves::{FIRST_REATTACH, LONGEST_REATTACH};
+use super::wire::Wire;
 use crate::placement::{PrefixKeys, keys_of};
 use crate::pool::PATIENCE;
 use crate::proto;
@@ -36,7 +39,7 @@ pub(super) struct Entry {
     /// How often it was sent again.
     pub(super) losses: u32,
     pub(super) reattached: u32,
-    /// Until when it may be attached again.
+    /// Until when the server that it was lost with may have it: how long its lease is.
     pub(super) lost_until: Instant,
     pub(super) asked: HashSet<u64>,
     pub(super) ask_until: Instant,
@@ -67,5 +70,21 @@ impl Entry {
             ask_until: now + PATIENCE,
             turn: 0,
         }
+    }
+
+    /// Its stream was lost. If the server may have it, that is a new loss, with a lease of its own.
+    pub(super) fn lost_with(&mut self, wire: &Wire) {
+        let may_be_there = if self.attaching { self.reattached == 0 } else { !wire.instance.is_empty() };
+        if self.number != 0 || may_be_there {
+            self.reattached = 0;
+            self.lost_until = self.lost_until.max(Instant::now() + wire.lease.unwrap_or_default());
+        }
+    }
+
+    /// How long to wait before the server that was lost is tried again: 0.1 s, 0.2 s, … 1 s.
+    pub(super) fn next_pause(&mut self) -> Duration {
+        let pause = (FIRST_REATTACH * 2_u32.pow(self.reattached.min(4))).min(LONGEST_REATTACH);
+        self.reattached += 1;
+        pause
     }
 }

@@ -22,8 +22,8 @@ use crate::request::random;
 const MOST_LOSSES: u32 = 5;
 /// The same of a batch's, which has twelve tries.
 const MOST_BATCH_LOSSES: u32 = 11;
-const FIRST_REATTACH: Duration = Duration::from_millis(100);
-const LONGEST_REATTACH: Duration = Duration::from_secs(1);
+pub(super) const FIRST_REATTACH: Duration = Duration::from_millis(100);
+pub(super) const LONGEST_REATTACH: Duration = Duration::from_secs(1);
 
 impl Shared {
     fn most_tries(&self) -> u32 {
@@ -55,7 +55,8 @@ impl State {
             (None, Some(wait)) => self.wait(shared, key, wait),
             (None, None) if !entry.wants_server => {
                 entry.wants_server = true;
-                self.later(shared, key, PATIENCE, Act::GiveUp);
+                let left = entry.lost_until.saturating_duration_since(Instant::now());
+                self.later(shared, key, PATIENCE.max(left), Act::GiveUp);
             }
             (None, None) => {}
         }
@@ -209,23 +210,19 @@ impl State {
         let was_refused = wire.is_refused();
         let was_told = told.is_some();
         let in_order = || Error::status(Code::Unavailable, "the server ended the session before its requests");
-        let mut error = told.unwrap_or_else(in_order);
+        let error = told.unwrap_or_else(in_order);
         let is_loss = error.is_loss() && !was_refused;
         if is_loss && !self.closing {
             shared.client.pool.set_aside(at, &error);
         }
-        if is_loss && error.code() != Code::Unavailable {
-            error = Error::status(Code::Unavailable, format!("the session was lost: {}", error.message()));
-        }
+        let error = error.of_stream();
         if self.ended.is_none() && (!shared.resumes || was_refused) && (was_told || !self.closing) {
             self.ended = Some(error.clone());
         }
         let moved: Vec<u64> = self.live.iter().filter(|(_, entry)| entry.at == Some(at)).map(|(key, _)| *key).collect();
         for key in moved {
-            if let Some(entry) = self.live.get_mut(&key)
-                && entry.number != 0
-            {
-                entry.reattached = 0; // a new loss, with a lease of its own
+            if let Some(entry) = self.live.get_mut(&key) {
+                entry.lost_with(&wire);
             }
             self.leave(shared, key);
             if is_loss && shared.resumes {
@@ -242,7 +239,10 @@ impl State {
         let Some(entry) = self.live.get(&key) else { return };
         let output = Arc::clone(&entry.output);
         let begun = output.has_begun() && !shared.restarts;
-        if entry.spec.is_none() || begun || entry.losses >= shared.most_tries() {
+        let may_wait = entry.spec.is_some() && !begun && !entry.cancelled && !shared.client.pool.many;
+        if may_wait && wire.instance.is_empty() && Instant::now() < entry.lost_until {
+            self.wait_for_its_server(shared, key); // which was not reached, and may have it: that was no try
+        } else if entry.spec.is_none() || begun || entry.losses >= shared.most_tries() {
             self.reattach(shared, wire, key, error);
         } else if entry.cancelled {
             self.fail(shared, key, Error::status(Code::Cancelled, "it was cancelled, and its server was lost"));
@@ -274,18 +274,20 @@ impl State {
         self.wait(shared, key, error.retry_after().unwrap_or_else(spread));
     }
 
+    /// Sends a request once more to its only server, which could not be reached.
+    fn wait_for_its_server(&mut self, shared: &Arc<Shared>, key: u64) {
+        let Some(entry) = self.live.get_mut(&key) else { return };
+        let pause = entry.next_pause();
+        self.wait(shared, key, pause);
+    }
+
     /// Attaches a request again where it lives, until its lease has passed.
     fn reattach(&mut self, shared: &Arc<Shared>, wire: &Wire, key: u64, error: &Error) {
-        let now = Instant::now();
         let Some(entry) = self.live.get_mut(&key) else { return };
-        if entry.reattached == 0 {
-            entry.lost_until = now + wire.lease.unwrap_or_default();
-        }
-        let pause = (FIRST_REATTACH * 2_u32.pow(entry.reattached.min(4))).min(LONGEST_REATTACH);
-        if entry.instance.is_empty() || now + pause > entry.lost_until {
+        let pause = entry.next_pause();
+        if entry.instance.is_empty() || Instant::now() + pause > entry.lost_until {
             self.fail(shared, key, error.clone());
         } else {
-            entry.reattached += 1;
             self.later(shared, key, pause, Act::AttachAt(Arc::clone(&wire.server)));
         }
     }

@@ -51,7 +51,7 @@ export class SessionRecord {
   losses = 0;
   /** The process that has it. */
   instanceId = "";
-  /** Until when it may be attached again. */
+  /** Until when the server that it was lost with may have it: how long its lease is. */
   lostUntil = 0;
   reattached = 0;
   askUntil = 0;

@@ -165,6 +165,10 @@ export class SessionRouter {
     }
     await streams;
     this.pool.forget(this.#serverChanged);
+    this.#stopTimers();
+  }
+
+  #stopTimers(): void {
     for (const timer of this.#timers) {
       clearTimeout(timer);
     }
@@ -232,8 +236,9 @@ export class SessionRouter {
     }
     for (const record of records) {
       record.link = undefined;
-      if (record.number !== 0) {
-        record.reattached = record.number = 0; // it was there: a new loss, with a lease of its own
+      if (record.number !== 0 || !record.attaching || record.lostUntil === 0) {
+        record.reattached = record.number = 0; // it may be there: a new loss, with a lease of its own
+        record.lostUntil = Math.max(record.lostUntil, performance.now() + (link.core.leaseMs ?? 0));
       }
       if (isLoss && this.#resumes && this.#error === undefined && !this.pool.isClosed) {
         this.#move(link, record, broken);
@@ -251,6 +256,7 @@ export class SessionRouter {
   #placeWaiting(): void {
     if (this.pool.isClosed) {
       this.#failAll(new UnavailableError("the client was closed"));
+      this.#stopTimers();
     }
     for (const record of [...this.records.values()]) {
       if (record.wantsServer) {
@@ -279,7 +285,8 @@ export class SessionRouter {
     } else if (!record.wantsServer) {
       record.wantsServer = true;
       record.turn += 1;
-      this.#laterFor(record, PATIENCE_MS, () => this.#fail(record, servers.nobody()));
+      const patience = Math.max(PATIENCE_MS, record.lostUntil - performance.now());
+      this.#laterFor(record, patience, () => this.#fail(record, servers.nobody()));
     }
   }
 
@@ -448,12 +455,8 @@ export class SessionRouter {
 
   /** Attaches a request again where it lives, until its lease has passed. */
   #reattach(link: Link, record: SessionRecord, error: HeadraceError): void {
-    const now = performance.now();
-    if (record.reattached === 0) {
-      record.lostUntil = now + (link.core.leaseMs ?? 0);
-    }
     const pause = Math.min(FIRST_REATTACH_MS * 2 ** record.reattached, LONGEST_REATTACH_MS);
-    if (record.instanceId === "" || now + pause > record.lostUntil) {
+    if (record.instanceId === "" || performance.now() + pause > record.lostUntil) {
       this.#fail(record, copyOf(error));
       return;
     }

@@ -2,6 +2,7 @@ package dev.headrace.client;
 
 import dev.headrace.v1.GenerationSpec;
 import dev.headrace.v1.ResultEvent;
+import java.time.Duration;
 import java.util.ArrayList;
 import java.util.HashSet;
 import java.util.List;
@@ -33,7 +34,8 @@ public final class Handle extends Generation {
   String instance = ""; // the process that has it
   int losses; // how often it was sent again
   int reattached;
-  long lostUntil; // until when it may be attached again
+  boolean wasLost; // whether its stream was
+  private long lostUntil; // until when the server that it was lost with may have it
   final Set<Server> asked = new HashSet<>();
   long askUntil;
   int turn; // grows when it is sent or begins to wait: what was to be done before is void
@@ -63,6 +65,19 @@ public final class Handle extends Generation {
       lost.chunks.forEach(one -> made.add(one, null));
       return made;
     }
+  }
+
+  /** Its stream was lost; the server may have it for this lease. Null: that granted none. */
+  void lostAnew(Duration lease) {
+    long until = System.nanoTime() + (lease == null ? 0 : Durations.nanos(lease));
+    lostUntil = wasLost && lostUntil - until > 0 ? lostUntil : until;
+    wasLost = true;
+    reattached = 0;
+  }
+
+  /** For how many nanoseconds the server that it was lost with may still have it. */
+  long leaseLeft() {
+    return wasLost ? lostUntil - System.nanoTime() : 0;
   }
 
   /**

@@ -189,10 +189,6 @@ public final class HeadraceException extends RuntimeException {
     return getClass().getName() + ": " + code + why + ": " + getMessage();
   }
 
-  boolean isFromServer() {
-    return origin == Origin.SERVER;
-  }
-
   /**
    * Whether the same may succeed later, or elsewhere: the server was lost or is not ready, or it
    * has no room and says when to come again.
@@ -205,12 +201,17 @@ public final class HeadraceException extends RuntimeException {
         || code == Status.Code.RESOURCE_EXHAUSTED && retryAfter != null;
   }
 
-  /** Whether a stream's end may be its connection's or its server's. */
+  /**
+   * Whether a stream that ended with this was lost, whatever gRPC calls that: the one place that
+   * says so. What a server itself says has a reason.
+   */
   boolean isLoss() {
     return origin == Origin.SERVER
         && switch (code) {
           case UNAVAILABLE, CANCELLED -> true;
-          case INTERNAL, UNKNOWN -> reason.isEmpty(); // gRPC's words for connections that broke
+          case INTERNAL, UNKNOWN -> reason.isEmpty(); // of most broken connections and proxies
+          case RESOURCE_EXHAUSTED, PERMISSION_DENIED -> // of two of RST_STREAM's codes
+              reason.isEmpty() && getMessage().contains("RST_STREAM");
           default -> false;
         };
   }

@@ -61,7 +61,9 @@ final class Moves {
     } else if (!handle.wantsServer) {
       handle.wantsServer = true;
       session.laterFor(
-          handle, Pool.PATIENCE, () -> session.fail(handle, pool().nobody().forRequest(handle.id)));
+          handle,
+          Math.max(Pool.PATIENCE, handle.leaseLeft()),
+          () -> session.fail(handle, pool().nobody().forRequest(handle.id)));
     }
   }
 
@@ -232,8 +234,10 @@ final class Moves {
         if (handle.wire != wire) {
           continue;
         }
-        if (handle.number != 0) { // a new loss, with a lease of its own
-          handle.reattached = 0;
+        if (handle.number != 0 || !handle.attaching && !wire.instance.isEmpty()) {
+          handle.lostAnew(wire.lease); // it may be there, with a lease of its own
+        } else if (!handle.wasLost) {
+          handle.lostAnew(null);
         }
         wire.numbers.remove(handle.number, handle);
         session.leave(handle);
@@ -250,7 +254,10 @@ final class Moves {
   /** Decides what becomes of a request whose stream was lost. */
   private void move(Wire wire, Handle handle, HeadraceException error) {
     boolean begun = handle.hasBegun() && !session.restarts;
-    if (handle.spec == null || begun || handle.losses >= mostTries()) {
+    boolean mayWait = handle.spec != null && !begun && !handle.cancelled && !pool().many;
+    if (mayWait && wire.instance.isEmpty() && handle.leaseLeft() > 0) {
+      pause(handle, nextPause(handle)); // its server was not reached, and may have it: no try
+    } else if (handle.spec == null || begun || handle.losses >= mostTries()) {
       reattach(wire, handle, error);
     } else if (handle.cancelled) {
       session.fail(handle, cancelledWhileWaiting());
@@ -283,20 +290,18 @@ final class Moves {
 
   /** Attaches a request again where it lives, until its lease has passed. */
   private void reattach(Wire wire, Handle handle, HeadraceException error) {
-    long now = System.nanoTime();
-    if (handle.reattached == 0) {
-      handle.lostUntil = now + (wire.lease == null ? 0 : Durations.nanos(wire.lease));
-    }
-    long pause =
-        handle.reattached < 4
-            ? Math.min(FIRST_REATTACH << handle.reattached, LONGEST_REATTACH)
-            : LONGEST_REATTACH;
-    if (handle.instance.isEmpty() || now + pause - handle.lostUntil > 0) {
+    long pause = nextPause(handle);
+    if (handle.instance.isEmpty() || handle.leaseLeft() < pause) {
       session.fail(handle, error.forRequest(handle.id));
       return;
     }
-    handle.reattached++;
     session.laterFor(handle, pause, () -> attachAt(wire.server, handle));
+  }
+
+  /** How long to wait before the server that was lost is tried again: 0.1 s, 0.2 s, … 1 s. */
+  private static long nextPause(Handle handle) {
+    int times = handle.reattached++;
+    return times < 4 ? Math.min(FIRST_REATTACH << times, LONGEST_REATTACH) : LONGEST_REATTACH;
   }
 
   /** Decides what becomes of a request that a server did not attach. */

@@ -148,7 +148,7 @@ final class RpcSource implements GenerationStream.Source {
       if (error == null) {
         error = Calls.errorOf(at, context, status, trailers, id);
       }
-      if (error.code() == Status.Code.CANCELLED && error.isFromServer()) {
+      if (error.isLoss()) {
         error = error.asLoss("the stream");
       }
       if (client.pool().isClosed()) {
