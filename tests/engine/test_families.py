@@ -185,7 +185,7 @@ def test_every_mode_equals_generate(family: str, decoder: str) -> None:
 def test_a_model_that_would_be_run_wrongly_is_refused(name: str) -> None:
     refusal = REFUSALS[name]
     if not refusal.is_known:
-        pytest.skip(f"this version of transformers has no {name}, or one that is served")
+        pytest.skip(f"this version of transformers has no {name} that is refused")
     model = make_model(refusal.recipe.config())
     with pytest.raises(ModelRefusedError) as caught:
         from_model(model)
