@@ -66,6 +66,7 @@ def check(ends: Sequence[str], run: Run, settings: Mapping[str, str], tests: Seq
         _say(f"{name}: made in {time.monotonic() - began:.0f} s; running the tests")
         if run([python, "-m", "pytest", "-p", "no:cacheprovider", *tests], {}):
             failed[name] = "tests failed, or pytest did not come to its end"
+    sys.stdout.write("\n")  # a process may have ended within a line
     for name in ends:
         _say(f"{name}: {failed.get(name, 'passed')}")
     return 1 if failed else 0
