@@ -61,6 +61,10 @@ test: $(DEV) $(NATIVE) ## Run the Python test suite (in processes for the cores 
 test-slow: $(DEV) $(NATIVE) ## Run the long sweeps: every model family in every mode, every planted bug.
 	$(PYTEST) -m slow $(ARGS)
 
+.PHONY: test-versions
+test-versions: $(DEV) $(NATIVE) ## Run the tests of models at the lowest and newest torch and transformers, in environments of their own: some minutes, some gigabytes (ARGS='--only newest').
+	$(BIN)/python scripts/test_versions.py --workers $(WORKERS) $(ARGS)
+
 .PHONY: test-telemetry
 test-telemetry: $(DEV) $(NATIVE) ## Run tests of sessions, faults, ends and shutdown again, with spans and metrics on.
 	$(PYTEST) -m 'not slow' --with-telemetry $(addprefix tests/service/test_,sessions.py faults.py ends.py shutdown.py) $(ARGS)

@@ -21,7 +21,7 @@ _NOTE = "written by `make model-table` from tests/model_recipes.py"
 def served() -> str:
     """The families that are served, a line each."""
     rows = [
-        f"| {name} | {recipe.attention} | {recipe.special} |"
+        f"| {name}{_from(recipe.since)} | {recipe.attention} | {recipe.special} |"
         for name, recipe in sorted(RECIPES.items())
     ]
     modes = ", ".join(MODES)
@@ -29,11 +29,16 @@ def served() -> str:
     return "\n".join([head, "|---|---|---|", *rows])
 
 
+def _from(version: str | None) -> str:
+    return "" if version is None else f" (from transformers {version})"
+
+
 def refused() -> str:
     """The reasons for refusals, a line each, with the families that have them."""
     families: dict[str, list[str]] = {}
     for name, refusal in REFUSALS.items():
-        families.setdefault(refusal.why, []).append(name)
+        before = "" if refusal.until is None else f" (before transformers {refusal.until})"
+        families.setdefault(refusal.why, []).append(name + before)
     rows = [f"| {', '.join(sorted(names))} | {why} |" for why, names in families.items()]
     return "\n".join(["| refused | reason |", "|---|---|", *rows])
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from transformers import AutoConfig, PreTrainedConfig
+from packaging.version import Version
+from transformers import AutoConfig, PreTrainedConfig, __version__
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCAB = 128
@@ -61,6 +62,7 @@ _GPT = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
+_PARTIAL_GPT = {**_GPT, "rotary_dim": 8}
 _GEMMA4 = {
     **_HEADS,
     **_SLIDING,
@@ -88,6 +90,8 @@ class Recipe:
         attention: what the layers do: the test compares it with what the load gate saw.
         special: what the family has that others do not, for the table.
         common: whether COMMON is used.
+        since: the first version of transformers with which the family is served, where older ones
+            have it and it is refused there: it is in REFUSALS too.
     """
 
     model_type: str
@@ -95,11 +99,13 @@ class Recipe:
     attention: Attention = "full"
     special: str = ""
     common: bool = True
+    since: str | None = None
 
     @property
     def is_known(self) -> bool:
-        """Whether this version of transformers has the family."""
-        return self.model_type in CONFIG_MAPPING
+        """Whether this version of transformers has the family, as it is served."""
+        is_old = self.since is not None and Version(__version__) < Version(self.since)
+        return self.model_type in CONFIG_MAPPING and not is_old
 
     def config(self, **changes: Any) -> PreTrainedConfig:
         """The tiny config."""
@@ -117,12 +123,20 @@ class Refusal:
         why: the reason in the table's words.
         older_reason: a part of its message with older versions of transformers, where that is
             another.
+        until: the first version of transformers with which it is served; None: there is none.
     """
 
     recipe: Recipe
     reason: str
     why: str
     older_reason: str | None = None
+    until: str | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this version of transformers has the family, and it is refused there."""
+        is_over = self.until is not None and Version(__version__) >= Version(self.until)
+        return self.recipe.is_known and not is_over
 
 
 def _mixed(model_type: str, special: str = "", **settings: Any) -> Recipe:
@@ -161,6 +175,13 @@ RECIPES: dict[str, Recipe] = {
     "biogpt": Recipe("biogpt", special="learned positions that begin at 2"),
     "bitnet": Recipe("bitnet"),
     "camembert": Recipe("camembert", _DECODER, special=_FROM_ZERO),
+    "codegen": Recipe(
+        "codegen",
+        _PARTIAL_GPT,
+        special="partial rotary embeddings, parallel blocks",
+        common=False,
+        since="5.24",
+    ),
     "cohere": Recipe("cohere", special="layer norms, scaled logits, parallel blocks"),
     "cohere2": _mixed("cohere2", "layers without positions"),
     "cohere2_moe": _mixed("cohere2_moe", "experts, layers without positions", **_SMALL_EXPERTS),
@@ -263,6 +284,13 @@ RECIPES: dict[str, Recipe] = {
     "gpt2": Recipe("gpt2", _GPT, special="learned positions", common=False),
     "gpt_bigcode": Recipe(
         "gpt_bigcode", _GPT, special="learned positions, one KV head", common=False
+    ),
+    "gptj": Recipe(
+        "gptj",
+        _PARTIAL_GPT,
+        special="partial rotary embeddings, parallel blocks",
+        common=False,
+        since="5.24",
     ),
     "gpt_neox": Recipe("gpt_neox", special="partial rotary embeddings, parallel blocks"),
     "gpt_oss": _mixed("gpt_oss", "experts, attention sinks", **_EXPERTS),
@@ -401,7 +429,10 @@ REFUSALS: dict[str, Refusal] = {
         Recipe("bloom", {"n_layer": 2, "n_head": 4}), _NO_INTERFACE, _NO_INTERFACE_WHY
     ),
     "codegen": Refusal(
-        Recipe("codegen", {**_GPT, "rotary_dim": 8}, common=False), _NO_INTERFACE, _NO_INTERFACE_WHY
+        Recipe("codegen", _PARTIAL_GPT, common=False),
+        _NO_INTERFACE,
+        _NO_INTERFACE_WHY,
+        until="5.24",
     ),
     "falcon": Refusal(
         Recipe(
@@ -435,7 +466,10 @@ REFUSALS: dict[str, Refusal] = {
         _NO_INTERFACE_WHY,
     ),
     "gptj": Refusal(
-        Recipe("gptj", {**_GPT, "rotary_dim": 8}, common=False), _NO_INTERFACE, _NO_INTERFACE_WHY
+        Recipe("gptj", _PARTIAL_GPT, common=False),
+        _NO_INTERFACE,
+        _NO_INTERFACE_WHY,
+        until="5.24",
     ),
     "mpt": Refusal(
         Recipe(

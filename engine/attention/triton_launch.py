@@ -34,6 +34,10 @@ request.
 """
 _PART, _PARTS = 128, 4
 """Keys that are read in parts: BLOCK_D, and how many parts there are. See `Tiles.columns`."""
+_FUSES = True
+"""Whether a product and a sum are one operation. It is said at each launch: Triton's own default
+depends on its version and on the environment.
+"""
 _SHARED_SLACK = 8 << 10
 """Bytes of shared memory that the compiler may need besides the tiles."""
 _SCHEMA = (
@@ -266,6 +270,7 @@ def triton_attention(
                 *(key, value, keys, values, slot_mapping),
                 *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
                 BLOCK_H=_padded(kv_heads),
+                enable_fp_fusion=_FUSES,
                 **sizes,
             )
         if decode_rows:
@@ -318,6 +323,7 @@ class _Attention:
             num_warps=tiles.warps,
             num_stages=tiles.stages,
             maxnreg=tiles.registers,
+            enable_fp_fusion=_FUSES,
             **layer,
         )
         merge_kernel[(rows, kv_heads * groups)](
@@ -329,6 +335,7 @@ class _Attention:
             VALUE_DIM=value_dim,
             BLOCK_V=layer["BLOCK_V"],
             MAX_CUTS=limit,
+            enable_fp_fusion=_FUSES,
         )
 
     def prefill(self, rows: int) -> None:
@@ -351,6 +358,7 @@ class _Attention:
             IN_PARTS=tiles.columns > 0,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
+            enable_fp_fusion=_FUSES,
             **{**self.layer, **blocks},
         )
 
@@ -386,6 +394,7 @@ def try_out(device: torch.device) -> None:
         write_kernel[(1,)](
             *(step, step, cache, cache, slot_mapping, *strides),
             BLOCK_H=1,
+            enable_fp_fusion=_FUSES,
             **sizes,
         )
     cache.sum().item()  # wait for the end, so that a failure shows now

@@ -125,6 +125,7 @@ def experts_product(
             BLOCK_K=tiles.inputs,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
+            enable_fp_fusion=True,  # said here, as Triton's default depends on its version
         )
 
 

@@ -42,6 +42,7 @@ def least_bound(
                 STRIDE=stride,
                 CUT=_CUT,
                 num_warps=_WARPS,
+                enable_fp_fusion=False,
             )
             choose_digit[(rows,)](
                 sums,
@@ -53,5 +54,6 @@ def least_bound(
                 STRIDE=stride,
                 LARGEST=INFINITY,
                 num_warps=_WARPS,
+                enable_fp_fusion=False,
             )
     return known.view(torch.float32)

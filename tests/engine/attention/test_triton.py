@@ -108,6 +108,7 @@ def compile_for(
         if signature[name] == f"*{dtype}" or name.endswith("_stride")
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options["enable_fp_fusion"] = True
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

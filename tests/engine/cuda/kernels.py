@@ -81,6 +81,8 @@ def compile_all(run: Callable[[], object], properties: Properties = HOPPER) -> l
 
 
 def _compile(launch: _Launch) -> Found:
+    # Triton's own default depends on its version.
+    assert "enable_fp_fusion" in launch.kwargs, "a launch says whether it fuses"
     made = launch.kernel.run(*launch.args, grid=launch.grid, warmup=True, **launch.kwargs)
     ptx: str = made.asm["ptx"]
     return Found(

@@ -25,6 +25,8 @@ def test_a_step_launches_no_more_than_the_table_says(family: str) -> None:
     table = read_table()
     if transformers.__version__ != table["transformers"]:
         pytest.skip(f"the table is of transformers {table['transformers']}")
+    if not RECIPES[family].is_known:
+        pytest.skip(f"this version of transformers has no {family} that is served")
     found, known = measure(family), table["families"][family]
     assert found.keys() == known.keys(), "the table has its decoders"
     for decoder, most in known.items():
@@ -37,7 +39,11 @@ def test_a_step_launches_no_more_than_the_table_says(family: str) -> None:
 
 
 def test_every_family_is_in_the_table() -> None:
-    assert list(read_table()["families"]) == list(RECIPES), "run `make launch-table`"
+    table = read_table()
+    if transformers.__version__ != table["transformers"]:
+        pytest.skip(f"the table is of transformers {table['transformers']}")
+    known = [name for name, recipe in RECIPES.items() if recipe.is_known]
+    assert list(table["families"]) == known, "run `make launch-table`"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "gemma2", "gemma3"])

@@ -142,11 +142,13 @@ def compile_for(case: Case, capability: int, dtype: str) -> Any:
 
 def spills(compiled: Any, capability: int, folder: Path) -> str:
     """What ptxas says about a kernel's registers."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
     source = folder / "kernel.ptx"
     source.write_text(compiled.asm["ptx"], encoding="utf-8")
     done = subprocess.run(
         [
-            str(triton.knobs.nvidia.ptxas.path),
+            get_ptxas(capability).path,
             *("-v", "--fmad=false", f"--gpu-name=sm_{capability}a"),
             *(str(source), "-o", str(folder / "kernel.cubin")),
         ],
