@@ -197,7 +197,7 @@ class Client:
             if self._was_forked_in_use:
                 raise FailedPreconditionError(
                     "this client had calls open when its process forked, and cannot be used in "
-                    "the child; make another there, or fork while no call is open"
+                    "the child; fork while no call is open"
                 )
             if self._made is None:
                 if self._is_closed:
