@@ -111,5 +111,13 @@ def test_the_quick_start_from_the_package(addresses: Addresses, tmp_path: Path) 
     run(["npm", "install", "--no-audit", "--no-fund", "--prefer-offline", str(tarball)], fresh)
     told = run(["node", "start.mjs"], fresh)
 
+    # As a TypeScript program, with each of the settings that the README tells of.
+    (fresh / "start.mts").write_text(code, encoding="utf-8")
+    types = str(TYPESCRIPT / "node_modules" / "@types")
+    tsc = [str(TYPESCRIPT / "node_modules/.bin/tsc"), "--strict", "--noEmit", "--target", "es2023"]
+    tsc += ["--module", "nodenext", "--types", "node", "--typeRoots", types]
+    for lib, more in (("es2023,esnext.disposable", ["--skipLibCheck"]), ("es2023,dom", [])):
+        run([*tsc, "--lib", lib, *more, "start.mts"], fresh)
+
     assert told.startswith("nce upon a timeOnce upon a timeO length 32\n")
     assert told.endswith("neOneOne\nwoTwoTwo\nhreeThre\n")
