@@ -166,29 +166,24 @@ class Authenticator:
             ConfigError: the file cannot be read, or an entry is wrong.
         """
         self._client_certificates = client_certificates
-        self._table: Watched[CallerTable] | None = None
+        self.tables: Watched[CallerTable] | None = None  # whoever asks for a caller has it fresh
         if path is not None:
-            self._table = Watched("callers", (path,), lambda: self._load(path), private=(path,))
+            self.tables = Watched("callers", (path,), lambda: self._load(path), private=(path,))
 
     @property
     def knows_callers(self) -> bool:
         """Whether there is a file."""
-        return self._table is not None
+        return self.tables is not None
 
     def reload(self) -> None:
         """Begin to read the file again, of which calls that come now wait for the end. If it cannot
         be used, that is logged, and nothing changes.
         """
-        if self._table is not None:
-            self._table.begin_reload()
-
-    async def refresh(self) -> None:
-        """Read the file if it has changed, as calls that come now are to be judged by it."""
-        if self._table is not None:
-            await self._table.fresh()
+        if self.tables is not None:
+            self.tables.begin_reload()
 
     def by_token(self, method: str, metadata: Metadata) -> Permit | None:
-        """Identify the caller of a method by its token, as of the last `refresh`; None: the
+        """Identify the caller of a method by its token, as the file was read last; None: the
         certificate decides.
 
         Args:
@@ -200,7 +195,7 @@ class Authenticator:
                 not used.
             PermissionDeniedError: the caller may not call this service.
         """
-        if self._table is None:
+        if self.tables is None:
             return _ANYBODY
         given = [value for key, value in metadata if key == "authorization"]
         if not given:
@@ -222,7 +217,7 @@ class Authenticator:
                 )
             return _allowed(found, method)
 
-        return _permit_of(self._table, find)
+        return _permit_of(self.tables, find)
 
     def by_certificate(self, method: str, names: Iterable[str]) -> Permit:
         """Identify the caller of a method by its certificate.
@@ -235,7 +230,7 @@ class Authenticator:
             UnauthenticatedError: the certificate is not known, or belongs to several callers.
             PermissionDeniedError: the caller may not call this service.
         """
-        if self._table is None:
+        if self.tables is None:
             return _ANYBODY
         names = tuple(names)
         if not names:
@@ -253,7 +248,7 @@ class Authenticator:
             [caller] = found
             return _allowed(caller, method)
 
-        return _permit_of(self._table, find)
+        return _permit_of(self.tables, find)
 
     def _load(self, path: str) -> CallerTable:
         try:

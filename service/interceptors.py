@@ -297,8 +297,8 @@ class Entrance(grpc.aio.ServerInterceptor):
         new_work = not method.startswith(_SERVED_WHILE_DRAINING)
         counts_parts = method.startswith(_CHECKED_PARTS)
         read = self._reading.read_open if is_open else self._reading.read
-        if not is_open:
-            await self._authenticator.refresh()
+        if not is_open and (tables := self._authenticator.tables) is not None:
+            await tables.fresh()
 
         def enter(context: Any) -> None:
             if not is_open:

@@ -78,7 +78,8 @@ async def _refuse(call: Any, authenticator: Authenticator, ended: Ended | None) 
     context = _core._ServicerContext(call, None, None, asyncio.get_running_loop())
     try:
         try:
-            await authenticator.refresh()
+            if authenticator.tables is not None:
+                await authenticator.tables.fresh()
             authenticator.by_token("", context.invocation_metadata())
         except PermissionDeniedError:
             pass  # known; permissions do not matter here

@@ -57,6 +57,12 @@ def _held_bytes(model: PreTrainedModel) -> int:
     return sum(found.values())
 
 
+@pytest.fixture(autouse=True)
+def _no_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With AMX oneDNN packs bfloat16 weights, and hides what they take."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(
     ("dtype", "options"),

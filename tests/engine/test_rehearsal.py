@@ -31,6 +31,12 @@ BLOCK = 8
 
 
 @pytest.fixture(autouse=True)
+def _no_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With AMX oneDNN packs bfloat16 weights, and hides what they take."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+
+
+@pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearsal, "_LONG", ((0.0, 2),))
 
