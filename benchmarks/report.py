@@ -10,18 +10,14 @@ A block names the record that it shows; nothing between the marks is written by 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks import decoder_table, tables
+from benchmarks.blocks import rewrite_blocks, update_document
 from benchmarks.gpu import tables as gpu_tables
 from benchmarks.measures import figure
-
-_BLOCK = re.compile(
-    r"(<!-- benchmark: (?P<record>\S+) -->\n).*?(<!-- end of benchmark -->)", re.DOTALL
-)
 
 
 def rewrite(text: str, read: Callable[[str], dict[str, Any] | None]) -> str:
@@ -29,13 +25,11 @@ def rewrite(text: str, read: Callable[[str], dict[str, Any] | None]) -> str:
     there is none yet.
     """
 
-    def block(match: re.Match[str]) -> str:
-        name = match["record"]
+    def tell(name: str) -> str:
         record = read(name)
-        content = "Not measured yet.\n" if record is None else render(record, name)
-        return f"{match[1]}\n{content}\n{match[3]}"
+        return "Not measured yet.\n" if record is None else render(record, name)
 
-    return _BLOCK.sub(block, text)
+    return rewrite_blocks(text, "benchmark", tell)
 
 
 def update(document: Path, root: Path, *, check: bool = False) -> bool:
@@ -49,11 +43,9 @@ def update(document: Path, root: Path, *, check: bool = False) -> bool:
     Raises:
         ValueError: a record is of another format.
     """
-    old = document.read_text()
-    new = rewrite(old, lambda name: read_record(root / name))
-    if new != old and not check:
-        document.write_text(new)
-    return new == old
+    return update_document(
+        document, lambda text: rewrite(text, lambda name: read_record(root / name)), check=check
+    )
 
 
 def read_record(path: Path) -> dict[str, Any] | None:

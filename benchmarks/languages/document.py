@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.blocks import rewrite_blocks, update_document
 from benchmarks.languages.rows import ROWS, Row
 from benchmarks.measures import figure
 
 KIND = "languages"
-_BLOCK = re.compile(
-    r"(<!-- languages: (?P<record>\S+) -->\n).*?(<!-- end of languages -->)", re.DOTALL
-)
 
 
 def rewrite(text: str, record: Mapping[str, Any] | None) -> str:
     """A document with its block written anew. record: None: there is none yet."""
 
-    def block(match: re.Match[str]) -> str:
-        told = "Not measured yet.\n" if record is None else render(record, match["record"])
-        return f"{match[1]}\n{told}\n{match[3]}"
+    def tell(name: str) -> str:
+        return "Not measured yet.\n" if record is None else render(record, name)
 
-    return _BLOCK.sub(block, text)
+    return rewrite_blocks(text, KIND, tell)
 
 
 def update(document: Path, record: Mapping[str, Any] | None, *, check: bool) -> bool:
     """Writes a document's block. Returns whether it was as it should be. check: only look."""
-    old = document.read_text()
-    new = rewrite(old, record)
-    if new != old and not check:
-        document.write_text(new)
-    return new == old
+    return update_document(document, lambda text: rewrite(text, record), check=check)
 
 
 def render(record: Mapping[str, Any], name: str) -> str:

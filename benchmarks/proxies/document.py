@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.blocks import rewrite_blocks, update_document
 from benchmarks.processes import ROOT
 from benchmarks.proxies.running import PROGRAMS
 
@@ -16,7 +16,6 @@ DEFAULTS, RECIPE = "defaults", "deploy"
 """The two configurations of a proxy, as a way's name ends."""
 PINGED = "nginx, defaults, pings"
 """The way through nginx to a server that pings more often."""
-_BLOCK = re.compile(r"(<!-- proxies: (?P<record>\S+) -->\n).*?(<!-- end of proxies -->)", re.DOTALL)
 _HEADINGS = {
     "waits": "A request waits 80 s in the queue, then comes its output",
     "runs": "A request's output comes for 80 s, a token a second",
@@ -29,20 +28,15 @@ _HEADINGS = {
 def rewrite(text: str, record: Mapping[str, Any] | None) -> str:
     """A document with its block written anew. record: None: there is none yet."""
 
-    def block(match: re.Match[str]) -> str:
-        told = "Not tried yet.\n" if record is None else render(record, match["record"])
-        return f"{match[1]}\n{told}\n{match[3]}"
+    def tell(name: str) -> str:
+        return "Not tried yet.\n" if record is None else render(record, name)
 
-    return _BLOCK.sub(block, text)
+    return rewrite_blocks(text, KIND, tell)
 
 
 def update(document: Path, record: Mapping[str, Any] | None, *, check: bool) -> bool:
     """Write a document's block. Returns whether it was as it should be. check: only look."""
-    old = document.read_text()
-    new = rewrite(old, record)
-    if new != old and not check:
-        document.write_text(new)
-    return new == old
+    return update_document(document, lambda text: rewrite(text, record), check=check)
 
 
 def render(record: Mapping[str, Any], name: str) -> str:
