@@ -175,14 +175,13 @@ def tell_error(error: BaseException) -> dict[str, Any]:
     """ERROR."""
     if not isinstance(error, headrace.HeadraceError):
         return {"foreign": f"{type(error).__name__}: {error}"}
-    violations = getattr(error, "field_violations", ())
     after = error.retry_after
     return {
         "code": error.code.name,
         "reason": error.reason,
         "message": error.message,
         "metadata": dict(error.metadata),
-        "fields": [{"field": one.field, "description": one.description} for one in violations],
+        "fields": [{"field": one.field, "description": one.description} for one in error.fields],
         "retry_after_ms": None if after is None else round(after * 1000),
         "request_id": error.request_id,
         "partial": None if error.partial is None else tell_result(error.partial),

@@ -113,11 +113,16 @@ def test_content_is_text_parts_or_nothing() -> None:
 def test_what_is_not_understood_is_refused_by_name(message: Any, said: str) -> None:
     with pytest.raises(headrace.InvalidArgumentError, match=said) as caught:
         message_to_proto(message)
-    assert caught.value.field_violations[0].field.startswith("messages")
+    assert caught.value.fields[0].field.startswith("messages")
 
 
 @pytest.mark.parametrize("tool", [5, {"a": {1}}, Tool(5), Tool("f", parameters={"a": {1}})])  # type: ignore[arg-type, dict-item]
 def test_tools_that_are_none_are_refused(tool: Any) -> None:
     with pytest.raises(headrace.InvalidArgumentError) as caught:
         tools_to_proto([tool])
-    assert caught.value.field_violations[0].field.startswith("tools")
+    assert caught.value.fields[0].field.startswith("tools")
+
+
+def test_a_call_s_arguments_as_json() -> None:
+    assert ToolCall("c1", "f", {"at": "Ulm"}).arguments_json == '{"at": "Ulm"}'
+    assert ToolCall("c1", "f", "{ broken").arguments_json == "{ broken"  # as the model wrote it

@@ -37,7 +37,7 @@ def test_errors_have_their_details(client: Client) -> None:
     with pytest.raises(headrace.InvalidArgumentError) as refused:
         client.generate("refuse")
     violation = headrace.FieldViolation("sampling.top_p", "must be above 0")
-    assert refused.value.field_violations == (violation,)
+    assert refused.value.fields == (violation,)
     assert (refused.value.code, refused.value.reason) == (
         grpc.StatusCode.INVALID_ARGUMENT,
         "BAD_FIELD",

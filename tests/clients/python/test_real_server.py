@@ -55,7 +55,7 @@ async def test_one_request(aclient: AsyncClient) -> None:
 async def test_refusals(aclient: AsyncClient) -> None:
     with pytest.raises(headrace.InvalidArgumentError) as caught:
         await aclient.generate("hi", top_p=3)
-    assert "top_p" in caught.value.field_violations[0].field
+    assert "top_p" in caught.value.fields[0].field
     async with aclient.session() as session:
         with pytest.raises(headrace.InvalidArgumentError):
             await session.submit("hi", temperature=-1)
@@ -349,7 +349,7 @@ async def test_all_options_reach_the_engine(engine: FakeEngine, aclient: AsyncCl
 async def test_a_wrong_form_names_its_field(aclient: AsyncClient) -> None:
     with pytest.raises(headrace.InvalidArgumentError) as caught:
         await aclient.generate("hi", json_schema="no json")
-    assert caught.value.field_violations[0].field == "spec.structured_output.json_schema"
+    assert caught.value.fields[0].field == "spec.structured_output.json_schema"
 
 
 @pytest.fixture

@@ -163,7 +163,7 @@ def test_attaching_learns_how_many_choices_there_are(
         for wrong in ({"from_seq": 4}, {"n": 0}):
             with pytest.raises(headrace.InvalidArgumentError) as caught:
                 session.attach("a", **wrong)
-            assert [violation.field for violation in caught.value.field_violations] == ["n"]
+            assert [violation.field for violation in caught.value.fields] == ["n"]
     assert client.get_result("a").choices == result.choices
 
 

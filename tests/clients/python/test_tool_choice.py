@@ -110,7 +110,7 @@ def test_what_a_raw_spec_chose_stays() -> None:
 def test_what_is_no_choice_is_refused(choice: Any) -> None:
     with pytest.raises(headrace.InvalidArgumentError) as caught:
         spec_with(tools=[TOOL], tool_choice=choice)
-    assert caught.value.field_violations[0].field == "tool_choice"
+    assert caught.value.fields[0].field == "tool_choice"
 
 
 def test_a_choice_belongs_to_a_conversation() -> None:

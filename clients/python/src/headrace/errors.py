@@ -136,11 +136,6 @@ class InvalidArgumentError(HeadraceError, ValueError):
 
     default_code = grpc.StatusCode.INVALID_ARGUMENT
 
-    @property
-    def field_violations(self) -> tuple[FieldViolation, ...]:
-        """The same as `fields`."""
-        return self.fields
-
 
 class OutOfRangeError(HeadraceError):
     """The events that were asked for are no longer kept."""
@@ -154,11 +149,6 @@ class NotSupportedError(HeadraceError):
     """
 
     default_code = grpc.StatusCode.UNIMPLEMENTED
-
-    @property
-    def field_violations(self) -> tuple[FieldViolation, ...]:
-        """The same as `fields`."""
-        return self.fields
 
 
 class AlreadyExistsError(HeadraceError):
