@@ -31,7 +31,7 @@ def check_basic_cases(address: str) -> None:
                 assert [choice.text for choice in handle.result().choices] == [whole.text] * 2
             with pytest.raises(headrace.InvalidArgumentError) as caught:
                 session.submit(PROMPT, temperature=-1).result()
-            assert caught.value.field_violations[0].field == "add.spec.sampling.temperature"
+            assert caught.value.fields[0].field == "add.spec.sampling.temperature"
         request_id = client.add_request(PROMPT, max_tokens=8, temperature=0).request_id
         assert client.get_result(request_id, timeout=60).text == whole.text
         assert client.cancel([request_id])[request_id] is headrace.CancelStatus.ALREADY_FINISHED

@@ -467,7 +467,7 @@ def test_wrong_forms_are_refused_by_name(client: headrace.Client, option: str, w
     options: Any = {option: wrong}
     with pytest.raises(headrace.InvalidArgumentError) as caught:
         client.generate(PROMPT, **options)
-    [violation] = caught.value.field_violations
+    [violation] = caught.value.fields
     assert violation.field == f"spec.structured_output.{option}"
     assert violation.description
 
