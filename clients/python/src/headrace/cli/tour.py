@@ -148,6 +148,7 @@ class _Tour:
         self._began = time.monotonic()
         self._alone_rate: float | None = None
         """Tokens a second of the request of the first part."""
+        self._tells_statistics = True
 
     def run(self) -> None:
         """Shows all parts."""
@@ -250,6 +251,8 @@ class _Tour:
             )
         parser = self._card.capabilities.output.reply_parser
         words.append(f"the server took the call out of the reply by the format {parser}")
+        if run.end is not ToolRunEnd.ANSWERED:
+            words.append("the model did not come to an answer after it, which ends the part")
         for second in others:
             words.append(
                 f"the next prompt repeats the first, so that {second.usage.cached_tokens} of its "
@@ -304,12 +307,12 @@ class _Tour:
         words = [f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} a second together"]
         if self._alone_rate is not None:
             words[0] += f" (the stream above: {self._alone_rate:.0f})"
-        if loads:
-            most = max(loads, key=lambda load: load.running)
+        words.append("one stream of one connection carried them all")
+        if most := max((load.running for load in loads), default=0):  # 0: too fast to be told
             full = max(load.kv_cache_usage for load in loads)
             words.append(
-                f"all ran on one stream of one connection; the server's batch had up to "
-                f"{most.running} of them at once, and up to {full:.1%} of the KV cache was held"
+                f"the server's batch had up to {_count(most, 'request')} at once, and {full:.1%} "
+                "of its KV cache was held"
             )
         if before is not None and after is not None:
             steps, made = after.steps - before.steps, after.generated_tokens
@@ -326,8 +329,10 @@ class _Tour:
             handle = session.submit(_STREAM, max_tokens=512, ignore_eos=True, **self._bounds())
             for chunk in handle:
                 self._tell.piece(chunk.text)
+                if cancelled_at is not None:
+                    continue
                 count += len(chunk.token_ids)
-                if count >= _CANCEL_AFTER and cancelled_at is None:
+                if count >= _CANCEL_AFTER:
                     before = self._look()
                     cancelled_at = time.monotonic()
                     handle.cancel()
@@ -337,8 +342,8 @@ class _Tour:
             return
         took, after = time.monotonic() - cancelled_at, self._look()
         words = [
-            f"the message was sent after {count} tokens of 512, and {_ms(took)} later the request "
-            "had ended, between two steps; others of the session would have gone on"
+            f"the message was sent when {count} tokens of 512 had been read; {_ms(took)} later the "
+            f"request had ended, between two steps, with {result.usage.completion_tokens}"
         ]
         if before is not None and after is not None:
             words.append(
@@ -369,11 +374,14 @@ class _Tour:
         """The server's statistics; None: it does not tell them to this caller, or to a client of
         several servers.
         """
+        if not self._tells_statistics:
+            return None
         try:
             found = self._client.control.statistics()
         except UnavailableError:
             raise
         except HeadraceError:
+            self._tells_statistics = False
             return None
         return found.engine if found.HasField("engine") else None
 
