@@ -81,14 +81,14 @@ def _examples(
         required = " --tool-choice required" if "tool_choice" in capabilities else ""
         yield _Example(
             "A tool: the model calls a Python function, and answers with what that returned",
-            f"chat --tools {_from_here(_TOOLS)} --yes{required}",
+            f"chat --tools {_from_here(_TOOLS)} --yes{required} -t 0",
             before=f'echo "{_QUESTION}" | ',
         )
     if has_tokenizer:
         chat = "--chat " if "chat" in capabilities else ""
         yield _Example(
             "JSON that satisfies a schema, token by token",
-            f"generate {chat}\"{_FACTS} As JSON, please.\" --json-schema '{_SCHEMA}'",
+            f"generate {chat}\"{_FACTS} As JSON, please.\" --json-schema '{_SCHEMA}' -t 0",
         )
     top = f"{installed('headrace')} top{options}"
     yield _Example(

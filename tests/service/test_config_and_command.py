@@ -137,9 +137,9 @@ def test_welcome_commands_fit_the_address() -> None:
     stream, tool, form, bench, tour = commands(plain)
     assert stream.endswith('headrace generate "Once upon a time"')
     assert tool.startswith('echo "How high is the Danube in Ulm?" | ')
-    assert tool.endswith("/gauges.py --yes --tool-choice required")
+    assert tool.endswith("/gauges.py --yes --tool-choice required -t 0")
     assert " generate --chat " in form
-    assert form.endswith('"additionalProperties": false}\'')
+    assert form.endswith('"additionalProperties": false}\' -t 0')
     assert bench.endswith("headrace bench --concurrency 8 --requests 32")
     assert tour.endswith("headrace tour")
     secure = ServiceConfig(listen=("0.0.0.0:1",), tls_cert="c.pem", tls_key="k.pem")
