@@ -214,7 +214,7 @@ class _Tour:
                 f"as the first came, the batch had {_count(look.running, 'request')}, and "
                 f"requests held {look.blocks_used} of the KV cache's {look.blocks_total} blocks"
             )
-        self._inside(*words)
+        self._inside(*words, *_cut(result))
 
     def _tool(self) -> None:
         self._tell.line(f"> {_QUESTION}")
@@ -320,7 +320,7 @@ class _Tour:
                 f"meanwhile its engine took {steps} steps, which made "
                 f"{made - before.generated_tokens} tokens, of all callers"
             )
-        self._inside(*words)
+        self._inside(*words, *_cut(*results))
 
     def _cancel(self) -> None:
         self._tell.line(f"> {_STREAM}")
@@ -397,10 +397,17 @@ def _watch(session: Session, handles: Sequence[RequestHandle], loads: list[Serve
             loads.append(load)
 
 
+def _cut(*results: Result) -> list[str]:
+    """How many a time limit cut, in words; none: nothing."""
+    cut = [one for one in results if one.finish_reason is FinishReason.TIME_LIMIT]
+    of = f" of {len(cut)} requests" if len(results) > 1 else ""
+    return [f"the time limit{of} was reached, the server is busy"] if cut else []
+
+
 def _why(result: Result) -> str:
     """Why a request has ended."""
     if result.finish_reason is FinishReason.TIME_LIMIT:
-        return f"its time limit of {_TIME_LIMIT_S:g} s was reached, the server is busy"
+        return "its time limit was reached, the server is busy"
     return f"it ended with {result.finish_reason.value}"
 
 
