@@ -111,8 +111,8 @@ COMMANDS: dict[Path, tuple[Pasted, ...]] = {
     CHAT: (
         answer(
             "grpcurl -plaintext -d @",
-            r'(?s)"name": "read_gauge",\s+"arguments_json": "\{\\"place\\": \\"Ulm\\"\}".*'
-            r'"FINISH_REASON_TOOL_CALLS"',
+            r'(?s)"FINISH_REASON_TOOL_CALLS".*'
+            r'"name": "read_gauge",\s+"arguments_json": "\{\\"place\\": \\"Ulm\\"\}"',
         ),
         answer("grpcurl -plaintext -d @", r'(?s)"text": "[^"]*\b3 m\b.*"FINISH_REASON_STOP"'),
         answer("grpcurl -plaintext -d @", r'^\{"place": "Ulm"\}$'),

@@ -41,7 +41,7 @@ final class Tools {
   private static String readGauge(ToolCall call) {
     String place =
         JsonParser.parseString(call.arguments()).getAsJsonObject().get("place").getAsString();
-    String answer = place + ": " + place.getBytes(StandardCharsets.UTF_8).length + " m";
+    String answer = place.getBytes(StandardCharsets.UTF_8).length + " m";
     ERR.println(call.name() + " " + call.arguments() + ": " + answer);
     return answer;
   }
@@ -53,7 +53,8 @@ final class Tools {
     Request.Builder request =
         Request.chat(Message.user(String.join(" ", words)))
             .tools(List.of(READ_GAUGE))
-            .maxTokens(1024);
+            .maxTokens(1024)
+            .temperature(0);
     AtomicBoolean wrote = new AtomicBoolean(); // a reply's text is a line
     ToolRun.Function tool =
         call -> {

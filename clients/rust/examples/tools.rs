@@ -27,7 +27,7 @@ struct Given {
 /// The tool itself. Its error is told to the model, which may try again.
 fn read_gauge(call: &ToolCall) -> Result<String, Box<dyn Error + Send + Sync>> {
     let Given { place } = call.decode()?;
-    let answer = format!("{place}: {} m", place.len());
+    let answer = format!("{} m", place.len());
     eprintln!("{} {}: {answer}", call.name, call.arguments);
     Ok(answer)
 }
@@ -52,7 +52,8 @@ async fn run() -> Result<(), Box<dyn Error>> {
 
     let client = Client::connect(target)?;
     let tool = Tool::new("read_gauge").description("How high a river is.").parameters(PARAMETERS);
-    let mut request = Request::chat([Message::user(question.join(" "))]).tools([tool]).max_tokens(1024);
+    let mut request =
+        Request::chat([Message::user(question.join(" "))]).tools([tool]).max_tokens(1024).temperature(0.0);
     if let Some(choice) = choice {
         request = request.tool_choice(choice);
     }

@@ -13,13 +13,14 @@ const readGauge: RunnableTool = {
   name: "read_gauge",
   description: "How high a river is.",
   parameters: { type: "object", properties: { place: { type: "string" } }, required: ["place"] },
-  run: ({ place }) => `${String(place)}: ${Buffer.byteLength(String(place))} m`,
+  run: ({ place }) => `${Buffer.byteLength(String(place))} m`,
 };
 
 async function run(target: string | undefined, toolChoice: ToolChoiceName | undefined, question: string) {
   await using client = new Client(target);
   const messages = [{ role: "user", content: question }] as const;
-  for await (const { result, answers, end } of client.runTools(messages, [readGauge], { toolChoice, maxTurns: 5 })) {
+  const options = { toolChoice, maxTurns: 5, temperature: 0 };
+  for await (const { result, answers, end } of client.runTools(messages, [readGauge], options)) {
     if (result.text !== "") {
       console.log(result.text);
     }

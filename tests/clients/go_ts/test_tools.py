@@ -21,8 +21,8 @@ from tests.service.real_server import demo_server
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 QUESTION = "How high is the Danube in Ulm?"
-DEMO_CALL = 'read_gauge {"place": "Ulm"}: Ulm: 3 m\n'
-CALLS = f'{DEMO_CALL}read_gauge {{"place": "Köln"}}: Köln: 5 m\n'
+DEMO_CALL = 'read_gauge {"place": "Ulm"}: 3 m\n'
+CALLS = f'{DEMO_CALL}read_gauge {{"place": "Köln"}}: 5 m\n'
 
 
 @pytest.fixture(scope="module", params=["go", "typescript"])
@@ -44,7 +44,7 @@ def test_a_question_is_answered_with_a_tool(
 ) -> None:
     run = run_program(program, getattr(addresses, where), QUESTION)
 
-    assert run.out == "I look.\nI heard Ulm: 3 m; Köln: 5 m; \n"
+    assert run.out == "I look.\nI heard 3 m; 5 m; \n"
     assert (run.code, run.err) == (0, CALLS)
 
 
@@ -85,5 +85,5 @@ def test_a_choice_that_there_is_not(program: list[str], addresses: Addresses) ->
 def test_the_choice_is_sent(program: list[str], addresses: Addresses, choice: str) -> None:
     run = run_program(program, addresses.tcp, "--tool-choice", choice, QUESTION)
 
-    assert run.out == "I look.\nI heard Ulm: 3 m; Köln: 5 m; \n"
+    assert run.out == "I look.\nI heard 3 m; 5 m; \n"
     assert (run.code, run.err) == (0, CALLS)

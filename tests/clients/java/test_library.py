@@ -126,9 +126,9 @@ def test_a_question_is_answered_with_a_tool(
 ) -> None:
     done = run_program(example("Tools"), getattr(tool_addresses, where), *choice, QUESTION)
 
-    assert done.out == "I look.\nI heard Ulm: 3 m; Köln: 5 m; \n"
+    assert done.out == "I look.\nI heard 3 m; 5 m; \n"
     assert done.err == (
-        'read_gauge {"place": "Ulm"}: Ulm: 3 m\nread_gauge {"place": "Köln"}: Köln: 5 m\n'
+        'read_gauge {"place": "Ulm"}: 3 m\nread_gauge {"place": "Köln"}: 5 m\n'
     )
     assert done.code == 0
 
@@ -137,7 +137,7 @@ def test_a_question_is_answered_with_a_tool(
 def test_the_demo_model_answers_with_the_tool() -> None:
     done = run_program(example("Tools"), demo_server().addresses[0], QUESTION)
 
-    assert (done.code, done.err) == (0, 'read_gauge {"place": "Ulm"}: Ulm: 3 m\n')
+    assert (done.code, done.err) == (0, 'read_gauge {"place": "Ulm"}: 3 m\n')
     assert "3 m" in done.out
 
 

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,23 @@ TITLES = (
 )
 
 
+@asynccontextmanager
+async def talking_slowly(*replies: str, **options: Any) -> AsyncIterator[Harness]:
+    """As `talking`, with steps of some milliseconds, as a model's are: a client is in time for
+    what it does meanwhile.
+    """
+
+    async def step(engine: FakeEngine) -> None:
+        while True:
+            engine.step()
+            await asyncio.sleep(0.003)
+
+    async with talking(*replies, auto=False, **options) as h:
+        stepping = asyncio.create_task(step(h.engine))
+        yield h
+        stepping.cancel()
+
+
 async def toured(harness: Harness, *options: str) -> Result:
     """The command in this process."""
     words = ["--target", harness.server.addresses[0], *options, "tour"]
@@ -77,7 +95,7 @@ def inside(part: str) -> str:
 
 
 async def test_each_part_shows_what_the_model_says_and_the_server_s_numbers() -> None:
-    async with talking(*REPLIES) as h:
+    async with talking_slowly(*REPLIES) as h:
         h.engine.blocks = (3, 4096)
         done = await toured(h)
         assert h.engine.num_live == 0
@@ -145,7 +163,7 @@ async def test_a_model_without_a_tokenizer_has_no_part_and_that_is_said() -> Non
 
 
 async def test_without_statistics_nothing_is_said_of_the_whole_server() -> None:
-    async with talking(*REPLIES, control=False) as h:
+    async with talking_slowly(*REPLIES, control=False) as h:
         done = await toured(h)
     assert done.exit_code == 0
     stream, _, _, many, cancel = map(inside, sections(done.stdout))
@@ -158,7 +176,7 @@ async def test_without_statistics_nothing_is_said_of_the_whole_server() -> None:
 
 
 async def test_a_queue_that_is_full_is_passed_over() -> None:
-    async with talking(*REPLIES[1:]) as h:
+    async with talking_slowly(*REPLIES[1:]) as h:
         h.engine.refuse_next += [QueueFullError(1024, 1.0)]
         done = await toured(h)
     assert done.exit_code == 0
@@ -306,7 +324,7 @@ async def test_a_server_that_ends_ends_the_tour() -> None:
 
 
 async def test_ctrl_c_cancels_what_runs_and_ends_with_a_line() -> None:
-    async with talking(f"Well{ENDLESS}") as h:
+    async with talking_slowly(f"Well{ENDLESS}") as h:
         words = [*COMMAND, "--target", h.server.addresses[0], "tour"]
         process = await asyncio.create_subprocess_exec(
             *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -329,7 +347,7 @@ async def test_it_takes_a_token_and_a_certificate(tmp_path: Path) -> None:
     callers = tmp_path / "callers.toml"
     replace(callers, entry("a", '["GenerationService", "ModelService"]', "a secret"))
     secure = {"tls_cert": str(cert), "tls_key": str(key), "auth_file": str(callers)}
-    async with talking(*REPLIES, **secure) as h:
+    async with talking_slowly(*REPLIES, **secure) as h:
         denied = await toured(h, "--ca", str(cert))
         done = await toured(h, "--ca", str(cert), "--token", "a secret")
     assert denied.exit_code == 1

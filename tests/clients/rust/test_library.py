@@ -26,8 +26,8 @@ from tests.service.real_server import demo_server
 RUST = REPOSITORY / "clients" / "rust"
 BUILT = REPOSITORY / ".tools" / "rust"
 QUESTION = "How high is the Danube in Ulm?"
-DEMO_CALL = 'read_gauge {"place": "Ulm"}: Ulm: 3 m\n'
-CALLS = f'{DEMO_CALL}read_gauge {{"place": "Köln"}}: Köln: 5 m\n'
+DEMO_CALL = 'read_gauge {"place": "Ulm"}: 3 m\n'
+CALLS = f'{DEMO_CALL}read_gauge {{"place": "Köln"}}: 5 m\n'
 
 # Builds may start from empty caches.
 pytestmark = [
@@ -151,7 +151,7 @@ def test_a_question_is_answered_with_a_tool(
 ) -> None:
     told = run_program([str(examples / "tools")], getattr(tool_addresses, where), *choice, QUESTION)
 
-    assert told.out == "I look.\nI heard Ulm: 3 m; Köln: 5 m; \n"
+    assert told.out == "I look.\nI heard 3 m; 5 m; \n"
     assert (told.code, told.err) == (0, CALLS)
 
 

@@ -29,7 +29,7 @@ func readGauge(_ context.Context, call headrace.ToolCall) (string, error) {
 	if err := call.Decode(&given); err != nil {
 		return "", err // the model is told, and may try again
 	}
-	answer := fmt.Sprintf("%s: %d m", given.Place, len(given.Place))
+	answer := fmt.Sprintf("%d m", len(given.Place))
 	fmt.Fprintf(os.Stderr, "%s %s: %s\n", call.Name, call.Arguments, answer)
 	return answer, nil
 }
@@ -54,9 +54,10 @@ func run(ctx context.Context, target, choice, question string) error {
 	defer client.Close()
 
 	request := &headrace.Request{
-		Messages:  []headrace.Message{{Role: headrace.RoleUser, Content: question}},
-		Tools:     []headrace.Tool{{Definition: definition}},
-		MaxTokens: headrace.Ptr(1024),
+		Messages:    []headrace.Message{{Role: headrace.RoleUser, Content: question}},
+		Tools:       []headrace.Tool{{Definition: definition}},
+		MaxTokens:   headrace.Ptr(1024),
+		Temperature: headrace.Ptr(0.0), // the likeliest tokens: a call is right or wrong
 	}
 	if choice != "" {
 		request.ToolChoice = &headrace.ToolChoice{Mode: headrace.ToolMode(choice)}
