@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -93,3 +94,11 @@ def test_a_right_reply_has_all_marks_and_a_wrong_one_not(rows: list[dict[str, An
         assert set(marks(row, _reply(row)).values()) == {1.0}, row["id"]
         wrong = Reply("no", calls=(("no_such_tool", "{}"),))
         assert set(marks(row, wrong).values()) == {0.0}, row["id"]
+
+
+def test_no_tool_is_one_that_the_model_has_read_of(rows: list[dict[str, Any]]) -> None:
+    heads = re.findall("^@(.*?) ::", (FILE.parent / "text/tools.txt").read_text(), re.MULTILINE)
+    read = {name for head in heads for name in head.split("|")}
+    assert "get_weather" in read
+    names = [tool["function"]["name"] for row in rows for tool in row.get("tools", ())]
+    assert not read.intersection(names)
