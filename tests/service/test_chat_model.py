@@ -13,6 +13,7 @@ from pathlib import Path
 
 import headrace
 import jsonschema
+import numpy as np
 import pytest
 import torch
 from headrace import FinishReason, Message
@@ -22,6 +23,7 @@ import engine
 from engine.config import ContinuousBatchingConfig
 from engine.sampling_params import GrammarKind, GrammarParams
 from engine.structured import GrammarCompiler
+from engine.structured.matcher import ids_of, num_words
 from engine.text import Tokenizer
 from engine.types import TokenId
 from tests.near_ties import check_greedy
@@ -202,15 +204,19 @@ def test_a_person_by_a_schema(
     asked = f"{sentence} Give this person's name, age and city as JSON."
     prompt = reference.prompt([{"role": "user", "content": asked}])
     vocabulary = reference.model.config.vocab_size
-    [end] = {reference.model.generation_config.eos_token_id}
+    end = reference.model.generation_config.eos_token_id
     compiler = GrammarCompiler(Tokenizer.load(directory, vocabulary), vocabulary)
     form = GrammarParams(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(PERSON))
-    matcher = compiler.compile(form, frozenset({TokenId(end)})).make_matcher()
+    matcher = compiler.compile(form, frozenset({TokenId(end)})).make()
+    mask = np.zeros(num_words(vocabulary), np.int32)
 
     def allowed(_row: int, ids: torch.Tensor) -> list[int]:
         if len(ids) > len(prompt):
             assert matcher.accept(TokenId(int(ids[-1])))
-        return [end] if matcher.is_complete else matcher.fitting()
+        if matcher.is_complete:
+            return [end]
+        matcher.fill_mask(mask)
+        return ids_of(mask)
 
     wanted = [token for token in reference.tokens(prompt, allowed) if token != end]
     found = client.generate([Message.user(asked)], json_schema=PERSON, max_tokens=MAX_TOKENS)
