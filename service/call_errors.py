@@ -38,10 +38,11 @@ class UnsupportedFieldError(FieldError):
 class CapabilityMissingError(HeadraceError):
     """A message requires a capability that this server does not have.
 
-    `available`: the capabilities it has; `why`: why it lacks this one, and what to do, if known.
+    `available`: the capabilities it has; `why`: why it lacks this one, and what to do; empty if
+    that is not known.
     """
 
-    def __init__(self, capability: str, available: Iterable[str], why: str | None) -> None:
+    def __init__(self, capability: str, available: Iterable[str], why: str) -> None:
         known = ", ".join(sorted(available)) or "none yet"
         super().__init__(
             f"required_capabilities: this server does not have {capability!r}, which the message "

@@ -149,7 +149,7 @@ class _Process:
                 self._server.bound,
                 self._server.health_bound,
                 seconds,
-                has_tokenizer=state.front.encoder is not None,
+                frozenset(state.front.card.capabilities.names),
             )
         )
         failed = asyncio.create_task(self._server.failed())

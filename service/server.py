@@ -61,6 +61,7 @@ from service.figures import Figures
 from service.health import HealthServicer
 from service.health_listener import make_health_server
 from service.interceptors import Entrance, Recovery
+from service.lacking import why_lacking
 from service.listening import UnixSockets, bind, wait_ended
 from service.load import LoadWatch
 from service.memory import GivingBack
@@ -434,13 +435,16 @@ class HeadraceServer:
         )
         reply = self._format_of(tokenizer)
         card = model_card(info, tokenizer, config, self.instance_id, reply)
+        lacking = why_lacking(tokenizer, reply, config.reply_parser)
+        names = (card.name, *card.aliases)
         if (spans := self._telemetry.spans) is not None:
             spans.loaded(card.name, None if tokenizer is None else tokenizer.decode)
         return FrontEnd(
             info=info,
             card=card,
             encoder=encoder,
-            converter=Converter(info, encoder, limits, (card.name, *card.aliases), reply),
+            lacking=lacking,
+            converter=Converter(info, encoder, limits, names, reply, lacking),
             responder=Responder(tokenizer, self.instance_id),
             registry=self.registry,
             loads=self.loads,

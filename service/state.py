@@ -5,6 +5,7 @@ requests.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -70,12 +71,13 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class FrontEnd:
-    """Everything that requests need, made when the model is loaded. `spans`, `metrics`: None: there
-    are none.
+    """Everything that requests need, made when the model is loaded. `lacking`: why the card lacks
+    capabilities, by their names. `spans`, `metrics`: None: there are none.
     """
 
     info: ModelInfo
     card: model_service_pb2.ModelCard
+    lacking: Mapping[str, str]
     encoder: InputEncoder | None
     converter: Converter
     responder: Responder
@@ -107,6 +109,7 @@ class ServerState:
         """Note that the model was loaded, for the first time or again."""
         self._front = front
         self.incoming.capabilities = frozenset(front.card.capabilities.names)
+        self.incoming.lacking = front.lacking
         if self.phase in (Phase.LOADING, Phase.RESTARTING):
             self.phase = Phase.READY
 

@@ -1,10 +1,13 @@
-"""What the server prints when it is ready: its address, and example commands that work with it."""
+"""What the server prints when it is ready: its address, and commands to paste, each of which shows
+something else and works with this address and this model.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import shutil
 import sys
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,32 +17,24 @@ from service.config import ServiceConfig
 
 _DEFAULT_TARGET = "127.0.0.1:50051"
 
-_METHOD = "headrace.v1.GenerationService/GenerateStream"
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_TOOLS = Path(__file__).resolve().parents[1] / "clients" / "python" / "examples" / "gauges.py"
+_QUESTION = "How high is the Danube in Ulm?"
+_FACTS = "Anna is 36 years old and lives in Ulm."
+_SCHEMA = (
+    '{"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, '
+    '"city": {"type": "string"}}, "required": ["name", "age", "city"], '
+    '"additionalProperties": false}'
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Example:
-    """A prompt as the command, Python and the contract have it, and the name of its output."""
+    """What a command shows, in a line; what stands before `headrace`; its words behind it."""
 
-    command: str
-    prompt: str
-    spec: str
-    output: str
-
-
-_TEXT = _Example(
-    '"Once upon a time"',
-    '"Once upon a time"',
-    '{"spec":{"text":{"text":"Once upon a time"},"stop":{"max_tokens":32}}}',
-    "text",
-)
-_IDS = _Example(
-    '--token-ids "1 2 3"',
-    "[1, 2, 3]",
-    '{"spec":{"tokens":{"ids":[1,2,3]},"stop":{"max_tokens":32}}}',
-    "token_ids",
-)
+    shows: str
+    words: str
+    before: str = ""
 
 
 def welcome(
@@ -48,16 +43,15 @@ def welcome(
     bound: tuple[Address, ...],
     health: Address | None,
     seconds: float,
-    *,
-    has_tokenizer: bool = True,
+    capabilities: Container[str],
 ) -> str:
-    """The lines to print. `health`: the separate health address. `has_tokenizer`: whether prompts
-    may be text.
+    """The lines to print. `health`: the separate health address. `capabilities`: the names that the
+    model card has.
     """
-    example = _TEXT if has_tokenizer else _IDS
+    has_tokenizer = "structured_output" in capabilities  # a form is text
     name = config.served_name or info.name
     where = ", ".join(address.target for address in bound)
-    needs = "Try it:"
+    needs = "Try it in another terminal:"
     if config.auth_file is not None:
         needs = f"Try it (who may is in {config.auth_file}; `headrace-server token` makes tokens):"
     lines = [
@@ -69,13 +63,40 @@ def welcome(
         *([] if has_tokenizer else ["No tokenizer: prompts and outputs are token ids."]),
         "",
         needs,
-        f"  {_command(config, bound[0], example)}",
-        f"  {_python(config, bound[0], example)}",
-        f"  {_grpcurl(config, bound[0], example)}",
-        "",
-        "Stop it with Ctrl-C (twice: at once).",
     ]
-    return "\n".join(lines)
+    options = _options(config, bound[0])
+    for example in _examples(capabilities, options, has_tokenizer=has_tokenizer):
+        command = f"{example.before}{installed('headrace')} {example.words}{options}"
+        lines += [f"  {example.shows}:", f"    {command}"]
+    return "\n".join([*lines, "", "Stop it with Ctrl-C (twice: at once)."])
+
+
+def _examples(
+    capabilities: Container[str], options: str, *, has_tokenizer: bool
+) -> Iterator[_Example]:
+    """The commands that work with this model. `options`: those that each of them has."""
+    prompt = '"Once upon a time"' if has_tokenizer else '--token-ids "1 2 3"'
+    yield _Example("A stream: each token as it is made", f"generate {prompt}")
+    if "typed_replies" in capabilities and _TOOLS.exists():
+        required = " --tool-choice required" if "tool_choice" in capabilities else ""
+        yield _Example(
+            "A tool: the model calls a Python function, and answers with what that returned",
+            f"chat --tools {_from_here(_TOOLS)} --yes{required} -t 0",
+            before=f'echo "{_QUESTION}" | ',
+        )
+    if has_tokenizer:
+        chat = "--chat " if "chat" in capabilities else ""
+        yield _Example(
+            "JSON that satisfies a schema, token by token",
+            f"generate {chat}\"{_FACTS} As JSON, please.\" --json-schema '{_SCHEMA}' -t 0",
+        )
+    top = f"{installed('headrace')} top{options}"
+    yield _Example(
+        f"Eight requests at a time in one batch, which `{top}` beside it shows",
+        "bench --concurrency 8 --requests 32",
+    )
+    if has_tokenizer:
+        yield _Example("All of this, and what happens inside, in less than a minute", "tour")
 
 
 def _weights(info: ModelInfo) -> str:
@@ -92,6 +113,11 @@ def installed(program: str) -> str:
     found = shutil.which(program)
     if not path.exists() or (found is not None and Path(found).parent == path.parent):
         return program
+    return _from_here(path)
+
+
+def _from_here(path: Path) -> str:
+    """A path as it is shortest to write here."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
@@ -105,7 +131,8 @@ def _secure(config: ServiceConfig, address: Address) -> bool:
     return config.uses_tls and address.path is None
 
 
-def _command(config: ServiceConfig, address: Address, example: _Example) -> str:
+def _options(config: ServiceConfig, address: Address) -> str:
+    """What a command needs to reach the server: empty where its defaults do."""
     target = _client_target(address)
     options = "" if target == _DEFAULT_TARGET else f" --target {target}"
     if _secure(config, address):
@@ -114,29 +141,4 @@ def _command(config: ServiceConfig, address: Address, example: _Example) -> str:
             options += " --client-cert CERT --client-key KEY"
     if config.auth_file is not None:
         options += " --token TOKEN"
-    return f"{installed('headrace')} generate {example.command}{options}"
-
-
-def _python(config: ServiceConfig, address: Address, example: _Example) -> str:
-    target = _client_target(address)
-    arguments = [] if target == _DEFAULT_TARGET else [f'"{target}"']
-    if _secure(config, address):
-        arguments.append(f'ca="{config.tls_cert}"')
-        if config.tls_client_ca is not None:
-            arguments.append('client_cert="CERT", client_key="KEY"')
-    if config.auth_file is not None:
-        arguments.append('token="TOKEN"')
-    return (
-        f"{installed('python')} -c 'import headrace; print(headrace.Client({', '.join(arguments)})"
-        f".generate({example.prompt}, max_tokens=32).{example.output})'"
-    )
-
-
-def _grpcurl(config: ServiceConfig, address: Address, example: _Example) -> str:
-    security = f"-cacert {config.tls_cert}" if _secure(config, address) else "-plaintext"
-    if _secure(config, address) and config.tls_client_ca is not None:
-        security += " -cert CERT -key KEY"
-    target = _client_target(address)
-    if config.auth_file is not None:
-        security += ' -H "authorization: Bearer TOKEN"'
-    return f"grpcurl {security} -d '{example.spec}' {target} {_METHOD}"
+    return options

@@ -1,25 +1,21 @@
-"""README.md says what is true: its lines run as they stand, its links lead somewhere, and
-docs/operations.md names every option.
+"""README.md says what is true: its links lead somewhere, and docs/operations.md names every option.
+(Its lines run as they stand: test_pasted.py.)
 """
 
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from service import flags
-from tests.service.readme import README, ROOT, code_blocks, lay_out, shell_commands
-from tests.service.real_server import WAIT_S, RealServer, clean_environment, demo_server
+from tests.service.readme import README, ROOT, code_blocks
+from tests.service.real_server import WAIT_S, RealServer, demo_server
 
 DOCUMENTS = [
     README,
@@ -28,57 +24,12 @@ DOCUMENTS = [
     ROOT / "models" / "demo" / "README.md",
     *sorted((ROOT / "clients").glob("*/README.md")),
 ]
-OFFLINE = ROOT / "docs" / "offline.md"
 OPERATIONS = ROOT / "docs" / "operations.md"
-COMMANDS = shell_commands(".venv/bin/")
 
 
 @pytest.fixture(scope="module")
 def demo() -> RealServer:
     return demo_server()
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """What an example sets for the whole process is put back."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize("example", code_blocks("python"))
-@pytest.mark.usefixtures("one_thread")
-def test_the_python_examples(
-    demo: RealServer,
-    example: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("HEADRACE_TARGET", demo.addresses[0])
-    monkeypatch.chdir(ROOT)
-    names: dict[str, Any] = {"__name__": "example"}
-    exec(compile(example, str(README), "exec"), names)
-    if "engine" in names:
-        assert len(names["outputs"]) == 2
-        for output in names["outputs"].values():
-            assert 1 <= len(output.generated_tokens) <= 16
-    else:
-        printed = capsys.readouterr().out
-        assert len(names["handles"]) == 8
-        assert str([handle.result().text for handle in names["handles"]]) in printed
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_the_examples_of_the_engine_s_document_run_one_after_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(ROOT)
-    names: dict[str, Any] = {"__name__": "example"}
-    for example in code_blocks("python", OFFLINE):
-        exec(compile(example, str(OFFLINE), "exec"), names)
-    assert len(names["outputs"]) == 2
-    assert names["grammar"].reasoning.max_tokens == 200
-    assert "headrace" in names["reader"].get_metrics_data().to_json()
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
@@ -92,46 +43,6 @@ def test_what_curl_says_of_the_port(demo: RealServer) -> None:
     told = code_blocks("text", ROOT / "docs" / "runbook.md")
     assert asked.stderr in told
     assert (asked.returncode, asked.stdout) == (1, "")
-
-
-def test_there_are_examples() -> None:
-    assert len(code_blocks("python")) == 2
-    assert [command.split()[0].removeprefix(".venv/bin/") for command in COMMANDS] == [
-        "headrace",
-        "python",
-        "headrace",
-        "headrace",
-        "headrace",
-        "headrace",
-        "headrace",
-    ]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_commands(demo: RealServer, command: str, tmp_path: Path) -> None:
-    lay_out(tmp_path)
-    example = re.search(r"#\s*(\{.*\}) a line$", command)
-    if example is not None:
-        json.loads(example[1])
-        (tmp_path / "requests.jsonl").write_text(f"{example[1]}\n")
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=tmp_path,
-        env=clean_environment(HEADRACE_TARGET=demo.addresses[0]),
-        input="What is a headrace?\n",
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    if example is not None:
-        [line] = (tmp_path / "results.jsonl").read_text().splitlines()
-        result = json.loads(line)
-        assert result["id"] == "a"
-        assert result["text"]
-    else:
-        assert done.stdout.strip()
 
 
 def test_the_make_targets() -> None:

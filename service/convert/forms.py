@@ -165,12 +165,15 @@ class ReplyPlan:
         )
 
 
-def reply_plan(spec: generation_pb2.GenerationSpec, model: ModelFormat | None) -> ReplyPlan:
+def reply_plan(
+    spec: generation_pb2.GenerationSpec, model: ModelFormat | None, lacking: Mapping[str, str]
+) -> ReplyPlan:
     """Read what a spec holds its reply to.
 
     Args:
         spec: the caller's.
         model: how the model writes; None: that is not known.
+        lacking: why the model's replies cannot be held, by the capability (`why_lacking`).
 
     Raises:
         FieldError: fields contradict each other, or a form is wrong.
@@ -185,12 +188,10 @@ def reply_plan(spec: generation_pb2.GenerationSpec, model: ModelFormat | None) -
         if not spec.HasField("chat"):
             raise FieldError(_BOUND, "is for conversations (chat); leave it out")
         if not _reasons(model):
-            raise UnsupportedFieldError(
-                _BOUND, "needs the marks of the model's reasoning, and it has none; leave it out"
-            )
+            raise _unsupported(_BOUND, lacking["reasoning_budget"])
     tools = None
     if spec.chat.HasField("tool_choice"):
-        tools = _tool_plan(spec, model)
+        tools = _tool_plan(spec, model, lacking)
     elif bound is not None and output is None and model is not None:
         tools = _bounded(spec, model)
     if not spec.HasField("chat"):
@@ -204,7 +205,13 @@ def _reasons(model: ModelFormat | None) -> bool:
     return model is not None and model.reasons
 
 
-def _tool_plan(spec: generation_pb2.GenerationSpec, model: ModelFormat | None) -> ToolPlan:
+def _unsupported(field: str, why: str) -> UnsupportedFieldError:
+    return UnsupportedFieldError(field, f"is not supported here: {why}; leave it out")
+
+
+def _tool_plan(
+    spec: generation_pb2.GenerationSpec, model: ModelFormat | None, lacking: Mapping[str, str]
+) -> ToolPlan:
     choice = spec.chat.tool_choice
     check_enum(generation_pb2.ToolChoiceMode, choice.mode, f"{_CHOICE}.mode")
     mode = _MODES[choice.mode]
@@ -216,11 +223,7 @@ def _tool_plan(spec: generation_pb2.GenerationSpec, model: ModelFormat | None) -
         raise FieldError(_CHOICE, "and structured_output exclude each other; leave one of them out")
     form = None if model is None else model.call_form
     if model is None or form is None:
-        raise UnsupportedFieldError(
-            _CHOICE,
-            "needs to know how the model writes calls, which this server does not (its option "
-            "reply_parser); leave it out",
-        )
+        raise _unsupported(_CHOICE, lacking["tool_choice"])
     if len(choice.tool_names) > MAX_STRICT_TOOLS:
         raise FieldError(
             f"{_CHOICE}.tool_names",

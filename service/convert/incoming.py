@@ -12,13 +12,14 @@ more. Unknown fields are found by comparing sizes, without a walk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from service.call_errors import CapabilityMissingError, FieldError
+from service.lacking import INSTEAD
 
 MAX_PARTS = 16_384
 """The most messages within a message, at any depth: a chat's messages and their parts, tools and
@@ -28,26 +29,6 @@ MAX_REQUIRED = 64
 """The most capabilities that one message may require."""
 _MAX_NAME = 64
 _REQUIRED = "required_capabilities"
-_NO_TEMPLATE = (
-    "the model has no chat template; send token ids (or text, where the model card's input.text "
-    "says so), laid out as the model expects"
-)
-_WHY_MISSING = {
-    "chat": _NO_TEMPLATE,
-    "tools": _NO_TEMPLATE,
-    "content_parts": _NO_TEMPLATE,
-    "priorities": (
-        "its scheduler heeds none (its option scheduler is neither fair nor priority); leave "
-        "scheduling.priority out"
-    ),
-    "structured_output": "the model has no tokenizer; leave structured_output out",
-    "structural_tag": "the model has no tokenizer; leave structured_output out",
-    "tool_choice": "it does not know how the model writes tool calls (its option reply_parser); "
-    "leave chat.tool_choice out",
-    "reasoning_budget": "it knows no marks of the model's reasoning; leave "
-    "stop.max_reasoning_tokens out",
-}
-"""Why some configurations of this server lack a capability, and what to do."""
 
 
 _SCALAR, _MESSAGE, _MESSAGES, _SCALAR_MAP, _MESSAGE_MAP = range(5)
@@ -63,11 +44,13 @@ class IncomingCheck:
 
     Attributes:
         capabilities: the names that a message may require; none before the model is loaded.
+        lacking: why others are missing, where that depends on the model (`service.lacking`).
         unknown: how many messages had fields that this server does not know.
     """
 
     def __init__(self) -> None:
         self.capabilities: frozenset[str] = frozenset()
+        self.lacking: Mapping[str, str] = {}
         self.unknown = 0
 
     def check(self, message: Message) -> None:
@@ -85,9 +68,8 @@ class IncomingCheck:
             )
         for name in required:
             if name not in self.capabilities:
-                raise CapabilityMissingError(
-                    name[:_MAX_NAME], self.capabilities, _WHY_MISSING.get(name)
-                )
+                why = "; ".join(filter(None, (self.lacking.get(name), INSTEAD.get(name))))
+                raise CapabilityMissingError(name[:_MAX_NAME], self.capabilities, why)
         known = type(message)()
         known.CopyFrom(message)
         known.DiscardUnknownFields()

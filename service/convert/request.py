@@ -141,17 +141,20 @@ class Converter:
         encoder: InputEncoder | None,
         limits: RequestLimits,
         names: Sequence[str],
-        reply: ModelFormat | None = None,
+        reply: ModelFormat | None,
+        lacking: Mapping[str, str],
     ) -> None:
         """`encoder`: None if the model has no tokenizer. `names`: the names by which requests may
         call the model, its own first. `reply`: the format of its replies to conversations; None if
-        they are text.
+        they are text. `lacking`: why there are no choices of tools or bounds for reasoning, by the
+        names of these capabilities.
         """
         self._info = info
         self._encoder = encoder
         self._limits = limits
         self._names = tuple(names)
         self._reply = reply
+        self._lacking = lacking
 
     @property
     def _text(self) -> InputEncoder:
@@ -210,7 +213,7 @@ class Converter:
         spec = draft.spec
         output, field = spec.output, input_field(spec)
         request = self._without_prompt(spec, account, weight, max_priority, engine_id)
-        plan = reply_plan(spec, self._reply)
+        plan = reply_plan(spec, self._reply, self._lacking)
         has_text = self._encoder is not None and not output.omit_text
         options = _delivery(output, request.logprobs, lives_by is LivesBy.CALLS, has_text)
         stop_strings = _stop_strings(spec)

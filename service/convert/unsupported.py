@@ -30,8 +30,8 @@ def refuse_unsupported(
     if spec.scheduling.priority != 0 and not heeds_priorities:
         raise UnsupportedFieldError(
             "scheduling.priority",
-            "is not heeded by this server's scheduler (its option scheduler is neither fair nor "
-            "priority); leave it out",
+            "is not heeded by this server's scheduler, which its operator changes with --scheduler "
+            "fair; leave it out",
         )
     if not has_tokenizer:
         _refuse_text(spec)

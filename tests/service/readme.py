@@ -16,7 +16,7 @@ def code_blocks(language: str, document: Path = README) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.S | re.M)
 
 
-def shell_commands(start: str, document: Path = README) -> list[str]:
+def shell_commands(start: str = "", document: Path = README) -> list[str]:
     """The shell commands that begin with `start`, with their continued lines and here-documents."""
     found: list[str] = []
     for block in code_blocks("sh", document):
@@ -30,14 +30,15 @@ def shell_commands(start: str, document: Path = README) -> list[str]:
                     command += "\n" + line
                     if line == here[1]:
                         break
-            if command.startswith(start):
+            if command.startswith(start) and command and not command.startswith("#"):
                 found.append(command)
     return found
 
 
 def lay_out(folder: Path) -> None:
     """Make a folder look like the repository's root to the README's commands: the virtual
-    environment that the tests run in, and the models.
+    environment that the tests run in, the models, and the clients.
     """
     (folder / ".venv").symlink_to(sys.prefix)
-    (folder / "models").symlink_to(ROOT / "models")
+    for name in ("models", "clients"):
+        (folder / name).symlink_to(ROOT / name)

@@ -13,7 +13,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from engine.client import ModelInfo
 from engine.config import ContinuousBatchingConfig
 from engine.errors import (
     ConfigError,
@@ -108,49 +107,92 @@ def test_addresses() -> None:
     ServiceConfig(listen=("0.0.0.0:1",), tls_cert="c", tls_key="k")
 
 
-def test_welcome_lines_fit_the_address() -> None:
-    info: ModelInfo = model_info()
-    plain = welcome(ServiceConfig(), info, (Address("127.0.0.1", 50051),), None, 1.0)
-    assert 'headrace generate "Once upon a time"\n' in plain
-    assert "headrace.Client()" in plain
-    assert (
-        'grpcurl -plaintext -d \'{"spec":{"text":{"text":"Once upon a time"},'
-        '"stop":{"max_tokens":32}}}\' 127.0.0.1:50051 '
-        "headrace.v1.GenerationService/GenerateStream" in plain
-    )
+ALL = frozenset({"chat", "structured_output", "tool_choice", "tools", "typed_replies"})
+
+
+def welcome_of(
+    config: ServiceConfig,
+    *bound: Address,
+    capabilities: frozenset[str] = ALL,
+    health: Address | None = None,
+    **info: Any,
+) -> list[str]:
+    """The lines, without indents."""
+    said = welcome(config, model_info(**info), bound, health, 1.0, capabilities)
+    return [line.strip() for line in said.splitlines()]
+
+
+def commands(lines: list[str]) -> list[str]:
+    """The commands, each of which stands below what it shows."""
+    begin = next(number for number, line in enumerate(lines) if line.startswith("Try it"))
+    block = lines[begin + 1 : lines.index("", begin)]
+    assert all(line.endswith(":") for line in block[::2])
+    assert len(block) % 2 == 0
+    return block[1::2]
+
+
+def test_welcome_commands_fit_the_address() -> None:
+    local = Address("127.0.0.1", 50051)
+    plain = welcome_of(ServiceConfig(), local)
+    stream, tool, form, bench, tour = commands(plain)
+    assert stream.endswith('headrace generate "Once upon a time"')
+    assert tool.startswith('echo "How high is the Danube in Ulm?" | ')
+    assert tool.endswith("/gauges.py --yes --tool-choice required -t 0")
+    assert " generate --chat " in form
+    assert form.endswith('"additionalProperties": false}\' -t 0')
+    assert bench.endswith("headrace bench --concurrency 8 --requests 32")
+    assert tour.endswith("headrace tour")
     secure = ServiceConfig(listen=("0.0.0.0:1",), tls_cert="c.pem", tls_key="k.pem")
-    lines = welcome(secure, info, (Address("0.0.0.0", 443),), None, 1.0)
-    assert "grpcurl -cacert c.pem" in lines
-    assert "--target 127.0.0.1:443 --ca c.pem" in lines
-    assert 'headrace.Client("127.0.0.1:443", ca="c.pem")' in lines
+    for command in commands(welcome_of(secure, Address("0.0.0.0", 443))):
+        assert command.endswith(" --target 127.0.0.1:443 --ca c.pem")
     guarded = ServiceConfig(tls_cert="c", tls_key="k", tls_client_ca="a", auth_file="callers.toml")
-    lines = welcome(guarded, info, (Address("10.0.0.1", 443),), None, 1.0)
-    assert "who may is in callers.toml" in lines
-    assert 'grpcurl -cacert c -cert CERT -key KEY -H "authorization: Bearer TOKEN" -d' in lines
-    assert "--ca c --client-cert CERT --client-key KEY --token TOKEN" in lines
-    assert 'ca="c", client_cert="CERT", client_key="KEY", token="TOKEN")' in lines
-    unix = welcome(ServiceConfig(), info, (Address(path="/run/s"),), None, 1.0)
-    assert "grpcurl -plaintext -d " in unix
-    assert "}}}' unix:/run/s headrace.v1." in unix
-    assert 'headrace.Client("unix:/run/s")' in unix
+    lines = welcome_of(guarded, Address("10.0.0.1", 443))
+    assert "who may is in callers.toml" in "\n".join(lines)
+    for command in commands(lines):
+        assert command.endswith(" --ca c --client-cert CERT --client-key KEY --token TOKEN")
+    unix = welcome_of(ServiceConfig(), Address(path="/run/s"))
+    assert all(command.endswith(" --target unix:/run/s") for command in commands(unix))
+    assert "headrace top --target unix:/run/s` beside it" in "\n".join(unix)
+
+
+def test_welcome_says_what_is_served() -> None:
+    local = Address("127.0.0.1", 1)
+    plain = "\n".join(welcome_of(ServiceConfig(), local))
     assert "float32 on cpu)" in plain
     assert "tokenizer" not in plain
-    info_and_place = (info, (Address("127.0.0.1", 50051),), None, 1.0)
-    ids = welcome(ServiceConfig(), *info_and_place, has_tokenizer=False)
-    assert "No tokenizer: prompts and outputs are token ids.\n" in ids
-    assert 'headrace generate --token-ids "1 2 3"\n' in ids
-    assert ".generate([1, 2, 3], max_tokens=32).token_ids)'\n" in ids
-    assert '{"spec":{"tokens":{"ids":[1,2,3]},"stop":{"max_tokens":32}}}' in ids
-    light = welcome(
-        ServiceConfig(),
-        model_info(dtype="bfloat16", quantization="int8"),
-        (Address("127.0.0.1", 1),),
-        Address("127.0.0.1", 2),
-        1.0,
-    )
-    assert "\nHealth alone on 127.0.0.1:2.\n" in light
     assert "Health alone" not in plain
-    assert "bfloat16, int8 weights, on cpu)" in light
+    light = welcome_of(
+        ServiceConfig(),
+        local,
+        health=Address("127.0.0.1", 2),
+        dtype="bfloat16",
+        quantization="int8",
+    )
+    assert "Health alone on 127.0.0.1:2." in light
+    assert "bfloat16, int8 weights, on cpu)" in light[0]
+
+
+def test_welcome_commands_are_those_that_the_model_can_do() -> None:
+    local = Address("127.0.0.1", 50051)
+    for missing, without in (
+        ({"tool_choice"}, "--tool-choice"),
+        ({"tool_choice", "typed_replies"}, "--tools"),
+        (ALL - {"structured_output"}, "--chat"),
+    ):
+        found = commands(welcome_of(ServiceConfig(), local, capabilities=ALL - missing))
+        assert not [command for command in found if without in command]
+        assert [command.rpartition("headrace ")[2].split()[0] for command in found] == [
+            "generate",
+            *(["chat"] if without == "--tool-choice" else []),
+            "generate",
+            "bench",
+            "tour",
+        ]
+    ids = welcome_of(ServiceConfig(), local, capabilities=frozenset())
+    assert "No tokenizer: prompts and outputs are token ids." in ids
+    stream, bench = commands(ids)
+    assert stream.endswith('headrace generate --token-ids "1 2 3"')
+    assert " bench " in bench
 
 
 def test_programs_are_called_as_a_shell_finds_them(

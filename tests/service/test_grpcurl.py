@@ -1,4 +1,4 @@
-"""grpcurl, which knows nothing but reflection, against the real server; and the README's lines."""
+"""grpcurl, which knows nothing but reflection, against the real server; and lines of documents."""
 
 from __future__ import annotations
 
@@ -151,32 +151,6 @@ async def test_who_calls(tmp_path: Path) -> None:
         assert await called(h.server.addresses[0], *token, *certificate) == (0, ANY)
 
 
-def test_there_are_lines_in_the_readme() -> None:
-    assert len(shell_commands("grpcurl ")) == 6
-
-
-@pytest.mark.parametrize("line", shell_commands("grpcurl "))
-def test_the_readmes_lines(demo: RealServer, line: str) -> None:
-    assert DEFAULT in line
-    done = subprocess.run(
-        ["bash", "-c", line.replace(DEFAULT, demo.addresses[0])],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
-    assert not done.stderr
-    if "/GenerateStream" in line:
-        assert "finished" in events(done.stdout)[-1]
-    if "structured_output" in line:
-        [answer] = messages(done.stdout)
-        assert [choice["text"] in ("yes", "no") for choice in answer["choices"]] == [True, True]
-    if "/StreamResult" in line:
-        ended = {event["request_number"] for event in events(done.stdout) if "finished" in event}
-        assert ended == {1, 2}
-
-
 async def test_the_lines_about_tools() -> None:
     """Those of docs/chat.md."""
     lines = shell_commands("grpcurl ", ROOT / "docs" / "chat.md")
@@ -205,15 +179,6 @@ async def test_the_lines_about_tools() -> None:
     assert "tool\n3 m\n" in answered["choices"][0]["text"]
     assert len(lines) == 3
     assert said[2:] in ([], ['{"place": "Ulm"}{"place": "Köln"}'])
-
-
-def test_the_lines_of_the_welcome(demo: RealServer) -> None:
-    lines = [line.strip() for line in demo.said.splitlines()]
-    [line] = [line for line in lines if line.startswith("grpcurl ")]
-    done = subprocess.run(
-        ["bash", "-c", line], capture_output=True, text=True, timeout=WAIT_S, check=True
-    )
-    assert "finished" in events(done.stdout)[-1]
 
 
 def test_the_operators_lines() -> None:

@@ -119,8 +119,13 @@ def check(recipe: str, said: str) -> None:
     if name(recipe).endswith(" Generate"):
         [answer] = found
         assert 1 <= len(answer["choices"][0]["token_ids"]) <= 16
+        assert re.search(r"\w", answer["choices"][0]["text"])
         return
     events = [event for message in found for event in message.get("events", ())]
     requests = 2 if "StreamResult" in recipe else 1
     assert sum("accepted" in event for event in events) == requests
     assert sum("finished" in event for event in events) == requests
+    for number in {event.get("request_number") for event in events}:
+        own = [event for event in events if event.get("request_number") == number]
+        text = "".join(event.get("delta", {}).get("text", "") for event in own)
+        assert re.search(r"\w", text), own

@@ -41,6 +41,7 @@ from service.convert.incoming import IncomingCheck
 from service.convert.inputs import InputEncoder
 from service.convert.request import Converter, RequestLimits
 from service.delivery.request import LivesBy
+from service.lacking import why_lacking
 from service.replies import FORMATS, Context, format_option
 from service.results.flow import WholeLimits
 from service.status_table import to_status
@@ -147,7 +148,8 @@ def _conversion() -> Test:
         ),
     )
     reply = format_option("hermes")(tokenizer)
-    converter = Converter(info, encoder, limits, ("fake",), reply)
+    lacking = why_lacking(tokenizer, reply, "hermes")
+    converter = Converter(info, encoder, limits, ("fake",), reply, lacking)
     check, account = IncomingCheck(), account_of("fuzz")
     check.capabilities = frozenset({"chat", "tools"})
     encode = msgspec.msgpack.Encoder().encode

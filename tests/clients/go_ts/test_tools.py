@@ -1,5 +1,5 @@
 """The Go and the TypeScript programs that call a tool, built and run against the real server around
-a fake engine.
+a fake engine, and with the demo model.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from tests.clients.go_ts.programs import (
     running_server,
     typescript_command,
 )
+from tests.service.real_server import demo_server
 
 # Builds may start from empty caches.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 QUESTION = "How high is the Danube in Ulm?"
-CALLS = 'read_gauge {"place": "Ulm"}: Ulm: 3 m\nread_gauge {"place": "Köln"}: Köln: 5 m\n'
+DEMO_CALL = 'read_gauge {"place": "Ulm"}: Ulm: 3 m\n'
+CALLS = f'{DEMO_CALL}read_gauge {{"place": "Köln"}}: Köln: 5 m\n'
 
 
 @pytest.fixture(scope="module", params=["go", "typescript"])
@@ -44,6 +46,14 @@ def test_a_question_is_answered_with_a_tool(
 
     assert run.out == "I look.\nI heard Ulm: 3 m; Köln: 5 m; \n"
     assert (run.code, run.err) == (0, CALLS)
+
+
+@pytest.mark.answers
+def test_the_demo_model_answers_with_the_tool(program: list[str]) -> None:
+    run = run_program(program, demo_server().addresses[0], QUESTION)
+
+    assert (run.code, run.err) == (0, DEMO_CALL)
+    assert "3 m" in run.out
 
 
 def test_a_reply_that_was_cut_calls_nothing(program: list[str], addresses: Addresses) -> None:

@@ -16,11 +16,13 @@ from pathlib import Path
 import pytest
 
 from tests.clients.go_ts.programs import REPOSITORY, Addresses, run_program, running_server
+from tests.service.real_server import demo_server
 
 JAVA = REPOSITORY / "clients" / "java"
 MAVEN = ("mvn", "-q", "-B", "-ntp")
 QUICK = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
 """A program that ends within a second is not worth the second compiler."""
+QUESTION = "How high is the Danube in Ulm?"
 PROMPTS = [f"Prompt {number}: é 😀 \u2028 <&>" for number in range(64)]
 
 # Builds may start from empty caches.
@@ -122,14 +124,21 @@ def test_an_address_where_nothing_listens() -> None:
 def test_a_question_is_answered_with_a_tool(
     tool_addresses: Addresses, where: str, choice: tuple[str, ...]
 ) -> None:
-    question = "How high is the Danube in Ulm?"
-    done = run_program(example("Tools"), getattr(tool_addresses, where), *choice, question)
+    done = run_program(example("Tools"), getattr(tool_addresses, where), *choice, QUESTION)
 
     assert done.out == "I look.\nI heard Ulm: 3 m; Köln: 5 m; \n"
     assert done.err == (
         'read_gauge {"place": "Ulm"}: Ulm: 3 m\nread_gauge {"place": "Köln"}: Köln: 5 m\n'
     )
     assert done.code == 0
+
+
+@pytest.mark.answers
+def test_the_demo_model_answers_with_the_tool() -> None:
+    done = run_program(example("Tools"), demo_server().addresses[0], QUESTION)
+
+    assert (done.code, done.err) == (0, 'read_gauge {"place": "Ulm"}: Ulm: 3 m\n')
+    assert "3 m" in done.out
 
 
 def test_a_reply_that_was_cut_calls_nothing(tool_addresses: Addresses) -> None:

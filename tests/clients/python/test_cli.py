@@ -111,7 +111,7 @@ def test_the_target_may_follow_the_command(server: ScriptedServer) -> None:
 
 
 def test_help_and_version(run: Run) -> None:
-    for command in ((), ("generate",), ("chat",), ("batch",)):
+    for command in ((), ("generate",), ("chat",), ("batch",), ("tour",)):
         found = run(*command, "--help")
         assert (found.exit_code, "Exit codes" in found.stdout) == (0, True)
     assert run("--version").stdout == f"headrace {headrace.__version__}\n"

@@ -21,11 +21,13 @@ from tests.clients.go_ts.programs import (
     run_program,
     running_server,
 )
+from tests.service.real_server import demo_server
 
 RUST = REPOSITORY / "clients" / "rust"
 BUILT = REPOSITORY / ".tools" / "rust"
 QUESTION = "How high is the Danube in Ulm?"
-CALLS = 'read_gauge {"place": "Ulm"}: Ulm: 3 m\nread_gauge {"place": "Köln"}: Köln: 5 m\n'
+DEMO_CALL = 'read_gauge {"place": "Ulm"}: Ulm: 3 m\n'
+CALLS = f'{DEMO_CALL}read_gauge {{"place": "Köln"}}: Köln: 5 m\n'
 
 # Builds may start from empty caches.
 pytestmark = [
@@ -151,6 +153,14 @@ def test_a_question_is_answered_with_a_tool(
 
     assert told.out == "I look.\nI heard Ulm: 3 m; Köln: 5 m; \n"
     assert (told.code, told.err) == (0, CALLS)
+
+
+@pytest.mark.answers
+def test_the_demo_model_answers_with_the_tool(examples: Path) -> None:
+    told = run_program([str(examples / "tools")], demo_server().addresses[0], QUESTION)
+
+    assert (told.code, told.err) == (0, DEMO_CALL)
+    assert "3 m" in told.out
 
 
 def test_a_reply_that_was_cut_calls_nothing(examples: Path, tool_addresses: Addresses) -> None:

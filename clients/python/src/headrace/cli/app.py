@@ -18,6 +18,7 @@ from headrace.cli.chat import chat
 from headrace.cli.common import Connection
 from headrace.cli.generate import generate
 from headrace.cli.top import top
+from headrace.cli.tour import tour
 
 _EPILOG = (
     "Exit codes: 0 done; 1 a request was refused or failed; 2 wrong usage; "
@@ -37,6 +38,7 @@ app.command(epilog=_EPILOG)(chat)
 app.command(epilog=_EPILOG)(batch)
 app.command(epilog=_EPILOG)(bench)
 app.command(epilog=_EPILOG)(top)
+app.command(epilog=_EPILOG)(tour)
 app.add_typer(control.app, name="control", epilog=_EPILOG)
 
 
