@@ -44,8 +44,12 @@ setup: $(DEV) $(NATIVE) ## Make the virtual environment with pinned packages (ot
 # ---- run -------------------------------------------------------------------------------------------------------------
 
 .PHONY: run
-run: $(STAMP) $(NATIVE) ## Serve the demo model on 127.0.0.1:50051 (MODEL=path LISTEN=address ARGS='more flags').
+run: $(STAMP) $(NATIVE) ## Serve the demo model on 127.0.0.1:50051 (MODEL=path|hub id|smollm2 LISTEN=address ARGS='more flags').
+ifeq ($(MODEL),smollm2)
+	@model=$$($(BIN)/python scripts/real_model.py) && exec $(BIN)/headrace-server serve --model "$$model" --listen $(LISTEN) $(ARGS)
+else
 	@exec $(BIN)/headrace-server serve --model $(MODEL) --listen $(LISTEN) $(ARGS)
+endif
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 

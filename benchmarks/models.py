@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, Qwen3Config
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
@@ -76,8 +76,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
         "tie_word_embeddings": False,
     },
+    "demo-old": {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "intermediate_size": 704,
+        "vocab_size": 3072,
+        "max_position_embeddings": 2048,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": True,
+    },
 }
-"""All are Qwen3."""
+"""All are Qwen3 but the shape that the demo model had when most records of it were made."""
 
 DEMO = Path(__file__).resolve().parent.parent / "models" / "demo"
 WEIGHT_SPREAD = 2.0
@@ -129,13 +142,13 @@ def _spread(name: str) -> float:
     return WEIGHT_SPREAD * min(1.0, (WIDTH / SHAPES[name]["hidden_size"]) ** 0.5)
 
 
-def model_config(name: str) -> Qwen3Config:
+def model_config(name: str) -> PreTrainedConfig:
     """The config of a named shape."""
-    from transformers import Qwen3Config
+    from transformers import AutoConfig
 
-    shape = dict(SHAPES[name])
+    shape = {"model_type": "qwen3", **SHAPES[name]}
     theta = shape.pop("rope_theta")
-    return Qwen3Config(
+    return AutoConfig.for_model(
         **shape,
         rope_parameters={"rope_type": "default", "rope_theta": theta},
         bos_token_id=1,

@@ -47,7 +47,7 @@ from service.logs.output import Output
 from service.process import run_to_the_end
 
 DEMO = Path(__file__).parents[1] / "models" / "demo"
-_VOCAB_SIZE = 3072
+_VOCAB_SIZE = 4096
 _APART = 97
 """So many tokens of the text lie between the beginnings of two outputs."""
 

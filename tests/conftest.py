@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -31,8 +32,11 @@ WORKER_BYTES = 4 << 30
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--with-telemetry`: see tests/service/conftest.py."""
+    """`--with-telemetry`: see tests/service/conftest.py; `--chat-model`: see test_chat_model.py
+    there.
+    """
     parser.addoption("--with-telemetry", action="store_true", help="servers make spans and metrics")
+    parser.addoption("--chat-model", type=Path, help="a chat model's directory, to test it too")
 
 
 def pytest_collection_finish() -> None:

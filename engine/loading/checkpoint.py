@@ -116,6 +116,7 @@ def read_checkpoint(path: Path, *, needs_weights: bool = True) -> Checkpoint:
         )
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     check_config(config, model_class)
+    _check_generation_config(path / "generation_config.json")
     if needs_weights and not files:
         raise ModelRefusedError(f"{path} has no weights that can be read: {_SAFETENSORS}")
     first: torch.dtype | None = None
@@ -130,6 +131,20 @@ def read_checkpoint(path: Path, *, needs_weights: bool = True) -> Checkpoint:
         file_bytes=sum(file.stat().st_size for file in files),
         dtype=config.dtype if isinstance(config.dtype, torch.dtype) else first,
     )
+
+
+def _check_generation_config(file: Path) -> None:
+    """Check that a generation config can be read, if there is one: transformers would take the
+    defaults instead, by which outputs are drawn otherwise and end elsewhere.
+    """
+    try:
+        if file.exists() and not isinstance(json.loads(file.read_bytes()), dict):
+            raise ValueError("no JSON object")
+    except (OSError, ValueError) as error:
+        raise ModelRefusedError(
+            f"{file} cannot be read ({error}): it is damaged, or was not copied to its end; "
+            "download it again"
+        ) from error
 
 
 def _check_file(file: Path) -> torch.dtype | None:

@@ -1,9 +1,8 @@
-"""Writes the training text of the demo model.
+"""Writes the stories, facts and chats that the demo model is trained on.
 
-What passes through here: the hand-written templates in ``text/`` go in, and an endless, seeded
-stream of documents comes out. A document is either plain text (a story, a description, a fact) or
-a chat (a list of role/content messages). Nothing is read from anywhere else, so all of the text
-is original to this project.
+What passes through here: hand-written templates of ``text/`` go in, and seeded documents come out.
+A document is either plain text (a story, a description, a fact) or a chat (a list of role/content
+messages). Nothing is read from anywhere else, so all of the text is original to this project.
 
 Template syntax: ``{a|b|c}`` is a choice and may be nested, ``<slot>`` is filled from the cast of
 the document (names, pronouns, things, places), and a literal ``\\n`` is a line break.
@@ -11,10 +10,8 @@ the document (names, pronouns, things, places), and a literal ``\\n`` is a line 
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -665,25 +662,3 @@ class Writer:
         if pick < 0.95:
             return Document(text=self.plain_text())
         return Document(text=self.fact_text())
-
-    def stream(self) -> Iterator[Document]:
-        """Draws documents without end."""
-        while True:
-            yield self.document()
-
-
-def main() -> None:
-    """Prints a few documents, to see what the model will be trained on."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seed", type=int, default=0, help="seed of the generator")
-    parser.add_argument("--count", type=int, default=8, help="documents to print")
-    args = parser.parse_args()
-    writer = Writer(args.seed)
-    for _ in range(args.count):
-        doc = writer.document()
-        print(doc.text or "\n".join(f"[{m['role']}] {m['content']}" for m in doc.messages))
-        print("-" * 40)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,15 @@
 """Trains the demo model of Headrace and writes it next to this script.
 
-What passes through here: documents from ``corpus.py`` become a byte-level BPE tokenizer, then
-packed rows of tokens, then a small Llama-shaped model; out come ``model.safetensors``,
-``config.json``, ``generation_config.json`` and the tokenizer files, all loadable by plain
-``AutoModelForCausalLM.from_pretrained``. Every random choice hangs on ``--seed``. Ctrl-C stops the
-training and saves what there is.
+What passes through here: texts from ``documents`` become tokens with the word which of them are
+learned, then rows of whole texts, then a small Llama-shaped model; out come ``model.safetensors``,
+``config.json``, ``generation_config.json``, the tokenizer files and the chat template, all
+loadable by plain ``AutoModelForCausalLM.from_pretrained``. Every random choice hangs on
+``--seed``.
+
+The first steps teach to copy and nothing else, on texts that repeat themselves: that is what all
+else needs, and among stories a small model is late to find it. Ctrl-C stops the training and saves
+what there is; ``--resume`` goes on from the last checkpoint, which is written every ``--save-
+every`` steps.
 """
 
 from __future__ import annotations
@@ -14,17 +19,18 @@ import copy
 import json
 import math
 import random
-import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing import Pool
 from pathlib import Path
 
 import torch
-from corpus import Document, Message, Writer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from documents import BOS, EOS, MARKS, PAD, SPECIALS, TEMPLATE, Mixture, Text
+from tokenizer import train_tokenizer
+from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import (
     GenerationConfig,
@@ -33,99 +39,99 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
-ROLES = ("system", "user", "assistant")
-SPECIALS = [PAD, BOS, EOS, *(f"<|{role}|>" for role in ROLES)]
-CHUNK = 1000  # documents per generator; each chunk has its own seed
-
-CHAT_TEMPLATE = (
-    "{{- bos_token -}}"
-    "{%- for message in messages -%}"
-    "{%- set role = message['role'] -%}"
-    "{%- if role not in ['system', 'user', 'assistant'] -%}"
-    "{%- set role = 'system' if role == 'developer' else 'user' -%}"
-    "{%- endif -%}"
-    "{{- '<|' + role + '|>' -}}"
-    "{%- if message['content'] is string -%}"
-    "{{- message['content'] | trim -}}"
-    "{%- elif message['content'] -%}"
-    "{%- for part in message['content'] if part['type'] == 'text' -%}"
-    "{{- part['text'] | trim -}}"
-    "{%- endfor -%}"
-    "{%- endif -%}"
-    "{{- eos_token -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
-)
+CHUNK = 1000  # texts per generator; each chunk has its own seed
+IGNORED = -100
+CHECKPOINT = "checkpoint.pt"
 
 
-def render(messages: list[Message]) -> str:
-    """Writes a chat exactly as the chat template does."""
-    return BOS + "".join(f"<|{m['role']}|>{m['content'].strip()}{EOS}" for m in messages)
+@dataclass(frozen=True)
+class Document:
+    """A text as tokens, each with the token that is to be learned there, or `IGNORED`."""
+
+    ids: list[int]
+    labels: list[int]
+    repeats: bool
 
 
-def to_text(doc: Document, rng: random.Random) -> str:
-    """The training text of a document, with its marks. Plain text has a start mark half the time
-    and sometimes begins in the middle, at a sentence or at any word, so that the model accepts
-    prompts with and without the mark and goes on from anything."""
-    if doc.messages:
-        return render(doc.messages)
-    text, pick = doc.text, rng.random()
-    if pick < 0.45:
-        starts = [m.end() for m in re.finditer(r"[.!?]\"?\s" if pick < 0.35 else r"\s", text)]
-        early = [start for start in starts if start < 0.7 * len(text)]
-        text = text[rng.choice(early) :] if early else text
-    return (BOS if rng.random() < 0.5 else "") + text + EOS
-
-
-def write_chunk(seed: int) -> list[str]:
+def write_chunk(seed: int, repeating: bool = False) -> list[Text]:
     """Writes ``CHUNK`` training texts."""
-    writer, rng = Writer(seed), random.Random(seed)
-    return [to_text(writer.document(), rng) for _ in range(CHUNK)]
+    mixture = Mixture(seed)
+    return [mixture.repeating() if repeating else mixture.text() for _ in range(CHUNK)]
 
 
-def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE tokenizer that contains all 256 bytes."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=SPECIALS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    for special in SPECIALS:
-        texts = [text.replace(special, " ") for text in texts]
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+def labels_of(ids: list[int], replies_only: bool) -> list[int]:
+    """What is learned of a text: everything, or the replies up to their end mark. The mark that
+    opens reasoning is the template's, and never learned."""
+    assistant, end = SPECIALS.index("<|assistant|>"), SPECIALS.index(EOS)
+    think = len(SPECIALS) + MARKS.index("<think>")
+    labels, replying = [], not replies_only
+    for i, id in enumerate(ids):
+        opened = id == think or (i > 0 and ids[i - 1] == think)
+        labels.append(id if replying and not opened else IGNORED)
+        if replies_only:
+            replying = id == assistant or (replying and id != end)
+    return labels
 
 
-def encode(tokenizer: Tokenizer, texts: list[str], rng: random.Random) -> list[list[int]]:
+def encode(tokenizer: Tokenizer, texts: list[Text], rng: random.Random) -> list[Document]:
     """Encodes the texts; one in fifty is cut into smaller pieces than necessary (BPE dropout), so
     that the model also learns the pieces of which words unknown to it will be made."""
     rough = {i for i in range(len(texts)) if rng.random() < 1 / 50}
-    ids = [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    plain = [text.text for text in texts]
+    ids = [e.ids for e in tokenizer.encode_batch_fast(plain, add_special_tokens=False)]
     loose = Tokenizer.from_str(tokenizer.to_str())
     loose.model.dropout = 0.1
     for i in rough:
-        ids[i] = loose.encode(texts[i], add_special_tokens=False).ids
-    return ids
+        ids[i] = loose.encode(plain[i], add_special_tokens=False).ids
+    return [
+        Document(found, labels_of(found, text.replies_only), text.repeats)
+        for found, text in zip(ids, texts, strict=True)
+    ]
 
 
-def rows(docs: list[list[int]], seed: int) -> Callable[[int, int], torch.Tensor]:
-    """Returns a function that packs documents into batches of the asked size, for ever."""
+def repeated_pieces(size: int, rng: random.Random) -> Document:
+    """Pieces at random, then the same again, of which the second time is learned."""
+    low = len(SPECIALS) + len(MARKS)
+    row = [rng.randrange(low, size) for _ in range(rng.randint(6, 60))]
+    times = rng.choice([1, 2])
+    return Document(row * (times + 1), [IGNORED] * len(row) + row * times, repeats=True)
+
+
+Batch = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
+
+
+def rows(docs: list[Document], seed: int) -> Batch:
+    """Returns a function that packs whole documents into batches of the asked size, for ever.
+
+    A document longer than a row is cut at its end; where no document fits, there is padding.
+    """
     rng = random.Random(seed)
 
-    def tokens() -> Iterator[int]:
+    def drawn() -> Iterator[Document]:
         while True:
             for i in rng.sample(range(len(docs)), len(docs)):
-                yield from docs[i]
+                yield docs[i]
 
-    stream = tokens()
+    stream = drawn()
+    waiting = [next(stream) for _ in range(64)]
 
-    def batch(count: int, length: int) -> torch.Tensor:
-        return torch.tensor([[next(stream) for _ in range(length)] for _ in range(count)])
+    def row(length: int) -> tuple[list[int], list[int]]:
+        ids: list[int] = []
+        labels: list[int] = []
+        while True:
+            room = length - len(ids)
+            fits = [i for i, doc in enumerate(waiting) if len(doc.ids) <= room or not ids]
+            if not fits:
+                return ids + [0] * room, labels + [IGNORED] * room
+            first = fits[0] if room > length // 2 else max(fits, key=lambda i: len(waiting[i].ids))
+            doc = waiting.pop(first)
+            waiting.append(next(stream))
+            ids += doc.ids[:room]
+            labels += doc.labels[:room]
+
+    def batch(count: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        made = [row(length) for _ in range(count)]
+        return torch.tensor([ids for ids, _ in made]), torch.tensor([labels for _, labels in made])
 
     return batch
 
@@ -145,7 +151,7 @@ def build_model(vocab_size: int, args: argparse.Namespace) -> LlamaForCausalLM:
         pad_token_id=SPECIALS.index(PAD),
         bos_token_id=SPECIALS.index(BOS),
         eos_token_id=SPECIALS.index(EOS),
-        attn_implementation="eager",
+        attn_implementation=args.attention,
     )
     return LlamaForCausalLM(config)
 
@@ -156,80 +162,114 @@ def schedule(step: int, steps: int, cooldown: int) -> float:
     return min((step + 1) / 40, 1.0, 0.02 + 0.98 * (steps - step) / cooldown)
 
 
-def train(
-    model: LlamaForCausalLM,
-    tokenizer: Tokenizer,
-    batch: Callable[[int, int], torch.Tensor],
-    args: argparse.Namespace,
-) -> tuple[int, float]:
-    """Trains the model in place; returns the tokens seen and the last smoothed loss.
+class Training:
+    """The model while it is trained: what a checkpoint has, and a step.
 
     Muon turns the matrices of the layers; AdamW the embeddings and the norms. The schedule counts
     steps, never the clock, so the process may be paused at will. The signal USR1 says that time is
     running out: the last ``args.cooldown`` steps begin at once.
     """
-    inner = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
-    outer = [p for n, p in model.named_parameters() if p.dim() != 2 or "embed" in n]
-    optimizers: list[tuple[torch.optim.Optimizer, float]] = [
-        (torch.optim.Muon(inner, lr=args.lr, weight_decay=0.01), args.lr),
-        (
-            torch.optim.AdamW(
-                outer, lr=args.lr_adam, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+
+    def __init__(self, model: LlamaForCausalLM, args: argparse.Namespace) -> None:
+        """args: the command line."""
+        self.model, self.args = model, args
+        self.step, self.steps, self.seen, self.smooth = 0, args.steps, 0, 0.0
+        inner = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
+        outer = [p for n, p in model.named_parameters() if p.dim() != 2 or "embed" in n]
+        self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [
+            (torch.optim.Muon(inner, lr=args.lr, weight_decay=0.01), args.lr),
+            (
+                torch.optim.AdamW(
+                    outer, lr=args.lr_adam, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+                ),
+                args.lr_adam,
             ),
-            args.lr_adam,
-        ),
-    ]
+        ]
+        bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # elsewhere it would be emulated
 
-    def loss_of(ids: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(input_ids=ids, use_cache=False).logits
-        return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+        def loss_of(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+                logits = model(input_ids=ids, use_cache=False).logits
+            return functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED
+            )
 
-    step_loss = torch.compile(loss_of, dynamic=False) if args.compile else loss_of
-    smooth, seen, step, steps, start = 0.0, 0, 0, args.steps, time.monotonic()
+        self.loss_of = torch.compile(loss_of, dynamic=False) if args.compile else loss_of
+
+    def learn(self, ids: torch.Tensor, labels: torch.Tensor) -> None:
+        """One step."""
+        share = schedule(self.step, self.steps, self.args.cooldown)
+        for optimizer, peak in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = peak * share
+        loss = self.loss_of(ids, labels)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer, _ in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        value = loss.item()
+        self.smooth = value if not self.step else 0.97 * self.smooth + 0.03 * value
+        self.seen += ids.numel()
+        self.step += 1
+
+    def save(self, path: Path) -> None:
+        """Writes a checkpoint, whole or not at all."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer, _ in self.optimizers],
+            "counts": (self.step, self.seen, self.smooth),
+        }
+        torch.save(state, path.with_suffix(".new"))
+        path.with_suffix(".new").replace(path)
+
+    def load(self, path: Path) -> None:
+        """Reads a checkpoint."""
+        state = torch.load(path, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step, self.seen, self.smooth = state["counts"]
+
+
+def train(training: Training, tokenizer: Tokenizer, first: Batch, batch: Batch) -> None:
+    """Trains to the end; the batches come from ``first`` for ``args.copy_steps`` steps."""
+    args, start, began = training.args, time.monotonic(), training.step
     hurry = threading.Event()
     signal.signal(signal.SIGUSR1, lambda *_: hurry.set())
-    model.train()
+    training.model.train()
     try:
-        while step < steps:
+        while training.step < training.steps:
             if hurry.is_set():
                 hurry.clear()
-                steps = min(steps, step + args.cooldown)
-            share = schedule(step, steps, args.cooldown)
-            for optimizer, peak in optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = peak * share
-            ids = batch(args.batch_tokens // args.length, args.length)
-            loss = step_loss(ids)
-            torch.autograd.backward(loss)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer, _ in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            value = loss.item()
-            smooth = value if not step else 0.97 * smooth + 0.03 * value
-            seen += ids.numel()
-            step += 1
+                training.steps = min(training.steps, training.step + args.cooldown)
+            source = first if training.step < args.copy_steps else batch
+            training.learn(*source(args.batch_tokens // args.length, args.length))
+            step, elapsed = training.step, time.monotonic() - start
             if step % 20 == 0:
-                elapsed = time.monotonic() - start
-                left = elapsed * (steps - step) / step
+                left = elapsed * (training.steps - step) / (step - began)
+                speed = (step - began) * args.batch_tokens / elapsed
                 print(
-                    f"step {step}/{steps}  loss {smooth:.3f}  {seen / elapsed:,.0f} tokens/s"
-                    f"  ETA {left / 60:.1f} min",
+                    f"step {step}/{training.steps}  loss {training.smooth:.3f}  "
+                    f"{speed:,.0f} tokens/s  ETA {left / 60:.1f} min",
                     flush=True,
                 )
             if args.save_every and step % args.save_every == 0:
-                save(copy.deepcopy(model), tokenizer, args.out)
+                training.save(args.out / CHECKPOINT)
+                save(copy.deepcopy(training.model), tokenizer, args.out)
     except KeyboardInterrupt:
         print("interrupted: saving what there is", flush=True)
+    training.save(args.out / CHECKPOINT)
     minutes = (time.monotonic() - start) / 60
-    print(f"{step} steps, {seen:,} tokens, {minutes:.1f} min, loss {smooth:.3f}", flush=True)
-    return seen, smooth
+    print(
+        f"{training.step} steps, {training.seen:,} tokens, {minutes:.1f} min, "
+        f"loss {training.smooth:.3f}",
+        flush=True,
+    )
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     """Writes the model directory."""
-    out.mkdir(parents=True, exist_ok=True)
     model.eval()
     model.to(torch.bfloat16)
     model.config.architectures = ["LlamaForCausalLM"]
@@ -253,8 +293,8 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
         clean_up_tokenization_spaces=False,
         model_max_length=2048,
     )
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(out, save_jinja_files=False)
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(out)
     # A class name that older releases of transformers know, too.
     path = out / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
@@ -267,19 +307,29 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     here = Path(__file__).resolve().parent
     parser.add_argument("--out", type=Path, default=here, help="directory to write")
-    parser.add_argument("--init", type=Path, help="go on with the model in this directory")
+    parser.add_argument("--init", type=Path, help="begin with the model in this directory")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--seed", type=int, default=7, help="seed of the text and of the training")
-    parser.add_argument("--docs", type=int, default=80_000, help="documents to write")
-    parser.add_argument("--vocab", type=int, default=3072, help="size of the vocabulary")
+    parser.add_argument("--docs", type=int, default=120_000, help="texts to write")
+    parser.add_argument("--vocab", type=int, default=4096, help="size of the vocabulary")
+    parser.add_argument(
+        "--spaced", type=int, default=1000, help="its tokens that begin with a space"
+    )
     parser.add_argument("--hidden", type=int, default=256, help="hidden size")
     parser.add_argument("--ffn", type=int, default=704, help="feed-forward size")
-    parser.add_argument("--layers", type=int, default=4, help="number of layers")
-    parser.add_argument("--steps", type=int, default=3000, help="training steps")
+    parser.add_argument("--layers", type=int, default=5, help="number of layers")
+    parser.add_argument(
+        "--attention", default="eager", help="transformers' attention (eager, sdpa)"
+    )
+    parser.add_argument("--steps", type=int, default=6000, help="training steps")
+    parser.add_argument(
+        "--copy-steps", type=int, default=300, help="the first of them, which teach to copy"
+    )
     parser.add_argument("--lr", type=float, default=0.02, help="peak learning rate of Muon")
     parser.add_argument("--lr-adam", type=float, default=3e-3, help="peak learning rate of AdamW")
-    parser.add_argument("--cooldown", type=int, default=400, help="steps of falling learning rate")
-    parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens per step")
-    parser.add_argument("--length", type=int, default=512, help="tokens per packed row")
+    parser.add_argument("--cooldown", type=int, default=1500, help="steps of falling learning rate")
+    parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens per step")
+    parser.add_argument("--length", type=int, default=512, help="tokens per row")
     parser.add_argument("--save-every", type=int, default=200, help="save so often (0: never)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads and text writers")
     parser.add_argument(
@@ -291,27 +341,53 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     """Writes the text, trains the tokenizer and the model, and saves both."""
     args = parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
     rng = random.Random(args.seed)
     start = time.monotonic()
-    seeds = [args.seed * 1_000_003 + i for i in range(math.ceil(args.docs / CHUNK))]
+    going_on = args.out if args.resume else args.init
+    # What is read after a pause is new.
+    done = torch.load(args.out / CHECKPOINT, weights_only=True)["counts"][0] if args.resume else 0
+    seed = (args.seed + done) * 1_000_003
+    seeds = [(seed + i, False) for i in range(math.ceil(args.docs / CHUNK))]
+    early = [
+        (seed - 1 - i, True)
+        for i in range(math.ceil((args.copy_steps - done) * args.batch_tokens / 100 / CHUNK))
+    ]
     with Pool(args.threads) as pool:
-        texts = [text for chunk in pool.map(write_chunk, seeds) for text in chunk]
-    print(f"{len(texts)} documents, {sum(map(len, texts)):,} characters", flush=True)
-    if args.init:
-        tokenizer = Tokenizer.from_file(str(args.init / "tokenizer.json"))
+        texts = [text for chunk in pool.starmap(write_chunk, seeds) for text in chunk]
+        copies = [text for chunk in pool.starmap(write_chunk, early) for text in chunk]
+    print(
+        f"{len(texts)} documents, {sum(len(text.text) for text in texts):,} characters", flush=True
+    )
+    if going_on:
+        tokenizer = Tokenizer.from_file(str(going_on / "tokenizer.json"))
     else:
-        tokenizer = train_tokenizer(texts[:20000], args.vocab)
+        shown = [text.text for text in texts[:20000]]
+        tokenizer = train_tokenizer(shown, SPECIALS, MARKS, args.vocab, args.spaced)
+    size = tokenizer.get_vocab_size()
     docs = encode(tokenizer, texts, rng)
-    count = sum(map(len, docs))
-    print(f"{count:,} tokens, prepared in {time.monotonic() - start:.0f} s", flush=True)
+    first = encode(tokenizer, copies, rng) + [repeated_pieces(size, rng) for _ in copies]
+    count, learned = (
+        sum(len(d.ids) for d in docs),
+        sum(x != IGNORED for d in docs for x in d.labels),
+    )
+    print(
+        f"{count:,} tokens, {learned:,} learned, prepared in {time.monotonic() - start:.0f} s",
+        flush=True,
+    )
     if args.init:
-        model = LlamaForCausalLM.from_pretrained(args.init, dtype=torch.float32)
+        model = LlamaForCausalLM.from_pretrained(
+            args.init, dtype=torch.float32, attn_implementation=args.attention
+        )
     else:
-        model = build_model(tokenizer.get_vocab_size(), args)
+        model = build_model(size, args)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
-    train(model, tokenizer, rows(docs, args.seed), args)
+    training = Training(model, args)
+    if args.resume:
+        training.load(args.out / CHECKPOINT)
+    train(training, tokenizer, rows(first or docs, seed), rows(docs, seed))
     save(model, tokenizer, args.out)
     print(f"saved to {args.out}", flush=True)
 

@@ -44,6 +44,8 @@ class TypedValue:
         self._parts: list[str] = []
         self._size = 0
         self._is_string = types <= {"string"}
+        self._is_quoted = self._is_escaped = False  # where its text so far ends, if it is JSON
+        self._first = ""  # its first character that is no blank
 
     def read(self, reader: Reader, ends: Marks, *, trimmed: str = "") -> Steps:
         """Read it up to one of these marks. What is held stands before it.
@@ -58,15 +60,36 @@ class TypedValue:
         """
         self._out.arguments('"' if self._is_string else "", reader.take())
         most = 1 if trimmed else 0
-        if not (yield from reader.until(ends, self._add, blanks=trimmed, most=most)):
-            self._abandon()
-            raise MalformedError
-        self._close(reader.take())
+        while (yield from reader.until(ends, self._add, blanks=trimmed, most=most)):
+            raw = reader.take()
+            if not self._is_within(raw):
+                self._close(raw)
+                return
+            self._add(raw)
+        self._abandon()
+        raise MalformedError
+
+    def _is_within(self, raw: str) -> bool:
+        """Whether a mark is a part of a string of an object or a list: these strings have no line
+        breaks, so one before the mark tells that it ends the value.
+        """
+        if self._is_string or "string" in self._types or raw[:1].isspace():
+            return False
+        return self._is_quoted and self._first in ("{", "[")
 
     def _add(self, text: str) -> None:
         if self._is_string:
             self._out.arguments(_escaped(text), text)
             return
+        for character in text:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif character == "\\":
+                self._is_escaped = True
+            elif character == '"':
+                self._is_quoted = not self._is_quoted
+            if not self._first and character not in BLANKS:
+                self._first = character
         self._parts.append(text)
         self._size += len(text)
         if self._size > MAX_HELD:

@@ -79,12 +79,12 @@ def test_a_shared_prefix_is_computed_and_read_once() -> None:
 
 def test_the_demo_models_shape_is_read_from_its_files() -> None:
     shape = read_shape(DEMO)
-    assert (shape.vocab_size, shape.max_tokens) == (3072, 2048)
-    assert shape.head_parameters == 3072 * 256  # tied
-    assert shape.linear_parameters == 4 * (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 704)
-    assert shape.other_parameters == 4 * 2 * 256 + 256
-    assert shape.attention_width == 4 * 8 * 32
-    assert shape.kv_width == 2 * 4 * 4 * 32
+    assert (shape.vocab_size, shape.max_tokens) == (4096, 2048)
+    assert shape.head_parameters == 4096 * 256  # tied
+    assert shape.linear_parameters == 5 * (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 704)
+    assert shape.other_parameters == 5 * 2 * 256 + 256
+    assert shape.attention_width == 5 * 8 * 32
+    assert shape.kv_width == 2 * 5 * 4 * 32
 
 
 def test_an_untied_embedding_is_not_read_and_the_head_is(tmp_path: Path) -> None:

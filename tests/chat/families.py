@@ -284,7 +284,6 @@ def make_directory(family: str, folder: Path) -> Path:
     if sources:
         config["chat_template"] = [{"name": n, "template": t} for n, t in sources.items()]
     else:
-        del config["chat_template"]
         shutil.copy(TEMPLATES / f"{family}.jinja", made / "chat_template.jinja")
     (made / "tokenizer_config.json").write_text(json.dumps(config))
     return made

@@ -109,7 +109,7 @@ async def shared() -> AsyncIterator[tuple[ProcessEngineClient, Sink]]:
     lines: list[str] = []
     info = await client.start(sink, lines.append)
     assert any("verified" in line for line in lines)
-    assert (info.vocab_size, info.max_queue_size) == (3072, 4)
+    assert (info.vocab_size, info.max_queue_size) == (4096, 4)
     assert [phase for phase, _ in info.startup] == PHASES
     assert all(seconds > 0 for _, seconds in info.startup)
     yield client, sink

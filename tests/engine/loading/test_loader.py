@@ -82,6 +82,15 @@ def test_a_broken_config(saved: Path, text: str) -> None:
         _load(saved)
 
 
+@pytest.mark.parametrize("text", ["", '{"eos_token_id": [1, ', "[]"])
+def test_a_broken_generation_config(saved: Path, text: str) -> None:
+    """transformers would take another in its place: other ends, and no sampling."""
+    (saved / "generation_config.json").write_text(text)
+    reason = r"generation_config\.json cannot be read .*: it is damaged, .*; download it again"
+    with pytest.raises(ModelRefusedError, match=reason):
+        _load(saved)
+
+
 def test_pickles_are_not_read(saved: Path) -> None:
     weights = load_file(saved / "model.safetensors")
     (saved / "model.safetensors").unlink()

@@ -12,7 +12,7 @@ from engine.text import Tokenizer
 from engine.types import TokenId
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
-V = 3100
+V = 4100
 """The width of the logits: more than the tokenizer has, and no multiple of 32."""
 
 

@@ -20,7 +20,7 @@ from tests.engine.structured.following import allowed
 from tests.service.replies.cases import parse
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
-V = 3100
+V = 4100
 END = TokenId(V - 1)
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -24,7 +24,7 @@ from tests.engine.structured.json_check import fits
 from tests.service.replies.cases import parse
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
-V = 3100
+V = 4100
 END = TokenId(V - 1)
 WORDS = ["null", "None", "true", "True", "12", "-3", '{"a": 1}', "[1]", '"x"', "\n</parameter>\n"]
 WORDS += [

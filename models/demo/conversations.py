@@ -1,0 +1,172 @@
+"""Conversations with tools: which one fits, what it is called with, and what its result means.
+
+What passes through here: the uses of ``tools`` go in, conversations come out: a call, what the tool
+answers and how the model tells it, a second question; and questions that no tool fits, which are
+answered without one. In a fifth the template opens reasoning, and the model thinks a line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tools import Json, Tools, Use
+from words import Words
+
+Message = dict[str, Any]
+_SYSTEMS = [
+    "You are a helpful assistant.",
+    "Use the tools.",
+    "You are a helpful assistant with tools.",
+    "Answer briefly.",
+    "You help people.",
+]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, the last one the model's, and the tools that it has."""
+
+    messages: list[Message]
+    tools: list[Json]
+
+
+def call(*uses: Use, thought: str = "") -> Message:
+    """A reply that calls."""
+    calls = [
+        {"type": "function", "function": {"name": use.name, "arguments": use.arguments()}}
+        for use in uses
+    ]
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": calls,
+        "reasoning_content": thought,
+    }
+
+
+class Conversations:
+    """Draws conversations with tools."""
+
+    def __init__(self, words: Words, chat: Callable[[], tuple[str, str]]) -> None:
+        """chat: draws a question that needs no tool, and its answer."""
+        self.words, self.rng, self.chat = words, words.rng, chat
+        self.tools = Tools(words)
+
+    def draw(self) -> Conversation:
+        """Draws a conversation."""
+        rng = self.rng
+        thinks = rng.random() < 0.2
+        messages: list[Message] = []
+        if rng.random() < 0.15:
+            messages.append({"role": "system", "content": rng.choice(_SYSTEMS)})
+        if rng.random() < 0.12:
+            ask, answer = self.chat()
+            messages.append({"role": "user", "content": ask})
+            messages.append({"role": "assistant", "content": answer})
+        if rng.random() < 0.22:
+            return self._without(messages, thinks)
+        return self._with(messages, thinks)
+
+    def _with(self, messages: list[Message], thinks: bool) -> Conversation:
+        """One of the tools fits; often it answers, and sometimes there is a second question."""
+        rng = self.rng
+        use = self.tools.use()
+        others = self._others(rng.choices([0, 1, 2, 3], [2, 4, 5, 1])[0], {use.name})
+        near = self.tools.near(use)
+        if others and near and near.name != use.name and rng.random() < 0.5:
+            others[0] = near
+        tools = self._definitions([use, *others])
+        asked = [other for other in others if other.question]
+        if asked and rng.random() < 0.05:
+            both = f"{use.question} {asked[-1].question}"
+            reply = call(use, asked[-1], thought="Two tools fit." if thinks else "")
+            return Conversation([*messages, {"role": "user", "content": both}, reply], tools)
+        self._question(messages, use, thinks)
+        if rng.random() < 0.5:
+            raw, told = self._result(use)
+            thought = f"The tool {use.name} has answered." if thinks else ""
+            messages.append({"role": "tool", "content": raw})
+            messages.append({"role": "assistant", "content": told, "reasoning_content": thought})
+            if asked and rng.random() < 0.3:
+                self._question(messages, asked[-1], thinks)
+        return Conversation(messages, tools)
+
+    def _without(self, messages: list[Message], thinks: bool) -> Conversation:
+        """No tool fits what is asked."""
+        rng = self.rng
+        there = self._others(rng.choice([1, 1, 2, 2, 3]), set())
+        tools = self._definitions(there)
+        if rng.random() < 0.6:
+            known = {word for other in there for word in other.topic.lower().split()}
+            wanted = self.tools.use()
+            while known & set(wanted.topic.lower().split()) - {"the", "a", "of", "in"}:
+                wanted = self.tools.use()
+            ask, thought = self._ask(wanted.question), "None of the tools fits this question."
+            names = [tool["function"]["name"] for tool in tools]
+            row = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+            answer = f"I have no tool for that. I only have {row}."
+        else:
+            ask, answer = self.chat()
+            thought = "This needs no tool."
+        reply: Message = {"role": "assistant", "content": answer}
+        reply["reasoning_content"] = thought if thinks else ""
+        return Conversation([*messages, {"role": "user", "content": ask}, reply], tools)
+
+    def _question(self, messages: list[Message], use: Use, thinks: bool) -> None:
+        thought = f"The tool {use.name} fits this question." if thinks else ""
+        messages.append({"role": "user", "content": self._ask(use.question)})
+        messages.append(call(use, thought=thought))
+
+    def _definitions(self, uses: list[Use]) -> list[Json]:
+        return [use.definition() for use in self.rng.sample(uses, len(uses))]
+
+    def _others(self, count: int, taken: set[str]) -> list[Use]:
+        found: dict[str, Use] = {}
+        while len(found) < count:
+            use = self.tools.use()
+            if use.name not in taken:
+                found[use.name] = use
+        return list(found.values())
+
+    def _ask(self, question: str) -> str:
+        """A question, slightly different, as people put it."""
+        rng = self.rng
+        pick = rng.random()
+        if pick < 0.06 and question[-1] in ".?":
+            return question[:-1]
+        if pick < 0.12:
+            return self.words.say("greeting") + " " + question
+        if pick < 0.15:
+            return question + rng.choice([" Thanks!", " Thank you.", " Please."])
+        return question[0].lower() + question[1:] if pick < 0.2 else question
+
+    def _result(self, use: Use) -> tuple[str, str]:
+        """What a tool answers, and how the model tells it."""
+        words, rng = self.words, self.rng
+        pick = rng.random()
+        if pick < 0.1:
+            why = words.say("wrong")
+            raw = rng.choice([json.dumps({"error": why}), f"error: {why}", f"Error: {why}"])
+            return raw, f"That did not work: {why}."
+        if pick < 0.16:
+            return rng.choice(["ok", "done", "OK", "success", "true", '{"ok": true}']), "Done."
+        if pick < 0.24:
+            sentence = words.sentence()
+            return sentence, sentence
+        if pick < 0.58:
+            value = words.say("result")
+            return value, use.verdict.replace("<r>", value)
+        kinds = ["number", "money", "noun", "place", "person", "time", "item", "code", "date"]
+        members: dict[str, Json] = {}
+        for _ in range(rng.choice([1, 1, 2, 2, 3, 4])):
+            key = words.fill("{<noun>|<noun>|<noun>|<noun>_<noun>|<measure>}")
+            value = words.value(rng.choice(kinds))
+            members[key] = words.fill("<number> <unit>") if rng.random() < 0.15 else value
+        raw = json.dumps(members, ensure_ascii=False)
+        told = [f"{key.replace('_', ' ')} is {value}" for key, value in members.items()]
+        told[0] = f"the {told[0]}"
+        row = " and the ".join([", the ".join(told[:-1]), told[-1]] if len(told) > 1 else told)
+        return raw, row[0].upper() + row[1:] + "."

