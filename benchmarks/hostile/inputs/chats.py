@@ -24,7 +24,7 @@ NONE = pb.TOOL_CHOICE_MODE_NONE
 USER, ASSISTANT, TOOL = pb.CHAT_ROLE_USER, pb.CHAT_ROLE_ASSISTANT, pb.CHAT_ROLE_TOOL
 SPEC = "spec.chat."
 [TOO_LONG] = invalid(SPEC + "messages")
-"""Where the template shows what the demo model's does not, it is beyond the context."""
+"""What the template shows of tools and reasoning may be beyond the context."""
 _HI = {"role": USER, "content": "hi"}
 
 
@@ -150,7 +150,7 @@ CHATS = Group(
             "held-tools",
             "128 tools with forms of 250 KiB together, others each time",
             Case(GENERATE, _new_tools, (OK, TOO_LONG), each=True),
-            Case(GENERATE, lambda s: _new_tools(s, HELD // 4), each=True),
+            Case(GENERATE, lambda s: _new_tools(s, HELD // 4), (OK, TOO_LONG), each=True),
             fields=["Tool.parameters_json", "ToolChoice.mode"],
             width=4,
             seconds=6.0,
@@ -161,6 +161,7 @@ CHATS = Group(
             *(
                 _case(
                     OK,
+                    TOO_LONG,
                     *invalid(SPEC + "tool_choice", SPEC + "tools[]"),
                     tools=_tools(4, schema),
                     tool_choice={"mode": REQUIRED},
@@ -174,7 +175,13 @@ CHATS = Group(
             "overlapping-tools",
             "128 tools, each name the beginning of the next",
             *(
-                _case(tools=_OVERLAPPING, tool_choice={"mode": mode}, stop={"max_tokens": 16})
+                _case(
+                    OK,
+                    TOO_LONG,
+                    tools=_OVERLAPPING,
+                    tool_choice={"mode": mode},
+                    stop={"max_tokens": 16},
+                )
                 for mode in (REQUIRED, NONE, pb.TOOL_CHOICE_MODE_AUTO)
             ),
             fields=["Tool.name", "ToolChoice.mode"],
@@ -235,7 +242,6 @@ CHATS = Group(
             fields=["StopOptions.max_reasoning_tokens"],
             width=4,
             seconds=4.0,
-            models=("long",),  # the demo model knows no reasoning
         ),
         by_cases(
             "speakers",
@@ -265,13 +271,21 @@ CHATS = Group(
                 TOO_LONG,
                 messages=[{"role": ASSISTANT, "reasoning_content": "</think>" * 100_000}, _HI],
             ),
-            _case(messages=[{"role": ASSISTANT, "reasoning_content": "</think>"}] * 300),
+            _case(
+                OK,
+                TOO_LONG,
+                messages=[{"role": ASSISTANT, "reasoning_content": "</think>"}] * 300,
+            ),
             _case(
                 OK,
                 TOO_LONG,
                 messages=[{"role": ASSISTANT, "reasoning_content": "</think>"}] * 4000,
             ),
-            _rendered(messages=[{"role": ASSISTANT, "reasoning_content": "a"}] * 4000),
+            _rendered(
+                OK,
+                *invalid("chat.messages"),
+                messages=[{"role": ASSISTANT, "reasoning_content": "a"}] * 4000,
+            ),
             fields=["ChatMessage.reasoning_content"],
         ),
         by_cases(
