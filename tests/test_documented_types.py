@@ -16,21 +16,9 @@ from headrace.options import GenerationOptions
 
 from tests.service.readme import ROOT, code_blocks
 
-APART = ("README.md", "clients/python/README.md", "docs/extending.md")
+APART = ("README.md", "clients/python/README.md", "docs/chat.md", "docs/extending.md")
 """Documents whose blocks are a program each."""
 GIVEN = {
-    "docs/chat.md": """\
-import json
-from typing import Any
-import headrace
-
-client = headrace.Client()
-messages: list[dict[str, Any]] = []
-tools: list[headrace.Tool] = []
-
-def call_my_function(name: str, arguments: Any) -> object:
-    return arguments[name]
-""",
     "docs/extending.md": """\
 from engine.option_fields import option
 from service.config import PROCESS
