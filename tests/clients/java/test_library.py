@@ -127,9 +127,7 @@ def test_a_question_is_answered_with_a_tool(
     done = run_program(example("Tools"), getattr(tool_addresses, where), *choice, QUESTION)
 
     assert done.out == "I look.\nI heard 3 m; 5 m; \n"
-    assert done.err == (
-        'read_gauge {"place": "Ulm"}: 3 m\nread_gauge {"place": "Köln"}: 5 m\n'
-    )
+    assert done.err == ('read_gauge {"place": "Ulm"}: 3 m\nread_gauge {"place": "Köln"}: 5 m\n')
     assert done.code == 0
 
 
