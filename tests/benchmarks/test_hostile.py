@@ -482,7 +482,7 @@ def test_an_input_on_a_real_server(tmp_path: Path) -> None:
     rows: list[Tried] = []
     course = Course(
         seed=1, is_cut=True, folder=tmp_path, known=(), record=rows.append,
-        say=lambda text: None, only="demo/banned-ids", seconds=0.5,
+        say=lambda text: None, only="demo/banned-ids", seconds=2.0,
     )  # fmt: skip
     part.run(course)
     [row] = rows
