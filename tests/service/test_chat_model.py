@@ -29,7 +29,7 @@ from engine.types import TokenId
 from tests.near_ties import check_greedy
 from tests.service.real_server import RealServer, real_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 MAX_TOKENS = 48
 AT_ONCE = 16
