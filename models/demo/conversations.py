@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from copying import copy, edit, extraction, listing
 from tools import Json, Tools, Use
 from words import Words
 
@@ -66,7 +67,7 @@ class Conversations:
             ask, answer = self.chat()
             messages.append({"role": "user", "content": ask})
             messages.append({"role": "assistant", "content": answer})
-        if rng.random() < 0.22:
+        if rng.random() < 0.34:
             return self._without(messages, thinks)
         return self._with(messages, thinks)
 
@@ -99,7 +100,8 @@ class Conversations:
         rng = self.rng
         there = self._others(rng.choice([1, 1, 2, 2, 3]), set())
         tools = self._definitions(there)
-        if rng.random() < 0.6:
+        pick = rng.random()
+        if pick < 0.5:
             known = {word for other in there for word in other.topic.lower().split()}
             wanted = self.tools.use()
             while known & set(wanted.topic.lower().split()) - {"the", "a", "of", "in"}:
@@ -107,7 +109,14 @@ class Conversations:
             ask, thought = self._ask(wanted.question), "None of the tools fits this question."
             names = [tool["function"]["name"] for tool in tools]
             row = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-            answer = f"I have no tool for that. I only have {row}."
+            answer = self.words.say("no_tool")
+            answer += f" I only have {row}." if rng.random() < 0.3 else ""
+        elif pick < 0.68:
+            ask, answer = self._ask(self.words.say("nothing")), self.words.say("no_tool")
+            thought = "None of the tools fits this question."
+        elif pick < 0.85:
+            ask, answer = rng.choice([copy, copy, edit, extraction, listing])(self.words)
+            thought = "This needs no tool."
         else:
             ask, answer = self.chat()
             thought = "This needs no tool."
@@ -134,6 +143,9 @@ class Conversations:
     def _ask(self, question: str) -> str:
         """A question, slightly different, as people put it."""
         rng = self.rng
+        if rng.random() < 0.12:
+            some = self.words.say("context")
+            question = f"{some} {question}" if rng.random() < 0.7 else f"{question} {some}"
         pick = rng.random()
         if pick < 0.06 and question[-1] in ".?":
             return question[:-1]

@@ -7,26 +7,54 @@ from there, which calls of tools and forms need as well; so they come first in t
 
 from __future__ import annotations
 
+from string import ascii_lowercase, ascii_uppercase, digits
+
 from words import ASKS, Words
 
 
 def _asked(words: Words, block: str, text: str, **given: str) -> str:
     """A wish and its text, which stands on the same line, on one of its own, or in quotes."""
     rng = words.rng
-    ask = rng.choice(ASKS[block])
+    ask = words.fill(rng.choice(ASKS[block]), t="<t>", old="<old>", new="<new>", slip="<slip>")
+    ask = ask[:1].upper() + ask[1:]
     if ask.endswith(" <t>"):
         ask = ask.removesuffix(" <t>") + rng.choice([" ", " ", " ", "\n", "\n\n"]) + "<t>"
-        if rng.random() < 0.15 and '"' not in text:
+        if rng.random() < 0.15 and '"' not in text and '"' not in ask:
             ask = ask.replace("<t>", '"<t>"')
     return words.fill(ask, t=text, **given)
+
+
+_SIGNS = "!?.,;:-_/()[]+*=%&#@'~<>|$"
+
+
+def sentence(words: Words) -> str:
+    """A sentence of words that need not fit each other, or one of a story."""
+    return words.sentence() if words.rng.random() < 0.6 else words.slots["told"]()
+
+
+def scraps(words: Words) -> str:
+    """Letters, digits and signs that mean nothing, with words among them."""
+    rng = words.rng
+    made = []
+    for _ in range(rng.randint(3, 14)):
+        letters = rng.choice([ascii_lowercase, ascii_uppercase, digits])
+        word = "".join(rng.choice(letters) for _ in range(rng.randint(1, 6)))
+        if rng.random() < 0.5:
+            word = words.noun(0.8)
+        sign = rng.choice(_SIGNS) if rng.random() < 0.5 else ""
+        made.append(sign + word if rng.random() < 0.4 else word + sign)
+    return rng.choice([" ", " ", ""]).join(made)
 
 
 def some_text(words: Words) -> str:
     """A text to work on: sentences, a list of words, a row of codes, a line of JSON."""
     rng = words.rng
     pick = rng.random()
+    if pick < 0.1:
+        return scraps(words)
     if pick < 0.55:
-        return " ".join(words.sentence() for _ in range(rng.choice([1, 1, 2, 3, 4])))
+        gap = rng.choice([" ", " ", " ", "\n"])
+        return gap.join(sentence(words) for _ in range(rng.choice([1, 1, 2, 3, 4])))
     if pick < 0.75:
         return " ".join(words.noun(0.8) for _ in range(rng.randint(3, 24)))
     if pick < 0.85:
@@ -65,20 +93,37 @@ def copy(words: Words) -> tuple[str, str]:
 def edit(words: Words) -> tuple[str, str]:
     """A wish to change a word of a text, and the changed text."""
     rng = words.rng
-    text = " ".join(words.sentence() for _ in range(rng.choice([1, 1, 2, 2, 3])))
+    text = " ".join(sentence(words) for _ in range(rng.choice([1, 1, 2, 2, 3])))
     plain = [word.strip('.,:"') for word in text.split()]
-    once = [w for w in plain if w.isalpha() and len(w) > 3 and text.count(w) == 1]
-    if not once:
+    once = [w for w in plain if w.isalnum() and len(w) > 1 and text.count(w) == 1]
+    long = [w for w in once if w.isalpha() and len(w) > 3]
+    if not long:
         return copy(words)
-    old = rng.choice(once)
-    if rng.random() < 0.3:  # a slip of the pen in the text, the right word in the wish
+    pick, old = rng.random(), rng.choice(once)
+    if pick < 0.25:  # a slip of the pen in the text, the right word in the wish
+        old = rng.choice(long)
         at = rng.randrange(1, len(old) - 1)
         swapped = old[:at] + old[at + 1] + old[at] + old[at + 2 :]
         slip = swapped if swapped != old and rng.random() < 0.6 else old[:at] + old[at + 1 :]
         wrong = text.replace(old, slip, 1)
         return _asked(words, "correct", wrong, old=old, slip=slip), text
-    new = words.person() if old[0].isupper() else words.noun()
-    return _asked(words, "replace", text, old=old, new=new), text.replace(old, new, 1)
+    new = words.noun()
+    if old[0].isupper() or rng.random() < 0.1:
+        new = rng.choice([words.person, words.place])()
+    elif old[0].isdigit():
+        new = str(words.number())
+    if pick < 0.8:
+        return _asked(words, "replace", text, old=old, new=new), text.replace(old, new, 1)
+    if pick < 0.88 and f" {old} " in text:
+        return _asked(words, "drop", text, old=old), text.replace(f" {old} ", " ", 1)
+    if pick < 0.92:
+        some = words.sentence()
+        return _asked(words, "append", text, new=some), f"{text} {some}"
+    if pick < 0.95:
+        some = words.sentence()
+        return _asked(words, "prepend", text, new=some), f"{some} {text}"
+    added = text.replace(old, f"{old} {new}", 1)
+    return _asked(words, "after", text, old=old, new=new), added
 
 
 def listing(words: Words) -> tuple[str, str]:

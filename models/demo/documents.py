@@ -56,11 +56,13 @@ def _compiled() -> jinja2.Template:
 class Mixture:
     """Draws texts of every sort."""
 
-    def __init__(self, seed: int) -> None:
-        """seed: decides everything that is drawn."""
+    def __init__(self, seed: int, tales: float = 0.33) -> None:
+        """seed: decides everything that is drawn; tales: the share of stories and chats."""
+        self.tales = tales
         self.rng = random.Random(seed)
         self.writer = Writer(seed)
         self.words = Words(self.rng)
+        self.words.slots["told"] = self._sentence
         self.tools = Conversations(self.words, self.writer.turn)
         self.template = _compiled()
 
@@ -68,21 +70,27 @@ class Mixture:
         """A conversation, as the chat template writes it."""
         return self.template.render(messages=messages, tools=tools, bos_token=BOS, eos_token=EOS)
 
+    def _sentence(self) -> str:
+        """A sentence of a story, as an example of English that makes sense."""
+        sentences = re.findall(r"[^.?!]+[.?!]+", self.writer.story()[0].replace("\n", " "))
+        return str(self.rng.choice(sentences)).strip(' "') if sentences else self.words.sentence()
+
     def text(self) -> Text:
         """Draws a text."""
         pick = self.rng.random()
-        if pick < 0.36:
+        if pick < self.tales:
             return self._tale()
-        if pick < 0.74:
+        pick = (pick - self.tales) / (1 - self.tales)
+        if pick < 0.45:
             drawn = self.tools.draw()
             return Text(self.render(drawn.messages, drawn.tools), replies_only=True)
-        if pick < 0.86:
+        if pick < 0.59:
             return self._task(form, "the facts")
-        if pick < 0.92:
+        if pick < 0.73:
             return self._task(copying.edit, "the changed text", repeats=True)
-        if pick < 0.95:
+        if pick < 0.79:
             return self._task(copying.extraction, "the answer from the text")
-        if pick < 0.965:
+        if pick < 0.82:
             return self._task(copying.listing, "the list")
         return self.repeating()
 

@@ -226,6 +226,15 @@ class Tools:
         )
         return question, phrase, tuple(named)
 
+    def _varied(self, topic: str) -> str:
+        """A topic, now and then with a word in another form."""
+        rng = self.rng
+        if rng.random() < 0.7:
+            return topic
+        words = topic.split()
+        at = rng.randrange(len(words))
+        return " ".join([*words[:at], self.words.inflected(words[at]), *words[at + 1:]])
+
     def _about(self, text: str, pairs: list[tuple[Parameter, str]]) -> str:
         """A description, often with the first parameter, and now and then none."""
         rng = self.rng
@@ -257,6 +266,7 @@ class Tools:
         asked = topic
         if len(parts) > 1 and rng.random() < 0.15:  # the question has one of the words alone
             asked = rng.choice(parts if about else spoken)
+        asked = self._varied(asked)
         question, phrase, named = self._asked("ask_lookup", pairs, t=asked)
         verdict = "The answer is <r>."
         if question.startswith(("What is the", "What's the", "Tell me the", "Show me the")):
@@ -270,11 +280,12 @@ class Tools:
         verb, topic = words.verb(), words.phrase()
         parts = topic.split()
         pairs = self._parameters(rng.choices([0, 1, 2, 3], [1, 5, 3, 1])[0])
-        name = self._name([verb, *rng.choice([parts, parts, parts[-1:]])])
+        named_verb = self.words.inflected(verb) if rng.random() < 0.08 else verb
+        name = self._name([named_verb, *rng.choice([parts, parts, parts[-1:]])])
         if rng.random() < 0.1:
             name = self._name([parts[-1], verb])
         about = self._about(words.say("about_action", t=topic, v=verb, T=topic.capitalize()), pairs)
-        question, _, named = self._asked("ask_action", pairs, t=topic, v=verb)
+        question, _, named = self._asked("ask_action", pairs, t=self._varied(topic), v=verb)
         some = tuple(parameter for parameter, _ in pairs)
         return Use(name, about, some, _tidy(question), named, f"{verb} {topic}", "Done: <r>.")
 

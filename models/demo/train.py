@@ -22,7 +22,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import Pool
 from pathlib import Path
@@ -53,9 +53,9 @@ class Document:
     repeats: bool
 
 
-def write_chunk(seed: int, repeating: bool = False) -> list[Text]:
+def write_chunk(seed: int, tales: float, repeating: bool = False) -> list[Text]:
     """Writes ``CHUNK`` training texts."""
-    mixture = Mixture(seed)
+    mixture = Mixture(seed, tales)
     return [mixture.repeating() if repeating else mixture.text() for _ in range(CHUNK)]
 
 
@@ -97,43 +97,58 @@ def repeated_pieces(size: int, rng: random.Random) -> Document:
     return Document(row * (times + 1), [IGNORED] * len(row) + row * times, repeats=True)
 
 
-Batch = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
+PART_TOKENS = 2048
+LENGTHS = (64, 96, 128, 192, 256, 512)
 
 
-def rows(docs: list[Document], seed: int) -> Batch:
-    """Returns a function that packs whole documents into batches of the asked size, for ever.
+@dataclass(frozen=True)
+class Part:
+    """Texts of about one length, a row each: a part of what a step learns.
 
-    A document longer than a row is cut at its end; where no document fits, there is padding.
+    Attributes:
+        ids: ``[rows, length]``; what is behind the end of a text is 0, and learned by nothing.
+        places: of the learned tokens' predecessors, in the flattened ``ids``.
+        targets: the learned tokens.
+    """
+
+    ids: torch.Tensor
+    places: torch.Tensor
+    targets: torch.Tensor
+
+
+def part_of(docs: list[Document], length: int) -> Part:
+    """Lays texts into rows; what is longer than ``length`` is cut at its end."""
+    ids = torch.zeros(len(docs), length, dtype=torch.long)
+    labels = torch.full((len(docs), length), IGNORED)
+    for row, doc in enumerate(docs):
+        size = min(length, len(doc.ids))
+        ids[row, :size] = torch.tensor(doc.ids[:size])
+        labels[row, : size - 1] = torch.tensor(doc.labels[1:size])
+    places = (labels.flatten() != IGNORED).nonzero().flatten()
+    part = Part(ids, places, labels.flatten()[places])
+    # One compilation for each of `LENGTHS`, whatever the number of learned tokens.
+    torch._dynamo.mark_static(part.ids)
+    torch._dynamo.mark_dynamic(part.places, 0)
+    torch._dynamo.mark_dynamic(part.targets, 0)
+    return part
+
+
+def parts(docs: list[Document], seed: int) -> Iterator[Part]:
+    """Deals the texts into parts of ``PART_TOKENS`` tokens, for ever, each time in another order.
+
+    A text is alone in its row, as a prompt is when the model is used, among texts of its length:
+    so little is spent on padding, and nothing on attention from one text to another.
     """
     rng = random.Random(seed)
-
-    def drawn() -> Iterator[Document]:
-        while True:
-            for i in rng.sample(range(len(docs)), len(docs)):
-                yield docs[i]
-
-    stream = drawn()
-    waiting = [next(stream) for _ in range(64)]
-
-    def row(length: int) -> tuple[list[int], list[int]]:
-        ids: list[int] = []
-        labels: list[int] = []
-        while True:
-            room = length - len(ids)
-            fits = [i for i, doc in enumerate(waiting) if len(doc.ids) <= room or not ids]
-            if not fits:
-                return ids + [0] * room, labels + [IGNORED] * room
-            first = fits[0] if room > length // 2 else max(fits, key=lambda i: len(waiting[i].ids))
-            doc = waiting.pop(first)
-            waiting.append(next(stream))
-            ids += doc.ids[:room]
-            labels += doc.labels[:room]
-
-    def batch(count: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        made = [row(length) for _ in range(count)]
-        return torch.tensor([ids for ids, _ in made]), torch.tensor([labels for _, labels in made])
-
-    return batch
+    waiting: dict[int, list[Document]] = {length: [] for length in LENGTHS}
+    while True:
+        for i in rng.sample(range(len(docs)), len(docs)):
+            size = len(docs[i].ids)
+            length = next((length for length in LENGTHS if size <= length), LENGTHS[-1])
+            waiting[length].append(docs[i])
+            if len(waiting[length]) == PART_TOKENS // length:
+                yield part_of(waiting[length], length)
+                waiting[length] = []
 
 
 def build_model(vocab_size: int, args: argparse.Namespace) -> LlamaForCausalLM:
@@ -187,30 +202,31 @@ class Training:
         ]
         bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # elsewhere it would be emulated
 
-        def loss_of(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        def loss_of(ids: torch.Tensor, places: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
-                logits = model(input_ids=ids, use_cache=False).logits
-            return functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED
-            )
+                hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+                logits = model.lm_head(hidden.flatten(0, 1)[places])
+            return functional.cross_entropy(logits.float(), targets, reduction="sum")
 
-        self.loss_of = torch.compile(loss_of, dynamic=False) if args.compile else loss_of
+        self.loss_of = torch.compile(loss_of) if args.compile else loss_of
 
-    def learn(self, ids: torch.Tensor, labels: torch.Tensor) -> None:
+    def learn(self, parts: list[Part]) -> None:
         """One step."""
         share = schedule(self.step, self.steps, self.args.cooldown)
         for optimizer, peak in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = peak * share
-        loss = self.loss_of(ids, labels)
-        torch.autograd.backward(loss)
+        learned, value = sum(len(part.targets) for part in parts), 0.0
+        for part in parts:
+            loss = self.loss_of(part.ids, part.places, part.targets) / learned
+            torch.autograd.backward(loss)
+            value += loss.item()
+            self.seen += int((part.ids != 0).sum())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer, _ in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        value = loss.item()
         self.smooth = value if not self.step else 0.97 * self.smooth + 0.03 * value
-        self.seen += ids.numel()
         self.step += 1
 
     def save(self, path: Path) -> None:
@@ -232,9 +248,11 @@ class Training:
         self.step, self.seen, self.smooth = state["counts"]
 
 
-def train(training: Training, tokenizer: Tokenizer, first: Batch, batch: Batch) -> None:
-    """Trains to the end; the batches come from ``first`` for ``args.copy_steps`` steps."""
-    args, start, began = training.args, time.monotonic(), training.step
+def train(
+    training: Training, tokenizer: Tokenizer, first: Iterator[Part], then: Iterator[Part]
+) -> None:
+    """Trains to the end; what is learned comes from ``first`` for ``args.copy_steps`` steps."""
+    args, start, began, seen = training.args, time.monotonic(), training.step, training.seen
     hurry = threading.Event()
     signal.signal(signal.SIGUSR1, lambda *_: hurry.set())
     training.model.train()
@@ -243,15 +261,14 @@ def train(training: Training, tokenizer: Tokenizer, first: Batch, batch: Batch) 
             if hurry.is_set():
                 hurry.clear()
                 training.steps = min(training.steps, training.step + args.cooldown)
-            source = first if training.step < args.copy_steps else batch
-            training.learn(*source(args.batch_tokens // args.length, args.length))
+            source = first if training.step < args.copy_steps else then
+            training.learn([next(source) for _ in range(args.batch_tokens // PART_TOKENS)])
             step, elapsed = training.step, time.monotonic() - start
             if step % 20 == 0:
                 left = elapsed * (training.steps - step) / (step - began)
-                speed = (step - began) * args.batch_tokens / elapsed
                 print(
                     f"step {step}/{training.steps}  loss {training.smooth:.3f}  "
-                    f"{speed:,.0f} tokens/s  ETA {left / 60:.1f} min",
+                    f"{(training.seen - seen) / elapsed:,.0f} tokens/s  ETA {left / 60:.1f} min",
                     flush=True,
                 )
             if args.save_every and step % args.save_every == 0:
@@ -311,6 +328,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--seed", type=int, default=7, help="seed of the text and of the training")
     parser.add_argument("--docs", type=int, default=120_000, help="texts to write")
+    parser.add_argument("--tales", type=float, default=0.33, help="share of stories and chats")
     parser.add_argument("--vocab", type=int, default=4096, help="size of the vocabulary")
     parser.add_argument(
         "--spaced", type=int, default=1000, help="its tokens that begin with a space"
@@ -329,7 +347,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lr-adam", type=float, default=3e-3, help="peak learning rate of AdamW")
     parser.add_argument("--cooldown", type=int, default=1500, help="steps of falling learning rate")
     parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens per step")
-    parser.add_argument("--length", type=int, default=512, help="tokens per row")
     parser.add_argument("--save-every", type=int, default=200, help="save so often (0: never)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads and text writers")
     parser.add_argument(
@@ -350,9 +367,9 @@ def main() -> None:
     # What is read after a pause is new.
     done = torch.load(args.out / CHECKPOINT, weights_only=True)["counts"][0] if args.resume else 0
     seed = (args.seed + done) * 1_000_003
-    seeds = [(seed + i, False) for i in range(math.ceil(args.docs / CHUNK))]
+    seeds = [(seed + i, args.tales) for i in range(math.ceil(args.docs / CHUNK))]
     early = [
-        (seed - 1 - i, True)
+        (seed - 1 - i, args.tales, True)
         for i in range(math.ceil((args.copy_steps - done) * args.batch_tokens / 100 / CHUNK))
     ]
     with Pool(args.threads) as pool:
@@ -369,6 +386,7 @@ def main() -> None:
     size = tokenizer.get_vocab_size()
     docs = encode(tokenizer, texts, rng)
     first = encode(tokenizer, copies, rng) + [repeated_pieces(size, rng) for _ in copies]
+    docs += [repeated_pieces(size, rng) for _ in range(len(docs) // 16)]
     count, learned = (
         sum(len(d.ids) for d in docs),
         sum(x != IGNORED for d in docs for x in d.labels),
@@ -387,7 +405,7 @@ def main() -> None:
     training = Training(model, args)
     if args.resume:
         training.load(args.out / CHECKPOINT)
-    train(training, tokenizer, rows(first or docs, seed), rows(docs, seed))
+    train(training, tokenizer, parts(first or docs, seed), parts(docs, seed))
     save(model, tokenizer, args.out)
     print(f"saved to {args.out}", flush=True)
 

@@ -59,6 +59,7 @@ class Words:
             "decimal": lambda: str(self.decimal()),
             "clause": lambda: self.say("clause"),
             "word": self.noun,
+            "told": self.sentence,
             "weekday": lambda: rng.choice(WORDS["days"]),
             "unit": lambda: rng.choice(WORDS["units"]) if rng.random() < 0.6 else self.noun() + "s",
             "measure": lambda: rng.choice(WORDS["measures"]),
@@ -111,6 +112,9 @@ class Words:
             + (rng.choice(WORDS["codas"]) if rng.random() < 0.45 else "")
             for _ in range(count)
         ]
+        if rng.random() < 0.03:  # of another language
+            accents = str.maketrans("aeou", rng.choice(["äéöü", "áèóú", "åêøů"]))
+            sounds[0] = sounds[0].translate(accents)
         return "".join(sounds) + (rng.choice(WORDS["tails"]) if rng.random() < 0.5 else "")
 
     def noun(self, odd: float = 0.5) -> str:
@@ -124,6 +128,14 @@ class Words:
     def adjective(self, odd: float = 0.3) -> str:
         """An adjective, one that does not exist with the probability ``odd``."""
         return self.made_up(2) if self.rng.random() < odd else self.rng.choice(WORDS["adjectives"])
+
+    def inflected(self, word: str) -> str:
+        """A word with another ending, as a question has it where a tool's name has the stem."""
+        if not word.isalpha() or len(word) < 3:
+            return word
+        stem = word[:-1] if word[-1] in "ey" else word
+        doubled = stem + stem[-1] if stem[-1] in "bdgmnpt" and self.rng.random() < 0.5 else stem
+        return self.rng.choice([word + "s", doubled + "ed", doubled + "ing", stem + "er", stem])
 
     def phrase(self) -> str:
         """What something is called: one to three words."""

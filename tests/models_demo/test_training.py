@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -82,7 +83,8 @@ def test_edits_change_what_is_asked_and_nothing_else() -> None:
         assert answer in ask
         ask, answer = copying.edit(mixture.words)
         words = answer.split()
-        assert sum(word not in ask for word in words) <= 2
+        # What is put into a text stands in the wish; it may touch a sign there.
+        assert sum(word.strip('.,"') not in ask for word in words) <= 2
 
 
 def test_replies_alone_are_learned_and_no_mark_of_the_template(tokenizer: Any) -> None:
@@ -117,7 +119,7 @@ def test_marks_are_tokens_and_any_text_comes_back(tokenizer: Any) -> None:
 def _train(out: Path, *words: str) -> str:
     command = [
         sys.executable, DEMO / "train.py", "--out", out, "--docs", "1000", "--layers", "1",
-        "--hidden", "64", "--ffn", "64", "--batch-tokens", "512", "--length", "256",
+        "--hidden", "64", "--ffn", "64", "--batch-tokens", "2048",
         "--copy-steps", "2", "--cooldown", "2", "--save-every", "2", "--no-compile", *words,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
@@ -126,8 +128,12 @@ def _train(out: Path, *words: str) -> str:
 
 
 def test_training_writes_a_model_and_goes_on_after_a_pause(tmp_path: Path) -> None:
-    assert "4 steps, 2,048 tokens" in _train(tmp_path, "--steps", "4")
-    assert "6 steps, 3,072 tokens" in _train(tmp_path, "--steps", "6", "--resume")
+    counts = []
+    for words in (["--steps", "4"], ["--steps", "6", "--resume"]):
+        counts.append(re.search(r"(\d) steps, ([\d,]+) tokens", _train(tmp_path, *words)))
+    steps, seen = zip(*(found.groups() for found in counts if found), strict=True)
+    assert steps == ("4", "6")
+    assert 0 < int(seen[0].replace(",", "")) < int(seen[1].replace(",", ""))
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["architectures"], config["vocab_size"]) == (["LlamaForCausalLM"], 4096)
     made = AutoTokenizer.from_pretrained(tmp_path)
@@ -136,21 +142,31 @@ def test_training_writes_a_model_and_goes_on_after_a_pause(tmp_path: Path) -> No
     )
 
 
-def test_packed_rows_keep_texts_whole() -> None:
+def test_each_text_is_whole_in_a_row_of_its_own_and_all_come_again() -> None:
     train = importlib.import_module("train")
     rng = random.Random(0)
-    rows = [[n] * rng.randint(1, 30) for n in range(1, 60)]
-    docs = [train.Document(row, row, repeats=False) for row in rows]
-    ids, labels = train.rows(docs, seed=1)(40, 64)
-    for row, learned in zip(ids.tolist(), labels.tolist(), strict=True):
-        found = [n for n in dict.fromkeys(row) if n]
-        assert all(row.count(n) % len(docs[n - 1].ids) == 0 for n in found)
-        assert [n for n in learned if n != train.IGNORED] == [n for n in row if n]
+    texts = [[n] * rng.randint(2, 700) for n in range(1, 300)]
+    docs = [train.Document(text, text, repeats=False) for text in texts]
+    dealt = train.parts(docs, seed=1)
+    counts = dict.fromkeys(range(1, 300), 0)
+    for part in [next(dealt) for _ in range(400)]:
+        rows, length = part.ids.shape
+        assert rows * length <= train.PART_TOKENS
+        learned: list[int] = []
+        for row in part.ids.tolist():
+            n = row[0]
+            counts[n] += 1
+            size = min(len(texts[n - 1]), length)
+            assert row == [n] * size + [0] * (length - size)
+            learned += [n] * (size - 1)
+        assert part.targets.tolist() == learned
+        assert part.ids.flatten()[part.places].tolist() == learned
+    assert min(counts.values()) > 0
 
 
 def test_a_tokenizer_has_its_marks_first() -> None:
     train = importlib.import_module("train")
-    texts = [text.text for text in train.write_chunk(1)]
+    texts = [text.text for text in train.write_chunk(1, tales=0.33)]
     made = importlib.import_module("tokenizer").train_tokenizer(
         texts, train.SPECIALS, train.MARKS, 1500, 100
     )
