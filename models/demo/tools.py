@@ -233,7 +233,7 @@ class Tools:
             return topic
         words = topic.split()
         at = rng.randrange(len(words))
-        return " ".join([*words[:at], self.words.inflected(words[at]), *words[at + 1:]])
+        return " ".join([*words[:at], self.words.inflected(words[at]), *words[at + 1 :]])
 
     def _about(self, text: str, pairs: list[tuple[Parameter, str]]) -> str:
         """A description, often with the first parameter, and now and then none."""
