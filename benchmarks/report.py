@@ -89,9 +89,11 @@ def _heading(record: dict[str, Any], name: str) -> str:
     bandwidths = [rate["bandwidth"] / 1e9 for rate in rates]
     matrix = [rate["matrix"] / 1e12 for rate in rates]
     loads = [rate["load_average"] for rate in rates]
+    found = machine.get("instructions")
+    instructions = f", {found}" if found else ""
     return (
         f"{record['date'][:10]}, model `{record['model']}` in {record['dtype']}, "
-        f"{record['threads']} threads; {machine['cpus']} CPUs ({machine['cpu']}), "
+        f"{record['threads']} threads; {machine['cpus']} CPUs ({machine['cpu']}{instructions}), "
         f"{machine['memory_bytes'] / 2**30:.0f} GiB, {machine['system']}; memory read at "
         f"{_span(bandwidths, '.1f')} GB/s, matrices multiplied at {_span(matrix, '.2f')} TFLOP/s, "
         f"load average {_span(loads, '.1f')} before the turns. Commit {record['commit']}. "

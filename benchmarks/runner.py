@@ -80,7 +80,8 @@ class Runner:
             "weight_bytes": self._shape.weight_bytes(plan.dtype),
             "kv_bytes_per_token": self._shape.kv_bytes(plan.dtype),
             "threads": plan.threads,
-            "machine": machine_record(),
+            "machine": machine_record()
+            | {"instructions": machine.ready.get("settings", {}).get("instructions")},
             "reference": plan.systems[0].name,
             "systems": about,
             "left_out": self._left_out,

@@ -318,7 +318,8 @@ class LoadConfig:
     """How a model is loaded. Raises ConfigError for a value out of bounds.
 
     Attributes:
-        dtype: the type of the weights; "auto": the checkpoint's.
+        dtype: the type of the weights; "auto": the checkpoint's, or float32 where this processor
+            multiplies bfloat16 several times slower (see `engine.loading.packing.choose_dtype`).
         device: "auto" (cuda where there is one, else cpu), "cpu", "cuda" or "cuda:N".
         threads: CPU threads for the model. None: as many as the CPUs that this process may use, by
             its affinity and its container's quota.

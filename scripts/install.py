@@ -95,7 +95,8 @@ def _by_uv(packages: list[str]) -> bool:
     if subprocess.run(get_uv, cwd=ROOT, capture_output=True).returncode:
         return False
     uv = [sys.executable, "-m", "uv", "pip", "install", "--system-certs"]
-    uv += ["--python", sys.executable]
+    # As pip does; else the first start would, and each that may not write.
+    uv += ["--python", sys.executable, "--compile-bytecode"]
     return not subprocess.run(
         [*uv, *CONSTRAINTS, *packages], cwd=ROOT, env={**os.environ, **settings}
     ).returncode

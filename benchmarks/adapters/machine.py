@@ -1,11 +1,14 @@
-"""What the machine does at this moment: memory bandwidth and matrix rate, with torch.
+"""What the machine does at this moment: memory bandwidth and matrix rate.
 
-Not a system of the comparison: the harness runs it before every turn. On a GPU the bandwidth is
-that of a copy within its memory, bytes read and written, timed by events.
+Not a system of the comparison: the harness runs it before every turn. On a CPU each rate is the
+best that torch or our kernels reach in any type: a floor of one library or type is none where it
+does badly, as torch's product of bfloat16 does without instructions for it. On a GPU the bandwidth
+is that of a copy within its memory, bytes read and written, timed by events.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -14,11 +17,15 @@ from typing import Any
 import torch
 
 from benchmarks.adapters.loop import Turn, main
+from engine.models.packed import multiply, native_library, pack, packed_size
+from engine.native.library import NativeUnavailableError
 
 READ_BYTES = 512 << 20
 """Far more than any cache."""
 MATRIX = (2048, 1024, 4096)
 """Rows, depth, columns."""
+TYPES = (torch.bfloat16, torch.float32)
+"""Of products on a CPU."""
 GPU_COPY_BYTES = 1 << 30
 """Twenty times the cache of an H100."""
 GPU_MATRIX = 8192
@@ -47,11 +54,20 @@ class Machine:
             self._left = torch.randn(size, size, device=self._device).to(dtype)
             self._right = torch.randn(size, size, device=self._device).to(dtype)
             return {"settings": _about(self._device), "versions": _versions()}
-        rows, depth, columns = MATRIX
         self._block = torch.ones(READ_BYTES // 4)
-        self._left = torch.randn(rows, depth).to(dtype)  # [rows, depth]
-        self._right = torch.randn(columns, depth).to(dtype)  # [columns, depth], as a linear layer
-        return {"settings": {"name": "a CPU", "type": "cpu"}, "versions": _versions()}
+        self._reads: list[Callable[[], Any]] = [self._block.max, self._block.sum]
+        self._products = _products()
+        settings = {"name": "a CPU", "type": "cpu", "instructions": "unknown"}
+        try:
+            settings["instructions"] = native_library().isa
+        except NativeUnavailableError:
+            pass
+        else:
+            self._products += _our_products()
+            # One row reads all weights once.
+            row = torch.ones(1, MATRIX[1])
+            self._reads.append(_ours(row, self._block.view(-1, MATRIX[1])))
+        return {"settings": settings, "versions": _versions()}
 
     def run(self, turn: Turn) -> dict[str, float]:
         if self._device != "cpu":
@@ -62,12 +78,42 @@ class Machine:
             }
         rows, depth, columns = MATRIX
         return {
-            "bandwidth": READ_BYTES / min(_best_s(self._block.max), _best_s(self._block.sum)),
-            "matrix": 2 * rows * depth * columns / _best_s(self._multiply),
+            "bandwidth": READ_BYTES / min(map(_best_s, self._reads)),
+            "matrix": 2 * rows * depth * columns / min(map(_best_s, self._products)),
         }
 
     def _multiply(self) -> torch.Tensor:
         return torch.nn.functional.linear(self._left, self._right)
+
+
+def _products() -> list[Callable[[], Any]]:
+    """Torch's product of `MATRIX` in each type, but one that is far behind another."""
+    rows, depth, columns = MATRIX
+    found: list[tuple[float, Callable[[], Any]]] = []
+    for dtype in TYPES:
+        left = torch.randn(rows, depth).to(dtype)  # [rows, depth]
+        right = torch.randn(columns, depth).to(dtype)  # [columns, depth], as a linear layer
+        product = functools.partial(torch.nn.functional.linear, left, right)
+        found.append((_best_s(product, tries=1), product))
+    return [product for took, product in found if took < 4 * min(found)[0]]
+
+
+def _our_products() -> list[Callable[[], Any]]:
+    """Our kernels' product of `MATRIX` in each type."""
+    rows, depth, columns = MATRIX
+    return [
+        _ours(torch.randn(rows, depth).to(dtype), torch.randn(columns, depth).to(dtype))
+        for dtype in TYPES
+    ]
+
+
+def _ours(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], Any]:
+    """Our kernels' product of x [rows, depth] and a weight [columns, depth] that was packed."""
+    columns, depth = weight.shape
+    packed = torch.empty(packed_size(columns, depth, dtype=weight.dtype), dtype=torch.uint8)
+    packed = packed.view(torch.int32) if weight.dtype is torch.float32 else packed
+    pack(weight, packed)
+    return functools.partial(multiply, x, packed, None, None, columns, depth)
 
 
 def _about(device: str) -> dict[str, Any]:

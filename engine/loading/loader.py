@@ -49,7 +49,7 @@ from engine.loading.joining import join_linears, shared_inputs
 from engine.loading.memory import GIB, HostLimits
 from engine.loading.model_defaults import context_length, default_sampling, eos_token_ids
 from engine.loading.model_watch import ModelWatch
-from engine.loading.packing import NOT_FINITE, Packing, choose_packing, pack_model
+from engine.loading.packing import NOT_FINITE, Packing, choose_dtype, choose_packing, pack_model
 from engine.loading.pages import trim
 from engine.loading.rotary import replaces_itself
 from engine.loading.verified import VerifiedModel, make_view
@@ -108,7 +108,7 @@ def _load(
     progress(f"loading {path} on {device}{part}")
     enter(progress, WEIGHTS)
     started = time.monotonic()
-    loaded = _load_weights(path, load_config, device, ranks)
+    loaded = _load_weights(path, load_config, device, progress, ranks)
     seconds = time.monotonic() - started
     size = loaded.num_parameters() / 1e6
     progress(f"loaded {size:.1f} M parameters ({loaded.dtype}) in {seconds:.1f} s")
@@ -287,7 +287,9 @@ def _leader(ranks: Ranks | None) -> Leader | None:
     return Leader(ranks)
 
 
-def _check_room(checkpoint: Checkpoint, load_config: LoadConfig, available: int) -> None:
+def _check_room(
+    checkpoint: Checkpoint, dtype: torch.dtype, load_config: LoadConfig, available: int
+) -> None:
     """Refuse weights for which there is no memory, before the system kills the process that reads
     them.
 
@@ -295,8 +297,8 @@ def _check_room(checkpoint: Checkpoint, load_config: LoadConfig, available: int)
         InsufficientMemoryError: they take more than what is free.
     """
     needed = float(checkpoint.file_bytes)
-    if load_config.dtype != "auto" and checkpoint.dtype is not None:
-        needed *= getattr(torch, load_config.dtype).itemsize / checkpoint.dtype.itemsize
+    if checkpoint.dtype is not None:
+        needed *= dtype.itemsize / checkpoint.dtype.itemsize
     if load_config.quantization == "int8":
         needed /= 2
     if needed <= available:
@@ -310,16 +312,27 @@ def _check_room(checkpoint: Checkpoint, load_config: LoadConfig, available: int)
 
 
 def _load_weights(
-    path: Path, load_config: LoadConfig, device: torch.device, ranks: Ranks | None
+    path: Path,
+    load_config: LoadConfig,
+    device: torch.device,
+    progress: Callable[[str], None],
+    ranks: Ranks | None,
 ) -> PreTrainedModel:
     checkpoint = read_checkpoint(path)
+    dtype: torch.dtype | str = "auto"
+    if load_config.dtype != "auto":
+        dtype = getattr(torch, load_config.dtype)
     if device.type == "cpu" and ranks is None:
-        _check_room(checkpoint, load_config, HostLimits.read().memory_available)
+        available = HostLimits.read().memory_available
+        choice = choose_dtype(checkpoint, load_config, device, available)
+        if choice.why:
+            progress(choice.why)
+            dtype = choice.dtype
+        _check_room(checkpoint, choice.dtype, load_config, available)
     if ranks is not None:
         check_plan(checkpoint.config, checkpoint.model_class, ranks.place.world_size)
     if not sys.stderr.isatty():
         disable_progress_bar()  # a progress bar is for a terminal, not for a log
-    dtype = "auto" if load_config.dtype == "auto" else getattr(torch, load_config.dtype)
     try:
         model: PreTrainedModel
         model, info = AutoModelForCausalLM.from_pretrained(

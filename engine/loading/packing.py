@@ -1,5 +1,6 @@
 """Replaces a model's linear layers by packed ones, in place.
 
+    choose_dtype   ─▶ what is to be computed in: the checkpoint's type, or the machine's
     choose_packing ─▶ how: our kernel (as bfloat16 or as int8), oneDNN's, or not at all
     pack_model     ─▶ for each weight: pack, compare, replace, free the original
 
@@ -19,8 +20,10 @@ from typing import Literal
 import torch
 from torch.nn.functional import linear as torch_linear
 
-from engine.config import Quantization
+from engine.config import LoadConfig, Quantization
 from engine.errors import ConfigError, ModelRefusedError
+from engine.loading.checkpoint import Checkpoint
+from engine.loading.memory import GIB
 from engine.loading.pages import Pages
 from engine.models.packed import (
     PackedEmbedding,
@@ -53,6 +56,10 @@ _SLICE_BYTES = 16 << 20
 """Large weights are packed and given back in slices of about this size, so that both forms of one
 are never completely in memory.
 """
+_SHARE_OF_FLOAT32 = 0.5
+"""The most of the free memory that weights take which are held in a larger type than the
+checkpoint's; the rest is for keys and values, and for reading.
+"""
 _OF_LIBRARY = "transformers.models."
 """Where the library's own classes are."""
 
@@ -80,6 +87,19 @@ class PackingReport:
         if self.copied_bytes:
             text += f"; {self.copied_bytes / 2**20:.0f} MiB are held twice, others use them too"
         return text
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeChoice:
+    """The type of a model's weights.
+
+    Attributes:
+        dtype: what was chosen.
+        why: a line for the log if the machine had a say; else empty.
+    """
+
+    dtype: torch.dtype
+    why: str = ""
 
 
 def choose_packing(
@@ -116,6 +136,44 @@ def choose_packing(
     if isa == "portable":
         return _not_packed("there is no kernel for this kind of processor", wanted)
     return "native"
+
+
+def choose_dtype(
+    checkpoint: Checkpoint, load_config: LoadConfig, device: torch.device, available: int
+) -> DtypeChoice:
+    """Choose the type of the weights: what load_config asks for; if that is auto, the checkpoint's.
+
+    Torch multiplies bfloat16 several times slower than float32 where the processor has no
+    instructions for it. If our kernels cannot do it either, auto is float32, if there is room.
+
+    Args:
+        checkpoint, load_config: what is loaded, and how.
+        device: where.
+        available: bytes of memory that are free.
+    """
+    own = checkpoint.dtype or torch.float32
+    if load_config.dtype != "auto":
+        return DtypeChoice(getattr(torch, load_config.dtype))
+    if device.type != "cpu" or own is not torch.bfloat16 or load_config.quantization != "none":
+        return DtypeChoice(own)
+    if not torch.cpu._is_avx2_supported() or torch.cpu._is_avx512_bf16_supported():
+        return DtypeChoice(own)  # of other kinds of processors nothing was measured
+    if choose_packing(device, own, load_config.pack_weights) is not None:
+        return DtypeChoice(own)
+    size, free = 2 * checkpoint.file_bytes / GIB, available / GIB
+    if size > _SHARE_OF_FLOAT32 * free:
+        return DtypeChoice(
+            own,
+            "bfloat16, as the checkpoint has it: without our kernels this processor would be "
+            f"several times faster in float32, whose weights take {size:.2f} GiB, of which "
+            f"{free:.2f} GiB free are too few",
+        )
+    return DtypeChoice(
+        torch.float32,
+        "float32 in place of the checkpoint's bfloat16: without our kernels this processor is "
+        f"several times faster in it; the weights take {size:.2f} GiB, and half of that with "
+        "dtype bfloat16",
+    )
 
 
 def _int8(device: torch.device, dtype: torch.dtype, wanted: bool | None) -> Packing:

@@ -31,8 +31,9 @@ from engine.kv_cache.groups import LayerGroup
 from engine.loading.checkpoint import Checkpoint, read_checkpoint
 from engine.loading.gate import num_embeddings
 from engine.loading.kv_memory import make_groups
+from engine.loading.memory import HostLimits
 from engine.loading.model_defaults import context_length
-from engine.loading.packing import Packing, choose_packing, held_bytes
+from engine.loading.packing import Packing, choose_dtype, choose_packing, held_bytes
 from engine.loading.rotary import read_rope
 from engine.loading.watching import LayerWatch, masks_of
 from engine.models.choosing import TORCH_DEVICES, computed_dtypes
@@ -173,9 +174,8 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
         )
     checkpoint = read_checkpoint(path, needs_weights=False)
     device = device_of(load_config)
-    dtype = checkpoint.dtype or torch.float32
-    if load_config.dtype != "auto":
-        dtype = getattr(torch, load_config.dtype)
+    available = HostLimits.read().memory_available
+    dtype = choose_dtype(checkpoint, load_config, device, available).dtype
     packing = choose_packing(device, dtype, load_config.pack_weights, load_config.quantization)
     model = model_without_weights(checkpoint, dtype)
     ours: list[torch.nn.Module] = []

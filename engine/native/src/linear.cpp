@@ -17,11 +17,15 @@
 // registers, and takes the inputs in their order: what a row yields depends neither on the rows
 // beside it nor on the threads. Where an item is several tiles, which read the same weights, each of
 // them brings a part of the next item's near.
+//
+// Where no instruction multiplies pairs of bfloat16, x is turned into float32 once for all panels, and
+// weights as a tile reads them: first those of a pair's first input, then those of its second.
 #include <omp.h>
 
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <type_traits>
 
 #include "calls.h"
 #include "vec.h"
@@ -29,11 +33,23 @@
 namespace HEADRACE_ISA {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int ROWS = 6;  // of a tile. ROWS * NR sums, and what is multiplied, fill the registers
+#if defined(__AVX512BF16__)
+constexpr bool PAIRS = true;  // one instruction multiplies pairs of bfloat16
 #else
-constexpr int ROWS = 4;
+constexpr bool PAIRS = false;
 #endif
+// Rows of a tile for steps of X. The sums of a tile, and what is multiplied, fill the registers.
+template <class X>
+constexpr int ROWS = NR == 2 && sizeof(X) == sizeof(float) ? 4 : 6;
+// What a tile reads for steps of X.
+template <class X>
+using Input = std::conditional_t<PAIRS, X, float>;
+
+// Registers hold a tile's sums only if every loop over them is unrolled, in one function.
+#define UNROLL _Pragma("GCC unroll 8")
+#define INLINE __attribute__((always_inline)) inline
+
+constexpr int FEW = 2;  // rows whose sums leave registers for the panels of two groups
 constexpr int STEP = 4;  // pairs of inputs between two looks ahead
 constexpr int64_t ITEM_ROWS = 96;  // of an item: x for them stays in the nearest caches
 
@@ -58,74 +74,97 @@ struct Panel {
 
 typedef uint32_t unaligned_pair __attribute__((aligned(2), may_alias));
 
-// One input of VL outputs, as float32.
-vf load_weights(const float* p) { return load(p); }
+// One input of VL outputs, as float32: the only one, or one of two.
+vf load_first(const float* p) { return load(p); }
+vf load_first(const uint32_t* p) { return (vf)(*reinterpret_cast<const vu*>(p) << 16); }
+vf load_second(const uint32_t* p) { return (vf)(*reinterpret_cast<const vu*>(p) & 0xffff0000u); }
+vf load_first(const uint16_t* p) {
+  const vu pairs = __builtin_convertvector(*reinterpret_cast<const vh*>(p), vu);
+  return __builtin_convertvector((vi)(pairs << 24) >> 24, vf);
+}
+vf load_second(const uint16_t* p) {
+  const vu pairs = __builtin_convertvector(*reinterpret_cast<const vh*>(p), vu);
+  return __builtin_convertvector((vi)(pairs << 16) >> 24, vf);
+}
 // Two inputs of VL outputs, as bfloat16.
-vu load_weights(const uint32_t* p) { return *reinterpret_cast<const vu*>(p); }
-vu load_weights(const uint16_t* p) {
+vu load_pairs(const uint32_t* p) { return *reinterpret_cast<const vu*>(p); }
+vu load_pairs(const uint16_t* p) {
 #if defined(__AVX512BF16__)
   const __m128i* halves = reinterpret_cast<const __m128i*>(p);
   const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(halves)));
   const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(halves + 1)));
   return (vu)_mm512_cvtne2ps_pbh(second, first);
 #else
-  const vu pairs = __builtin_convertvector(*reinterpret_cast<const vh*>(p), vu);
-  const vf low = __builtin_convertvector((vi)(pairs << 24) >> 24, vf);
-  const vf high = __builtin_convertvector((vi)(pairs << 16) >> 24, vf);
-  return (vu)low >> 16 | (vu)high;  // the lower halves are zero: 8 bits are enough for them
+  // The lower halves are zero: 8 bits are enough for them.
+  return (vu)load_first(p) >> 16 | (vu)load_second(p);
 #endif
 }
 
-// One input of a row of float32, or two of bfloat16, in every lane.
-vf load_pair(const float* x) { return splat(*x); }
-vu load_pair(const bf16* x) { return *reinterpret_cast<const unaligned_pair*>(x) - vu{}; }
-
-// sums += one or two inputs of one row, against VL outputs.
-vf multiply_pair(vf sums, vf x, vf weights) { return sums + x * weights; }
-vf multiply_pair(vf sums, vu pair, vu weights) {
-#if defined(__AVX512BF16__)
-  return dot_pairs(sums, pair, weights);
-#else
-  sums += (vf)(pair << 16) * (vf)(weights << 16);
-  return sums + (vf)(pair & 0xffff0000u) * (vf)(weights & 0xffff0000u);
-#endif
-}
-
-// Weights of C panels: pairs are `stride` lanes apart. W: uint32_t, two bfloat16; uint16_t, two int8;
-// float, one float32.
+// Weights of C panels: pairs are `stride` lanes apart, groups `group`. W: uint32_t, two bfloat16;
+// uint16_t, two int8; float, one float32.
 template <class W>
 struct Weights {
   const W* from;
-  int64_t stride;
+  int64_t stride, group;
+
+  const W* panel(int64_t k, int c) const {
+    return from + c / NR * group + k * stride + c % NR * VL;
+  }
 };
+
+// sums += a pair of inputs of R rows, from x on, against C panels.
+template <int R, int C, class W>
+INLINE void add_pair(vf (&sums)[R][C], Weights<W> weights, int64_t k, const bf16* x,
+                     int64_t x_stride) {
+#if defined(__AVX512BF16__)
+  vu right[C];
+  UNROLL for (int c = 0; c < C; ++c) right[c] = load_pairs(weights.panel(k, c));
+  UNROLL for (int r = 0; r < R; ++r) {
+    const vu left = *reinterpret_cast<const unaligned_pair*>(x + r * x_stride) - vu{};
+    UNROLL for (int c = 0; c < C; ++c) sums[r][c] = dot_pairs(sums[r][c], left, right[c]);
+  }
+#endif
+}
+// The same of inputs in float32: of pairs, the first, then the second.
+template <int R, int C, class W>
+INLINE void add_pair(vf (&sums)[R][C], Weights<W> weights, int64_t k, const float* x,
+                     int64_t x_stride) {
+  vf right[C];
+  UNROLL for (int c = 0; c < C; ++c) right[c] = load_first(weights.panel(k, c));
+  UNROLL for (int r = 0; r < R; ++r) {
+    const vf left = splat(x[r * x_stride]);
+    UNROLL for (int c = 0; c < C; ++c) sums[r][c] += left * right[c];
+  }
+  if constexpr (!std::is_same_v<W, float>) {
+    UNROLL for (int c = 0; c < C; ++c) right[c] = load_second(weights.panel(k, c));
+    UNROLL for (int r = 0; r < R; ++r) {
+      const vf left = splat(x[r * x_stride + 1]);
+      UNROLL for (int c = 0; c < C; ++c) sums[r][c] += left * right[c];
+    }
+  }
+}
 
 // R rows from x on against C panels; see the top. `lines` cache lines from `ahead` on are brought near
 // for every STEP pairs.
 template <int R, int C, class W, class X>
-void tile(const LinearWeight& weight, Weights<W> weights, int64_t panel, const X* x,
+void tile(const LinearWeight& weight, Weights<W> weights, int64_t panel, const Input<X>* x,
           int64_t x_stride, X* y, int64_t y_stride, const char* ahead, int lines) {
-  constexpr int in_lane = sizeof(float) / sizeof(X);
-  const int64_t pairs = num_pairs(weight), whole = weight.inputs / in_lane;
+  constexpr bool pairs_of_x = sizeof(Input<X>) == 2;
+  constexpr int width = std::is_same_v<W, float> ? 1 : 2;  // inputs of a lane
+  const int64_t pairs = num_pairs(weight), whole = pairs_of_x ? weight.inputs / 2 : pairs;
   vf sums[R][C] = {};
-  const auto add = [&](int64_t k, const auto& left) {
-    decltype(load_weights(weights.from)) right[C];
-    for (int c = 0; c < C; ++c)
-      right[c] = load_weights(weights.from + k * weights.stride + c * VL);
-    for (int r = 0; r < R; ++r) {
-      const auto pair = left(r, k);
-      for (int c = 0; c < C; ++c) sums[r][c] = multiply_pair(sums[r][c], pair, right[c]);
-    }
-  };
-  const auto left = [=](int r, int64_t k) { return load_pair(x + r * x_stride + in_lane * k); };
   int64_t k = 0;
   for (; k + STEP <= whole; k += STEP) {
     for (int i = 0; i < lines; ++i, ahead += 64) __builtin_prefetch(ahead, 0, 2);
-    for (int i = 0; i < STEP; ++i) add(k + i, left);
+    for (int i = 0; i < STEP; ++i) add_pair(sums, weights, k + i, x + width * (k + i), x_stride);
   }
-  for (; k < whole; ++k) add(k, left);
-  if constexpr (in_lane == 2)
-    if (k < pairs)
-      add(k, [=](int r, int64_t last) { return x[r * x_stride + 2 * last].bits - vu{}; });
+  for (; k < whole; ++k) add_pair(sums, weights, k, x + width * k, x_stride);
+  if constexpr (pairs_of_x)
+    if (k < pairs) {
+      bf16 last[2 * R] = {};
+      for (int r = 0; r < R; ++r) last[2 * r] = x[r * x_stride + 2 * k];
+      add_pair(sums, weights, k, last, 2);
+    }
   for (int c = 0; c < C; ++c) {
     const int64_t first = (panel + c) * VL, count = std::min<int64_t>(VL, weight.outputs - first);
     const vf scale = weight.scales ? load(weight.scales + first) : splat(1.0f);
@@ -137,16 +176,16 @@ void tile(const LinearWeight& weight, Weights<W> weights, int64_t panel, const X
         store(out, result);
       else
         for (int i = 0; i < count; ++i) from_float(result[i], out + i);
-      if constexpr (in_lane == 2)
+      if constexpr (sizeof(X) == 2)
         if (weight.finished)
           for (int i = 0; i < count; ++i) out[i].bits = weight.finished[out[i].bits];
     }
   }
 }
 
-template <int C, class W, class X, int R = ROWS>
+template <int C, class W, class X, int R = C <= NR ? ROWS<X> : FEW>
 void tile_of_rows(int rows, const LinearWeight& weight, Weights<W> weights, int64_t panel,
-                  const X* x, int64_t x_stride, X* y, int64_t y_stride, const char* ahead,
+                  const Input<X>* x, int64_t x_stride, X* y, int64_t y_stride, const char* ahead,
                   int lines) {
   if (rows == R) return tile<R, C>(weight, weights, panel, x, x_stride, y, y_stride, ahead, lines);
   if constexpr (R > 1)
@@ -156,10 +195,10 @@ void tile_of_rows(int rows, const LinearWeight& weight, Weights<W> weights, int6
 // `rows` rows against C panels, in tiles of about the same height. From `ahead` on lie `bytes` that are to
 // be brought near meanwhile.
 template <int C, class W, class X>
-void tiles(const LinearWeight& weight, Weights<W> weights, int64_t panel, const X* x,
+void tiles(const LinearWeight& weight, Weights<W> weights, int64_t panel, const Input<X>* x,
            int64_t x_stride, X* y, int64_t y_stride, int64_t rows, const char* ahead,
            int64_t bytes) {
-  const int64_t count = divide_up(rows, ROWS), steps = num_pairs(weight) / STEP;
+  const int64_t count = divide_up(rows, ROWS<X>), steps = num_pairs(weight) / STEP;
   const int64_t lines = steps ? divide_up(bytes, 64 * steps * count) : 0;
   const char* end = ahead + bytes;
   for (int64_t t = 0, row = 0; t < count; ++t, ahead += steps * lines * 64) {
@@ -172,45 +211,68 @@ void tiles(const LinearWeight& weight, Weights<W> weights, int64_t panel, const 
 
 // `rows` rows against C panels. `space`: of a thread's own, for C panels of bfloat16.
 template <int C, class X>
-void item(const LinearWeight& weight, int64_t panel, const X* x, int64_t x_stride, X* y,
+void item(const LinearWeight& weight, int64_t panel, const Input<X>* x, int64_t x_stride, X* y,
           int64_t y_stride, int64_t rows, uint32_t* space) {
   const int64_t pairs = num_pairs(weight), pair = weight.scales ? 2 : 4;  // bytes
+  const int64_t group = NR * pairs * VL;
   const Panel place(weight, panel);
   const char* from = static_cast<const char*>(weight.packed) + place.start * pair;
-  // What the next item reads. A single tile reads weights once and as fast as they come: nothing is
-  // left to be brought near.
-  int64_t size = C == NR && rows > ROWS ? C * pairs * VL * pair : 0;
-  const char* ahead = from + size;
-  size = std::min(size, (num_panels(weight) * pairs * VL - place.start) * pair - size);
+  // Several tiles bring near what the next item reads. A single one of vectors of 8 brings near what it
+  // reads itself a little later; one of more numbers reads as fast as they come.
+  const int64_t size = C * pairs * VL * pair;
+  const int64_t left = (num_panels(weight) * pairs * VL - place.start) * pair;
+  const int64_t distance = rows > ROWS<X> ? size : 2048;
+  const bool looks_ahead = C == NR && (rows > ROWS<X> || NR == 2);
+  const char* ahead = from + distance;
+  const int64_t bytes = looks_ahead ? std::min(size, left - distance) : 0;
+  const auto multiply_by = [&](auto weights) {
+    tiles<C>(weight, weights, panel, x, x_stride, y, y_stride, rows, ahead, bytes);
+  };
   if constexpr (sizeof(X) == sizeof(float)) {
-    const Weights<float> weights = {reinterpret_cast<const float*>(from), place.stride};
-    return tiles<C>(weight, weights, panel, x, x_stride, y, y_stride, rows, ahead, size);
+    multiply_by(Weights<float>{reinterpret_cast<const float*>(from), place.stride, group});
   } else {
-    if (!weight.scales) {
-      const Weights<uint32_t> weights = {reinterpret_cast<const uint32_t*>(from), place.stride};
-      return tiles<C>(weight, weights, panel, x, x_stride, y, y_stride, rows, ahead, size);
-    }
-    const Weights<uint16_t> weights = {reinterpret_cast<const uint16_t*>(from), place.stride};
-    if (rows <= ROWS)
-      return tiles<C>(weight, weights, panel, x, x_stride, y, y_stride, rows, ahead, size);
+    if (!weight.scales)
+      return multiply_by(
+          Weights<uint32_t>{reinterpret_cast<const uint32_t*>(from), place.stride, group});
+    const Weights<uint16_t> weights = {reinterpret_cast<const uint16_t*>(from), place.stride,
+                                       group};
+    if (rows <= ROWS<X>) return multiply_by(weights);
     for (int64_t k = 0; k < pairs; ++k)
       for (int c = 0; c < C; ++c)
-        *reinterpret_cast<vu*>(space + (k * C + c) * VL) =
-            load_weights(weights.from + k * weights.stride + c * VL);
-    const Weights<uint32_t> turned = {space, C * VL};
-    tiles<C>(weight, turned, panel, x, x_stride, y, y_stride, rows, ahead, size);
+        *reinterpret_cast<vu*>(space + (k * C + c) * VL) = load_pairs(weights.panel(k, c));
+    multiply_by(Weights<uint32_t>{space, C * VL, 0});
   }
+}
+
+// A row of bfloat16 in float32; an odd one is followed by 0.
+void turn(const bf16* x, int64_t inputs, float* floats) {
+  int64_t k = 0;
+  for (; k + VL <= inputs; k += VL) store(floats + k, load(x + k));
+  for (; k < inputs; ++k) floats[k] = to_float(x[k]);
+  if (inputs % 2) floats[inputs] = 0.0f;
 }
 
 template <int C, class X>
 void multiply(const LinearWeight& weight, const X* x, int64_t x_stride, X* y,
               int64_t y_stride, int64_t rows, int threads) {
+  constexpr bool turns = !std::is_same_v<Input<X>, X>;
   const int64_t panels = num_panels(weight), groups = divide_up(panels, C);
-  const int64_t blocks = divide_up(rows, ITEM_ROWS);
+  const int64_t blocks = divide_up(rows, ITEM_ROWS), width = 2 * num_pairs(weight);
+  // Not initialised: what is read has been written before. So is `space`.
+  const std::unique_ptr<float[]> floats(turns ? new float[rows * width] : nullptr);
 #pragma omp parallel num_threads(threads)
   {
-    // Not initialised: an item fills it before it is read.
-    const bool converts = weight.scales && rows > ROWS;
+    const Input<X>* left;
+    int64_t left_stride = x_stride;
+    if constexpr (turns) {
+#pragma omp for schedule(static)
+      for (int64_t row = 0; row < rows; ++row)
+        turn(x + row * x_stride, weight.inputs, floats.get() + row * width);
+      left = floats.get(), left_stride = width;
+    } else {
+      left = x;
+    }
+    const bool converts = weight.scales && rows > ROWS<X>;
     const std::unique_ptr<uint32_t[]> space(
         converts ? new uint32_t[C * num_pairs(weight) * VL] : nullptr);
 #pragma omp for schedule(static) collapse(2) nowait
@@ -218,44 +280,67 @@ void multiply(const LinearWeight& weight, const X* x, int64_t x_stride, X* y,
       for (int64_t b = 0; b < blocks; ++b) {
         const int64_t row = rows * b / blocks, count = rows * (b + 1) / blocks - row;
         const int64_t last = std::min(panels, g * C + C);
-        const X* from = x + row * x_stride;
+        const Input<X>* from = left + row * left_stride;
         X* to = y + row * y_stride;
         int64_t panel = g * C;
         if (panel + C <= last) {
-          item<C>(weight, panel, from, x_stride, to, y_stride, count, space.get());
+          item<C>(weight, panel, from, left_stride, to, y_stride, count, space.get());
           continue;
         }
         for (; panel < last; ++panel)
-          item<1>(weight, panel, from, x_stride, to, y_stride, count, space.get());
+          item<1>(weight, panel, from, left_stride, to, y_stride, count, space.get());
       }
   }
 }
 
-// The weights of a panel of float32, packed.
-void pack_floats(const LinearWeight& weight, int64_t panel, const float* rows, int64_t stride,
-                 float* packed) {
+// Numbers of a panel's outputs, as lanes, from [outputs][inputs]: T is one input or two side by side.
+// Lines of the cache are read to their end, since the rows' lines at one place share few of its sets.
+template <class T, class From>
+void pack_lanes(const LinearWeight& weight, int64_t panel, const From* rows, int64_t stride,
+                T* packed) {
+  constexpr int64_t width = sizeof(T) / sizeof(From), block = 64 / sizeof(T);
   const Panel place(weight, panel);
-  for (int64_t k = 0; k < weight.inputs; ++k)
-    for (int64_t lane = 0; lane < VL; ++lane) {
-      const int64_t output = panel * VL + lane;
-      packed[place.start + k * place.stride + lane] =
-          output < weight.outputs ? rows[output * stride + k] : 0.0f;
+  const int64_t pairs = num_pairs(weight), whole = weight.inputs / width;
+  const int64_t lanes = std::min<int64_t>(VL, weight.outputs - panel * VL);
+  T* to = packed + place.start;
+  for (int64_t k = 0; k < pairs; ++k)
+    for (int64_t lane = lanes; lane < VL; ++lane) to[k * place.stride + lane] = T{};
+  for (int64_t first = 0; first < pairs; first += block)
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      const From* row = rows + lane * stride;
+      const int64_t last = std::min(first + block, whole);
+      for (int64_t k = first; k < last; ++k)
+        std::memcpy(to + k * place.stride + lane, row + k * width, sizeof(T));
+      if (last < pairs && last < first + block) {  // one input without a second
+        T pair = {};
+        std::memcpy(&pair, row + last * width, sizeof(From));
+        to[last * place.stride + lane] = pair;
+      }
     }
 }
 
-// The weights of a panel, packed. number(output, input): as it is packed.
-template <class T, class Number>
-void pack_panel(const LinearWeight& weight, int64_t panel, const Number& number, T* packed) {
-  const Panel place(weight, panel);
-  for (int64_t k = 0; k < num_pairs(weight); ++k)
-    for (int64_t lane = 0; lane < VL; ++lane) {
-      const int64_t output = panel * VL + lane;
-      T* pair = packed + 2 * (place.start + k * place.stride + lane);
-      pair[0] = pair[1] = 0;
-      if (output >= weight.outputs) continue;
-      pair[0] = number(output, 2 * k);
-      if (2 * k + 1 < weight.inputs) pair[1] = number(output, 2 * k + 1);
+// The rows of a panel's outputs as int8, by the largest number of each: [VL][inputs].
+void quantise(const LinearWeight& weight, int64_t panel, const bf16* rows, int64_t stride,
+              int8_t* bytes, float* scales) {
+  const int64_t lanes = std::min<int64_t>(VL, weight.outputs - panel * VL), inputs = weight.inputs;
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    const bf16* row = rows + lane * stride;
+    vf most_of = {};
+    int64_t k = 0;
+    for (; k + VL <= inputs; k += VL) {
+      const vf x = load(row + k);
+      most_of = max(most_of, max(x, -x));
     }
+    float most = max_of(most_of);
+    for (; k < inputs; ++k) most = std::max(most, std::abs(to_float(row[k])));
+    scales[panel * VL + lane] = most / 127;
+    const float inverse = most > 0 ? 127 / most : 0;
+    for (k = 0; k < inputs; ++k) {
+      const float x = std::clamp(to_float(row[k]) * inverse, -127.0f, 127.0f);
+      // Rounded to nearest, ties to even, by a number whose last bit counts ones.
+      bytes[lane * inputs + k] = int8_t((x + 12582912.0f) - 12582912.0f);
+    }
+  }
 }
 
 }  // namespace
@@ -269,34 +354,25 @@ int64_t linear_size(const LinearWeight& weight) {
 // as int8, by the largest number of each output.
 void linear_pack(const LinearWeight& weight, const void* from, int64_t stride, void* packed,
                  float* scales, int threads) {
-  const uint16_t* rows = static_cast<const uint16_t*>(from);
-  const bf16* numbers = static_cast<const bf16*>(from);
-  const int64_t panels = num_panels(weight);
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t p = 0; p < panels; ++p) {
-    if (weight.dtype == FLOAT32) {
-      pack_floats(weight, p, static_cast<const float*>(from), stride, static_cast<float*>(packed));
-      continue;
+  const int64_t panels = num_panels(weight), panel_inputs = weight.inputs * VL;
+#pragma omp parallel num_threads(threads)
+  {
+    const std::unique_ptr<int8_t[]> space(scales ? new int8_t[panel_inputs] : nullptr);
+#pragma omp for schedule(static)
+    for (int64_t p = 0; p < panels; ++p) {
+      const auto rows = [&](auto numbers) { return numbers + p * VL * stride; };
+      if (weight.dtype == FLOAT32) {
+        pack_lanes(weight, p, rows(static_cast<const float*>(from)), stride,
+                   static_cast<float*>(packed));
+      } else if (!scales) {
+        pack_lanes(weight, p, rows(static_cast<const uint16_t*>(from)), stride,
+                   static_cast<uint32_t*>(packed));
+      } else {
+        for (int64_t i = p * VL; i < p * VL + VL; ++i) scales[i] = 0;
+        quantise(weight, p, rows(static_cast<const bf16*>(from)), stride, space.get(), scales);
+        pack_lanes(weight, p, space.get(), weight.inputs, static_cast<uint16_t*>(packed));
+      }
     }
-    if (!scales) {
-      const auto number = [=](int64_t output, int64_t k) { return rows[output * stride + k]; };
-      pack_panel(weight, p, number, static_cast<uint16_t*>(packed));
-      continue;
-    }
-    float inverse[VL] = {};
-    for (int64_t lane = 0; lane < VL; ++lane) {
-      const int64_t output = p * VL + lane;
-      float most = 0;
-      for (int64_t k = 0; output < weight.outputs && k < weight.inputs; ++k)
-        most = std::max(most, std::abs(to_float(numbers[output * stride + k])));
-      scales[output] = most / 127;
-      inverse[lane] = most > 0 ? 127 / most : 0;
-    }
-    const auto number = [=](int64_t output, int64_t k) {
-      const float x = to_float(numbers[output * stride + k]) * inverse[output % VL];
-      return int8_t(std::lrint(std::clamp(x, -127.0f, 127.0f)));
-    };
-    pack_panel(weight, p, number, static_cast<int8_t*>(packed));
   }
 }
 
@@ -337,6 +413,9 @@ void linear_of(const LinearWeight& weight, const X* x, int64_t x_stride, X* y, i
                int64_t rows, int threads) {
   // Few panels to a thread: narrower items, so that no thread is idle.
   const int64_t items = num_panels(weight) * divide_up(rows, ITEM_ROWS);
+  if constexpr (NR == 2)  // sums of more panels do not wait for each other
+    if (rows <= FEW && items >= 4 * NR * threads)
+      return multiply<2 * NR>(weight, x, x_stride, y, y_stride, rows, threads);
   if (items >= 2 * NR * threads)
     return multiply<NR>(weight, x, x_stride, y, y_stride, rows, threads);
   if (items >= 2 * threads) return multiply<2>(weight, x, x_stride, y, y_stride, rows, threads);

@@ -15,11 +15,19 @@ from engine.api.offline import from_model, load
 from engine.config import LoadConfig
 from engine.errors import ConfigError, ModelRefusedError, NoGradientsError
 from engine.loading import loader, packing
+from engine.loading.checkpoint import read_checkpoint
 from engine.loading.loader import load_model, verify_model
-from engine.loading.packing import Packing, choose_packing, pack_model
+from engine.loading.packing import (
+    DtypeChoice,
+    Packing,
+    choose_dtype,
+    choose_packing,
+    pack_model,
+)
 from engine.models.packed import PackedEmbedding, PackedLinear
 from engine.models.packed_onednn import OneDnnLinear
 from engine.native.library import NativeUnavailableError
+from engine.planning.outline import read_outline
 from tests.families import EVERY_FAMILY
 from tests.model_recipes import RECIPES
 from tests.tiny_models import FAMILIES, make_model
@@ -359,6 +367,49 @@ def test_choosing_by_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_packing(cpu, torch.bfloat16, None) is None
     with pytest.raises(ConfigError, match="not built"):
         choose_packing(cpu, torch.bfloat16, True)
+
+
+def _hide_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor with AVX2 and no instructions for bfloat16, without our kernels."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
+
+    def unavailable() -> None:
+        raise NativeUnavailableError("they were not built")
+
+    monkeypatch.setattr(packing, "native_library", unavailable)
+
+
+def test_auto_is_float32_where_bfloat16_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _model().save_pretrained(tmp_path)
+    _hide_instructions(monkeypatch)
+    lines: list[str] = []
+    loaded = load_model(str(tmp_path), LoadConfig(threads=1), lines.append)
+    assert loaded.dtype is torch.float32
+    assert any("float32 in place of the checkpoint's bfloat16" in line for line in lines)
+    assert read_outline(tmp_path, LoadConfig()).dtype is torch.float32
+    lines.clear()
+    loaded = load_model(str(tmp_path), LoadConfig(threads=1, dtype="bfloat16"), lines.append)
+    assert loaded.dtype is torch.bfloat16
+    assert not any("in place of" in line for line in lines)
+
+
+def test_auto_is_the_checkpoints_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, room = torch.device("cpu"), 1 << 40
+    _model().save_pretrained(tmp_path)
+    checkpoint = read_checkpoint(tmp_path)
+    assert choose_dtype(checkpoint, LoadConfig(), cpu, room).dtype is torch.bfloat16  # kernels
+    _hide_instructions(monkeypatch)
+    assert choose_dtype(checkpoint, LoadConfig(), cpu, room).dtype is torch.float32
+    assert choose_dtype(checkpoint, LoadConfig(), torch.device("cuda"), room).why == ""
+    tight = choose_dtype(checkpoint, LoadConfig(), cpu, 4 * checkpoint.file_bytes - 1)
+    assert tight.dtype is torch.bfloat16
+    assert "are too few" in tight.why
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert choose_dtype(checkpoint, LoadConfig(), cpu, room) == DtypeChoice(torch.bfloat16)
 
 
 @_needs_onednn
