@@ -351,7 +351,9 @@ class LoadConfig:
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
-        "Type of the weights: `auto` (the checkpoint's), `float32`, `bfloat16` or `float16`.",
+        "Type of the weights: `auto` (the checkpoint's; `float32` in place of `bfloat16` on a CPU "
+        "that is several times slower in it without our kernels, if memory permits), `float32`, "
+        "`bfloat16` or `float16`.",
         group=GROUP,
         choices=DTYPES,
     )

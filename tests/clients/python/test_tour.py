@@ -83,7 +83,9 @@ async def toured(harness: Harness, *options: str) -> Result:
 def sections(said: str) -> list[str]:
     """What is said of each part."""
     assert [title in said for title in TITLES] == [True] * 5, said
-    parts = [part.partition("\n\n")[0] for part in re.split(r"^(?=\d\. )", said, flags=re.M)[1:]]
+    parts = re.split(r"^(?=\d\. )", said, flags=re.M)[1:]
+    # A story may have paragraphs; what happened inside ends a part.
+    parts = [re.sub(r"(?ms)^(inside: [^\n]*)\n\n.*", r"\1", part) for part in parts]
     assert len(parts) == 5
     return parts
 
