@@ -41,11 +41,10 @@ class Machine:
 
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(order["threads"])
-        dtype = getattr(torch, order["dtype"])
         self._device = order.get("device", "cpu")
         if self._device != "cpu":
             torch.manual_seed(0)
-            size = GPU_MATRIX
+            size, dtype = GPU_MATRIX, getattr(torch, order["dtype"])
             # Random numbers: a product of zeros runs faster.
             self._block = torch.randint(
                 0, 256, (GPU_COPY_BYTES,), dtype=torch.uint8, device=self._device
@@ -57,16 +56,13 @@ class Machine:
         self._block = torch.ones(READ_BYTES // 4)
         self._reads: list[Callable[[], Any]] = [self._block.max, self._block.sum]
         self._products = _products()
-        settings = {"name": "a CPU", "type": "cpu", "instructions": "unknown"}
-        try:
-            settings["instructions"] = native_library().isa
-        except NativeUnavailableError:
-            pass
-        else:
+        instructions = _instructions()
+        if instructions is not None:
             self._products += _our_products()
             # One row reads all weights once.
             row = torch.ones(1, MATRIX[1])
             self._reads.append(_ours(row, self._block.view(-1, MATRIX[1])))
+        settings = {"name": "a CPU", "type": "cpu", "instructions": instructions}
         return {"settings": settings, "versions": _versions()}
 
     def run(self, turn: Turn) -> dict[str, float]:
@@ -84,6 +80,14 @@ class Machine:
 
     def _multiply(self) -> torch.Tensor:
         return torch.nn.functional.linear(self._left, self._right)
+
+
+def _instructions() -> str | None:
+    """The instruction set of our kernels; None: they cannot be used here."""
+    try:
+        return native_library().isa
+    except NativeUnavailableError:
+        return None
 
 
 def _products() -> list[Callable[[], Any]]:

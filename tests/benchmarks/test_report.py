@@ -47,6 +47,7 @@ def record() -> dict[str, Any]:
         "threads": 2,
         "machine": {
             "cpu": "A <CPU>",
+            "instructions": "avx2",
             "cpus": 2,
             "memory_bytes": 24 << 30,
             "system": "Linux 6.1",
@@ -100,7 +101,8 @@ def record() -> dict[str, Any]:
 def test_a_record_says_what_was_measured_where_and_with_what() -> None:
     text = render(record(), "benchmarks/results/demo.json")
     for part in (
-        "2026-11-22, model `demo` in bfloat16, 2 threads; 2 CPUs (A <CPU>), 24 GiB, Linux 6.1",
+        "2026-11-22, model `demo` in bfloat16, 2 threads; 2 CPUs (A <CPU>, avx2), 24 GiB, "
+        "Linux 6.1",
         "memory read at 44.0 to 46.0 GB/s, matrices multiplied at 0.80 TFLOP/s, load average 0.1",
         "Commit abc1234. Record: [`benchmarks/results/demo.json`](../benchmarks/results/demo.json)",
         "![Output tokens per second](../benchmarks/results/demo.svg)",

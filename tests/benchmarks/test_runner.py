@@ -15,6 +15,7 @@ from benchmarks.records import Case, Plan
 from benchmarks.runner import Runner
 from benchmarks.systems import SystemSpec
 from benchmarks.workloads import WORKLOADS, parse_load
+from engine.models.packed import native_library
 
 NOTING = '''
 """A system that repeats its prompts, and notes them in a file of its own."""
@@ -98,3 +99,4 @@ def test_a_run_of_peers_alone_measures_the_machine(tmp_path: Path) -> None:
     assert list(record["systems"]) == ["one", "other"]
     [case] = record["cases"]
     assert [set(rates) for rates in case["machine"]] == [{"bandwidth", "matrix", "load_average"}]
+    assert record["machine"]["instructions"] == native_library().isa

@@ -87,7 +87,9 @@ vf load_second(const uint16_t* p) {
   return __builtin_convertvector((vi)(pairs << 16) >> 24, vf);
 }
 // Two inputs of VL outputs, as bfloat16.
+#if defined(__AVX512BF16__)
 vu load_pairs(const uint32_t* p) { return *reinterpret_cast<const vu*>(p); }
+#endif
 vu load_pairs(const uint16_t* p) {
 #if defined(__AVX512BF16__)
   const __m128i* halves = reinterpret_cast<const __m128i*>(p);
@@ -113,18 +115,18 @@ struct Weights {
 };
 
 // sums += a pair of inputs of R rows, from x on, against C panels.
+#if defined(__AVX512BF16__)
 template <int R, int C, class W>
 INLINE void add_pair(vf (&sums)[R][C], Weights<W> weights, int64_t k, const bf16* x,
                      int64_t x_stride) {
-#if defined(__AVX512BF16__)
   vu right[C];
   UNROLL for (int c = 0; c < C; ++c) right[c] = load_pairs(weights.panel(k, c));
   UNROLL for (int r = 0; r < R; ++r) {
     const vu left = *reinterpret_cast<const unaligned_pair*>(x + r * x_stride) - vu{};
     UNROLL for (int c = 0; c < C; ++c) sums[r][c] = dot_pairs(sums[r][c], left, right[c]);
   }
-#endif
 }
+#endif
 // The same of inputs in float32: of pairs, the first, then the second.
 template <int R, int C, class W>
 INLINE void add_pair(vf (&sums)[R][C], Weights<W> weights, int64_t k, const float* x,
