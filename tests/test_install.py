@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 from pathlib import Path
 from types import ModuleType
 
@@ -51,3 +52,18 @@ def test_settings_of_pip_as_uv_takes_them(
     script: ModuleType, listing: str, wanted: dict[str, str] | None
 ) -> None:
     assert script.uv_settings(listing) == wanted
+
+
+def test_uv_compiles_bytecode_as_pip_does(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, stdout="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    script.install(["a-package"])
+    assert commands[-1][-1] == "a-package"
+    assert "--compile-bytecode" in commands[-1]
