@@ -29,6 +29,8 @@ PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
 SPECIALS = [PAD, BOS, EOS, "<|system|>", "<|user|>", "<|assistant|>", "<|tools|>", "<|tool|>"]
 MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 TEMPLATE = (Path(__file__).resolve().parent / "chat_template.jinja").read_text(encoding="utf-8")
+TALES = 0.33
+"""The share of stories and chats."""
 Message = dict[str, Any]
 
 
@@ -56,7 +58,7 @@ def _compiled() -> jinja2.Template:
 class Mixture:
     """Draws texts of every sort."""
 
-    def __init__(self, seed: int, tales: float = 0.33) -> None:
+    def __init__(self, seed: int, tales: float = TALES) -> None:
         """seed: decides everything that is drawn; tales: the share of stories and chats."""
         self.tales = tales
         self.rng = random.Random(seed)

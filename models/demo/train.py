@@ -28,7 +28,7 @@ from multiprocessing import Pool
 from pathlib import Path
 
 import torch
-from documents import BOS, EOS, MARKS, PAD, SPECIALS, TEMPLATE, Mixture, Text
+from documents import BOS, EOS, MARKS, PAD, SPECIALS, TALES, TEMPLATE, Mixture, Text
 from tokenizer import train_tokenizer
 from tokenizers import Tokenizer
 from torch.nn import functional
@@ -328,7 +328,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--seed", type=int, default=7, help="seed of the text and of the training")
     parser.add_argument("--docs", type=int, default=120_000, help="texts to write")
-    parser.add_argument("--tales", type=float, default=0.33, help="share of stories and chats")
+    parser.add_argument("--tales", type=float, default=TALES, help="share of stories and chats")
     parser.add_argument("--vocab", type=int, default=4096, help="size of the vocabulary")
     parser.add_argument(
         "--spaced", type=int, default=1000, help="its tokens that begin with a space"
