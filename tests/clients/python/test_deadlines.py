@@ -5,6 +5,7 @@ never answers, one whose process is stopped.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -55,7 +56,13 @@ def mute(request: pytest.FixtureRequest) -> Iterator[Mute]:
         text=True,
     ) as process:
         assert process.stdout is not None
-        yield Mute(process.stdout.readline().strip(), lambda: process.send_signal(signal.SIGSTOP))
+
+        def stop() -> None:
+            process.send_signal(signal.SIGSTOP)
+            # The signal is only on its way: until it stops, the server may answer once more.
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+
+        yield Mute(process.stdout.readline().strip(), stop)
         process.kill()
 
 
