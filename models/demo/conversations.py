@@ -48,6 +48,10 @@ def call(*uses: Use, thought: str = "") -> Message:
     }
 
 
+def _row(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
 class Conversations:
     """Draws conversations with tools."""
 
@@ -75,7 +79,7 @@ class Conversations:
         """One of the tools fits; often it answers, and sometimes there is a second question."""
         rng = self.rng
         use = self.tools.use()
-        others = self._others(rng.choices([0, 1, 2, 3], [2, 4, 5, 1])[0], {use.name})
+        others = self._others(rng.choices([0, 1, 2, 3], [1, 3, 6, 2])[0], {use.name})
         near = self.tools.near(use)
         if others and near and near.name != use.name and rng.random() < 0.5:
             others[0] = near
@@ -86,20 +90,34 @@ class Conversations:
             reply = call(use, asked[-1], thought="Two tools fit." if thinks else "")
             return Conversation([*messages, {"role": "user", "content": both}, reply], tools)
         self._question(messages, use, thinks)
-        if rng.random() < 0.5:
+        if rng.random() < 0.4:
             raw, told = self._result(use)
             thought = f"The tool {use.name} has answered." if thinks else ""
             messages.append({"role": "tool", "content": raw})
             messages.append({"role": "assistant", "content": told, "reasoning_content": thought})
-            if asked and rng.random() < 0.3:
-                self._question(messages, asked[-1], thinks)
+        # Tools are long and a call is short: more questions about the same tools teach more.
+        more: list[Use | None] = [other for other in asked if rng.random() < 0.6]
+        more += [None] * rng.choices([0, 1, 2], [6, 3, 1])[0]
+        for other in rng.sample(more, len(more)):
+            if other:
+                self._question(messages, other, thinks)
+            else:
+                self._refused(messages, [use, *others], thinks)
         return Conversation(messages, tools)
 
     def _without(self, messages: list[Message], thinks: bool) -> Conversation:
-        """No tool fits what is asked."""
+        """No tool fits what is asked; perhaps one fits the next question."""
         rng = self.rng
         there = self._others(rng.choice([1, 1, 2, 2, 3]), set())
-        tools = self._definitions(there)
+        self._refused(messages, there, thinks)
+        for use in there:
+            if rng.random() < 0.3:
+                self._question(messages, use, thinks)
+        return Conversation(messages, self._definitions(there))
+
+    def _refused(self, messages: list[Message], there: list[Use], thinks: bool) -> None:
+        """A question that none of these tools fits, and its answer."""
+        rng = self.rng
         pick = rng.random()
         if pick < 0.5:
             known = {word for other in there for word in other.topic.lower().split()}
@@ -107,8 +125,7 @@ class Conversations:
             while known & set(wanted.topic.lower().split()) - {"the", "a", "of", "in"}:
                 wanted = self.tools.use()
             ask, thought = self._ask(wanted.question), "None of the tools fits this question."
-            names = [tool["function"]["name"] for tool in tools]
-            row = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+            row = _row([use.name for use in there])
             answer = self.words.say("no_tool")
             answer += f" I only have {row}." if rng.random() < 0.3 else ""
         elif pick < 0.68:
@@ -120,9 +137,10 @@ class Conversations:
         else:
             ask, answer = self.chat()
             thought = "This needs no tool."
+        messages.append({"role": "user", "content": ask})
         reply: Message = {"role": "assistant", "content": answer}
         reply["reasoning_content"] = thought if thinks else ""
-        return Conversation([*messages, {"role": "user", "content": ask}, reply], tools)
+        messages.append(reply)
 
     def _question(self, messages: list[Message], use: Use, thinks: bool) -> None:
         thought = f"The tool {use.name} fits this question." if thinks else ""

@@ -83,16 +83,16 @@ class Mixture:
         if pick < self.tales:
             return self._tale()
         pick = (pick - self.tales) / (1 - self.tales)
-        if pick < 0.45:
+        if pick < 0.50:
             drawn = self.tools.draw()
             return Text(self.render(drawn.messages, drawn.tools), replies_only=True)
-        if pick < 0.59:
+        if pick < 0.64:
             return self._task(form, "the facts")
-        if pick < 0.73:
+        if pick < 0.78:
             return self._task(copying.edit, "the changed text", repeats=True)
-        if pick < 0.79:
-            return self._task(copying.extraction, "the answer from the text")
         if pick < 0.82:
+            return self._task(copying.extraction, "the answer from the text")
+        if pick < 0.84:
             return self._task(copying.listing, "the list")
         return self.repeating()
 

@@ -229,7 +229,7 @@ class Tools:
     def _varied(self, topic: str) -> str:
         """A topic, now and then with a word in another form."""
         rng = self.rng
-        if rng.random() < 0.7:
+        if rng.random() < 0.6:
             return topic
         words = topic.split()
         at = rng.randrange(len(words))

@@ -530,7 +530,7 @@ async def test_the_engine_is_killed_or_stopped_at_20_moments(
             task.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
     assert engine.pid is None
-    assert not psutil.Process().children(recursive=True)
+    assert not processes() - others
 
 
 def check_log(records: list[logging.LogRecord]) -> None:

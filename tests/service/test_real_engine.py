@@ -562,6 +562,11 @@ def test_the_first_signal_drains(two: tuple[RealServer, RealServer]) -> None:
         assert caught.value.reason == "DRAINING"
         assert clients[1].health() is HealthStatus.NOT_SERVING
         assert clients[1].health("") is HealthStatus.SERVING
+        # Read now: a client may drop what it has not read when the connection goes away.
+        assert [next(watch).status for _ in range(2)] == [
+            health_pb2.HealthCheckResponse.SERVING,
+            health_pb2.HealthCheckResponse.NOT_SERVING,
+        ]
         for stream in streams:
             result = stream.result()
             assert (result.finish_reason, len(result.token_ids)) == (FinishReason.LENGTH, 400)
@@ -569,10 +574,7 @@ def test_the_first_signal_drains(two: tuple[RealServer, RealServer]) -> None:
         busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         assert server.ended() == 0
         took = time.monotonic() - last
-        assert [answer.status for answer in watch] == [
-            health_pb2.HealthCheckResponse.SERVING,
-            health_pb2.HealthCheckResponse.NOT_SERVING,
-        ]
+        assert not list(watch)
     assert took < 0.5 * busy  # a busy machine gives everybody less
     assert server.said.endswith("Stopped.\n")
     assert "Traceback" not in server.said
