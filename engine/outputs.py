@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from engine.token_ids import NO_VALUES, TokenValues
 from engine.types import RequestId, TokenId
 
 
@@ -44,8 +45,8 @@ class TokenLogprobs:
 
     logprob: float
     rank: int
-    candidates: tuple[tuple[TokenId, float], ...]
-    requested: tuple[tuple[TokenId, float], ...] = ()
+    candidates: TokenValues = NO_VALUES
+    requested: TokenValues = NO_VALUES
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from engine.errors import InvalidRequestError
-from engine.token_ids import NO_BIASES, NO_IDS, TokenBiases, TokenIds
+from engine.token_ids import NO_IDS, NO_VALUES, TokenIds, TokenValues
 from engine.types import TokenId
 
 DEFAULT_TOP_K = 50
@@ -95,7 +95,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     no_repeat_ngram_size: int = 0
-    logit_bias: TokenBiases = NO_BIASES
+    logit_bias: TokenValues = NO_VALUES
     allowed_token_ids: TokenIds = NO_IDS
     banned_token_ids: TokenIds = NO_IDS
     seed: int = 0
@@ -123,7 +123,7 @@ class SamplingParams:
                     f"sampling.logit_bias[{token_id}]",
                     f"is {bias:g}; it must be between -100 and 100 (0 is none)",
                 )
-        biases = TokenBiases.of(self.logit_bias, "sampling.logit_bias")
+        biases = TokenValues.of(self.logit_bias, "sampling.logit_bias")
         object.__setattr__(self, "logit_bias", biases)
         if not 0 <= self.no_repeat_ngram_size <= MAX_NGRAM_SIZE:
             raise InvalidRequestError(

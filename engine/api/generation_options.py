@@ -29,7 +29,7 @@ from engine.sampling_params import (
     StopParams,
     check_stop_strings,
 )
-from engine.token_ids import TokenBiases, TokenIds
+from engine.token_ids import TokenIds, TokenValues
 from engine.types import NO_CALLER, CallerKey, RequestId, TokenId
 
 logger = logging.getLogger(__name__)
@@ -317,7 +317,7 @@ def _sampling(values: Mapping[str, Any], eos: tuple[TokenId, ...]) -> SamplingPa
         temperature=temperature if sampled else 0.0,
         top_k=_integer("top_k", top_k),
         **scalars,
-        logit_bias=TokenBiases.of(
+        logit_bias=TokenValues.of(
             (
                 (_integer("logit_bias", token), _number(f"logit_bias[{token}]", value, 0.0))
                 for token, value in bias.items()

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.outputs import TokenLogprobs
 from engine.sampling import ops
+from engine.token_ids import NO_VALUES, TokenIds, TokenValues
 from engine.types import TokenId
+
+
+def _packed(ids: TokenIds, values: npt.NDArray[np.float64]) -> TokenValues:
+    return TokenValues(ids, values.tobytes()) if ids.packed else NO_VALUES
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +53,19 @@ class RowLogprobs:
         Args:
             top_n: how many candidates each row has. requested_ids: its requested ids.
         """
-        columns = (self.logprobs, self.ranks, self.ids, self.values, self.requested)
-        rows = zip(*(column.tolist() for column in columns), strict=True)
+        ids = self.ids.to("cpu", torch.int32).numpy()
+        values, asked = (
+            part.to("cpu", torch.float64).numpy() for part in (self.values, self.requested)
+        )
+        rows = zip(self.logprobs.tolist(), self.ranks.tolist(), top_n, requested_ids, strict=True)
         return [
             TokenLogprobs(
                 logprob=logprob,
                 rank=rank,
-                candidates=tuple(zip(ids[:count], values[:count], strict=True)),
-                requested=tuple(zip(wanted, asked[: len(wanted)], strict=True)),
+                candidates=_packed(TokenIds(ids[row, :count].tobytes()), values[row, :count]),
+                requested=_packed(TokenIds.of(wanted), asked[row, : len(wanted)]),
             )
-            for (logprob, rank, ids, values, asked), count, wanted in zip(
-                rows, top_n, requested_ids, strict=True
-            )
+            for row, (logprob, rank, count, wanted) in enumerate(rows)
         ]
 
 

@@ -21,7 +21,7 @@ from engine.sampling_params import (
     SamplingParams,
     StopParams,
 )
-from engine.token_ids import TokenBiases, TokenIds
+from engine.token_ids import TokenIds, TokenValues
 from service.call_errors import FieldError
 from service.convert.values import check_ids
 
@@ -72,7 +72,7 @@ def sampling_params(options: generation_pb2.SamplingOptions, info: ModelInfo) ->
 
     params = SamplingParams(
         **scalars,
-        logit_bias=TokenBiases.of(bias) or default.logit_bias,
+        logit_bias=TokenValues.of(bias) or default.logit_bias,
         allowed_token_ids=ids("allowed_token_ids"),
         banned_token_ids=ids("banned_token_ids"),
         seed=options.seed if options.HasField("seed") else secrets.randbits(63),

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from service.delivery.charges import StreamCharge
 from service.delivery.result_errors import RequestMovedError, ResultsNotReadError
-from service.results.events import Detached, NumberedEvent, Reply
+from service.results.events import Detached, NumberedEvent, Reply, in_flight
 
 if TYPE_CHECKING:
     from service.delivery.request import ServedRequest
@@ -183,7 +183,7 @@ class ResultStream:
                 events.append((number, taken))
                 for numbered in taken:
                     size += numbered.event.size
-                    held += numbered.event.held
+                    held += in_flight(numbered.event)
         if not replies and not events:
             return None
         self.last_taken = time.monotonic()

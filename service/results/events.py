@@ -35,8 +35,8 @@ HELD_TEXT_BYTES = 100
 """About how many bytes of memory a token's text takes while it is a separate piece."""
 _HELD_TOKEN_BYTES = 48
 _HELD_TIME_BYTES = 32
-_HELD_LOGPROB_BYTES = 160
-_HELD_CANDIDATE_BYTES = 120
+_HELD_LOGPROB_BYTES = 310
+_HELD_CANDIDATE_BYTES = 13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +86,11 @@ class DeliveryOptions:
 
     @property
     def unread_per_token(self) -> int:
-        """The same with its text, while that is a separate piece: the most that it takes."""
-        return self.held_per_token + (HELD_TEXT_BYTES if self.has_text else 0)
+        """The most that it takes until it has been sent: with its text, while that is a separate
+        piece, or, if that is more, in its message.
+        """
+        held = self.held_per_token + (HELD_TEXT_BYTES if self.has_text else 0)
+        return max(held, self.sent_per_token)
 
     def check_prompt(self, tokens: int, max_send_bytes: int) -> None:
         """Check that the PromptProcessed of a prompt of so many tokens, which cannot be split, fits
@@ -247,6 +250,13 @@ class Failed:
 
 
 Event = Accepted | PromptProcessed | Delta | Finished | Failed
+
+
+def in_flight(event: Event) -> int:
+    """About how many bytes of memory it takes while a message with it is sent: those of the message
+    once that is made, and before that its own.
+    """
+    return max(event.held, event.size)
 
 
 def num_tokens(event: Event) -> int:

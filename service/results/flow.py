@@ -33,6 +33,9 @@ from service.call_errors import FieldError
 from service.results.events import DeliveryOptions
 from service.results.submission import LivesBy
 
+EVENTS_BYTES = 16 << 10
+"""About what a result takes besides its tokens: how it was accepted, the ends of its choices."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowOptions:
@@ -126,7 +129,12 @@ class WholeLimits:
         elif not delivery.final:
             return None
         found = [
-            WholeLimit(tokens=most // each, option=option, bytes=most, bytes_per_token=each)
+            WholeLimit(
+                tokens=max(most - EVENTS_BYTES, 0) // each,
+                option=option,
+                bytes=most,
+                bytes_per_token=each,
+            )
             for option, most, each in limits
         ]
         return min(found, key=lambda limit: limit.tokens, default=None)

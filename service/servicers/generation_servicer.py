@@ -27,6 +27,7 @@ from service.convert.values import seconds
 from service.delivery.session import Batch, ResultStream
 from service.delivery.states import State
 from service.places import Places
+from service.results.events import in_flight
 from service.results.submission import LivesBy
 from service.servicers.commands import read_commands
 from service.servicers.submit import called_request, start_request
@@ -73,7 +74,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             size = sum(numbered.event.size for numbered in run)
             if size > MOST_OVERESTIMATED * front.max_send_bytes:
                 raise AnswerTooLargeError(size, front.max_send_bytes)  # nor is it made
-            held = sum(numbered.event.held for numbered in run)
+            held = sum(in_flight(numbered.event) for numbered in run)
             front.registry.answers.add(
                 permit.account, held, context, may_wait=started.state is State.KEPT
             )
@@ -169,7 +170,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             front.responder.add_events(response.events, [(0, read.events)])
             return response
 
-        held = sum(numbered.event.held for numbered in read.events)
+        held = sum(in_flight(numbered.event) for numbered in read.events)
         front.registry.answers.add(account, held, context)
         size = sum(numbered.event.size for numbered in read.events)
         return await front.text_pool.answer(account, size, fill)

@@ -78,7 +78,7 @@ def expected_tokens(
 
 def prompt_logprob(token: int, position: int) -> TokenLogprobs:
     """What is reported of a prompt token."""
-    return TokenLogprobs(logprob=-token - 1000.0 * position, rank=position, candidates=())
+    return TokenLogprobs(logprob=-token - 1000.0 * position, rank=position)
 
 
 # ---- lists that may be read during the launch only -------------------------------------------

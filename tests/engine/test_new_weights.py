@@ -91,7 +91,8 @@ def _together(manager: ContinuousBatchingManager, prompts: list[list[int]]) -> A
     outputs = {}
     while len(outputs) < len(names):
         output = manager.get_result(timeout=60)
-        assert output is not None and not output.error
+        assert output is not None
+        assert not output.error
         outputs[output.request_id] = output.generated_tokens
     return [outputs[name] for name in names]
 

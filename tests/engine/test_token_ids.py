@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from engine.errors import InvalidRequestError
 from engine.request import GenerationRequest, Request
 from engine.sampling_params import LogprobParams, SamplingParams, StopParams
-from engine.token_ids import NO_BIASES, NO_IDS, TokenBiases, TokenIds
+from engine.token_ids import NO_IDS, NO_VALUES, TokenIds, TokenValues
 from engine.types import CallerKey, RequestId
 
 IDS = st.lists(st.integers(0, 2**31 - 1)).map(tuple)
@@ -45,7 +45,7 @@ def test_sets(ids: list[int], others: list[int]) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(allow_nan=False))).map(tuple))
 def test_biases_are_as_the_tuple_of_the_same_pairs(pairs: tuple[tuple[int, float], ...]) -> None:
-    packed = TokenBiases.of(pairs)
+    packed = TokenValues.of(pairs)
     assert packed == pairs
     assert hash(packed) == hash(pairs)
     assert (list(packed), len(packed), packed[:2]) == (list(pairs), len(pairs), pairs[:2])
@@ -67,7 +67,7 @@ def _request() -> GenerationRequest:
         request_id=RequestId("r"),
         prompt=TokenIds.of(ids),
         sampling=SamplingParams(
-            logit_bias=TokenBiases.of((token, 0.5) for token in ids[:1024]),
+            logit_bias=TokenValues.of((token, 0.5) for token in ids[:1024]),
             allowed_token_ids=TokenIds.of(ids),
             banned_token_ids=TokenIds.of(ids[1:]),
         ),
@@ -106,6 +106,6 @@ def test_a_request_s_choices_share_what_they_can() -> None:
 
 def test_nothing_is_nothing() -> None:
     assert not NO_IDS
-    assert not NO_BIASES
+    assert not NO_VALUES
     assert SamplingParams().allowed_token_ids == ()
     assert SamplingParams().logit_bias == ()

@@ -56,6 +56,7 @@ from engine.request import GenerationRequest
 from engine.sampling_params import GrammarKind, GrammarParams, SamplingParams
 from engine.stats import EngineStats
 from engine.text import Tokenizer
+from engine.token_ids import TokenValues
 from engine.types import RequestId, TokenId
 
 EOS = 256
@@ -579,6 +580,6 @@ def token_logprobs(
     return TokenLogprobs(
         logprob=-0.5 * (position + 1),
         rank=1 + position % 3,
-        candidates=tuple((TokenId((token_id + i) % VOCAB_SIZE), -1.0 - i) for i in range(top_n)),
-        requested=tuple((token, -10.0 - token) for token in requested),
+        candidates=TokenValues.of(((token_id + i) % VOCAB_SIZE, -1.0 - i) for i in range(top_n)),
+        requested=TokenValues.of((token, -10.0 - token) for token in requested),
     )

@@ -304,7 +304,7 @@ SMALL_WINDOW = [*OWN_CONNECTION, ("grpc.http2.bdp_probe", 0), ("grpc.http2.looka
 REQUESTS = 4
 """Requests of each session."""
 LOGPROBS = 5
-HELD_BYTES = 48 + 160 + 120 * LOGPROBS + 100
+HELD_BYTES = 48 + 310 + 13 * LOGPROBS + 100
 """What delivery reckons for a token with its candidates, and for an event."""
 EVENT_BYTES = 200
 MOST_EVENTS = 16

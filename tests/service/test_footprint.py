@@ -24,7 +24,7 @@ from engine.request import GenerationRequest, Request
 from engine.sampling_params import SamplingParams, StopParams
 from engine.shares import RESERVE_PART
 from engine.text import TextStream
-from engine.token_ids import TokenIds
+from engine.token_ids import TokenIds, TokenValues
 from engine.types import RequestId, TokenId
 from service.accounts import account_of
 from service.admission import AdmissionControl, Charge, Holding, Limits
@@ -465,8 +465,8 @@ class Words:
 
 
 def logprobs_of(number: int, candidates: int) -> TokenLogprobs:
-    pairs = [(TokenId(5000 + 7 * number + i), -0.1 * i - number) for i in range(candidates)]
-    return TokenLogprobs(-1.5 - number, 300 + number, tuple(pairs))
+    pairs = [(5000 + 7 * number + i, -0.1 * i - number) for i in range(candidates)]
+    return TokenLogprobs(-1.5 - number, 300 + number, TokenValues.of(pairs))
 
 
 @pytest.mark.parametrize("taken", [False, True])
