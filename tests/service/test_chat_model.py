@@ -171,7 +171,8 @@ def test_in_bfloat16_the_tokens_are_float32_s_up_to_near_ties(
     directory: Path, prompts: list[list[int]], reference: Reference
 ) -> None:
     found = generated(directory, prompts, "bfloat16")
-    check_greedy(reference.model, zip(prompts, found, strict=True))
+    rival = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+    check_greedy(reference.model, zip(prompts, found, strict=True), rival)
 
 
 def test_a_conversation(client: headrace.Client, reference: Reference) -> None:
