@@ -27,8 +27,8 @@ help: ## List the targets.
 
 # What serving needs, and with $(DEV) what the checks and tests need too.
 $(STAMP) $(DEV): pyproject.toml clients/python/pyproject.toml constraints.txt
-	@echo "==> setting up $(VENV) (the first time this downloads torch: half a minute or more)"
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.12")'
+	@echo "==> setting up $(VENV) (the first time this fetches torch, 5 GB on the disk: a minute or more)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.12")'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); exit 1; }
 	$(BIN)/python scripts/install.py $(if $(filter $(DEV),$@),--dev)
 	@touch $(if $(filter $(DEV),$@),$(STAMP)) $@

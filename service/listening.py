@@ -194,6 +194,9 @@ def _reason(address: Address, error: Exception) -> str:
             probe.bind((address.host, address.port))
     except OSError as cause:
         if cause.errno == errno.EADDRINUSE:
-            return "the port is taken; stop the other program, or choose another port"
+            return (
+                "the port is taken; stop the other program, or choose another port (--listen; "
+                "`make run LISTEN=127.0.0.1:50061`)"
+            )
         return cause.strerror or str(cause)
     return "gRPC could not bind it"

@@ -162,9 +162,11 @@ class _Process:
             await self._server.drain(0)
             return _FAILED
         failed.cancel()
-        draining = self._server.begin_drain()
+        draining = self._server.begin_drain(reason="a signal")
         timeout_s = state.drain.timeout_s if state.drain is not None else 0.0
-        self._say(f"Draining: {self._server.registry.live} live requests, at most {timeout_s:g} s.")
+        live = self._server.registry.live
+        what = "1 live request" if live == 1 else f"{live} live requests"
+        self._say(f"Draining: {what}, at most {timeout_s:g} s.")
         await draining
         self._say("Stopped.")
         return 0

@@ -75,6 +75,8 @@ def _examples(
     capabilities: Container[str], options: str, *, has_tokenizer: bool
 ) -> Iterator[_Example]:
     """The commands that work with this model. `options`: those that each of them has."""
+    if has_tokenizer:
+        yield _Example("All that follows, in a few seconds, with what happens inside", "tour")
     prompt = '"Once upon a time"' if has_tokenizer else '--token-ids "1 2 3"'
     yield _Example("A stream: each token as it is made", f"generate {prompt}")
     if "typed_replies" in capabilities and _TOOLS.exists():
@@ -92,11 +94,9 @@ def _examples(
         )
     top = f"{installed('headrace')} top{options}"
     yield _Example(
-        f"Eight requests at a time in one batch, which `{top}` beside it shows",
-        "bench --concurrency 8 --requests 32",
+        f"Eight requests at a time in one batch (to see them there, first start `{top}`)",
+        "bench --concurrency 8 --requests 64",
     )
-    if has_tokenizer:
-        yield _Example("All of this, and what happens inside, in less than a minute", "tour")
 
 
 def _weights(info: ModelInfo) -> str:

@@ -78,11 +78,11 @@ SERVES = "it serves; a server of the tests stands for it"
 COMMANDS: dict[Path, tuple[Pasted, ...]] = {
     README: (
         not_run("make run", SERVES),
+        answer(".venv/bin/headrace tour", r"\n5 of 5 parts in \d+ s\."),
         run('.venv/bin/headrace generate "Once', STORY),
         answer('echo "How high is', CALLED),
         answer(".venv/bin/headrace generate --chat", ULM),
-        run(".venv/bin/headrace bench --concurrency 8", r"requests +32 done, 0 refused, 0 failed"),
-        answer(".venv/bin/headrace tour", r"\n5 of 5 parts in \d+ s\."),
+        run(".venv/bin/headrace bench --concurrency 8", r"requests +64 done, 0 refused, 0 failed"),
         not_run("make run MODEL=", SERVES),
         not_run("make test", "it is what runs this"),
         not_run("make test-slow", "it is what runs this"),

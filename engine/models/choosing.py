@@ -80,7 +80,7 @@ def describe_steps(
     in_torch = model.device.type in TORCH_DEVICES
     if not in_torch:
         if not is_packed:
-            return "its weights are not packed for our kernels"
+            return "oneDNN or torch computes its linear layers, not our kernels"
         if not isinstance(backend, NativeAttentionBackend):
             return "attention does not run on our kernels"
     if model.dtype not in computed_dtypes(model.device):

@@ -134,13 +134,13 @@ def commands(lines: list[str]) -> list[str]:
 def test_welcome_commands_fit_the_address() -> None:
     local = Address("127.0.0.1", 50051)
     plain = welcome_of(ServiceConfig(), local)
-    stream, tool, form, bench, tour = commands(plain)
+    tour, stream, tool, form, bench = commands(plain)
     assert stream.endswith('headrace generate "Once upon a time"')
     assert tool.startswith('echo "How high is the Danube in Ulm?" | ')
     assert tool.endswith("/gauges.py --yes --tool-choice required -t 0")
     assert " generate --chat " in form
     assert form.endswith('"additionalProperties": false}\' -t 0')
-    assert bench.endswith("headrace bench --concurrency 8 --requests 32")
+    assert bench.endswith("headrace bench --concurrency 8 --requests 64")
     assert tour.endswith("headrace tour")
     secure = ServiceConfig(listen=("0.0.0.0:1",), tls_cert="c.pem", tls_key="k.pem")
     for command in commands(welcome_of(secure, Address("0.0.0.0", 443))):
@@ -152,7 +152,8 @@ def test_welcome_commands_fit_the_address() -> None:
         assert command.endswith(" --ca c --client-cert CERT --client-key KEY --token TOKEN")
     unix = welcome_of(ServiceConfig(), Address(path="/run/s"))
     assert all(command.endswith(" --target unix:/run/s") for command in commands(unix))
-    assert "headrace top --target unix:/run/s` beside it" in "\n".join(unix)
+    assert "first start `" in "\n".join(unix)
+    assert "headrace top --target unix:/run/s`" in "\n".join(unix)
 
 
 def test_welcome_says_what_is_served() -> None:
@@ -182,11 +183,11 @@ def test_welcome_commands_are_those_that_the_model_can_do() -> None:
         found = commands(welcome_of(ServiceConfig(), local, capabilities=ALL - missing))
         assert not [command for command in found if without in command]
         assert [command.rpartition("headrace ")[2].split()[0] for command in found] == [
+            "tour",
             "generate",
             *(["chat"] if without == "--tool-choice" else []),
             "generate",
             "bench",
-            "tour",
         ]
     ids = welcome_of(ServiceConfig(), local, capabilities=frozenset())
     assert "No tokenizer: prompts and outputs are token ids." in ids

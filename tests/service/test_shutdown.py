@@ -394,7 +394,7 @@ async def test_an_operators_drain_ends_the_process(tmp_path: Path) -> None:
                 control_pb.DrainRequest(timeout={"seconds": 20}, reason="a new version")
             )
             assert answer.live_requests == 1
-            said = await read_until(server, "Draining: 1 live requests, at most 20 s")
+            said = await read_until(server, "Draining: 1 live request, at most 20 s")
             assert "draining, at most 20 s: a new version" in said
             await session.send(cancel=rpc.CancelCommand(request_id="a"))
             await session.rest()

@@ -49,7 +49,7 @@ def test_a_served_model_drains_with_all_its_ranks(tmp_path: Path) -> None:
     assert rest
     assert last.finish_reason is FinishReason.LENGTH, "the drain lets it finish"
     assert len(last.token_ids) == 300
-    assert "Draining: 1 live requests" in said
+    assert "Draining: 1 live request," in said
     assert "\nStopped.\n" in said
     assert "rank 1 has ended with rank 0" in said
     assert "RanksLostError" not in said
