@@ -355,6 +355,21 @@ def test_one_rounding_of_a_product_is_no_fault() -> None:
     )
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_what_sure_attention_loses_where_its_scores_are_rounded_is_no_fault(seed: int) -> None:
+    """Two keys are nearly as good as each other, with scores of 60. A fault of one key is found."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = 60 + torch.randn((64, 12), generator=generator)
+    value = torch.randn((12, 32), generator=generator)
+    ours = (scores.softmax(-1) @ value).bfloat16()
+    theirs = (scores.bfloat16().float().softmax(-1) @ value).bfloat16()
+    assert comparison._attention(ours, theirs) is not None
+    assert comparison._attention(ours, theirs, 63.0) is None
+    scores[:, 5] = -torch.inf
+    missing = (scores.softmax(-1) @ value).bfloat16()
+    assert comparison._attention(missing, theirs, 63.0) is not None
+
+
 def test_what_is_rounded_twice_may_be_two_apart() -> None:
     """An element that is rounded the other way before it is multiplied by the norm's weight may end
     two away; an error of 1 % in one element of the weight is another thing.
