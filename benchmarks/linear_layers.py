@@ -1,85 +1,160 @@
-"""Linear layers of a Qwen3-0.6B shape: torch's own, oneDNN's packing and ours, in turns.
+"""Linear layers of a Qwen3-0.6B shape alone: torch's own, oneDNN's packing and our kernels, by type
+and by number of rows, in turns.
 
-    python -m benchmarks.linear_layers --rows 1,16,32 --seconds 30 --threads 2
+    python -m benchmarks.linear_layers --rows 1,16,512 --types bfloat16,int8 --seconds 10
+    python -m benchmarks.linear_layers --variant avx2   # our kernels for another instruction set
 
 Every layer has weights of its own, so that they come from memory as in a model. Of each layer the
-best time counts, and the sum over layers is printed in milliseconds: what a quiet machine would do.
-The median of the sums shows how quiet it was.
+best time counts: what a quiet machine would do. The median over passes shows how quiet it was. What
+cannot run here is said, and left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
-from engine.models.packed import PackedLinear, new_scales, pack, packed_size
+from engine.models.packed import PackedLinear, new_scales, pack, packed_size, packed_view
 from engine.models.packed_onednn import OneDnnLinear
+from engine.native.build import LIBRARY
 
-_LAYERS = 28
-_SHAPES = ((2048, 1024), (1024, 1024), (1024, 1024), (1024, 2048), (3072, 1024), (3072, 1024))
-"""Of one layer, [N, K]; and the last one below."""
-_LAST, _HEAD = (1024, 3072), (151936, 1024)
-_MOST_ROWS_OF_HEAD = 64
-"""Steps with more rows are prefill: few of them go through the output layer."""
+LAYERS = 8
+"""Of a model: 250 MB in bfloat16, beyond every cache."""
+SHAPES = (
+    *((2048, 1024), (1024, 1024), (1024, 1024), (1024, 2048)),  # attention
+    *((3072, 1024), (3072, 1024), (1024, 3072)),
+)
+"""Of one layer, [N, K]."""
+TYPES = {"bfloat16": torch.bfloat16, "int8": torch.bfloat16, "float32": torch.float32}
+"""Those of weights, and of the inputs with them."""
+FEWEST_PASSES = 2
 
 
-def _packed(linear: torch.nn.Linear) -> PackedLinear:
-    packed = torch.empty(packed_size(*linear.weight.shape), dtype=torch.uint8)
-    pack(linear.weight, packed)
-    return PackedLinear(packed, linear)
+@dataclass(slots=True)
+class Contender:
+    """Layers that compute the same as the others'.
+
+    Attributes:
+        name: who computes, and the type of the weights.
+        dtype: of the inputs.
+        weight_bytes: of one element.
+        layers: the layers.
+        best, passes: of each layer, and of all of them in each pass, in seconds.
+    """
+
+    name: str
+    dtype: torch.dtype
+    weight_bytes: int
+    layers: list[torch.nn.Module]
+    best: list[float] = field(default_factory=list)
+    passes: list[float] = field(default_factory=list)
+
+    def run(self, inputs: dict[int, torch.Tensor]) -> None:
+        """All layers once. `inputs`: [rows, K] by K."""
+        took = []
+        for layer in self.layers:
+            x = inputs[layer.in_features]  # type: ignore[index]  # an int in all of them
+            start = time.perf_counter()
+            layer(x)
+            took.append(time.perf_counter() - start)
+        self.best = [min(pair) for pair in zip(self.best or took, took, strict=True)]
+        self.passes.append(sum(took))
 
 
-def _int8(linear: torch.nn.Linear) -> PackedLinear:
-    packed = torch.empty(packed_size(*linear.weight.shape, int8=True), dtype=torch.uint8)
-    scales = new_scales(linear.out_features)
+def _ours(linear: torch.nn.Linear, *, int8: bool) -> PackedLinear:
+    outputs, inputs = linear.weight.shape
+    dtype = linear.weight.dtype
+    memory = torch.empty(packed_size(outputs, inputs, dtype=dtype, int8=int8), dtype=torch.uint8)
+    packed, scales = packed_view(memory, dtype), new_scales(outputs) if int8 else None
     pack(linear.weight, packed, scales)
     return PackedLinear(packed, linear, scales)
 
 
-def _measure(layers: dict[str, list[torch.nn.Module]], rows: int, seconds: float) -> None:
-    inputs = {k: torch.randn(rows, k).bfloat16() for k in (1024, 2048, 3072)}
-    best = {name: [float("inf")] * len(members) for name, members in layers.items()}
-    sums: dict[str, list[float]] = {name: [] for name in layers}
+def contenders(types: list[str], layers: int) -> list[Contender]:
+    """Everything that computes these types here, with layers of random weights."""
+    shapes = SHAPES * layers
+    found: list[Contender] = []
+    for name in types:
+        dtype = TYPES[name]
+        plain = [torch.nn.Linear(k, n, bias=False, dtype=dtype) for n, k in shapes]
+        ways: dict[str, Callable[[torch.nn.Linear], torch.nn.Module]] = {
+            "ours": lambda linear, int8=name == "int8": _ours(linear, int8=int8)  # type: ignore[misc]
+        }
+        if name != "int8":
+            ways["torch"] = lambda linear: linear
+        if name == "bfloat16":
+            if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+                ways["oneDNN"] = OneDnnLinear
+            else:
+                print("oneDNN: has no bfloat16 on this processor", file=sys.stderr)
+        size = 1 if name == "int8" else dtype.itemsize
+        found += [
+            Contender(f"{who} {name}", dtype, size, [make(one) for one in plain])
+            for who, make in ways.items()
+        ]
+    return found
+
+
+def measure(rows: int, seconds: float, those: list[Contender]) -> None:
+    """Run the contenders in turns and print a line for each."""
+    for one in those:
+        one.best, one.passes = [], []
+    depths = {k for _, k in SHAPES}
+    inputs = {
+        dtype: {k: torch.randn(rows, k).to(dtype) for k in depths} for dtype in set(TYPES.values())
+    }
     until = time.monotonic() + seconds
-    while time.monotonic() < until or len(sums["torch"]) < 2:
-        for name, members in layers.items():
-            took = []
-            for member in members:
-                x = inputs[member.in_features]  # type: ignore[index]  # an int in all of them
-                start = time.perf_counter()
-                member(x)
-                took.append((time.perf_counter() - start) * 1e3)
-            best[name] = [min(pair) for pair in zip(best[name], took, strict=True)]
-            sums[name].append(sum(took))
-    for name in layers:
-        median = sorted(sums[name])[len(sums[name]) // 2]
-        print(f"{rows:5d} rows  {name:7s}  best {sum(best[name]):8.1f} ms  median {median:8.1f} ms")
+    while time.monotonic() < until or len(those[0].passes) < FEWEST_PASSES:
+        for one in those:
+            one.run(inputs[one.dtype])
+    elements = sum(n * k for n, k in SHAPES) * (len(those[0].layers) // len(SHAPES))
+    for one in those:
+        took, median = sum(one.best), sorted(one.passes)[len(one.passes) // 2]
+        print(
+            f"{rows:5d} rows  {one.name:16s} {took * 1e3:9.2f} ms (median {median * 1e3:9.2f})  "
+            f"{2 * rows * elements / took / 1e9:7.0f} GFLOP/s  "
+            f"{one.weight_bytes * elements / took / 1e9:6.1f} GB/s of weights",
+            flush=True,
+        )
+
+
+def use_variant(name: str) -> None:
+    """Let our kernels use another instruction set than the best one.
+
+    Raises:
+        SystemExit: this processor does not have it, or the library has no such variant.
+    """
+    handle = ctypes.CDLL(str(LIBRARY))
+    handle.headrace_use.restype = ctypes.c_bool
+    if not handle.headrace_use(name.encode()):
+        raise SystemExit(f"--variant: our kernels have no {name} on this processor")
 
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", default="1,16,32")
-    parser.add_argument("--seconds", type=float, default=30.0, help="for each number of rows")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", default="1,4,16,32,128,512")
+    parser.add_argument("--types", default="bfloat16,int8,float32", help=", ".join(TYPES))
+    parser.add_argument("--variant", help="of our kernels: avx2, avx512, …; default: the best")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of a model, each of 7 products")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each number of rows")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    shapes = [*_SHAPES, _LAST] * _LAYERS + [_HEAD]
+    if unknown := set(options.types.split(",")) - set(TYPES):
+        parser.error(f"--types: {', '.join(sorted(unknown))}: choose of {', '.join(TYPES)}")
+    if options.variant:
+        use_variant(options.variant)
     with torch.inference_mode():
-        plain = [torch.nn.Linear(k, n, bias=False, dtype=torch.bfloat16) for n, k in shapes]
-        layers: dict[str, list[torch.nn.Module]] = {
-            "torch": list(plain),
-            "oneDNN": [OneDnnLinear(linear) for linear in plain],
-            "ours": [_packed(linear) for linear in plain],
-            "int8": [_int8(linear) for linear in plain],
-        }
+        those = contenders(options.types.split(","), options.layers)
         for rows in map(int, options.rows.split(",")):
-            used = layers
-            if rows > _MOST_ROWS_OF_HEAD:
-                used = {name: members[:-1] for name, members in layers.items()}
-            _measure(used, rows, options.seconds)
+            measure(rows, options.seconds, those)
 
 
 if __name__ == "__main__":

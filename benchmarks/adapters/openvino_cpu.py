@@ -3,7 +3,8 @@
 Runs in an environment of its own (benchmarks/peers/setup.sh openvino-genai). The checkpoint is
 exported once, into the cache folder, which its start-up time does not contain. In bfloat16 the
 weights are exported as fp16, computed in bf16, and its KV cache is bf16: by default it would be 8
-bits.
+bits. On a processor without instructions for bfloat16, OpenVINO refuses that type: there it
+computes in float32, and its KV cache is float32.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class OpenVino:
         import openvino_genai
 
         limits = order["limits"]
+        if compute == "bf16" and not _has_bfloat16(openvino.Core()):
+            compute = "f32"
         properties = {
             "INFERENCE_PRECISION_HINT": compute,
             "KV_CACHE_PRECISION": compute,
@@ -98,6 +101,11 @@ class OpenVino:
                 if left == len(tokens):
                     del self._handles[index]
                 yield index, tokens, left == len(tokens)
+
+
+def _has_bfloat16(core: Any) -> bool:
+    """Whether OpenVINO computes in bfloat16 on this processor."""
+    return "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
 def _export(model: Path, folder: Path, weights: str) -> None:
