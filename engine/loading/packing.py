@@ -125,14 +125,14 @@ def choose_packing(
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
         reason = f"only bfloat16 and float32 on a CPU are packed, and this is {dtype} on {device}"
         return _not_packed(reason, wanted)
-    if dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        return "onednn"  # its tiles are faster than vectors for many rows
     try:
         isa = native_library().isa
     except NativeUnavailableError as error:
         if dtype is torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
             return "onednn"
         return _not_packed(str(error), wanted)
+    if dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported() and isa != "amx":
+        return "onednn"  # its tiles are faster than vectors for many rows
     if isa == "portable":
         return _not_packed("there is no kernel for this kind of processor", wanted)
     return "native"

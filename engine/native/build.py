@@ -47,6 +47,7 @@ _X86 = {
     "avx2": _AVX2,
     "avx512": (*_AVX2, *_AVX512),
     "avx512_bf16": (*_AVX2, *_AVX512, "-mavx512bf16"),
+    "amx": (*_AVX2, *_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 }
 _ONCE = ("library.cpp",)
 """Sources that are compiled once, for any machine."""

@@ -1,6 +1,10 @@
 // The library's entries: each goes to the variant that this machine runs best.
 #include <cstdint>
 #include <cstring>
+#if defined(__x86_64__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "calls.h"
 
@@ -58,11 +62,20 @@ struct Variant {
 HEADRACE_VARIANT(avx2)
 HEADRACE_VARIANT(avx512)
 HEADRACE_VARIANT(avx512_bf16)
+HEADRACE_VARIANT(amx)
 #else
 HEADRACE_VARIANT(portable)
 #endif
 
 namespace {
+
+#if defined(__x86_64__)
+// Whether the system lets this process use AMX's tiles, which it keeps only for those that ask.
+bool may_use_tiles() {
+  constexpr int request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return !syscall(SYS_arch_prctl, request, tile_data);
+}
+#endif
 
 // The best variant that this machine can run, or the one of that name if it can run it.
 Variant choose(const char* wanted) {
@@ -75,6 +88,8 @@ Variant choose(const char* wanted) {
                           __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16");
+  if (has_bf16 && fits(amx::VARIANT) && __builtin_cpu_supports("amx-bf16") && may_use_tiles())
+    return amx::VARIANT;
   if (has_bf16 && fits(avx512_bf16::VARIANT)) return avx512_bf16::VARIANT;
   if (has_avx512 && fits(avx512::VARIANT)) return avx512::VARIANT;
   if (has_avx2 && fits(avx2::VARIANT)) return avx2::VARIANT;

@@ -18,6 +18,8 @@
 // beside it nor on the threads. Where an item is several tiles, which read the same weights, each of
 // them brings a part of the next item's near.
 //
+// With AMX, tiles of matrices do all of that for bfloat16: see linear_amx.h. Weights of int8 are turned first.
+//
 // Where no instruction multiplies pairs of bfloat16, x is turned into float32 once for all panels, and
 // weights as a tile reads them: first those of a pair's first input, then those of its second.
 #include <omp.h>
@@ -28,6 +30,8 @@
 #include <type_traits>
 
 #include "calls.h"
+#include "linear_amx.h"
+#include "linear_layout.h"
 #include "vec.h"
 
 namespace HEADRACE_ISA {
@@ -38,9 +42,17 @@ constexpr bool PAIRS = true;  // one instruction multiplies pairs of bfloat16
 #else
 constexpr bool PAIRS = false;
 #endif
+#if defined(__AMX_BF16__)
+constexpr bool AMX = true;
+#else
+constexpr bool AMX = false;
+#endif
 // Rows of a tile for steps of X. The sums of a tile, and what is multiplied, fill the registers.
 template <class X>
 constexpr int ROWS = NR == 2 && sizeof(X) == sizeof(float) ? 4 : 6;
+// Of the only tile of an item.
+template <class X>
+constexpr int ALONE = AMX && sizeof(X) == 2 ? TILE : ROWS<X>;
 // What a tile reads for steps of X.
 template <class X>
 using Input = std::conditional_t<PAIRS, X, float>;
@@ -51,26 +63,10 @@ using Input = std::conditional_t<PAIRS, X, float>;
 
 constexpr int FEW = 2;  // rows whose sums leave registers for the panels of two groups
 constexpr int STEP = 4;  // pairs of inputs between two looks ahead
-constexpr int64_t ITEM_ROWS = 96;  // of an item: x for them stays in the nearest caches
-
-int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
-
-// Lanes of 32 bits are two inputs, or one of float32.
-int64_t num_pairs(const LinearWeight& weight) {
-  return weight.dtype == FLOAT32 ? weight.inputs : divide_up(weight.inputs, 2);
-}
-int64_t num_panels(const LinearWeight& weight) { return divide_up(weight.outputs, VL); }
-
-// Where a panel's numbers begin, and how far apart those of two pairs are.
-struct Panel {
-  int64_t start, stride;
-
-  Panel(const LinearWeight& weight, int64_t panel) {
-    const int64_t first = panel / NR * NR;
-    start = first * num_pairs(weight) * VL + (panel - first) * VL;
-    stride = std::min<int64_t>(NR, num_panels(weight) - first) * VL;
-  }
-};
+constexpr int64_t CHUNK = 768 << 10;  // bytes of weights that stay in a cache, for AMX
+// Of an item: x for them stays in the nearest caches.
+template <class X>
+constexpr int64_t ITEM_ROWS = AMX && sizeof(X) == 2 ? 256 : 96;
 
 typedef uint32_t unaligned_pair __attribute__((aligned(2), may_alias));
 
@@ -146,6 +142,27 @@ INLINE void add_pair(vf (&sums)[R][C], Weights<W> weights, int64_t k, const floa
   }
 }
 
+// The results of some rows and a panel, from their sums, which are `apart` vectors apart: VL outputs of
+// each, or fewer at the end.
+template <class X>
+INLINE void finish(const LinearWeight& weight, int64_t panel, const vf* sums, int apart, int rows,
+                   X* y, int64_t y_stride) {
+  const int64_t first = panel * VL, count = std::min<int64_t>(VL, weight.outputs - first);
+  const vf scale = weight.scales ? load(weight.scales + first) : splat(1.0f);
+  const vf bias = weight.bias ? load(weight.bias + first) : vf{};
+  y += first;
+  for (int r = 0; r < rows; ++r, y += y_stride) {
+    const vf result = sums[r * apart] * scale + bias;
+    if (count == VL)
+      store(y, result);
+    else
+      for (int i = 0; i < count; ++i) from_float(result[i], y + i);
+    if constexpr (sizeof(X) == 2)
+      if (weight.finished)
+        for (int i = 0; i < count; ++i) y[i].bits = weight.finished[y[i].bits];
+  }
+}
+
 // R rows from x on against C panels; see the top. `lines` cache lines from `ahead` on are brought near
 // for every STEP pairs.
 template <int R, int C, class W, class X>
@@ -167,22 +184,7 @@ void tile(const LinearWeight& weight, Weights<W> weights, int64_t panel, const I
       for (int r = 0; r < R; ++r) last[2 * r] = x[r * x_stride + 2 * k];
       add_pair(sums, weights, k, last, 2);
     }
-  for (int c = 0; c < C; ++c) {
-    const int64_t first = (panel + c) * VL, count = std::min<int64_t>(VL, weight.outputs - first);
-    const vf scale = weight.scales ? load(weight.scales + first) : splat(1.0f);
-    const vf bias = weight.bias ? load(weight.bias + first) : vf{};
-    for (int r = 0; r < R; ++r) {
-      const vf result = sums[r][c] * scale + bias;
-      X* out = y + r * y_stride + first;
-      if (count == VL)
-        store(out, result);
-      else
-        for (int i = 0; i < count; ++i) from_float(result[i], out + i);
-      if constexpr (sizeof(X) == 2)
-        if (weight.finished)
-          for (int i = 0; i < count; ++i) out[i].bits = weight.finished[out[i].bits];
-    }
-  }
+  for (int c = 0; c < C; ++c) finish(weight, panel + c, &sums[0][c], C, R, y, y_stride);
 }
 
 template <int C, class W, class X, int R = C <= NR ? ROWS<X> : FEW>
@@ -211,6 +213,58 @@ void tiles(const LinearWeight& weight, Weights<W> weights, int64_t panel, const 
   }
 }
 
+#if defined(__AMX_BF16__)
+// `rows` rows against C panels, by AMX.
+template <int C, class W>
+void amx_tiles(const LinearWeight& weight, Weights<W> weights, int64_t panel, const bf16* x,
+               int64_t x_stride, bf16* y, int64_t y_stride, int64_t rows, const char* ahead,
+               int64_t bytes) {
+  const int64_t blocks = divide_up(num_pairs(weight), TILE);
+  const int64_t steps = blocks * divide_up(rows, 2 * TILE) * (rows <= TILE ? 1 : divide_up(C, 2));
+  const int lines = int(divide_up(bytes, 64 * steps));
+  const char* end = ahead + bytes;
+  const int64_t whole = weight.inputs / (2 * TILE), left = num_pairs(weight) - whole * TILE;
+  // Blocks of weights that are not read as they lie: of int8 two in turns, of which one is turned while the
+  // other is multiplied; and the last pairs, followed by zeros.
+  constexpr bool turns = sizeof(W) == 2;
+  alignas(64) uint32_t ready[3][C][TILE][VL];
+  const auto make_ready = [&](int64_t slot, int64_t block, int64_t pairs) {
+    for (int c = 0; c < C; ++c)
+      for (int64_t k = 0; k < pairs; ++k)
+        *reinterpret_cast<vu*>(ready[slot][c][k]) = load_pairs(weights.panel(block * TILE + k, c));
+    __asm__ volatile("" : : : "memory");  // a tile may read it now
+  };
+  if (left) {
+    std::memset(ready[2], 0, sizeof(ready[2]));
+    make_ready(2, whole, left);
+  }
+  const auto weights_at = [&](int64_t i, int c) {
+    if (turns && !c)
+      for (int64_t next = i ? i + 1 : 0; next < std::min(i + 2, whole); ++next)
+        make_ready(next % 2, next, TILE);
+    if (!turns && i < whole)
+      return Block{weights.panel(i * TILE, c), weights.stride * int64_t(sizeof(W))};
+    return Block{ready[i < whole ? i % 2 : 2][c], sizeof(ready[0][c][0])};
+  };
+  alignas(64) bf16 last[2 * TILE][2 * TILE] = {};  // of x, the same
+  const int64_t inputs = weight.inputs - whole * 2 * TILE;
+  for (int64_t row = 0; row < rows; row += 2 * TILE) {
+    const int count = int(std::min<int64_t>(2 * TILE, rows - row));
+    for (int r = 0; inputs && r < count; ++r)
+      std::memcpy(last[r], x + (row + r) * x_stride + whole * 2 * TILE, inputs * sizeof(bf16));
+    const auto x_at = [&](int64_t i, int64_t first) {
+      return i < whole ? Block{x + (row + first) * x_stride + i * 2 * TILE,
+                               x_stride * int64_t(sizeof(bf16))}
+                       : Block{last[first], sizeof(last[0])};
+    };
+    const auto made = [&](int c, const vf* sums, int64_t first, int count) {
+      finish(weight, panel + c, sums, 1, count, y + (row + first) * y_stride, y_stride);
+    };
+    ahead = tiles_of_sums<C>(count, blocks, x_at, weights_at, made, ahead, ahead < end ? lines : 0);
+  }
+}
+#endif
+
 // `rows` rows against C panels. `space`: of a thread's own, for C panels of bfloat16.
 template <int C, class X>
 void item(const LinearWeight& weight, int64_t panel, const Input<X>* x, int64_t x_stride, X* y,
@@ -223,11 +277,16 @@ void item(const LinearWeight& weight, int64_t panel, const Input<X>* x, int64_t 
   // reads itself a little later; one of more numbers reads as fast as they come.
   const int64_t size = C * pairs * VL * pair;
   const int64_t left = (num_panels(weight) * pairs * VL - place.start) * pair;
-  const int64_t distance = rows > ROWS<X> ? size : 2048;
-  const bool looks_ahead = C == NR && (rows > ROWS<X> || NR == 2);
+  const bool is_alone = rows <= ALONE<X>, by_tiles = AMX && sizeof(X) == 2;
+  const int64_t distance = !is_alone ? size : by_tiles ? 16 << 10 : 2048;
+  const bool looks_ahead = C == NR && (!is_alone || by_tiles || NR == 2);
   const char* ahead = from + distance;
   const int64_t bytes = looks_ahead ? std::min(size, left - distance) : 0;
   const auto multiply_by = [&](auto weights) {
+#if defined(__AMX_BF16__)
+    if constexpr (sizeof(X) == 2)
+      return amx_tiles<C>(weight, weights, panel, x, x_stride, y, y_stride, rows, ahead, bytes);
+#endif
     tiles<C>(weight, weights, panel, x, x_stride, y, y_stride, rows, ahead, bytes);
   };
   if constexpr (sizeof(X) == sizeof(float)) {
@@ -238,7 +297,7 @@ void item(const LinearWeight& weight, int64_t panel, const Input<X>* x, int64_t 
           Weights<uint32_t>{reinterpret_cast<const uint32_t*>(from), place.stride, group});
     const Weights<uint16_t> weights = {reinterpret_cast<const uint16_t*>(from), place.stride,
                                        group};
-    if (rows <= ROWS<X>) return multiply_by(weights);
+    if (is_alone) return multiply_by(weights);
     for (int64_t k = 0; k < pairs; ++k)
       for (int c = 0; c < C; ++c)
         *reinterpret_cast<vu*>(space + (k * C + c) * VL) = load_pairs(weights.panel(k, c));
@@ -259,7 +318,10 @@ void multiply(const LinearWeight& weight, const X* x, int64_t x_stride, X* y,
               int64_t y_stride, int64_t rows, int threads) {
   constexpr bool turns = !std::is_same_v<Input<X>, X>;
   const int64_t panels = num_panels(weight), groups = divide_up(panels, C);
-  const int64_t blocks = divide_up(rows, ITEM_ROWS), width = 2 * num_pairs(weight);
+  const int64_t blocks = divide_up(rows, ITEM_ROWS<X>), width = 2 * num_pairs(weight);
+  // Groups that are multiplied by all blocks of rows together, so that x is read less often.
+  const int64_t together =
+      AMX && sizeof(X) == 2 ? std::max<int64_t>(1, CHUNK / (C * VL * width * 2)) : 1;
   // Not initialised: what is read has been written before. So is `space`.
   const std::unique_ptr<float[]> floats(turns ? new float[rows * width] : nullptr);
 #pragma omp parallel num_threads(threads)
@@ -274,147 +336,36 @@ void multiply(const LinearWeight& weight, const X* x, int64_t x_stride, X* y,
     } else {
       left = x;
     }
-    const bool converts = weight.scales && rows > ROWS<X>;
+    const bool converts = weight.scales && rows > ALONE<X>;
     const std::unique_ptr<uint32_t[]> space(
         converts ? new uint32_t[C * num_pairs(weight) * VL] : nullptr);
-#pragma omp for schedule(static) collapse(2) nowait
-    for (int64_t g = 0; g < groups; ++g)
-      for (int64_t b = 0; b < blocks; ++b) {
-        const int64_t row = rows * b / blocks, count = rows * (b + 1) / blocks - row;
-        const int64_t last = std::min(panels, g * C + C);
-        const Input<X>* from = left + row * left_stride;
-        X* to = y + row * y_stride;
-        int64_t panel = g * C;
-        if (panel + C <= last) {
-          item<C>(weight, panel, from, left_stride, to, y_stride, count, space.get());
-          continue;
-        }
-        for (; panel < last; ++panel)
-          item<1>(weight, panel, from, left_stride, to, y_stride, count, space.get());
+#pragma omp for schedule(static) nowait
+    for (int64_t i = 0; i < groups * blocks; ++i) {
+      const int64_t before = i / (together * blocks) * together, at = i - before * blocks;
+      const int64_t here = std::min(together, groups - before), b = at / here;
+      const int64_t row = rows * b / blocks, count = rows * (b + 1) / blocks - row;
+      const Input<X>* from = left + row * left_stride;
+      X* to = y + row * y_stride;
+      int64_t panel = (before + at % here) * C;
+      const int64_t last = std::min(panels, panel + C);
+      if (panel + C <= last) {
+        item<C>(weight, panel, from, left_stride, to, y_stride, count, space.get());
+        continue;
       }
+      for (; panel < last; ++panel)
+        item<1>(weight, panel, from, left_stride, to, y_stride, count, space.get());
+    }
+#if defined(__AMX_BF16__)
+    _tile_release();  // what is in use is saved whenever the thread waits
+#endif
   }
 }
-
-// Numbers of a panel's outputs, as lanes, from [outputs][inputs]: T is one input or two side by side.
-// Lines of the cache are read to their end, since the rows' lines at one place share few of its sets.
-template <class T, class From>
-void pack_lanes(const LinearWeight& weight, int64_t panel, const From* rows, int64_t stride,
-                T* packed) {
-  constexpr int64_t width = sizeof(T) / sizeof(From), block = 64 / sizeof(T);
-  const Panel place(weight, panel);
-  const int64_t pairs = num_pairs(weight), whole = weight.inputs / width;
-  const int64_t lanes = std::min<int64_t>(VL, weight.outputs - panel * VL);
-  T* to = packed + place.start;
-  for (int64_t k = 0; k < pairs; ++k)
-    for (int64_t lane = lanes; lane < VL; ++lane) to[k * place.stride + lane] = T{};
-  for (int64_t first = 0; first < pairs; first += block)
-    for (int64_t lane = 0; lane < lanes; ++lane) {
-      const From* row = rows + lane * stride;
-      const int64_t last = std::min(first + block, whole);
-      for (int64_t k = first; k < last; ++k)
-        std::memcpy(to + k * place.stride + lane, row + k * width, sizeof(T));
-      if (last < pairs && last < first + block) {  // one input without a second
-        T pair = {};
-        std::memcpy(&pair, row + last * width, sizeof(From));
-        to[last * place.stride + lane] = pair;
-      }
-    }
-}
-
-// The rows of a panel's outputs as int8, by the largest number of each: [VL][inputs].
-void quantise(const LinearWeight& weight, int64_t panel, const bf16* rows, int64_t stride,
-              int8_t* bytes, float* scales) {
-  const int64_t lanes = std::min<int64_t>(VL, weight.outputs - panel * VL), inputs = weight.inputs;
-  for (int64_t lane = 0; lane < lanes; ++lane) {
-    const bf16* row = rows + lane * stride;
-    vf most_of = {};
-    int64_t k = 0;
-    for (; k + VL <= inputs; k += VL) {
-      const vf x = load(row + k);
-      most_of = max(most_of, max(x, -x));
-    }
-    float most = max_of(most_of);
-    for (; k < inputs; ++k) most = std::max(most, std::abs(to_float(row[k])));
-    scales[panel * VL + lane] = most / 127;
-    const float inverse = most > 0 ? 127 / most : 0;
-    for (k = 0; k < inputs; ++k) {
-      const float x = std::clamp(to_float(row[k]) * inverse, -127.0f, 127.0f);
-      // Rounded to nearest, ties to even, by a number whose last bit counts ones.
-      bytes[lane * inputs + k] = int8_t((x + 12582912.0f) - 12582912.0f);
-    }
-  }
-}
-
-}  // namespace
-
-// How many halves of lanes the packed weights are: bfloat16 or int8 elements, or two for one float32.
-int64_t linear_size(const LinearWeight& weight) {
-  return num_panels(weight) * num_pairs(weight) * VL * 2;
-}
-
-// packed from [outputs][inputs], whose rows are `stride` numbers apart. With scales, of whole panels:
-// as int8, by the largest number of each output.
-void linear_pack(const LinearWeight& weight, const void* from, int64_t stride, void* packed,
-                 float* scales, int threads) {
-  const int64_t panels = num_panels(weight), panel_inputs = weight.inputs * VL;
-#pragma omp parallel num_threads(threads)
-  {
-    const std::unique_ptr<int8_t[]> space(scales ? new int8_t[panel_inputs] : nullptr);
-#pragma omp for schedule(static)
-    for (int64_t p = 0; p < panels; ++p) {
-      const auto rows = [&](auto numbers) { return numbers + p * VL * stride; };
-      if (weight.dtype == FLOAT32) {
-        pack_lanes(weight, p, rows(static_cast<const float*>(from)), stride,
-                   static_cast<float*>(packed));
-      } else if (!scales) {
-        pack_lanes(weight, p, rows(static_cast<const uint16_t*>(from)), stride,
-                   static_cast<uint32_t*>(packed));
-      } else {
-        for (int64_t i = p * VL; i < p * VL + VL; ++i) scales[i] = 0;
-        quantise(weight, p, rows(static_cast<const bf16*>(from)), stride, space.get(), scales);
-        pack_lanes(weight, p, space.get(), weight.inputs, static_cast<uint16_t*>(packed));
-      }
-    }
-  }
-}
-
-// The weights of some outputs as they were before, or, of int8, as they are now: [count][inputs].
-// False: one of these outputs does not exist; then nothing was read.
-int linear_rows(const LinearWeight& weight, const int64_t* wanted, int64_t count, void* rows,
-                int threads) {
-  for (int64_t i = 0; i < count; ++i)
-    if (wanted[i] < 0 || wanted[i] >= weight.outputs) return 0;
-#pragma omp parallel for num_threads(threads) schedule(static) if (count > 1)
-  for (int64_t i = 0; i < count; ++i) {
-    const Panel place(weight, wanted[i] / VL);
-    if (weight.dtype == FLOAT32) {
-      const float* lanes = static_cast<const float*>(weight.packed) + place.start + wanted[i] % VL;
-      float* to = static_cast<float*>(rows) + i * weight.inputs;
-      for (int64_t k = 0; k < weight.inputs; ++k) to[k] = lanes[k * place.stride];
-      continue;
-    }
-    const int64_t start = 2 * (place.start + wanted[i] % VL);
-    const uint16_t* numbers = static_cast<const uint16_t*>(weight.packed) + start;
-    const int8_t* bytes = static_cast<const int8_t*>(weight.packed) + start;
-    bf16* row = static_cast<bf16*>(rows) + i * weight.inputs;
-    for (int64_t k = 0; k < weight.inputs; ++k) {
-      const int64_t at = k / 2 * 2 * place.stride + k % 2;
-      if (weight.scales)
-        from_float(bytes[at] * weight.scales[wanted[i]], row + k);
-      else
-        row[k].bits = numbers[at];
-    }
-  }
-  return 1;
-}
-
-namespace {
 
 template <class X>
 void linear_of(const LinearWeight& weight, const X* x, int64_t x_stride, X* y, int64_t y_stride,
                int64_t rows, int threads) {
   // Few panels to a thread: narrower items, so that no thread is idle.
-  const int64_t items = num_panels(weight) * divide_up(rows, ITEM_ROWS);
+  const int64_t items = num_panels(weight) * divide_up(rows, ITEM_ROWS<X>);
   if constexpr (NR == 2)  // sums of more panels do not wait for each other
     if (rows <= FEW && items >= 4 * NR * threads)
       return multiply<2 * NR>(weight, x, x_stride, y, y_stride, rows, threads);

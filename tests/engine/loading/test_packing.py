@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -354,7 +355,10 @@ def test_a_model_is_loaded_as_int8(tmp_path: Path) -> None:
 def test_choosing_by_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert choose_packing(cpu, torch.bfloat16, None) == "onednn"
+    # Tiles that the library cannot use, as it was built without them, or the system forbids it.
+    for isa, chosen in (("amx", "native"), ("avx512_bf16", "onednn"), ("avx2", "onednn")):
+        monkeypatch.setattr(packing, "native_library", lambda isa=isa: SimpleNamespace(isa=isa))
+        assert choose_packing(cpu, torch.bfloat16, None) == chosen
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
 
     def unavailable() -> None:

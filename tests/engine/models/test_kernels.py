@@ -32,7 +32,9 @@ EPS = 1e-6
 FORMS = (0, FROM_ONE, ROUNDED_FIRST, CENTERED)
 
 
-@pytest.fixture(scope="module", params=["avx512_bf16", "avx512", "avx2", "portable"], autouse=True)
+@pytest.fixture(
+    scope="module", params=["amx", "avx512_bf16", "avx512", "avx2", "portable"], autouse=True
+)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """The kernels' variant for an instruction set."""
     best = native_library().isa

@@ -29,7 +29,7 @@ ROUNDING = 2.0**-8
 """Of one bfloat16, relative."""
 
 
-@pytest.fixture(scope="module", params=["avx512_bf16", "avx512", "avx2", "portable"])
+@pytest.fixture(scope="module", params=["amx", "avx512_bf16", "avx512", "avx2", "portable"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """The kernels' variant for an instruction set."""
     best = native_library().isa

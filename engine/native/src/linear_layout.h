@@ -1,0 +1,32 @@
+// Where the numbers of a linear layer's packed weights lie; see linear.cpp.
+#pragma once
+
+#include <algorithm>
+
+#include "calls.h"
+#include "vec.h"
+
+namespace HEADRACE_ISA {
+namespace {
+
+int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
+// Lanes of 32 bits are two inputs, or one of float32.
+int64_t num_pairs(const LinearWeight& weight) {
+  return weight.dtype == FLOAT32 ? weight.inputs : divide_up(weight.inputs, 2);
+}
+int64_t num_panels(const LinearWeight& weight) { return divide_up(weight.outputs, VL); }
+
+// Where a panel's numbers begin, and how far apart those of two pairs are.
+struct Panel {
+  int64_t start, stride;
+
+  Panel(const LinearWeight& weight, int64_t panel) {
+    const int64_t first = panel / NR * NR;
+    start = first * num_pairs(weight) * VL + (panel - first) * VL;
+    stride = std::min<int64_t>(NR, num_panels(weight) - first) * VL;
+  }
+};
+
+}  // namespace
+}  // namespace HEADRACE_ISA
