@@ -162,7 +162,7 @@ class _Process:
             await self._server.drain(0)
             return _FAILED
         failed.cancel()
-        draining = self._server.begin_drain(reason="a signal")
+        draining = self._server.begin_drain()
         timeout_s = state.drain.timeout_s if state.drain is not None else 0.0
         live = self._server.registry.live
         what = "1 live request" if live == 1 else f"{live} live requests"

@@ -507,7 +507,9 @@ class HeadraceServer:
         if self._draining is None:
             timeout_s = self._config.drain_timeout_s if timeout_s is None else timeout_s
             self.state.drain = Drain(reason, time.time(), timeout_s)
-            logger.info("draining, at most %g s: %s", timeout_s, reason or "(no reason given)")
+            logger.info(
+                "draining, at most %g s: %s", timeout_s, reason or "a signal, or no reason given"
+            )
             self._enter_drain()
             self._draining = asyncio.create_task(self._drain(timeout_s))
         return self._draining

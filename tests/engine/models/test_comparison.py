@@ -370,6 +370,30 @@ def test_what_sure_attention_loses_where_its_scores_are_rounded_is_no_fault(seed
     assert comparison._attention(missing, theirs, 63.0) is not None
 
 
+def test_attention_is_judged_by_the_scores_of_its_own_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[float] = []
+    judge = comparison._attention
+
+    def noted(actual: torch.Tensor, expected: torch.Tensor, score: float = 0.0) -> str | None:
+        seen.append(score)
+        return judge(actual, expected, score)
+
+    monkeypatch.setattr(comparison, "_attention", noted)
+    verify(make())
+    plain, sure = list(seen), make()
+    seen.clear()
+    with torch.no_grad():
+        sure.model.layers[0].self_attn.q_norm.weight *= 8
+    verify(sure)
+    each = len(recording.MAGNITUDES[torch.bfloat16])
+    assert len(plain) == len(seen) == each * len(sure.model.layers)
+    assert seen[:each] == pytest.approx([8 * score for score in plain[:each]], rel=0.02)
+    assert min(plain) > 1.0
+    assert max(seen[each:]) < 8 * min(plain)
+
+
 def test_what_is_rounded_twice_may_be_two_apart() -> None:
     """An element that is rounded the other way before it is multiplied by the norm's weight may end
     two away; an error of 1 % in one element of the weight is another thing.
