@@ -16,6 +16,7 @@ from pathlib import Path
 
 from benchmarks import models
 from benchmarks.gpu import command as gpu
+from benchmarks.instructions import ENVIRONMENTS
 from benchmarks.models import DEMO, SHAPES
 from benchmarks.processes import ROOT, SystemFailure
 from benchmarks.records import Case, Plan, write_record
@@ -79,6 +80,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument(
+        "--instructions",
+        choices=list(ENVIRONMENTS),
+        help="a smaller set than the processor's, for all processes: as on an older one. Servers "
+        "take the best there is, and cannot be measured so",
+    )
     parser.add_argument("--turns", type=int, default=3, help="turns that count (default 3)")
     parser.add_argument(
         "--peer",
@@ -144,6 +151,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     """What the arguments ask for. Raises ValueError."""
     systems = {**SYSTEMS, **dict(map(_variant, arguments.variant))}
     names = _chosen("system", arguments.systems, systems)
+    for name in names if arguments.instructions else ():
+        if systems[name].module == "benchmarks.adapters.headrace_server":
+            raise ValueError(f"--instructions: {name} is a server and takes the processor's best")
     peers = {}
     for text in arguments.peer:
         name, _, directory = text.partition("=")
@@ -171,6 +181,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         model=model,
         dtype=arguments.dtype,
         threads=arguments.threads,
+        instructions=arguments.instructions,
         cases=[
             Case(WORKLOADS[workload], load)
             for workload in _chosen("workload", arguments.workload, WORKLOADS)

@@ -12,7 +12,6 @@ cannot run here is said, and left out.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import sys
 import time
 from collections.abc import Callable
@@ -20,9 +19,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from benchmarks.instructions import ENVIRONMENTS, limit
 from engine.models.packed import PackedLinear, new_scales, pack, packed_size, packed_view
 from engine.models.packed_onednn import OneDnnLinear
-from engine.native.build import LIBRARY
 
 LAYERS = 8
 """Of a model: 250 MB in bfloat16, beyond every cache."""
@@ -124,24 +123,12 @@ def measure(rows: int, seconds: float, those: list[Contender]) -> None:
         )
 
 
-def use_variant(name: str) -> None:
-    """Let our kernels use another instruction set than the best one.
-
-    Raises:
-        SystemExit: this processor does not have it, or the library has no such variant.
-    """
-    handle = ctypes.CDLL(str(LIBRARY))
-    handle.headrace_use.restype = ctypes.c_bool
-    if not handle.headrace_use(name.encode()):
-        raise SystemExit(f"--variant: our kernels have no {name} on this processor")
-
-
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", default="1,4,16,32,128,512")
     parser.add_argument("--types", default="bfloat16,int8,float32", help=", ".join(TYPES))
-    parser.add_argument("--variant", help="of our kernels: avx2, avx512, …; default: the best")
+    parser.add_argument("--variant", choices=list(ENVIRONMENTS), help="of our kernels")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of a model, each of 7 products")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each number of rows")
     parser.add_argument("--threads", type=int, default=2)
@@ -150,7 +137,7 @@ def main() -> None:
     if unknown := set(options.types.split(",")) - set(TYPES):
         parser.error(f"--types: {', '.join(sorted(unknown))}: choose of {', '.join(TYPES)}")
     if options.variant:
-        use_variant(options.variant)
+        limit(options.variant)
     with torch.inference_mode():
         those = contenders(options.types.split(","), options.layers)
         for rows in map(int, options.rows.split(",")):

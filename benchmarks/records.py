@@ -50,6 +50,7 @@ class Plan:
         systems: the first is the one that the others are compared with.
         pythons: the interpreter of each system.
         peers: the environments of peers.
+        instructions: of `instructions.ENVIRONMENTS`, in every process; None: the processor's own.
         check: how many requests of each system are judged in each case.
         minutes: no turn is begun after this many minutes.
         turn_s: the longest turn, seconds.
@@ -60,6 +61,7 @@ class Plan:
     model: Path
     dtype: str
     threads: int
+    instructions: str | None
     cases: list[Case]
     systems: list[SystemSpec]
     pythons: dict[str, str]

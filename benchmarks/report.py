@@ -90,7 +90,8 @@ def _heading(record: dict[str, Any], name: str) -> str:
     matrix = [rate["matrix"] / 1e12 for rate in rates]
     loads = [rate["load_average"] for rate in rates]
     found = machine.get("instructions")
-    instructions = f", {found}" if found else ""
+    by_hand = " chosen by hand" if machine.get("instructions_chosen") else ""
+    instructions = f", {found}{by_hand}" if found else ""
     return (
         f"{record['date'][:10]}, model `{record['model']}` in {record['dtype']}, "
         f"{record['threads']} threads; {machine['cpus']} CPUs ({machine['cpu']}{instructions}), "

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from benchmarks.floors import read_shape
+from benchmarks.instructions import ENVIRONMENTS
 from benchmarks.measures import turn_figures
 from benchmarks.processes import System, SystemFailure
 from benchmarks.records import Case, Found, Plan, case_record, commit, machine_record
@@ -39,6 +40,7 @@ class Runner:
         self._systems: dict[str, System] = {}
         self._left_out: dict[str, str] = {}
         self._verdicts: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[str, Any]] = {}
+        self._limits = ENVIRONMENTS.get(plan.instructions or "", {})
         self._began = time.monotonic()
         self._logs = plan.folder / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -81,7 +83,10 @@ class Runner:
             "kv_bytes_per_token": self._shape.kv_bytes(plan.dtype),
             "threads": plan.threads,
             "machine": machine_record()
-            | {"instructions": machine.ready.get("settings", {}).get("instructions")},
+            | {
+                "instructions": machine.ready.get("settings", {}).get("instructions"),
+                "instructions_chosen": plan.instructions is not None,
+            },
             "reference": plan.systems[0].name,
             "systems": about,
             "left_out": self._left_out,
@@ -102,7 +107,8 @@ class Runner:
                 spec.module,
                 self._plan.pythons[spec.name],
                 self._logs / f"{spec.name}.log",
-                spec.variables(
+                self._limits
+                | spec.variables(
                     self._plan.peers.get(spec.name), sorted(psutil.Process().cpu_affinity() or [])
                 ),
             )
@@ -132,11 +138,15 @@ class Runner:
         """
         plan = self._plan
         log = self._logs / f"{module}.log"
-        helper = System(module, f"benchmarks.adapters.{module}", sys.executable, log, {})
+        helper = System(module, f"benchmarks.adapters.{module}", sys.executable, log, self._limits)
         self._systems[f"({module})"] = helper
-        helper.load(
-            {"model": str(plan.model), "dtype": plan.dtype, "threads": plan.threads}, MACHINE_S
-        )
+        order = {
+            "model": str(plan.model),
+            "dtype": plan.dtype,
+            "threads": plan.threads,
+            "instructions": plan.instructions,
+        }
+        helper.load(order, MACHINE_S)
         helper.park()
         return helper
 
@@ -152,6 +162,7 @@ class Runner:
             "model": str(plan.model),
             "dtype": plan.dtype,
             "threads": plan.threads,
+            "instructions": plan.instructions,
             "cache": str(plan.folder),
             "options": dict(spec.options),
             "limits": {

@@ -21,6 +21,7 @@ import engine
 from benchmarks.adapters import profiling
 from benchmarks.adapters.building import built_model
 from benchmarks.adapters.loop import Turn, main, versions
+from benchmarks.instructions import limit
 from engine.api.offline import LoadedModel
 from engine.api.results import GenerationOutput
 from engine.config import CPU_BLOCK_SIZE, CUDA_BLOCK_SIZE, LoadConfig
@@ -37,6 +38,8 @@ class HeadraceEngine:
 
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
         logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+        if order.get("instructions"):
+            limit(order["instructions"])
         limits, options = order["limits"], dict(order["options"])
         loading = {
             "dtype": order["dtype"],

@@ -30,7 +30,7 @@ class Adapter(Protocol):
         Args:
             order: model (a directory), dtype, threads, limits (kv_tokens, max_requests,
                 max_request_tokens, max_prompt_tokens), cache (a directory for what is made of the
-                model), options.
+                model), options, instructions (a set that its process is limited to, or null).
 
         Returns:
             settings, versions; pid, the root of the processes whose memory counts, if it is not the

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.adapters.loop import Turn, main
+from benchmarks.instructions import limit
 from engine.models.packed import multiply, native_library, pack, packed_size
 from engine.native.library import NativeUnavailableError
 
@@ -56,6 +57,8 @@ class Machine:
         self._block = torch.ones(READ_BYTES // 4)
         self._reads: list[Callable[[], Any]] = [self._block.max, self._block.sum]
         self._products = _products()
+        if order.get("instructions"):
+            limit(order["instructions"])
         instructions = _instructions()
         if instructions is not None:
             self._products += _our_products()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from benchmarks import processes
 from benchmarks.processes import ROOT, System, SystemFailure
@@ -149,6 +150,7 @@ def test_the_command_lists_what_there_is_and_refuses_the_rest() -> None:
         (("--systems", "vllm-cpu"), "make it with benchmarks/peers/setup.sh"),
         (("--variant", "a=headrace:1"), "--variant a=headrace:1: NAME=SYSTEM:JSON is wanted"),
         (("--model", "nowhere"), "no model's directory"),
+        (("--instructions", "avx2"), "headrace-session is a server and takes the processor's best"),
     ):
         refused = bench("run", *arguments)
         assert refused.returncode == 1
@@ -174,6 +176,20 @@ def test_a_harness_that_is_ended_ends_its_systems(tmp_path: Path) -> None:
         assert harness.wait(60) == 128 + 15
     _, alive = psutil.wait_procs(children, 10)
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="a processor without AVX2")
+def test_a_smaller_set_of_instructions_is_that_of_every_process(tmp_path: Path) -> None:
+    output = tmp_path / "record.json"
+    run = bench(
+        "run", "--workload", "W3", "--systems", "headrace", "--turns", "1", "--check", "1",
+        "--instructions", "avx2", "--cache", str(tmp_path), "--output", str(output),
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr + run.stdout
+    machine = json.loads(output.read_text())["machine"]
+    assert (machine["instructions"], machine["instructions_chosen"]) == ("avx2", True)
+    assert "packed for avx2" in (tmp_path / "logs" / "headrace.log").read_text()
+    assert ", avx2 chosen by hand)" in run.stdout
 
 
 @pytest.mark.slow

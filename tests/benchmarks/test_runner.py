@@ -56,6 +56,7 @@ def plan(folder: Path, *cases: tuple[str, str], python: str = sys.executable) ->
         model=DEMO,
         dtype="float32",
         threads=1,
+        instructions=None,
         cases=[Case(WORKLOADS[workload], parse_load(load)) for workload, load in cases],
         systems=systems,
         pythons=dict.fromkeys(("one", "other"), python),
