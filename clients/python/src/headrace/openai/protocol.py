@@ -1,12 +1,14 @@
-"""HTTP/1.1 as uvicorn and httptools speak it, with bounds on what a connection may take before a
-request of it is there: uvicorn has none on the time and the size of a head, on connections of one
-peer, or on requests that are sent before their turn.
+"""HTTP/1.1 as uvicorn and httptools speak it, with bounds on what a connection may take besides the
+bodies of its requests: uvicorn has none on the time and the size of a head, on what stands around
+the chunks of a body, on connections of one peer, on requests that are sent before their turn, or on
+the time for which an answer waits for its reader.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from collections import Counter
 from typing import Any
 
@@ -14,48 +16,66 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_SECONDS = 20.0
 """How long a connection may take for a request's head."""
+LINGER_SECONDS = 5.0
+"""How long the rest of a body is taken, and dropped, that was answered before its end: if the
+connection ended at once, the answer would be lost with it.
+"""
+UNREAD_SECONDS = 120.0
+"""How long an answer waits for a reader who takes nothing of it; servers give up earlier."""
 MAX_HEAD_BYTES = 64 << 10
+"""Of a request's head; and of what comes between two pieces of its body."""
 MAX_PIPELINED = 16
 """Requests that a connection has sent before their turn."""
 MAX_CONNECTIONS = 4_096
-MAX_CONNECTIONS_OF_ONE = MAX_CONNECTIONS // 2
-"""Of one peer. It is a half, since behind a proxy all have the same address."""
+"""Or half as many as the process may have files. A peer may have half of them: it is so much, since
+behind a proxy all have the same address.
+"""
+_TOO_LARGE = f"The request's head has more than {MAX_HEAD_BYTES} bytes."
 
 
 def make_protocol() -> type[HttpToolsProtocol]:
     """The protocol of one server: its connections are counted together."""
     peers: Counter[str] = Counter()
+    most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
     class Bounded(HttpToolsProtocol):
         """A connection."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self._head_bytes = 0
+            self._head_bytes = self._loose_bytes = 0
             self._timer: asyncio.TimerHandle | None = None
+            self._unread: asyncio.TimerHandle | None = None
             self._peer = self.client[0] if self.client else ""
             peers[self._peer] += 1
-            if peers.total() > MAX_CONNECTIONS or peers[self._peer] > MAX_CONNECTIONS_OF_ONE:
+            if peers.total() > most or peers[self._peer] > most // 2:
                 self._refuse(503, "There are too many connections; close some.")
                 return
-            self._timer = self.loop.call_later(HEAD_SECONDS, self._is_late)
+            self._start_timer(HEAD_SECONDS)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()
+            self._stop_waiting()
             peers[self._peer] -= 1
             if not peers[self._peer]:
                 del peers[self._peer]
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
-            if not self.transport.is_closing():
-                super().data_received(data)
+            if self.transport.is_closing():
+                return
+            if self._timer is None and self.timeout_keep_alive_task is not None:
+                self._start_timer(HEAD_SECONDS)  # a request begins: by blank lines, too
+            self._loose_bytes += len(data)
+            super().data_received(data)
+            if self._loose_bytes > MAX_HEAD_BYTES:
+                self._refuse(431, _TOO_LARGE)
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
             self._head_bytes = 0
             if self._timer is None:
-                self._timer = self.loop.call_later(HEAD_SECONDS, self._is_late)
+                self._start_timer(HEAD_SECONDS)
 
         def on_url(self, url: bytes) -> None:
             super().on_url(url)
@@ -67,18 +87,42 @@ def make_protocol() -> type[HttpToolsProtocol]:
 
         def on_headers_complete(self) -> None:
             self._stop_timer()
+            self._loose_bytes = 0
             if len(self.pipeline) >= MAX_PIPELINED:
                 self.transport.abort()
+            elif not self.url.startswith(b"/"):
+                self._refuse(400, "The request's target must be a path; this is no proxy.")
+            elif self.parser.should_upgrade():
+                self._refuse(400, "There is no Upgrade here; send HTTP/1.1 without it.")
             elif not self.transport.is_closing():
                 super().on_headers_complete()
 
         def on_body(self, body: bytes) -> None:
+            self._loose_bytes = 0
             if not self.transport.is_closing():
                 super().on_body(body)
 
         def on_message_complete(self) -> None:
-            if not self.transport.is_closing():
-                super().on_message_complete()
+            self._loose_bytes = 0
+            if self.transport.is_closing():
+                return
+            super().on_message_complete()
+            self.cycle.more_body = False
+            if self.cycle.response_complete:
+                self._start_timer(HEAD_SECONDS)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.cycle.response_complete and self.cycle.more_body:
+                self._start_timer(LINGER_SECONDS)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._wait_for_reader()
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._stop_waiting()
 
         def send_400_response(self, msg: str) -> None:
             """What is no HTTP gets an error of OpenAI's form, too."""
@@ -86,21 +130,45 @@ def make_protocol() -> type[HttpToolsProtocol]:
 
         def _count(self, size: int) -> None:
             self._head_bytes += size
-            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-                self._refuse(431, f"The request's head has more than {MAX_HEAD_BYTES} bytes.")
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(431, _TOO_LARGE)
 
-        def _is_late(self) -> None:
-            self._timer = None
-            self._refuse(408, f"The request's head did not come within {HEAD_SECONDS:.0f} s.")
+        def _start_timer(self, seconds: float) -> None:
+            self._stop_timer()
+            self._timer = self.loop.call_later(seconds, self._is_late)
 
         def _stop_timer(self) -> None:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
 
+        def _is_late(self) -> None:
+            is_over = self.cycle is not None and self.cycle.more_body  # it was answered before
+            if self._loose_bytes and not is_over:
+                message = f"The request's head did not come within {HEAD_SECONDS:.0f} s."
+                self._refuse(408, message)
+            else:
+                self.transport.close()
+
+        def _wait_for_reader(self, left: int | None = None) -> None:
+            size = self.transport.get_write_buffer_size()
+            if left is not None and size >= left:
+                self.transport.abort()
+            else:
+                self._unread = self.loop.call_later(UNREAD_SECONDS, self._wait_for_reader, size)
+
+        def _stop_waiting(self) -> None:
+            if self._unread is not None:
+                self._unread.cancel()
+                self._unread = None
+
         def _refuse(self, status: int, message: str) -> None:
             self._stop_timer()
-            if not self.transport.is_closing():
+            cycle = self.cycle
+            is_amid = cycle and cycle.response_started and not cycle.response_complete
+            if is_amid or self.pipeline:  # another answer has begun, or is due before
+                self.transport.abort()
+            elif not self.transport.is_closing():
                 self.transport.write(refusal(status, message))
                 self.transport.close()
 
