@@ -82,25 +82,31 @@ class Callers:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def models(self, caller: Caller) -> list[ModelCard]:
-        """What the servers serve; those that cannot be asked are left out.
+        """What the servers tell this caller; those that cannot be asked are left out.
 
         Raises:
             HeadraceError: none can be asked.
         """
-        if time.monotonic() - self._cards_at > CARD_SECONDS or len(self._cards) < len(
-            self._targets
-        ):
-            found = await asyncio.gather(
-                *(self._card(target, caller) for target in self._targets), return_exceptions=True
-            )
-            errors = [one for one in found if isinstance(one, BaseException)]
-            for error in errors:
-                if not isinstance(error, HeadraceError) or len(errors) == len(found):
-                    raise error
-            pairs = zip(self._targets, found, strict=True)
-            self._cards = {target: one for target, one in pairs if isinstance(one, ModelCard)}
-            self._cards_at = time.monotonic()
+        found = await asyncio.gather(
+            *(self._card(target, caller) for target in self._targets), return_exceptions=True
+        )
+        errors = [one for one in found if isinstance(one, BaseException)]
+        for error in errors:
+            if not isinstance(error, HeadraceError) or len(errors) == len(found):
+                raise error
+        pairs = zip(self._targets, found, strict=True)
+        self._cards = {target: one for target, one in pairs if isinstance(one, ModelCard)}
+        self._cards_at = time.monotonic()
         return list(self._cards.values())
+
+    async def card(self, target: str, caller: Caller) -> ModelCard:
+        """What a server serves, as it was told some seconds ago at most.
+
+        Raises:
+            HeadraceError: it cannot be asked.
+        """
+        await self._know(caller)
+        return self._cards.get(target) or await self._card(target, caller)
 
     async def target(self, model: str, caller: Caller) -> str:
         """The server of a model.
@@ -111,7 +117,7 @@ class Callers:
         """
         if len(self._targets) == 1:
             return self._targets[0]  # which refuses another name itself
-        await self.models(caller)
+        await self._know(caller)
         for target, card in self._cards.items():
             if model and model in (card.name, *card.aliases):
                 return target
@@ -139,6 +145,8 @@ class Callers:
         """
         key = (target, caller)
         line = self._lines.get(key)
+        if line is not None and line.session.ended:
+            self._drop(key, line)
         if line is None or line.is_over:
             self._make_room()
             line = await self._open(target, caller)
@@ -181,6 +189,11 @@ class Callers:
         for key, line in list(self._lines.items()):
             if not line.users and line.used_at < due:
                 self._drop(key, line)
+
+    async def _know(self, caller: Caller) -> None:
+        is_old = time.monotonic() - self._cards_at > CARD_SECONDS
+        if is_old or len(self._cards) < len(self._targets):
+            await self.models(caller)
 
     async def _card(self, target: str, caller: Caller) -> ModelCard:
         async with self.line(target, caller) as line:

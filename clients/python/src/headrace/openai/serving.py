@@ -23,6 +23,8 @@ from headrace.results import Chunk, FinishReason, Result, TokenInfo
 from headrace.v1.generation_pb2 import GenerationSpec
 
 _ID = re.compile(r"[A-Za-z0-9._:/-]{1,100}")
+_SMALL_BYTES, _AROUND_BYTES = 60_000, 1_000
+"""What every server takes as a message, and what one may have besides the request."""
 _QUEUED = 64
 """Events of several prompts that wait for a reader."""
 
@@ -81,7 +83,9 @@ class Run:
                 self._handles.append(await self._begin(line, 0, first))
             for number, spec in enumerate(others, 1):
                 self._handles.append(await self._begin(line, number, spec))
-            name = self.asked.model or (await line.client.model()).name
+            name = self.asked.model or (await self.card()).name
+            if not self.asked.wants_ids:
+                self.asked.specs.clear()  # large ones would be there as long as their answers
         except HeadraceError as error:
             raise from_headrace(error, self.asked.names) from None
         return Replies(self.asked, self.id, name, int(time.time()))
@@ -174,10 +178,9 @@ class Run:
             raise from_headrace(error, self.asked.names) from None
 
     async def card(self) -> ModelCard:
-        """The model that the prompts are for; after `rendered`."""
-        if self._line is None:
-            raise RuntimeError("nothing was rendered")
-        return await self._line.client.model()
+        """The model that the prompts are for."""
+        target = await self._callers.target(self.asked.model, self._caller)
+        return await self._callers.card(target, self._caller)
 
     async def _connect(self) -> Line:
         target = await self._callers.target(self.asked.model, self._caller)
@@ -190,12 +193,22 @@ class Run:
         del spec.labels[:]
         for name, value in self._labels.items():
             spec.labels.add(name=name, value=value)
+        await self._check_size(spec)
         if not self._is_named:
             return await self._callers.submit(line, spec)
         # Kept by the server after its end, and the same request again gets the same answer.
         spec.request_id = f"{self.id}.{number}"
         await line.client.add_request(spec)
         return line.client.attach(spec.request_id)
+
+    async def _check_size(self, spec: GenerationSpec) -> None:
+        """By a message that is too large a server would end the session, with all that runs on
+        it.
+        """
+        size = spec.ByteSize() + _AROUND_BYTES
+        if size > _SMALL_BYTES and size > (most := (await self.card()).limits.max_message_bytes):
+            message = f"the request takes about {size} bytes; its server takes at most {most}"
+            raise ApiError(413, message, code="body_too_large")
 
     def _before(self, handle: Handle, chunk: Chunk, begun: set[int]) -> tuple[TokenInfo, ...]:
         """The prompt's tokens, for the first chunk of a choice that echoes it."""
@@ -210,8 +223,8 @@ class Run:
             return []
         return [await self._ids(self._line, spec) for spec in self.asked.specs]
 
-    @staticmethod
-    async def _ids(line: Line, spec: GenerationSpec) -> list[int]:
+    async def _ids(self, line: Line, spec: GenerationSpec) -> list[int]:
+        await self._check_size(spec)
         if spec.WhichOneof("input") == "tokens":
             return list(spec.tokens.ids)
         return list((await line.client.tokenize(spec)).token_ids)
