@@ -91,8 +91,8 @@ class Door:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         request, began, status = Request(scope), time.monotonic(), LEFT
-        headers = self._guard.cors(request)
-        headers.append((b"x-request-id", _request_id(request).encode()))
+        headers, name = self._guard.cors(request), _request_id(request)
+        headers.append((b"x-request-id", name.encode()))
 
         async def sent(message: Message) -> None:
             nonlocal status
@@ -113,7 +113,7 @@ class Door:
         except (ClientDisconnect, _ClientLeftError):
             status = LEFT
         except Exception:
-            _log.exception("request %s failed by a defect", _request_id(request))
+            _log.exception("request %s failed by a defect", name)
             if status != LEFT:
                 raise  # the head is out: the connection ends
             defect = ApiError(500, "the door has a defect; its log says more", type="server_error")
@@ -154,28 +154,24 @@ class Door:
     # ---- the routes -----------------------------------------------------------------------------
 
     async def _complete(self, request: Request, route: Route) -> Response:
-        run = await self._run(request, route, asked.read)
-        if run.asked.is_stream:
+        async with self._run(request, route, asked.read) as run:
             try:
                 replies = await _while_there(request.receive, run.start())
             except BaseException:
                 await run.__aexit__()
                 raise
+        if run.asked.is_stream:
             return _Stream(run, run.events(replies), self._metrics)
-
-        async def whole() -> dict[str, Any]:
-            async with run:
-                return await run.whole(await run.start())
-
-        return _json(await _while_there(request.receive, whole()))
+        async with run:
+            return _json(await _while_there(request.receive, run.whole(replies)))
 
     async def _render(self, request: Request, route: Route) -> Response:
-        async with await self._run(request, route, asked.rendered) as run:
+        async with self._run(request, route, asked.rendered) as run, run:
             found = [{"token_ids": ids} for ids in await run.rendered()]
         return _json(found[0] if route == "chat" else found)
 
     async def _tokenize(self, request: Request) -> Response:
-        async with await self._run(request, None, asked.rendered) as run:
+        async with self._run(request, None, asked.rendered) as run, run:
             [ids, *_] = await run.rendered()
             most = (await run.card()).limits.max_context_tokens
         return _json({"count": len(ids), "max_model_len": most, "tokens": ids})
@@ -211,21 +207,27 @@ class Door:
         message, again = "no server is ready", {"retry-after": "1"}
         raise ApiError(503, message, type="server_error", code="not_ready", headers=again)
 
+    @contextlib.asynccontextmanager
     async def _run(
         self, request: Request, route: Route | None, read: Callable[..., asked.Asked]
-    ) -> Run:
-        """What a body asks for. route: None: a conversation if it has one, else a text."""
+    ) -> AsyncIterator[Run]:
+        """What a body asks for, in a block that is left when it was sent on. route: None: a
+        conversation if it has one, else a text.
+        """
         caller = self._guard.caller(request)
-        body = await self._bodies.read(request, caller.peer)
-        route = route or ("chat" if "messages" in body else "completions")
-        wanted = read(body, route, ignore_unknown=self._ignore)
         labels = {}
         for name in ("traceparent", "tracestate"):
             value = request.headers.get(name, "")
             if value.isascii() and value.isprintable() and 0 < len(value) <= 128:
                 labels[name] = value
         key = request.headers.get("idempotency-key", "")
-        return Run(self._callers, caller, wanted, key, labels)
+
+        def understand(body: dict[str, Any]) -> asked.Asked:
+            of = route or ("chat" if "messages" in body else "completions")
+            return read(body, of, ignore_unknown=self._ignore)
+
+        async with self._bodies.read(request, caller.peer, understand) as wanted:
+            yield Run(self._callers, caller, wanted, key, labels)
 
 
 class _Stream(Response):

@@ -1,7 +1,9 @@
 """Bodies of requests: read within bounds, then read as JSON within bounds.
 
 Before JSON becomes objects its values are counted: a body of 8 MiB may hold four million of them,
-which would take hundreds of megabytes, and a second in which every other stream stands still.
+which would take hundreds of megabytes. What is left may still take most of a second, in which every
+other stream would stand still: so a thread does it, for one body at a time. A body's bytes count
+until its server has accepted what it asks for, since so long it is there in one form or another.
 """
 
 from __future__ import annotations
@@ -9,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -24,9 +26,12 @@ MAX_VALUES = 300_000
 token ids that a server takes has 262,144.
 """
 MAX_HELD_BYTES = 64 << 20
-"""Of all bodies that are being read; each peer may have a quarter."""
+"""Of all bodies that are being read or sent on; each peer may have a quarter."""
+SMALL_BYTES = 32 << 10
+"""A body up to here takes no more than some milliseconds."""
 BODY_SECONDS = 60.0
 """How long a body may take to come."""
+T = TypeVar("T")
 
 
 class Bodies:
@@ -34,9 +39,13 @@ class Bodies:
 
     def __init__(self) -> None:
         self._held: Counter[str] = Counter()
+        self._turn = asyncio.Lock()
 
-    async def read(self, request: Request, peer: str) -> dict[str, Any]:
-        """The body's object.
+    @asynccontextmanager
+    async def read(
+        self, request: Request, peer: str, understand: Callable[[dict[str, Any]], T]
+    ) -> AsyncIterator[T]:
+        """What `understand` makes of the body's object; the block is left when that is sent on.
 
         Raises:
             ApiError: it is too large, too slow, of another type, or no object of JSON.
@@ -61,7 +70,13 @@ class Bodies:
                 raise ApiError(
                     408, f"the body did not come within {BODY_SECONDS:.0f} s", code="timeout"
                 ) from None
-            return parse(bytes(body))
+            if len(body) <= SMALL_BYTES:
+                found = understand(parse(body))
+            else:
+                async with self._turn:
+                    found = await asyncio.to_thread(lambda: understand(parse(body)))
+            body = bytearray()
+            yield found
 
     @contextmanager
     def _room(self, peer: str) -> Iterator[Any]:
@@ -76,7 +91,7 @@ class Bodies:
                     "too many large bodies are being read; send yours again",
                     type="server_error",
                     code="too_many_bodies",
-                    headers={"retry-after": "1", "connection": "close"},
+                    headers={"retry-after": "1"},
                 )
             taken += size
             self._held[peer] += size
@@ -89,7 +104,7 @@ class Bodies:
                 del self._held[peer]
 
 
-def parse(body: bytes) -> dict[str, Any]:
+def parse(body: bytes | bytearray) -> dict[str, Any]:
     """The object of a text of JSON.
 
     Raises:
@@ -141,6 +156,4 @@ def _no_json(why: str) -> ApiError:
 
 
 def _too_large(what: str) -> ApiError:
-    return ApiError(
-        413, f"the body has {what}", code="body_too_large", headers={"connection": "close"}
-    )
+    return ApiError(413, f"the body has {what}", code="body_too_large")
