@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.trust.bytes.part import BYTES
+from benchmarks.trust.door.part import DOOR
 from benchmarks.trust.ends.part import ENDS
 from benchmarks.trust.hostile.part import HOSTILE
 from benchmarks.trust.load.part import LOAD
@@ -12,5 +13,5 @@ from benchmarks.trust.proxy.part import PROXY
 from benchmarks.trust.storms.part import STORMS
 
 PARTS: dict[str, Part] = {
-    one.name: one for one in (ENDS, HOSTILE, PROXY, BYTES, STORMS, LOAD, PLANTED)
+    one.name: one for one in (ENDS, HOSTILE, DOOR, PROXY, BYTES, STORMS, LOAD, PLANTED)
 }

@@ -1,0 +1,105 @@
+"""The part: each attack in turn, on one door."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+
+from benchmarks.hostile.door import ATTACKS, CHAT, Door, Neighbour, attacked
+from benchmarks.hostile.judging import allowed_s
+from benchmarks.hostile.server import ATTACKER, WITNESS, Server
+from benchmarks.trust.calm import look, witnessed
+from benchmarks.trust.parts import Course, Part, Tried, some
+from benchmarks.witness.process import Witness
+from benchmarks.witness.report import Report
+
+SECONDS, CUT_SECONDS = 10.0, 2.0
+CALM_S = 3.0
+STREAM_S = 0.5
+"""The longest wait for a stream's next event, of a neighbour at the door."""
+DOOR_BYTES = 256_000_000
+"""Resident memory of the door's process."""
+ANSWER_S = 10.0
+"""In so much time it answers again after an attack."""
+
+
+def run(course: Course) -> None:
+    """Each attack; waits are judged in the whole campaign alone."""
+    names = [name for name in ATTACKS if course.is_wanted(name)]
+    if not names:
+        return
+    with witnessed(tokens=300) as (server, witness):
+        door = Door(server.target, course.folder)
+        neighbour = Neighbour(door.port, server.token(WITNESS))
+        try:
+            neighbour.start()
+            calm = look(witness, course.either(CALM_S, 1.0))
+            for name in names:
+                course.add(_try(course, name, (server, witness, door, neighbour), calm))
+        finally:
+            neighbour.close()
+            door.close()
+
+
+def _try(
+    course: Course, name: str, there: tuple[Server, Witness, Door, Neighbour], calm: Report
+) -> Tried:
+    server, witness, door, neighbour = there
+    seconds = course.seconds or course.either(SECONDS, CUT_SECONDS)
+    witness.begin()
+    neighbour.begin()
+    answers = attacked(name, door.port, seconds, server.token(ATTACKER))
+    seen, waited, peak = witness.report(), neighbour.worst_s, door.peak_bytes
+    wrong = [f"the door was {peak / 1e6:.0f} MB"] if peak > DOOR_BYTES else []
+    if not course.is_cut:
+        if seen.gaps.worst_s - seen.gaps.late_s > (most := allowed_s(calm.gaps)):
+            wrong.append(f"gap between tokens {seen.gaps.worst_s:.3f} s, above {most:.3f}")
+        if waited > STREAM_S:
+            wrong.append(f"a stream waited {waited:.3f} s, above {STREAM_S}")
+    wrong += [f"a neighbour got {one}" for one in neighbour.wrong]
+    wrong += [f"{count} × {answer}" for answer, count in answers.items() if answer == "500"]
+    if seen.wrong_tokens or seen.lost_tokens or seen.not_serving:
+        wrong.append("the witness lost something")
+    wrong += [f"the door said: {line}" for line in door.log().splitlines()[1:]]
+    if any(server.token(one) in door.log() + server.log() for one in (WITNESS, ATTACKER)):
+        wrong.append("a log has a token")
+    if not door.is_alive or not _answers(door, server.token(ATTACKER)):
+        wrong.append(f"it did not answer within {ANSWER_S:g} s afterwards")
+    told = ", ".join(f"{count:,} {answer}" for answer, count in sorted(answers.items()))
+    return Tried(
+        name=name,
+        what=(ATTACKS[name].__doc__ or "").strip(),
+        promises=(3, 7),
+        count=sum(answers.values()),
+        worst=f"gap {seen.gaps.worst_s * 1e3:.0f} ms (calm {calm.gaps.worst_s * 1e3:.0f}), stream "
+        f"{waited * 1e3:.0f} ms; door {peak / 1e6:.0f} MB at most so far; {told}",
+        wrong=some(wrong),
+    )
+
+
+def _answers(door: Door, token: str) -> bool:
+    body = json.dumps(CHAT | {"max_tokens": 1})
+    headers = {"content-type": "application/json", "authorization": f"Bearer {token}"}
+    ends = time.monotonic() + ANSWER_S
+    while time.monotonic() < ends:
+        connection = http.client.HTTPConnection("127.0.0.1", door.port, timeout=ANSWER_S)
+        try:
+            connection.request("POST", "/v1/chat/completions", body, headers)
+            if connection.getresponse().status == 200:
+                return True
+        except (OSError, http.client.HTTPException):
+            pass
+        finally:
+            connection.close()
+        time.sleep(0.1)
+    return False
+
+
+DOOR = Part(
+    name="door",
+    meaning="attacks on the HTTP door, beside a witness and a neighbour's stream",
+    minutes=3,
+    run=run,
+    has_calm=False,
+)
