@@ -220,6 +220,15 @@ def test_credits_are_paid_as_chunks_are_read(client: Client, server: ScriptedSer
         handle.cancel()
 
 
+def test_many_credits_are_paid_in_parts(client: Client, server: ScriptedServer) -> None:
+    with client.session(initial_credit=160) as session:
+        assert len(session.submit("on " * 64).result(WAIT).token_ids) == 64
+        assert all(paid >= 10 for paid in server.credits)
+        handle = session.submit("hold on")
+        server.wait_for(lambda: bool(server.live))
+        handle.cancel()
+
+
 def test_closing_pays_takes_nothing_more_and_still_cancels(
     client: Client, server: ScriptedServer
 ) -> None:

@@ -51,6 +51,9 @@ from headrace.v1.generation_service_pb2 import (
     StreamResultResponse,
 )
 
+_PARTS = 16
+"""Credits are paid when the reader has taken so small a part of what may be sent ahead."""
+
 
 def fold_to_attach(request_id: str, *, from_seq: int, n: int | None) -> Fold:
     """The fold of a request that another stream may have started, from one of its events on.
@@ -104,7 +107,10 @@ class Record:
         self.unlimited = False
         """With credits: whether everything that arrives is paid for at once."""
         self.paid = 0
-        """With credits: how many of the fold's chunks have been paid for."""
+        """With credits: how many of the fold's chunks count as read; `unpaid`: tokens of those for
+        which the server was not told so yet.
+        """
+        self.unpaid = 0
 
     @property
     def request_id(self) -> str:
@@ -168,7 +174,7 @@ class SessionCore:
         self.retries: list[tuple[float, Record]] = []
         """Requests to send again, and after how many seconds; the flavour empties it."""
         self._room_timeout = room_timeout
-        self._credits = initial_credit > 0
+        self._credit = initial_credit
         self._ids = itertools.count(1)
         self._commands: dict[int, Record] = {}
         self._numbers: dict[int, Record] = {}  # the live requests, by their numbers
@@ -239,7 +245,7 @@ class SessionCore:
         """
         self._register(record)
         fold = record.fold
-        record.paid = len(fold.chunks)
+        record.paid, record.unpaid = len(fold.chunks), 0
         command = AttachCommand(
             request_id=fold.request_id, from_seq=fold.next_seq, instance_id=instance_id
         )
@@ -286,14 +292,17 @@ class SessionCore:
 
     def pay(self, record: Record, chunks: int) -> None:
         """With credits: lets the server send as many more tokens as these first chunks of the
-        request had.
+        request had, once that is a sixteenth of what it may send ahead.
         """
-        if not self._credits or self.ended or record.fold.done:
+        if not self._credit or self.ended or record.fold.done:
             return
-        tokens = sum(len(chunk.token_ids) for chunk in record.fold.chunks[record.paid : chunks])
+        read = record.fold.chunks[record.paid : chunks]
         record.paid = max(record.paid, chunks)
-        if tokens:
-            command = CreditCommand(request_id=record.request_id, tokens=tokens)
+        record.unpaid += sum(len(chunk.token_ids) for chunk in read)
+        # With many credits not a command for each step: the rest lets the server go on meanwhile.
+        if record.unpaid and record.unpaid >= self._credit // _PARTS:
+            command = CreditCommand(request_id=record.request_id, tokens=record.unpaid)
+            record.unpaid = 0
             self._send(StreamResultRequest(command_id=next(self._ids), credit=command))
 
     def pay_all(self, record: Record) -> None:
