@@ -98,5 +98,5 @@ async def test_texts_are_rendered_one_by_one() -> None:
         assert found == [{"token_ids": [97]}, {"token_ids": [7, 8]}]
         assert (await door.ask("/tokenize", {"prompt": "abc"}))["tokens"] == [97, 98, 99]
         error = await door.fails(path, {"prompt": []})
-        assert (error["status"], error["param"], error["code"]) == (400, "prompt", "invalid_value")
+        assert (error["status"], error["param"], error["code"]) == (400, "prompt", "invalid_field")
     assert not h.engine.submitted

@@ -118,6 +118,9 @@ class Core(Protocol):
     def records(self) -> dict[str, Record]: ...
 
     @property
+    def ended(self) -> bool: ...
+
+    @property
     def lease(self) -> float | None: ...
 
     @property
