@@ -16,7 +16,27 @@ from tests.openai.doors import OpenDoor
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 REASONS = {"context": "length", "time_limit": "length"}
-WORDS = "Once upon a time there was a small fox who said größe 水 🙂 {json} <tag> \n and then".split(" ")
+WORDS = [
+    "Once",
+    "upon",
+    "a",
+    "time",
+    "there",
+    "was",
+    "a",
+    "small",
+    "fox",
+    "who",
+    "said",
+    "größe",
+    "水",
+    "🙂",
+    "{json}",
+    "<tag>",
+    "\n",
+    "and",
+    "then",
+]
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
@@ -42,7 +62,12 @@ SCHEMA = {
 }
 FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": SCHEMA},
+            }
+        },
         {"json_schema": SCHEMA},
     ),
     ({"response_format": {"type": "text"}}, {}),
@@ -111,7 +136,10 @@ def draw(rng: random.Random, number: int) -> Question:
     for name, value, option in rng.sample(extras, rng.randint(0, 4)):
         asked.both(name, value, option)
     if rng.random() < 0.2:
-        asked.body["logit_bias"], asked.options["logit_bias"] = {"70": 5, "71": -100}, {70: 5, 71: -100}
+        asked.body["logit_bias"], asked.options["logit_bias"] = (
+            {"70": 5, "71": -100},
+            {70: 5, 71: -100},
+        )
     return asked
 
 

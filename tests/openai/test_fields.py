@@ -218,7 +218,12 @@ def test_every_obeyed_member_reaches_the_request(route: Route) -> None:
 
 def test_members_that_shape_the_answer() -> None:
     plain = read({}, "chat")
-    assert (plain.is_stream, plain.wants_usage, plain.wants_ids, plain.n) == (False, False, False, 1)
+    assert (plain.is_stream, plain.wants_usage, plain.wants_ids, plain.n) == (
+        False,
+        False,
+        False,
+        1,
+    )
     assert (plain.logprobs, plain.echo, plain.has_prompt, plain.model) == (None, False, False, "")
     assert plain.wants_reasoning
     full = read(
