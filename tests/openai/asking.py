@@ -17,26 +17,9 @@ from tests.openai.doors import OpenDoor
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 REASONS = {"context": "length", "time_limit": "length"}
 WORDS = [
-    "Once",
-    "upon",
-    "a",
-    "time",
-    "there",
-    "was",
-    "a",
-    "small",
-    "fox",
-    "who",
-    "said",
-    "größe",
-    "水",
-    "🙂",
-    "{json}",
-    "<tag>",
-    "\n",
-    "and",
-    "then",
-]
+    "Once", "upon", "a", "time", "there", "was", "a", "small", "fox", "who", "said", "größe", "水",
+    "🙂", "{json}", "<tag>", "\n", "and", "then",
+]  # fmt: skip
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
@@ -341,7 +324,8 @@ def join(route: str, events: list[dict[str, Any]]) -> Answer:
         index, delta = choice["index"], choice.get("delta", {})
         if index not in choices:
             choices[index] = {
-                "text": "", "reasoning": "", "calls": [], "reason": None, "ids": [], "logprobs": None,
+                "text": "", "reasoning": "", "calls": [], "reason": None, "ids": [],
+                "logprobs": None,
             }  # fmt: skip
             assert route != "chat" or delta == {"role": "assistant", "content": ""}
         else:

@@ -213,7 +213,7 @@ async def test_the_door_goes_on_when_its_server_was_started_again() -> None:
                 return answer.status_code == 200
 
             async with asyncio.timeout(30):  # gRPC waits before it connects again
-                while not await asked():
+                while not await asked():  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             assert len(await door.events(CHAT, BODY)) >= 2
         finally:

@@ -81,7 +81,10 @@ SPECS: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ({"truncate_prompt_tokens": 8}, {"truncation": {"max_prompt_tokens": 8}})
     ],
     "structured_outputs": [
-        ({"structured_outputs": {"json": {"a": 1}}}, {"structured_output": {"json_schema": '{"a": 1}'}}),
+        (
+            {"structured_outputs": {"json": {"a": 1}}},
+            {"structured_output": {"json_schema": '{"a": 1}'}},
+        ),
         ({"structured_outputs": {"json": "{}"}}, {"structured_output": {"json_schema": "{}"}}),
         ({"structured_outputs": {"json_object": True}}, {"structured_output": {"json_object": {}}}),
         ({"structured_outputs": {"regex": "a+"}}, {"structured_output": {"regex": "a+"}}),
@@ -89,7 +92,10 @@ SPECS: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
             {"structured_outputs": {"choice": ["a", "b"], "regex": None}},
             {"structured_output": {"choice": {"choices": ["a", "b"]}}},
         ),
-        ({"structured_outputs": {"grammar": "start: A"}}, {"structured_output": {"grammar": "start: A"}}),
+        (
+            {"structured_outputs": {"grammar": "start: A"}},
+            {"structured_output": {"grammar": "start: A"}},
+        ),
         (
             {"structured_outputs": {"structural_tag": {"a": 1}}},
             {"structured_output": {"structural_tag": '{"a": 1}'}},
@@ -153,7 +159,10 @@ CHAT_SPECS: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
     ],
 }
 TEXT_SPECS: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
-    "prompt": [({"prompt": "hö"}, {"text": {"text": "hö"}}), ({"prompt": [5]}, {"tokens": {"ids": [5]}})],
+    "prompt": [
+        ({"prompt": "hö"}, {"text": {"text": "hö"}}),
+        ({"prompt": [5]}, {"tokens": {"ids": [5]}}),
+    ],
     "max_tokens": [({}, {"stop": {"max_tokens": 16}})],
     "logprobs": [
         ({"logprobs": 0}, {"output": {"logprobs": 0}}),

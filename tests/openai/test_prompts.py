@@ -1,4 +1,4 @@
-"""Prompts of conversations over HTTP are transformers' own, for templates in the form of families."""
+"""Prompts of conversations over HTTP are transformers' own, for the templates of families."""
 
 from __future__ import annotations
 
