@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from headrace.errors import invalid_argument
+from headrace.errors import HeadraceError, invalid_argument
 from headrace.messages import Message, MessageDict, Tool, ToolCall
 from headrace.v1 import generation_pb2 as pb
 
@@ -62,6 +62,8 @@ def message_to_proto(message: Message | MessageDict | Mapping[str, Any]) -> pb.C
             made.content = message.content
         elif message.content is not None:
             made.content_parts.parts.extend(map(_part, message.content))
+    except HeadraceError:  # which is a ValueError, too
+        raise
     except (TypeError, ValueError) as error:
         raise invalid_argument("messages", f"a value does not fit: {error}") from None
     return made

@@ -154,6 +154,13 @@ class AsyncSession:
         """
         return self._core.load
 
+    @property
+    def ended(self) -> bool:
+        """Whether it takes no more requests, because its server ended it or could not be reached.
+        A session of several servers goes on with the others.
+        """
+        return self._core.ended
+
     async def close(self, *, cancel: bool = False) -> None:
         """Ends the session: accepts no more requests, and returns when the live ones have ended.
 

@@ -211,6 +211,9 @@ def _form(given: dict[str, Any], options: dict[str, Any], names: dict[str, str])
                 f"there is none; it is one of {', '.join(_FORMS)}",
             )
         options[_FORMS[name]] = value
+        names[_FORMS[name]] = names[f"structured_output.{_FORMS[name]}"] = (
+            f"structured_outputs.{name}"
+        )
 
 
 def _stream_options(given: Mapping[str, Any]) -> Mapping[str, Any]:

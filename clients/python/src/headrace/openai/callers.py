@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from headrace.async_client import AsyncClient
 from headrace.async_session import AsyncRequestHandle, AsyncSession
-from headrace.errors import HeadraceError, UnavailableError
+from headrace.errors import HeadraceError
 from headrace.model_card import ModelCard
 from headrace.openai.errors import ApiError
 from headrace.results import HealthStatus
@@ -51,7 +51,12 @@ class Line:
     session: AsyncSession
     users: int = 0
     used_at: float = field(default_factory=time.monotonic)
-    is_over: bool = False
+    is_dropped: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it takes no more requests: it was dropped, or its server ended the session."""
+        return self.is_dropped or self.session.ended
 
     async def close(self) -> None:
         """Ends both; what runs is cancelled."""
@@ -166,15 +171,11 @@ class Callers:
         Raises:
             HeadraceError: it was refused, or the server cannot be reached.
         """
+        handle = line.session.submit(spec)
         try:
-            handle = line.session.submit(spec)
-            try:
-                await handle.accepted()
-            except asyncio.CancelledError:
-                handle.cancel()
-                raise
-        except UnavailableError as error:
-            line.is_over = line.is_over or not error.reached_server
+            await handle.accepted()
+        except asyncio.CancelledError:
+            handle.cancel()
             raise
         return handle
 
@@ -235,7 +236,7 @@ class Callers:
     def _drop(self, key: tuple[str, Caller], line: Line) -> None:
         if self._lines.get(key) is line:
             del self._lines[key]
-        line.is_over = True
+        line.is_dropped = True
         if not line.users:
             task = asyncio.get_running_loop().create_task(line.close())
             self._closing.add(task)

@@ -75,7 +75,7 @@ class ApiError(Exception):
         return {"error": self._error}
 
 
-def invalid(param: str, message: str, code: str | None = "invalid_value") -> ApiError:
+def invalid(param: str, message: str, code: str | None = "invalid_field") -> ApiError:
     """A member of the body that cannot be obeyed."""
     return ApiError(400, f"{param}: {message}", param=param, code=code)
 
@@ -91,7 +91,7 @@ def from_headrace(error: HeadraceError, names: Mapping[str, str]) -> ApiError:
     reason = error.reason.lower() or None
     param, message = None, error.message
     if error.fields:
-        reason = reason or "invalid_value"
+        reason = reason or "invalid_field"
         field = error.fields[0].field
         param = param_of(field, names)
         if message.startswith(f"{field}:"):
