@@ -7,13 +7,13 @@ become ready.
 
 Shutdown (`drain`):
 1. the server is no longer ready: health says NOT_SERVING, Watches end, new work is refused with
-    UNAVAILABLE; an operator's pause ends;
+    UNAVAILABLE; an operator's pause ends; the HTTP door accepts no more;
 2. streams accept nothing new: idle sessions end now, others with their last request;
 3. live requests finish; after the timeout they are cancelled, and their streams still get the end
   events;
 4. the gRPC servers stop: first all calls end, with everything that their clients are still to read;
     then clients get a GOAWAY, and their connections close when they have read it (after a few
-    seconds at most, if they do not read: `interceptors.Recovery`);
+    seconds at most, if they do not read: `interceptors.Recovery`); so long the HTTP door may take;
 5. the engine is closed, then the threads, the Unix sockets' files and telemetry.
 
 If only some addresses serve ControlService, the process has two gRPC servers with otherwise the
@@ -30,6 +30,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -62,7 +63,7 @@ from service.health import HealthServicer
 from service.health_listener import make_health_server
 from service.interceptors import Entrance, Recovery
 from service.lacking import why_lacking
-from service.listening import UnixSockets, bind, wait_ended
+from service.listening import UnixSockets, bind, bind_door, wait_ended
 from service.load import LoadWatch
 from service.memory import GivingBack
 from service.operator_control import Control
@@ -84,6 +85,9 @@ from service.threads import started_pool
 from service.tls import Tls
 from service.transport import grpc_options, most_received
 from service.unknown_methods import make_server
+
+if TYPE_CHECKING:
+    from service.openai_door import Door
 
 logger = logging.getLogger(__name__)
 
@@ -196,6 +200,7 @@ class HeadraceServer:
         sessions, watches: the places for sessions and Watches.
         health, supervisor: report its readiness, and restart the engine.
         bound, health_bound, sockets: the addresses on which it listens.
+        door: the process that serves OpenAI's HTTP API; None: it is off, or not started yet.
     """
 
     def __init__(
@@ -278,6 +283,8 @@ class HeadraceServer:
         self.bound: tuple[Address, ...] = ()
         self.health_bound: Address | None = None
         self.sockets = UnixSockets()
+        self._door_secret = secrets.token_hex(32)
+        self.door: Door | None = None
 
     def _make_figures(self) -> Figures:
         return Figures(
@@ -286,6 +293,7 @@ class HeadraceServer:
             refusals=self.state.refusals.counts,
             phase=lambda: self.state.phase.value,
             restarts=lambda: self.supervisor.restarts,
+            door_restarts=lambda: 0 if self.door is None else self.door.restarts,
             sessions=lambda: self.sessions.taken,
             startup=lambda: self._startup,
         )
@@ -300,11 +308,18 @@ class HeadraceServer:
 
         Raises:
             ConfigError: for example, an address is taken, or a TLS file, the callers' file or a
-                format of replies from outside the tree cannot be used.
+                format of replies from outside the tree cannot be used, or the packages of the HTTP
+                door are missing.
         """
+        if self._config.openai is not None:
+            from service.openai_door import Door, check_packages
+
+            check_packages()
         self._format_of = format_option(self._config.reply_parser)
         self._authenticator = Authenticator(
-            self._config.auth_file, client_certificates=self._config.tls_client_ca is not None
+            self._config.auth_file,
+            client_certificates=self._config.tls_client_ca is not None,
+            door_secret=None if self._config.openai is None else self._door_secret,
         )
         self._tls = Tls(self._config)
         self._telemetry = telemetry.set_up(self._telemetry_config, self._figures)
@@ -315,13 +330,19 @@ class HeadraceServer:
             self.bound, self.health_bound = bind(
                 self._config, self._tls, self._server_of, self._health_server, self.sockets
             )
+            if self._config.openai is not None:
+                server = self._server_of(Address(path="/"))
+                door_addresses = bind_door(self._config.openai, server, self.sockets)
         except HeadraceError:
+            self.sockets.unlink()
             await self._telemetry.shutdown()
             raise
         if self._health_server is not None:
             self._health_server.start()
         for server in self.servers.values():
             await server.start()
+        if self._config.openai is not None:
+            self.door = Door(self._config, *door_addresses, self._door_secret)
         if self._telemetry.page is not None:
             self._telemetry.page.start()
             self._progress(f"metrics at {self._telemetry.page.url}")
@@ -544,6 +565,8 @@ class HeadraceServer:
         self.state.phase = Phase.DRAINING
         self._drain_begun.set()
         self.health.end()
+        if self.door is not None:
+            self.door.drain()
         for stream in list(self.registry.streams):
             stream.close()
 
@@ -569,7 +592,10 @@ class HeadraceServer:
         self.control.ending.set()
         await self.recovery.settle(calls_grace_s)
         servers = self.servers.values()
-        await asyncio.gather(*(server.stop(connections_grace_s) for server in servers))
+        stops = [server.stop(connections_grace_s) for server in servers]
+        if self.door is not None:
+            stops.append(self.door.stop(connections_grace_s))
+        await asyncio.gather(*stops)
         if self._health_server is not None:
             self._health_server.stop(0)
         self._unreachable.set()
