@@ -150,7 +150,7 @@ class ResultWait:
 
 
 def tokenize_request(
-    prompt: str | Conversation,
+    prompt: str | Conversation | GenerationSpec,
     *,
     token_details: bool,
     add_special_tokens: bool | None,
@@ -158,7 +158,13 @@ def tokenize_request(
 ) -> model_service_pb2.TokenizeRequest:
     """The call that tokenizes a text or a conversation."""
     request = model_service_pb2.TokenizeRequest(token_details=token_details)
-    set_input(request, prompt)
+    if isinstance(prompt, GenerationSpec):
+        kind = prompt.WhichOneof("input")
+        if kind not in ("text", "chat"):
+            raise invalid_argument("prompt", "token ids are tokenized already")
+        getattr(request, kind).CopyFrom(getattr(prompt, kind))
+    else:
+        set_input(request, prompt)
     chosen = {name: value for name, value in chat_options.items() if value is not None}
     if chosen and not request.HasField("chat"):
         raise invalid_argument(next(iter(chosen)), "belongs to a prompt of messages")

@@ -424,7 +424,7 @@ class AsyncClient:
 
     async def tokenize(
         self,
-        prompt: str | Conversation,
+        prompt: str | Conversation | GenerationSpec,
         *,
         token_details: bool = False,
         add_special_tokens: bool | None = None,
@@ -434,7 +434,7 @@ class AsyncClient:
         """The tokens of a text or a conversation, exactly as in a request with it.
 
         Args:
-            prompt: the text or the conversation.
+            prompt: the text or the conversation, or a request that has one.
             token_details: whether to return each token's text and bytes too.
             add_special_tokens: for a text; default yes.
             chat_options: for a conversation: tools, add_generation_prompt,

@@ -20,7 +20,7 @@ from headrace._trace import label_trace
 from headrace.errors import HeadraceError, UnavailableError
 from headrace.messages import Prompt
 from headrace.options import GenerationOptions, build_spec
-from headrace.results import Accepted, Chunk, Result, ServerLoad
+from headrace.results import Accepted, Chunk, PromptInfo, Result, ServerLoad
 from headrace.v1.generation_pb2 import GenerationSpec
 
 CLOSE_SECONDS = 5.0
@@ -262,6 +262,11 @@ class AsyncRequestHandle:
     def next_seq(self) -> int:
         """The number of the event that comes next: where `AsyncSession.attach` would continue."""
         return self._record.fold.next_seq
+
+    @property
+    def prompt(self) -> PromptInfo | None:
+        """What is known of the prompt since it was processed; None before that."""
+        return self._record.fold.prompt
 
     @property
     def done(self) -> bool:

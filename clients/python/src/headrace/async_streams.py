@@ -24,7 +24,7 @@ from headrace.errors import (
     error_from_rpc,
     error_from_stream,
 )
-from headrace.results import Accepted, Chunk, Result
+from headrace.results import Accepted, Chunk, PromptInfo, Result
 from headrace.v1.generation_pb2 import ResultEvent
 from headrace.v1.generation_service_pb2 import GetResultRequest, GetResultResponse
 
@@ -130,6 +130,11 @@ class AsyncStream:
     def accepted(self) -> Accepted | None:
         """The request's `Accepted` event; None before the first chunk."""
         return self._fold.accepted
+
+    @property
+    def prompt(self) -> PromptInfo | None:
+        """What is known of the prompt since it was processed; None before the first chunk."""
+        return self._fold.prompt
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
         return self

@@ -17,6 +17,7 @@ from headrace.cli.bench.command import bench
 from headrace.cli.chat import chat
 from headrace.cli.common import Connection
 from headrace.cli.generate import generate
+from headrace.cli.openai import openai
 from headrace.cli.top import top
 from headrace.cli.tour import tour
 
@@ -39,6 +40,7 @@ app.command(epilog=_EPILOG)(batch)
 app.command(epilog=_EPILOG)(bench)
 app.command(epilog=_EPILOG)(top)
 app.command(epilog=_EPILOG)(tour)
+app.command(epilog=_EPILOG)(openai)
 app.add_typer(control.app, name="control", epilog=_EPILOG)
 
 

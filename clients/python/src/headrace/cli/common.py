@@ -50,17 +50,19 @@ class Connection:
         """A client of that server; wrong arguments end the command."""
         return self._opened(Client)
 
-    def open_async(self, **options: Any) -> AsyncClient:
-        """The same for asyncio, with these of its arguments besides."""
-        return self._opened(AsyncClient, **options)
+    def open_async(self, target: str | None = None, **options: Any) -> AsyncClient:
+        """The same for asyncio, of another server if it is given, and with these arguments
+        besides.
+        """
+        return self._opened(AsyncClient, target, **options)
 
-    def _opened(self, kind: Callable[..., _C], **options: Any) -> _C:
+    def _opened(self, kind: Callable[..., _C], target: str | None = None, **options: Any) -> _C:
         if self.token and not (self.token.isascii() and self.token.isprintable()):
             fail("the token may hold printable ASCII characters alone", EXIT_USAGE)
         try:
             self._check_certificates()
             return kind(
-                self.target,
+                target or self.target,
                 tls=self.tls,
                 ca=self.ca,
                 client_cert=self.client_cert,

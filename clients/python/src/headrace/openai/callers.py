@@ -1,0 +1,229 @@
+"""Sessions with the servers, one for each caller and server.
+
+All requests of a caller share a session: its server sends one message for a step and session,
+which is what makes many streams cheap. A caller is a token, which is passed on as it came, and an
+address; so each has the shares and limits of its own that the server gives callers. Credit holds
+what an HTTP client does not read at the server, in the caller's own share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from headrace.async_client import AsyncClient
+from headrace.async_session import AsyncRequestHandle, AsyncSession
+from headrace.errors import HeadraceError, UnavailableError
+from headrace.model_card import ModelCard
+from headrace.openai.errors import ApiError
+from headrace.results import HealthStatus
+from headrace.v1.generation_pb2 import GenerationSpec
+
+CREDIT = 512
+"""Tokens of a request that a server may send ahead of its reader."""
+MAX_SESSIONS = 512
+IDLE_SECONDS = 120.0
+"""How long a session is kept that has no request."""
+CARD_SECONDS = 10.0
+"""How long it is believed which models there are."""
+
+Metadata = tuple[tuple[str, str], ...]
+MakeClient = Callable[[str, Metadata], AsyncClient]
+"""A client of a target, with the metadata of a caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks: a token as it came, if there is one, and an address."""
+
+    authorization: str | None
+    peer: str
+
+
+@dataclass(slots=True)
+class Line:
+    """A caller's client of one server, and the session on it."""
+
+    client: AsyncClient
+    session: AsyncSession
+    users: int = 0
+    used_at: float = field(default_factory=time.monotonic)
+    is_over: bool = False
+
+    async def close(self) -> None:
+        """Ends both; what runs is cancelled."""
+        await self.session.close(cancel=True)
+        await self.client.close()
+
+
+_NOBODY = Caller(None, "127.0.0.1")
+"""Who asks whether a server is ready."""
+
+
+class Callers:
+    """All sessions.
+
+    Args:
+        targets: servers, or fleets, each with a model of its own.
+        make: a client of one.
+        secret: by which a server believes the address of a caller; None: it is not told.
+    """
+
+    def __init__(self, targets: Sequence[str], make: MakeClient, secret: str | None) -> None:
+        self._targets = targets
+        self._make = make
+        self._secret = secret
+        self._lines: dict[tuple[str, Caller], Line] = {}
+        self._cards: dict[str, ModelCard] = {}
+        self._cards_at = float("-inf")
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def models(self, caller: Caller) -> list[ModelCard]:
+        """What the servers serve; those that cannot be asked are left out.
+
+        Raises:
+            HeadraceError: none can be asked.
+        """
+        if time.monotonic() - self._cards_at > CARD_SECONDS or len(self._cards) < len(
+            self._targets
+        ):
+            found = await asyncio.gather(
+                *(self._card(target, caller) for target in self._targets), return_exceptions=True
+            )
+            errors = [one for one in found if isinstance(one, BaseException)]
+            for error in errors:
+                if not isinstance(error, HeadraceError) or len(errors) == len(found):
+                    raise error
+            pairs = zip(self._targets, found, strict=True)
+            self._cards = {target: one for target, one in pairs if isinstance(one, ModelCard)}
+            self._cards_at = time.monotonic()
+        return list(self._cards.values())
+
+    async def target(self, model: str, caller: Caller) -> str:
+        """The server of a model.
+
+        Raises:
+            ApiError: no server has it, or it has to be said which is meant.
+            HeadraceError: no server can be asked.
+        """
+        if len(self._targets) == 1:
+            return self._targets[0]  # which refuses another name itself
+        await self.models(caller)
+        for target, card in self._cards.items():
+            if model and model in (card.name, *card.aliases):
+                return target
+        served = ", ".join(card.name for card in self._cards.values())
+        said = f"there is no model {model[:100]!r}" if model else "model is missing"
+        raise ApiError(
+            404 if model else 400,
+            f"{said}; there are {served}",
+            type="not_found_error" if model else "invalid_request_error",
+            param="model",
+            code="model_not_found" if model else "missing_field",
+        )
+
+    async def is_ready(self) -> bool:
+        """Whether a server takes requests."""
+        found = await asyncio.gather(*map(self._is_ready, self._targets))
+        return any(found)
+
+    @asynccontextmanager
+    async def line(self, target: str, caller: Caller) -> AsyncIterator[Line]:
+        """The caller's session, kept open meanwhile.
+
+        Raises:
+            ApiError: there are too many callers at once.
+        """
+        key = (target, caller)
+        line = self._lines.get(key)
+        if line is None or line.is_over:
+            self._make_room()
+            line = await self._open(target, caller)
+            self._lines[key] = line
+        line.users += 1
+        try:
+            yield line
+        finally:
+            line.users -= 1
+            line.used_at = time.monotonic()
+            if line.is_over:
+                self._drop(key, line)
+
+    async def submit(self, line: Line, spec: GenerationSpec) -> AsyncRequestHandle:
+        """Starts a request, and waits until its server has accepted it.
+
+        Raises:
+            HeadraceError: it was refused, or the server cannot be reached.
+        """
+        try:
+            handle = line.session.submit(spec)
+            try:
+                await handle.accepted()
+            except asyncio.CancelledError:
+                handle.cancel()
+                raise
+        except UnavailableError as error:
+            line.is_over = line.is_over or not error.reached_server
+            raise
+        return handle
+
+    async def close(self) -> None:
+        """Ends all sessions."""
+        lines, self._lines = list(self._lines.values()), {}
+        await asyncio.gather(*(line.close() for line in lines), *self._closing)
+
+    def tidy(self) -> None:
+        """Ends sessions that had no request for a while."""
+        due = time.monotonic() - IDLE_SECONDS
+        for key, line in list(self._lines.items()):
+            if not line.users and line.used_at < due:
+                self._drop(key, line)
+
+    async def _card(self, target: str, caller: Caller) -> ModelCard:
+        async with self.line(target, caller) as line:
+            return await line.client.model(timeout=5.0)
+
+    async def _is_ready(self, target: str) -> bool:
+        try:
+            async with self.line(target, _NOBODY) as line:
+                return await line.client.health(timeout=2.0) is HealthStatus.SERVING
+        except HeadraceError:
+            return False
+
+    async def _open(self, target: str, caller: Caller) -> Line:
+        metadata: list[tuple[str, str]] = []
+        if caller.authorization is not None:
+            metadata.append(("authorization", caller.authorization))
+        if self._secret is not None:
+            metadata += [("x-headrace-door", self._secret), ("x-headrace-peer", caller.peer)]
+        client = self._make(target, tuple(metadata))
+        session = client.session(initial_credit=CREDIT, room_timeout=0)
+        await session.__aenter__()
+        return Line(client, session)
+
+    def _make_room(self) -> None:
+        if len(self._lines) < MAX_SESSIONS:
+            return
+        idle = [key for key, line in self._lines.items() if not line.users]
+        if not idle:
+            raise ApiError(
+                503,
+                f"there are {MAX_SESSIONS} callers at once; try again",
+                type="server_error",
+                code="too_many_callers",
+                headers={"retry-after": "1"},
+            )
+        key = min(idle, key=lambda one: self._lines[one].used_at)
+        self._drop(key, self._lines[key])
+
+    def _drop(self, key: tuple[str, Caller], line: Line) -> None:
+        if self._lines.get(key) is line:
+            del self._lines[key]
+        line.is_over = True
+        if not line.users:
+            task = asyncio.get_running_loop().create_task(line.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)

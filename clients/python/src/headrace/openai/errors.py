@@ -1,0 +1,107 @@
+"""Errors in OpenAI's form: an HTTP status, and an object with message, type, param and code.
+
+`param` is in the caller's words: a field of the contract is told as the member of the body that it
+came from. `code` is the server's reason in small letters, so that programs can tell causes apart.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+
+from headrace.errors import HeadraceError
+
+_Code = grpc.StatusCode
+
+STATUSES = {
+    _Code.INVALID_ARGUMENT: (400, "invalid_request_error"),
+    _Code.OUT_OF_RANGE: (400, "invalid_request_error"),
+    _Code.FAILED_PRECONDITION: (400, "invalid_request_error"),
+    _Code.UNIMPLEMENTED: (400, "invalid_request_error"),  # SDKs would repeat a 501
+    _Code.UNAUTHENTICATED: (401, "authentication_error"),
+    _Code.PERMISSION_DENIED: (403, "permission_error"),
+    _Code.NOT_FOUND: (404, "not_found_error"),
+    _Code.ALREADY_EXISTS: (409, "invalid_request_error"),
+    _Code.ABORTED: (409, "invalid_request_error"),
+    _Code.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
+    _Code.UNAVAILABLE: (503, "server_error"),
+    _Code.DEADLINE_EXCEEDED: (504, "server_error"),
+}
+"""google.rpc's codes: the HTTP status, and OpenAI's type. Others are (500, server_error)."""
+_RETRY_SECONDS = 1.0
+"""Where a server did not say when to come again."""
+_PREFIXES = ("spec.", "chat.", "sampling.", "stop.", "output.", "scheduling.", "cache.", "text.")
+
+
+class ApiError(Exception):
+    """What a caller is answered.
+
+    Attributes:
+        status: of HTTP.
+        headers: besides those of every answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = dict(headers or {})
+        self._error = {"message": message, "type": type, "param": param, "code": code}
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's object."""
+        return {"error": self._error}
+
+
+def invalid(param: str, message: str, code: str | None = "invalid_value") -> ApiError:
+    """A member of the body that cannot be obeyed."""
+    return ApiError(400, f"{param}: {message}", param=param, code=code)
+
+
+def from_headrace(error: HeadraceError, names: Mapping[str, str]) -> ApiError:
+    """The answer for an error of the contract.
+
+    Args:
+        error: of the client, or of the server.
+        names: fields of the contract, and the members of the body that they came from.
+    """
+    status, kind = STATUSES.get(error.code, (500, "server_error"))
+    reason = error.reason.lower() or None
+    param, message = None, error.message
+    if error.fields:
+        field = error.fields[0].field
+        param = param_of(field, names)
+        if message.startswith(f"{field}:"):
+            message = param + message[len(field) :]
+    headers = {}
+    if status in (429, 503):
+        wait = _RETRY_SECONDS if error.retry_after is None else error.retry_after
+        headers["retry-after"] = str(max(1, math.ceil(wait)))
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+        reason = "invalid_api_key"
+    if status == 404 and reason == "model_not_found":
+        param = "model"
+    return ApiError(status, message, type=kind, param=param, code=reason, headers=headers)
+
+
+def param_of(field: str, names: Mapping[str, str]) -> str:
+    """A field's path in the words of the body: `chat.messages[1].content` is `messages[1].content`,
+    `stop.max_tokens` what the body calls it.
+    """
+    for prefix in _PREFIXES:
+        field = field.removeprefix(prefix)
+    head = re.split(r"[.\[]", field, maxsplit=1)[0]
+    return names.get(field) or names.get(head, head) + field[len(head) :]

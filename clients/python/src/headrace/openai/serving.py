@@ -1,0 +1,237 @@
+"""From a body to its answer: what each route does, without HTTP's own matters (see `app`)."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+from headrace.async_session import AsyncRequestHandle
+from headrace.async_streams import AsyncStream
+from headrace.errors import HeadraceError, UnavailableError
+from headrace.model_card import ModelCard
+from headrace.openai.asked import Asked
+from headrace.openai.callers import Caller, Callers, Line
+from headrace.openai.errors import ApiError, from_headrace
+from headrace.openai.replies import Replies, dumps
+from headrace.results import Chunk, FinishReason, Result, TokenInfo
+from headrace.v1.generation_pb2 import GenerationSpec
+
+_ID = re.compile(r"[A-Za-z0-9._:/-]{1,100}")
+_QUEUED = 64
+"""Events of several prompts that wait for a reader."""
+
+Handle = AsyncRequestHandle | AsyncStream
+
+
+class Run:
+    """The requests of one body, from their start to the answer. Leaving its block cancels what
+    runs, unless the caller named it to ask for it again.
+
+    Args:
+        callers: the sessions.
+        caller: whose it is.
+        asked: what to run.
+        key: the caller's Idempotency-Key; empty: none.
+        labels: of the requests, for traces.
+    """
+
+    def __init__(
+        self, callers: Callers, caller: Caller, asked: Asked, key: str, labels: Mapping[str, str]
+    ) -> None:
+        self.asked = asked
+        self.id = _named(key) if key else uuid.uuid4().hex
+        self._callers = callers
+        self._caller = caller
+        self._is_named = bool(key)
+        self._labels = labels
+        self._stack = AsyncExitStack()
+        self._handles: list[Handle] = []
+        self._line: Line | None = None
+
+    async def __aenter__(self) -> Run:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for handle in self._handles:
+            if isinstance(handle, AsyncRequestHandle) and not handle.done:
+                handle.cancel()
+        await self._stack.aclose()
+
+    async def start(self) -> Replies:
+        """Starts all requests; returns once their servers have accepted them.
+
+        Raises:
+            ApiError: one was refused.
+        """
+        try:
+            line = await self._connect()
+            first, *others = self.asked.specs
+            try:
+                self._handles.append(await self._begin(line, 0, first))
+            except UnavailableError as error:
+                if error.reached_server:
+                    raise
+                line = await self._connect()  # the session was lost since its last use
+                self._handles.append(await self._begin(line, 0, first))
+            for number, spec in enumerate(others, 1):
+                self._handles.append(await self._begin(line, number, spec))
+            name = self.asked.model or (await line.client.model()).name
+        except HeadraceError as error:
+            raise from_headrace(error, self.asked.names) from None
+        return Replies(self.asked, self.id, name, int(time.time()))
+
+    async def whole(self, replies: Replies) -> dict[str, Any]:
+        """The whole answer.
+
+        Raises:
+            ApiError: a request failed, or somebody ended it.
+        """
+        try:
+            # All at once: what nobody reads is held by its server, and ended after a while.
+            results = await asyncio.gather(*(handle.result() for handle in self._handles))
+            for result in results:
+                _check_end(result)
+            return replies.whole(results, await self._prompt_ids())
+        except HeadraceError as error:
+            raise from_headrace(error, self.asked.names) from None
+
+    async def events(self, replies: Replies) -> AsyncIterator[str]:
+        """The events of a stream, to its [DONE]; or to an event that says what failed."""
+        results: list[Result] = []
+        try:
+            if len(self._handles) == 1:
+                async for event in self._of(0, replies, results):
+                    yield event
+            else:
+                async for event in self._merged(replies, results):
+                    yield event
+            if self.asked.wants_usage:
+                yield replies.usage(results)
+            yield "data: [DONE]\n\n"
+        except HeadraceError as error:
+            yield _error_event(from_headrace(error, self.asked.names))
+        except ApiError as error:
+            yield _error_event(error)
+
+    async def _of(self, number: int, replies: Replies, results: list[Result]) -> AsyncIterator[str]:
+        """The events of one prompt. Adds its result."""
+        handle = self._handles[number]
+        begun: set[int] = set()
+        async for chunk in handle:
+            if event := replies.event(number, chunk, self._before(handle, chunk, begun)):
+                yield event
+        result = await handle.result()
+        _check_end(result)
+        results.append(result)
+        yield replies.finish(number, result)
+
+    async def _merged(self, replies: Replies, results: list[Result]) -> AsyncIterator[str]:
+        """The events of several prompts as they come."""
+        queue: asyncio.Queue[str | None] = asyncio.Queue(_QUEUED)
+
+        async def pass_on(number: int) -> None:
+            async for event in self._of(number, replies, results):
+                await queue.put(event)
+
+        async def all_of_them() -> None:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for number in range(len(self._handles)):
+                        group.create_task(pass_on(number))
+            finally:
+                await queue.put(None)
+
+        task = asyncio.create_task(all_of_them())
+        try:
+            while (event := await queue.get()) is not None:
+                yield event
+            try:
+                await task
+            except* (HeadraceError, ApiError) as group:
+                first = group.exceptions[0]
+            else:
+                return
+            raise first
+        finally:
+            task.cancel()
+
+    async def rendered(self) -> list[list[int]]:
+        """The token ids of the prompts.
+
+        Raises:
+            ApiError: a prompt was refused.
+        """
+        try:
+            line = await self._connect()
+            return [await self._ids(line, spec) for spec in self.asked.specs]
+        except HeadraceError as error:
+            raise from_headrace(error, self.asked.names) from None
+
+    async def card(self) -> ModelCard:
+        """The model that the prompts are for; after `rendered`."""
+        if self._line is None:
+            raise RuntimeError("nothing was rendered")
+        return await self._line.client.model()
+
+    async def _connect(self) -> Line:
+        target = await self._callers.target(self.asked.model, self._caller)
+        line = self._callers.line(target, self._caller)
+        self._line = await self._stack.enter_async_context(line)
+        return self._line
+
+    async def _begin(self, line: Line, number: int, spec: GenerationSpec) -> Handle:
+        spec.model = self.asked.model
+        del spec.labels[:]
+        for name, value in self._labels.items():
+            spec.labels.add(name=name, value=value)
+        if not self._is_named:
+            return await self._callers.submit(line, spec)
+        # Kept by the server after its end, and the same request again gets the same answer.
+        spec.request_id = f"{self.id}.{number}"
+        await line.client.add_request(spec)
+        return line.client.attach(spec.request_id)
+
+    def _before(self, handle: Handle, chunk: Chunk, begun: set[int]) -> tuple[TokenInfo, ...]:
+        """The prompt's tokens, for the first chunk of a choice that echoes it."""
+        if not self.asked.echo or self.asked.logprobs is None or chunk.choice_index in begun:
+            return ()
+        begun.add(chunk.choice_index)
+        prompt = handle.prompt
+        return prompt.tokens if prompt is not None else ()
+
+    async def _prompt_ids(self) -> list[list[int]]:
+        if not self.asked.wants_ids or self._line is None:
+            return []
+        return [await self._ids(self._line, spec) for spec in self.asked.specs]
+
+    @staticmethod
+    async def _ids(line: Line, spec: GenerationSpec) -> list[int]:
+        if spec.WhichOneof("input") == "tokens":
+            return list(spec.tokens.ids)
+        return list((await line.client.tokenize(spec)).token_ids)
+
+
+def _named(key: str) -> str:
+    return key if _ID.fullmatch(key) else hashlib.sha256(key.encode()).hexdigest()
+
+
+def _check_end(result: Result) -> None:
+    """Raises ApiError if somebody else ended the request."""
+    if any(choice.finish_reason is FinishReason.CANCELLED for choice in result.choices):
+        raise ApiError(
+            503,
+            "the request was cancelled, by an operator or because its server stops; send it again",
+            type="server_error",
+            code="cancelled",
+            headers={"retry-after": "1"},
+        )
+
+
+def _error_event(error: ApiError) -> str:
+    return f"event: error\ndata: {dumps(error.body())}\n\n"
