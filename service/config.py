@@ -95,6 +95,26 @@ class ServiceConfig:
         bare=DEFAULT_OPENAI,
         group=NETWORK,
     )
+    openai_host: tuple[str, ...] = option(
+        (),
+        "A name that HTTP requests may have in `Host`, besides addresses and `localhost`: that of "
+        "a proxy or of a Kubernetes service; `*`: any.",
+        more="The flag may be given several times; in the variable, names are separated by blanks. "
+        "So no page of a browser reaches the server by a name that its owner has turned.",
+        group=NETWORK,
+    )
+    openai_origin: tuple[str, ...] = option(
+        (),
+        "A web page's origin, such as `https://app.example`, that may ask by HTTP (CORS); `*`: "
+        "any.",
+        more="The flag may be given several times; in the variable, they are separated by blanks.",
+        group=NETWORK,
+    )
+    openai_ignore_unknown: bool = option(
+        False,
+        "Pass over members of HTTP requests that are unknown, instead of refusing them.",
+        group=NETWORK,
+    )
     insecure: bool = option(
         False,
         "Allow addresses that other machines can reach without TLS.",

@@ -16,24 +16,25 @@ import importlib.util
 import logging
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from engine.errors import ConfigError
 from engine.logs.lines import LineReader, open_pipe
 from engine.logs.records import MAX_MESSAGE, cut, foreign
 from service.address import Address
-from service.config import ServiceConfig
+from service.config import DAY_S, ServiceConfig
 
 logger = logging.getLogger(__name__)
 
 _CHILD = "openai"  # in the log
 _LEVELS = frozenset({"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"})
-_FIRST_PAUSE_S = 0.25
+_FIRST_PAUSE_S = 0.1
 _MAX_PAUSE_S = 5.0
 _STABLE_S = 30.0
 """After running this long, in seconds, the child is started again without a pause."""
 _LAST_WORDS_S = 0.5
-_LOOK_S = 0.05
 
 
 def check_packages() -> None:
@@ -62,28 +63,35 @@ class Door:
         self._secret = secret
         self._command = [sys.executable, "-P", "-m", "headrace_command", "openai", "--supervised"]
         self._command += ["--listen", address.target, "--target", own.target]
+        self._command += ["--drain", f"{DAY_S:g}"]  # how long it may take, the server decides
         if config.tls_cert is not None and config.tls_key is not None:
             self._command += ["--tls-cert", config.tls_cert, "--tls-key", config.tls_key]
+        else:
+            self._command.append("--plain")  # the config has refused what may not be so
+        for host in config.openai_host:
+            self._command += ["--openai-host", host]
+        for origin in config.openai_origin:
+            self._command += ["--openai-origin", origin]
+        if config.openai_ignore_unknown:
+            self._command.append("--openai-ignore-unknown")
+        self._ready = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
         self._ending = asyncio.Event()
         self._running = asyncio.create_task(self._run())
 
     async def answers(self, timeout_s: float) -> bool:
-        """Wait until the child accepts connections, but no longer than `timeout_s`."""
-        at = self.address.reached
+        """Wait until the child takes requests, but no longer than `timeout_s`."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while not self._ending.is_set():
-                    with suppress(OSError):
-                        _, writer = await asyncio.open_connection(at.host, at.port)
-                        writer.close()
-                        return True
-                    await asyncio.sleep(_LOOK_S)
-        return False
+            await asyncio.wait_for(self._ready.wait(), timeout_s)
+        return self._ready.is_set()
 
     def drain(self) -> None:
         """Let the child end with its last request; it is not started again."""
-        self._ending.set()
+        if not self._ending.is_set():  # a second signal would end what still runs
+            self._ending.set()
+            self._terminate()
+
+    def _terminate(self) -> None:
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.terminate()
@@ -115,8 +123,11 @@ class Door:
     async def _run_once(self) -> str:
         """Run the child to its end; returns how it ended."""
         reading, stderr = open_pipe()
-        lines = LineReader(reading, _log)  # ends when the other end is closed everywhere
-        # The server's own options are none of the child's: its HEADRACE_TOKEN, say.
+        loop = asyncio.get_running_loop()
+        lines = LineReader(
+            reading, partial(_log, loop, self._ready.set)
+        )  # ends when the other end is closed everywhere
+        # The server's own options are none of the child's, nor is a HEADRACE_TOKEN.
         environ = {key: value for key, value in os.environ.items() if key[:9] != "HEADRACE_"}
         try:
             process = await asyncio.create_subprocess_exec(
@@ -136,10 +147,11 @@ class Door:
             if process.stdin is not None:
                 process.stdin.write(f"{self._secret}\n".encode())
             if self._ending.is_set():
-                self.drain()
+                self._terminate()
             code = await process.wait()
         finally:
             self._process = None
+            self._ready.clear()
             if process.returncode is None:
                 process.kill()
                 await process.wait()
@@ -147,7 +159,7 @@ class Door:
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def _log(line: str) -> None:
+def _log(loop: asyncio.AbstractEventLoop, ready: Callable[[], None], line: str) -> None:
     """Log a line of the child's: `LEVEL message`, or what did not come through its logging."""
     level, _, message = line.partition(" ")
     record = foreign(line, _CHILD)
@@ -155,6 +167,8 @@ def _log(line: str) -> None:
         record.name, record.levelname = "headrace.openai", level
         record.levelno = logging.getLevelNamesMapping()[level]
         record.args = (cut(message, MAX_MESSAGE),)
+        if message.startswith("ready: "):
+            loop.call_soon_threadsafe(ready)
     log = logging.getLogger(record.name)
     if log.isEnabledFor(record.levelno):
         log.handle(record)
