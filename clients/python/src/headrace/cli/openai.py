@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -56,10 +58,10 @@ def openai(
     'headrace[openai]'.
     """
     try:
-        from headrace.openai.app import Door, Settings
+        from headrace.openai.app import Door
         from headrace.openai.callers import Callers
         from headrace.openai.guard import Guard
-        from headrace.openai.run import Listening, bind, log_to_stderr, serve
+        from headrace.openai.run import Listening, log_to_stderr, serve
     except ModuleNotFoundError as error:
         if not error.name or error.name.startswith("headrace"):
             raise
@@ -68,30 +70,24 @@ def openai(
     if bool(tls_cert) != bool(tls_key):
         common.fail("--tls-cert and --tls-key go together", common.EXIT_USAGE)
     listening = Listening(listen, tls_cert, tls_key, drain)
-    if not (listening.is_local or insecure or tls_cert):
-        common.fail(
-            f"--listen {listen} is reached from other machines in plain text, tokens too: give "
-            "--tls-cert and --tls-key, or --plain to allow it",
-            common.EXIT_USAGE,
-        )
     connection = common.of(context)
-    targets = target or [connection.target]
     secret = sys.stdin.readline().strip() or None if supervised else None
     callers = Callers(
-        targets, lambda one, metadata: connection.open_async(target=one, metadata=metadata), secret
+        target or [connection.target],
+        lambda one, metadata: connection.open_async(target=one, metadata=metadata),
+        secret,
     )
-    door = Door(
-        callers,
-        Guard(openai_host or (), openai_origin or ()),
-        Settings(ignore_unknown=openai_ignore_unknown),
-    )
+    guard = Guard(openai_host or (), openai_origin or ())
+    door = Door(callers, guard, ignore_unknown=openai_ignore_unknown)
     log_to_stderr(supervised)
+    log = logging.getLogger("headrace.openai")
+    parent = sys.stdin.fileno() if supervised else None
     try:
-        made = bind(listen)
+        if not (listening.is_local or insecure or tls_cert):
+            raise ValueError(
+                f"{listen} is reached from other machines in plain text, tokens too: give "
+                "--tls-cert and --tls-key, or --plain to allow it"
+            )
+        asyncio.run(serve(door, listening, lambda: log.info("ready: %s", listening.url), parent))
     except (ValueError, OSError) as error:
         common.fail(f"cannot listen on {listen}: {error}", common.EXIT_USAGE)
-    serve(door.asgi, listening, made, _say, sys.stdin if supervised else None)
-
-
-def _say(url: str) -> None:
-    typer.echo(f"INFO ready: {url}", err=True)

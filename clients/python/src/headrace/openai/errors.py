@@ -34,7 +34,17 @@ STATUSES = {
 """google.rpc's codes: the HTTP status, and OpenAI's type. Others are (500, server_error)."""
 _RETRY_SECONDS = 1.0
 """Where a server did not say when to come again."""
-_PREFIXES = ("spec.", "chat.", "sampling.", "stop.", "output.", "scheduling.", "cache.", "text.")
+_PREFIXES = (
+    "add.",
+    "spec.",
+    "chat.",
+    "sampling.",
+    "stop.",
+    "output.",
+    "scheduling.",
+    "cache.",
+    "text.",
+)
 
 
 class ApiError(Exception):
@@ -81,6 +91,7 @@ def from_headrace(error: HeadraceError, names: Mapping[str, str]) -> ApiError:
     reason = error.reason.lower() or None
     param, message = None, error.message
     if error.fields:
+        reason = reason or "invalid_value"
         field = error.fields[0].field
         param = param_of(field, names)
         if message.startswith(f"{field}:"):

@@ -63,9 +63,32 @@ class Guard:
                     code="token_in_url",
                 )
 
-    def allows(self, origin: str) -> bool:
+    def allows(self, origin: str | None) -> bool:
         """Whether pages of an origin may ask."""
-        return origin in self._origins or "*" in self._origins
+        return origin is not None and (origin in self._origins or "*" in self._origins)
+
+    def cors(self, request: Request) -> list[tuple[bytes, bytes]]:
+        """What an answer tells a browser."""
+        origin = request.headers.get("origin")
+        if origin is None or not self.allows(origin):
+            return []
+        return [
+            (b"access-control-allow-origin", origin.encode("latin-1")),
+            (b"access-control-expose-headers", b"x-request-id, retry-after"),
+            (b"vary", b"origin"),
+        ]
+
+    def preflight(self, request: Request) -> dict[str, str] | None:
+        """What a browser is answered that asks whether it may ask; None: it does not."""
+        if request.method != "OPTIONS" or not self.allows(request.headers.get("origin")):
+            return None
+        return {
+            "access-control-allow-methods": "GET, POST",
+            "access-control-allow-headers": request.headers.get(
+                "access-control-request-headers", "authorization, content-type"
+            ),
+            "access-control-max-age": "600",
+        }
 
     def caller(self, request: Request) -> Caller:
         """Who asks.

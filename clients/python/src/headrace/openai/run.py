@@ -8,13 +8,12 @@ import logging
 import os
 import signal
 import socket
-import stat
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import uvicorn
 
@@ -22,7 +21,6 @@ from headrace.openai.protocol import make_protocol
 
 KEEP_ALIVE_SECONDS = 75
 """How long a connection without a request is kept: longer than proxies keep theirs."""
-_log = logging.getLogger("headrace.openai")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +28,7 @@ class Listening:
     """Where HTTP is spoken.
 
     Attributes:
-        address: host:port or unix:/path.
+        address: host:port.
         cert, key: of TLS (PEM); None: plain text.
         drain_seconds: how long what runs may go on after SIGTERM.
     """
@@ -43,64 +41,37 @@ class Listening:
     @property
     def url(self) -> str:
         """What clients are given as their base URL."""
-        if self.address.startswith("unix:"):
-            return self.address
         return f"{'https' if self.cert else 'http'}://{self.address}/v1"
 
     @property
+    def place(self) -> tuple[str, int]:
+        """Host and port.
+
+        Raises:
+            ValueError: the address has another form.
+        """
+        host, _, port = self.address.rpartition(":")
+        if not (host and port.isascii() and port.isdigit() and int(port) < 65536):
+            raise ValueError(f"{self.address!r} is no address; use host:port")
+        return host.removeprefix("[").removesuffix("]"), int(port)
+
+    @property
     def is_local(self) -> bool:
-        """Whether this machine alone can reach it."""
-        if self.address.startswith("unix:"):
-            return True
-        host = self.address.rpartition(":")[0].removeprefix("[").removesuffix("]")
-        if host == "localhost":
-            return True
+        """Whether this machine alone can reach it. Raises ValueError, as `place`."""
+        host = self.place[0]
         try:
-            return ipaddress.ip_address(host).is_loopback
+            return host == "localhost" or ipaddress.ip_address(host).is_loopback
         except ValueError:
             return False
 
+    def bind(self) -> socket.socket:
+        """A socket there.
 
-def bind(address: str) -> socket.socket:
-    """A socket that listens.
-
-    Raises:
-        ValueError: the address is not understood.
-        OSError: it is in use, or not of this machine.
-    """
-    if address.startswith("unix:"):
-        return _bind_path(address.removeprefix("unix:"))
-    host, colon, port = address.rpartition(":")
-    if not (colon and host and port.isascii() and port.isdigit() and int(port) < 65536):
-        raise ValueError(f"{address!r} is no address; use host:port or unix:/path")
-    host = host.removeprefix("[").removesuffix("]")
-    family, kind, protocol, _, where = socket.getaddrinfo(
-        host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        made.bind(where)
-    except OSError:
-        made.close()
-        raise
-    return made
-
-
-def _bind_path(path: str) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX)
-    try:
-        if Path(path).exists() and stat.S_ISSOCK(os.stat(path).st_mode):
-            if made.connect_ex(path) == 0:
-                raise OSError(f"{path} is in use by another process")
-            os.unlink(path)  # of a process that was killed
-            made.close()
-            made = socket.socket(socket.AF_UNIX)
-        made.bind(path)
-    except OSError:
-        made.close()
-        raise
-    return made
+        Raises:
+            OSError: the address is in use, or not of this machine.
+        """
+        family = socket.AF_INET6 if ":" in self.place[0] else socket.AF_INET
+        return socket.create_server(self.place, family=family, backlog=2048)
 
 
 class _Server(uvicorn.Server):
@@ -123,21 +94,25 @@ class _Server(uvicorn.Server):
         """Nothing: `serve` handles them."""
         yield
 
+    def stop(self) -> None:
+        """Ends when what runs has ended; the second time at once."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
-def serve(
-    app: Any,
-    listening: Listening,
-    made: socket.socket,
-    said: Callable[[str], None],
-    parent: IO[str] | None,
+
+async def serve(
+    app: Any, listening: Listening, ready: Callable[[], None], parent: int | None
 ) -> None:
     """Serves until a signal, or until the parent is gone; a second signal ends what still runs.
 
     Args:
         app: an ASGI application.
-        listening, made: where.
-        said: is told the URL when requests are taken.
-        parent: a pipe whose other end the parent holds; None: there is none.
+        listening: where.
+        ready: is called when requests are taken.
+        parent: a pipe whose other end the parent holds open; None: there is none.
+
+    Raises:
+        OSError: the address is in use, or a file cannot be read.
     """
     config = uvicorn.Config(
         app,
@@ -154,31 +129,19 @@ def serve(
         ssl_keyfile=listening.key,
     )
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # what a client does is no line of a log
-    asyncio.run(_serve(_Server(config, lambda: said(listening.url)), made, parent))
-
-
-async def _serve(server: _Server, made: socket.socket, parent: IO[str] | None) -> None:
-    loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        server.force_exit = server.should_exit
-        server.should_exit = True
-
+    server, loop = _Server(config, ready), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, server.stop)
+
+    def watch(pipe: int) -> None:
+        if not os.read(pipe, 4096):
+            loop.remove_reader(pipe)
+            server.stop()
+
     if parent is not None:
-        loop.add_reader(parent.fileno(), lambda: _watch(loop, parent, stop))
-    await server.serve(sockets=[made])
-    path = made.getsockname() if made.family == socket.AF_UNIX else ""
-    if isinstance(path, str) and path:
-        with suppress(OSError):
-            os.unlink(path)
-
-
-def _watch(loop: asyncio.AbstractEventLoop, parent: IO[str], stop: Callable[[], None]) -> None:
-    if not os.read(parent.fileno(), 4096):
-        loop.remove_reader(parent.fileno())
-        stop()
+        loop.add_reader(parent, watch, parent)
+    with listening.bind() as made:
+        await server.serve(sockets=[made])
 
 
 def log_to_stderr(is_supervised: bool) -> None:
@@ -187,4 +150,4 @@ def log_to_stderr(is_supervised: bool) -> None:
     form = "%(levelname)s %(message)s" if is_supervised else "headrace openai: %(message)s"
     handler.setFormatter(logging.Formatter(form))
     logging.getLogger().addHandler(handler)
-    _log.setLevel(logging.INFO)
+    logging.getLogger("headrace.openai").setLevel(logging.INFO)
