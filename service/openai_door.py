@@ -107,7 +107,10 @@ class Door:
         pause_s = 0.0
         while True:
             began = asyncio.get_running_loop().time()
-            how = await self._run_once()
+            try:
+                how = await self._run_once()
+            except (OSError, RuntimeError) as error:  # no file, thread or process is left for it
+                how = f"it cannot be started: {error}"
             if self._ending.is_set():
                 logger.info("the HTTP door has closed (%s)", how)
                 return
@@ -138,8 +141,6 @@ class Door:
                 stderr=stderr,
                 start_new_session=True,  # the server handles a terminal's Ctrl-C
             )
-        except OSError as error:
-            return f"it cannot be started: {error}"
         finally:
             os.close(stderr)
         try:
