@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -210,7 +211,7 @@ class BareFlags(TyperCommand):
         """Give such flags their values."""
         bare = {f"--{flag.name}": flag.option.bare for flag in flags().values()}
         filled: list[str] = []
-        for word, following in zip(args, [*args[1:], "-"], strict=True):
+        for word, following in zip_longest(args, args[1:], fillvalue="-"):
             filled.append(word)
             if following.startswith("-") and bare.get(word):
                 filled.append(bare[word])
