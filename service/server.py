@@ -29,6 +29,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,6 +100,8 @@ CONTROL = control_service_pb2.DESCRIPTOR.services_by_name["ControlService"].full
 GATEWAY = "vllm.grpc.engine.VllmEngine"
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 NO_TELEMETRY = TelemetryConfig()
+_DOOR_STREAMS = 4096
+"""Most calls of the HTTP door's connection, which carries all its clients."""
 _CALLS_GRACE_S = 3.0
 _CONNECTIONS_GRACE_S = 2.0
 _CANCEL_GRACE_S = 5.0
@@ -196,7 +199,7 @@ class HeadraceServer:
         registry: its requests.
         state, control: its phase, and the operators' controls.
         recovery, reading, text_pool: track its calls, read their messages, and process long texts.
-        servers: the gRPC servers, by whether they serve ControlService.
+        servers: the gRPC servers, by whether they serve ControlService; None: that of the door.
         sessions, watches: the places for sessions and Watches.
         health, supervisor: report its readiness, and restart the engine.
         bound, health_bound, sockets: the addresses on which it listens.
@@ -251,7 +254,7 @@ class HeadraceServer:
         self.watches = Places(_watches(config, "WatchStatistics"), clock, jitter)
         self.loads = LoadWatch(client, clock)
         self._telemetry = telemetry.Telemetry()
-        self.servers: dict[bool, grpc.aio.Server] = {}
+        self.servers: dict[bool | None, grpc.aio.Server] = {}
         self._health_server: grpc.Server | None = None
         self._authenticator = Authenticator(None)
         self.recovery = Recovery(self.state.refusals)
@@ -331,7 +334,9 @@ class HeadraceServer:
                 self._config, self._tls, self._server_of, self._health_server, self.sockets
             )
             if self._config.openai is not None:
-                server = self._server_of(Address(path="/"))
+                server = self.servers[None] = self._make_server(
+                    has_control=False, max_streams=_DOOR_STREAMS
+                )
                 door_addresses = bind_door(self._config.openai, server, self.sockets)
         except HeadraceError:
             self.sockets.unlink()
@@ -354,7 +359,7 @@ class HeadraceServer:
             self.servers[has_control] = self._make_server(has_control)
         return self.servers[has_control]
 
-    def _make_server(self, has_control: bool) -> grpc.aio.Server:
+    def _make_server(self, has_control: bool, max_streams: int | None = None) -> grpc.aio.Server:
         metrics = self._telemetry.metrics
         server = make_server(
             self._authenticator,
@@ -367,7 +372,11 @@ class HeadraceServer:
                     self._authenticator, self.state, self.reading, self._config.max_send_bytes
                 ),
             ),
-            options=grpc_options(self._config),
+            options=grpc_options(
+                self._config
+                if max_streams is None
+                else replace(self._config, max_streams_per_connection=max_streams)
+            ),
         )
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(
             GenerationServicer(self.state, self.sessions), server

@@ -20,8 +20,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import typer
+from headrace.v1.control_service_pb2 import GetStatisticsRequest
+from headrace.v1.control_service_pb2_grpc import ControlServiceStub
 
 from engine.errors import ConfigError
 from service import cli, openai_door
@@ -29,7 +32,15 @@ from service.address import Address
 from service.config import DEFAULT_OPENAI, ServiceConfig
 from tests.service.certificates import make_certificate, needs_openssl
 from tests.service.fake_engine import FakeEngine, says
-from tests.service.helpers import DEADLINE_S, Harness, check_course, serving, spec, until
+from tests.service.helpers import (
+    DEADLINE_S,
+    Harness,
+    check_course,
+    refused,
+    serving,
+    spec,
+    until,
+)
 from tests.service.real_server import ROOT, RealServer
 
 DOOR = {"openai": "127.0.0.1:0"}
@@ -148,6 +159,27 @@ async def test_it_answers_and_its_clients_are_callers_by_their_address(clients: 
         assert [request.caller for request in engine.submitted] == ["127.0.0.1", "127.0.0.2"]
 
 
+async def test_its_connection_carries_more_clients_than_another_may(clients: list[Http]) -> None:
+    async with with_door(FakeEngine(script=says("x")), max_streams_per_connection=3) as h:
+        asked = [
+            client_of(h, clients, f"127.0.0.{number}").ask(
+                "/v1/completions", model="fake", prompt="hi"
+            )
+            for number in range(1, 11)
+        ]
+        answers = await asyncio.wait_for(asyncio.gather(*asked), DEADLINE_S)
+        assert [status for status, _ in answers] == [200] * 10
+
+
+async def test_it_cannot_steer_the_server() -> None:
+    async with with_door() as h:
+        [path] = h.server.sockets._files
+        async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
+            stub: Any = ControlServiceStub(channel)
+            error = await refused(stub.GetStatistics(GetStatisticsRequest()))
+            assert error.code is grpc.StatusCode.UNIMPLEMENTED
+
+
 async def test_the_secret_is_in_no_place_where_others_look(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -200,7 +232,7 @@ async def test_a_drain_lets_a_stream_end_and_takes_no_more(clients: list[Http]) 
         await beginning
         drain = h.server.begin_drain()
 
-        async def refused() -> None:
+        async def closed() -> None:
             while True:
                 try:
                     _, writer = await asyncio.open_connection(
@@ -211,7 +243,7 @@ async def test_a_drain_lets_a_stream_end_and_takes_no_more(clients: list[Http]) 
                 writer.close()
                 await asyncio.sleep(0)
 
-        await asyncio.wait_for(refused(), DEADLINE_S)
+        await asyncio.wait_for(closed(), DEADLINE_S)
         assert not drain.done()
         engine.run()
         events = [event async for event in rest(stream)]
