@@ -127,7 +127,8 @@ ENV PATH=/opt/headrace/bin:$PATH \
 
 USER 10001:10001
 WORKDIR /tmp
-EXPOSE 50051
+# 8000: OpenAI's HTTP API, where HEADRACE_OPENAI=0.0.0.0:8000 is given.
+EXPOSE 50051 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
     CMD ["python3", "/opt/headrace/healthcheck.py"]
 # Exec form: the command is PID 1 and gets the signals itself; it is an init to its server, too

@@ -1,6 +1,7 @@
 """Lists of requirements for pip, of which the image and its lock are made.
 
-dependencies.py names PYPROJECT...        what these projects depend on, without each other
+dependencies.py names PYPROJECT...        what these projects depend on, without each other, and
+                                          what their extra `openai` needs
 dependencies.py locked LOCK               what LOCK pins, with hashes
 dependencies.py locked LOCK --no-torch    the same without torch and its CUDA packages
 """
@@ -20,6 +21,8 @@ def names(paths: list[Path]) -> Iterator[str]:
     projects = [tomllib.loads(path.read_text("utf-8"))["project"] for path in paths]
     own = {project["name"] for project in projects}
     found = {requirement for project in projects for requirement in project["dependencies"]}
+    for project in projects:
+        found.update(project.get("optional-dependencies", {}).get("openai", ()))
     for requirement in sorted(found):
         if re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0] not in own:
             yield f"{requirement}\n"

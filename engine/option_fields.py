@@ -38,6 +38,7 @@ class Option:
             default is True or False.
         base: the base in which a flag's number is written; 8 is octal.
         group: the heading in the server's help; empty: the server has no such flag.
+        bare: the value of the flag given without one; empty: it must have one.
         flag: the flag's name without dashes; empty: the field's name without its unit. For an
             option without a group: the flag of another config's option that sets this one.
         shown: how the default is shown, if not as the value itself.
@@ -55,6 +56,7 @@ class Option:
     switch: bool = False
     base: int = 10
     group: str = ""
+    bare: str = ""
     flag: str = ""
     shown: str = ""
     served: tuple[Any] | None = None

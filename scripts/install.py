@@ -108,7 +108,7 @@ def main() -> int:
     parser.add_argument("--dev", action="store_true", help="what the checks and tests need too")
     server = ".[dev]" if parser.parse_args().dev else "."
     try:
-        install(["-e", "clients/python", "-e", server])
+        install(["-e", "clients/python[openai]", "-e", server])
     except subprocess.CalledProcessError as error:
         return error.returncode
     return 0

@@ -8,7 +8,8 @@ A request belongs to its caller's identity, which may read it and end it. Its co
 account. Accounts are finer than identities in two cases:
 
 - Without a callers' file everybody is "anonymous". The account is then the client's IP address
-  without the port, so that more connections gain nothing; for IPv6 it is the /64 network, because a
+  without the port, so that more connections gain nothing (of the HTTP door: that of its client,
+  `Authenticator.peer_of`); for IPv6 it is the /64 network, because a
   host can use any address in its own. All clients of a Unix socket have one account.
 - A gateway calls on behalf of others. If its entry has `may_call_for_others`, it may name the user
   of each call. The key is then identity/name; identities have no slash, so a gateway cannot name

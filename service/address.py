@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import os
 from dataclasses import dataclass
 from urllib.parse import quote
 
 from engine.errors import ConfigError
+
+_ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,11 @@ class Address:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    @property
+    def reached(self) -> Address:
+        """Where a client on this machine reaches it."""
+        return dataclasses.replace(self, host=_ANY_HOST.get(self.host, self.host))
 
     @property
     def target(self) -> str:

@@ -18,6 +18,8 @@ digest of a token is kept for this.
 from __future__ import annotations
 
 import hashlib
+import hmac
+import ipaddress
 import logging
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
@@ -34,6 +36,10 @@ from service.callers import EVERYONE, MAX_FILE_BYTES, Caller, CallerTable, parse
 from service.watched import Watched, read
 
 logger = logging.getLogger(__name__)
+
+DOOR_SECRET = "x-headrace-door"
+DOOR_PEER = "x-headrace-peer"
+"""The metadata keys of the HTTP door's secret, and of the IP address of its client."""
 
 _MISSING = "authorization is missing: send 'authorization: Bearer <token>'"
 
@@ -155,17 +161,25 @@ _ANYBODY = Permit(EVERYONE)
 class Authenticator:
     """Identifies callers."""
 
-    def __init__(self, path: str | None, *, client_certificates: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | None,
+        *,
+        client_certificates: bool = False,
+        door_secret: str | None = None,
+    ) -> None:
         """Read the callers' file.
 
         Args:
             path: the file; None: everyone may call everything.
             client_certificates: whether clients are asked for certificates.
+            door_secret: what the HTTP door knows; None: there is no door.
 
         Raises:
             ConfigError: the file cannot be read, or an entry is wrong.
         """
         self._client_certificates = client_certificates
+        self._door_secret = door_secret
         self.tables: Watched[CallerTable] | None = None  # whoever asks for a caller has it fresh
         if path is not None:
             self.tables = Watched("callers", (path,), lambda: self._load(path), private=(path,))
@@ -174,6 +188,32 @@ class Authenticator:
     def knows_callers(self) -> bool:
         """Whether there is a file."""
         return self.tables is not None
+
+    def peer_of(self, metadata: Metadata, peer: str) -> str:
+        """Where a call comes from, in gRPC's form. To gRPC all calls of the HTTP door come from one
+        Unix socket; it tells its client's address, and is believed if it knows the secret.
+
+        Args:
+            metadata: the call's metadata.
+            peer: where its connection comes from.
+
+        Raises:
+            PermissionDeniedError: it has another secret, which is not told.
+        """
+        given = [str(value) for key, value in metadata if key == DOOR_SECRET]
+        if not given:
+            return peer
+        known = self._door_secret or ""
+        if not known or not all(hmac.compare_digest(one.encode(), known.encode()) for one in given):
+            raise PermissionDeniedError(
+                f"{DOOR_SECRET} is not what this server gave to its HTTP door; leave it out",
+                "DOOR_UNKNOWN",
+            )
+        try:
+            address = ipaddress.ip_address(str(dict(metadata).get(DOOR_PEER)))
+        except ValueError:  # the door asks for itself
+            return peer
+        return f"ipv{address.version}:[{address}]:0"
 
     def reload(self) -> None:
         """Begin to read the file again, of which calls that come now wait for the end. If it cannot

@@ -64,7 +64,7 @@ def root(
     """Headrace: a gRPC server for text generation, with continuous batching."""
 
 
-@app.command()
+@app.command(cls=flags.BareFlags)
 @flags.command_of
 def serve(given: flags.Given) -> None:
     """Serve a model until a signal comes."""

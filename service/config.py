@@ -30,6 +30,7 @@ FORMATS = tuple(
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_ALIASES = 16
 MAX_ALIAS = 128
+DEFAULT_OPENAI = "127.0.0.1:8000"
 MIB = 1 << 20
 DAY_S = 86_400.0
 NETWORK = "Network"
@@ -83,6 +84,35 @@ class ServiceConfig:
         "Serve also `vllm.grpc.engine.VllmEngine`, by which [a gateway](gateway.md) such as smg "
         "calls engines, on all addresses.",
         more="Needs the extra `gateway`: `pip install 'headrace-server[gateway]'`.",
+        group=NETWORK,
+    )
+    openai: str | None = option(
+        None,
+        "Serve OpenAI's HTTP API too, at this address: `host:port`; `--openai` alone: "
+        f"`{DEFAULT_OPENAI}`.",
+        more="By a process of its own, `headrace openai` ([OpenAI's API](#openais-api)); with TLS "
+        "where the server has it. Needs the extra `openai`: `pip install 'headrace[openai]'`.",
+        bare=DEFAULT_OPENAI,
+        group=NETWORK,
+    )
+    openai_host: tuple[str, ...] = option(
+        (),
+        "A name that HTTP requests may have in `Host`, besides addresses and `localhost`: that of "
+        "a proxy or of a Kubernetes service; `*`: any.",
+        more="The flag may be given several times; in the variable, names are separated by blanks. "
+        "So no page of a browser reaches the server by a name that its owner has turned.",
+        group=NETWORK,
+    )
+    openai_origin: tuple[str, ...] = option(
+        (),
+        "A web page's origin, such as `https://app.example`, that may ask by HTTP (CORS); `*`: "
+        "any.",
+        more="The flag may be given several times; in the variable, they are separated by blanks.",
+        group=NETWORK,
+    )
+    openai_ignore_unknown: bool = option(
+        False,
+        "Pass over members of HTTP requests that are unknown, instead of refusing them.",
         group=NETWORK,
     )
     insecure: bool = option(
@@ -449,6 +479,16 @@ class ServiceConfig:
             parse_address(address)
         if self.health_listen is not None:
             parse_address(self.health_listen, "health_listen")
+        if self.openai is not None and parse_address(self.openai, "openai").path is not None:
+            raise ConfigError(
+                "openai", f"is {self.openai!r}; it must be host:port, since HTTP is served by TCP"
+            )
+        if self.openai is not None and self.tls_client_ca is not None:
+            raise ConfigError(
+                "openai",
+                "cannot ask its clients for certificates, as tls_client_ca wants of every client; "
+                "leave one of them out",
+            ).naming("tls_client_ca")
         check_bounds(self)
         if len(self.served_alias) > MAX_ALIASES:
             raise ConfigError(
@@ -520,10 +560,13 @@ class ServiceConfig:
         """
         if self.insecure or self.uses_tls:
             return
-        for text in self.listen:
-            if not parse_address(text).is_local:
+        listened = [("listen", text) for text in self.listen]
+        if self.openai is not None:
+            listened.append(("openai", self.openai))
+        for option_name, text in listened:
+            if not parse_address(text, option_name).is_local:
                 raise ConfigError(
-                    "listen",
+                    option_name,
                     f"{text} can be reached from other machines; give tls_cert and tls_key, or "
                     "allow plain text there with insecure",
                 ).naming("tls_cert", "tls_key", "insecure")

@@ -24,6 +24,7 @@ class Figures:
         refusals: how many refusals there were of each kind.
         phase: the phase of the server.
         restarts: how often the engine was started again.
+        door_restarts: how often the HTTP door was started again.
         sessions: how many sessions are open.
         startup: how many seconds the phases of the last start took, in their order; empty: it has
             not ended.
@@ -34,5 +35,6 @@ class Figures:
     refusals: Callable[[], Mapping[Refusal, int]]
     phase: Callable[[], str]
     restarts: Callable[[], int]
+    door_restarts: Callable[[], int]
     sessions: Callable[[], int]
     startup: Callable[[], Mapping[str, float]]

@@ -17,11 +17,13 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import ConfigError, HeadraceError
@@ -198,6 +200,22 @@ class Given:
                     f"{value:g}" if isinstance(value, float) else str(value),
                 ]
         return words
+
+
+class BareFlags(TyperCommand):
+    """A command some of whose flags may be given without a value (`Option.bare`), which typer has
+    no way to declare.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Give such flags their values."""
+        bare = {f"--{flag.name}": flag.option.bare for flag in flags().values()}
+        filled: list[str] = []
+        for word, following in zip_longest(args, args[1:], fillvalue="-"):
+            filled.append(word)
+            if following.startswith("-") and bare.get(word):
+                filled.append(bare[word])
+        return super().parse_args(ctx, filled)
 
 
 def command_of(

@@ -303,13 +303,14 @@ class Entrance(grpc.aio.ServerInterceptor):
         def enter(context: Any) -> None:
             if not is_open:
                 try:
+                    peer = self._authenticator.peer_of(metadata, context.peer())
                     permit = self._authenticator.by_token(
                         method, metadata
                     ) or self._authenticator.by_certificate(method, certificate_names(context))
                 except HeadraceError as error:
                     self._refusals.add(method, context, error)
                     raise
-                current_permit.set(permit.of_call(metadata, context.peer()))
+                current_permit.set(permit.of_call(metadata, peer))
             if is_checked:
                 current_front.set(self._state.check(new_work=new_work))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import grp
 import logging
 import os
 import socket
 import stat
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -43,6 +45,12 @@ class UnixSockets:
 
     def __init__(self) -> None:
         self._files: dict[str, int] = {}
+        self._folders: list[str] = []
+
+    def make_folder(self) -> str:
+        """Make a folder for sockets that only this user may reach; removed with its files."""
+        self._folders.append(tempfile.mkdtemp(prefix="headrace-"))
+        return self._folders[-1]
 
     def add(self, path: str) -> None:
         """Remember a file that was just bound."""
@@ -56,6 +64,10 @@ class UnixSockets:
                     os.unlink(path)
             os.close(file)
         self._files.clear()
+        for folder in self._folders:
+            with suppress(OSError):
+                os.rmdir(folder)
+        self._folders.clear()
 
 
 def bind(
@@ -118,6 +130,25 @@ def _bind_one(
         return Address(host=address.host, port=port)
     except (RuntimeError, OSError) as error:
         raise ConfigError(option, f"cannot listen on {text}: {_reason(address, error)}") from error
+
+
+def bind_door(text: str, server: grpc.aio.Server, sockets: UnixSockets) -> tuple[Address, Address]:
+    """Bind a Unix socket for the HTTP door, which only this user's processes can reach. Returns
+    where the door is to listen, with a free port in place of 0, and the socket.
+
+    Raises:
+        ConfigError: the door's address is taken, or is none of this machine's.
+    """
+    address = parse_address(text, "openai")
+    try:
+        port = _try_port(address)
+        own = parse_address(f"unix:{sockets.make_folder()}/s", "TMPDIR")
+        _bind_unix(server, own, sockets)
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(
+            "openai", f"cannot listen on {text}: {_words('openai', error)}"
+        ) from error
+    return dataclasses.replace(address, port=port), own
 
 
 async def wait_ended(server: grpc.aio.Server) -> ListeningError:
@@ -187,16 +218,27 @@ def _reason(address: Address, error: Exception) -> str:
         return error.strerror
     if address.path is not None:
         return "the path cannot be used; does its directory exist, and may this user write there?"
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((address.host, address.port))
+        _try_port(address)
     except OSError as cause:
-        if cause.errno == errno.EADDRINUSE:
-            return (
-                "the port is taken; stop the other program, or choose another port (--listen; "
-                "`make run LISTEN=127.0.0.1:50061`)"
-            )
-        return cause.strerror or str(cause)
+        return _words("listen", cause)
     return "gRPC could not bind it"
+
+
+def _try_port(address: Address) -> int:
+    """Bind a plain socket for a moment; returns its port. Raises OSError."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((address.host, address.port))
+        return int(probe.getsockname()[1])
+
+
+def _words(option: str, error: Exception) -> str:
+    if not isinstance(error, OSError) or error.errno != errno.EADDRINUSE:
+        return getattr(error, "strerror", None) or str(error)
+    example = {
+        "listen": "--listen; `make run LISTEN=127.0.0.1:50061`",
+        "openai": "--openai; `make run ARGS='--openai 127.0.0.1:8001'`",
+    }
+    return f"the port is taken; stop the other program, or choose another port ({example[option]})"

@@ -35,6 +35,7 @@ from service.welcome import welcome
 logger = logging.getLogger(__name__)
 
 _FAILED = 1
+_DOOR_PATIENCE_S = 10.0
 
 
 def run(
@@ -140,7 +141,8 @@ class _Process:
             ending.cancel()
 
     async def _serve(self, ending: asyncio.Task[None]) -> int:
-        state = self._server.state
+        state, door = self._server.state, self._server.door
+        answers = door is not None and await door.answers(_DOOR_PATIENCE_S)
         seconds = time.monotonic() - self._output.began
         self._say(
             welcome(
@@ -150,6 +152,7 @@ class _Process:
                 self._server.health_bound,
                 seconds,
                 frozenset(state.front.card.capabilities.names),
+                door.address if door is not None and answers else None,
             )
         )
         failed = asyncio.create_task(self._server.failed())

@@ -7,13 +7,13 @@ become ready.
 
 Shutdown (`drain`):
 1. the server is no longer ready: health says NOT_SERVING, Watches end, new work is refused with
-    UNAVAILABLE; an operator's pause ends;
+    UNAVAILABLE; an operator's pause ends; the HTTP door accepts no more;
 2. streams accept nothing new: idle sessions end now, others with their last request;
 3. live requests finish; after the timeout they are cancelled, and their streams still get the end
   events;
 4. the gRPC servers stop: first all calls end, with everything that their clients are still to read;
     then clients get a GOAWAY, and their connections close when they have read it (after a few
-    seconds at most, if they do not read: `interceptors.Recovery`);
+    seconds at most, if they do not read: `interceptors.Recovery`); so long the HTTP door may take;
 5. the engine is closed, then the threads, the Unix sockets' files and telemetry.
 
 If only some addresses serve ControlService, the process has two gRPC servers with otherwise the
@@ -29,7 +29,9 @@ import random
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -62,7 +64,7 @@ from service.health import HealthServicer
 from service.health_listener import make_health_server
 from service.interceptors import Entrance, Recovery
 from service.lacking import why_lacking
-from service.listening import UnixSockets, bind, wait_ended
+from service.listening import UnixSockets, bind, bind_door, wait_ended
 from service.load import LoadWatch
 from service.memory import GivingBack
 from service.operator_control import Control
@@ -85,6 +87,9 @@ from service.tls import Tls
 from service.transport import grpc_options, most_received
 from service.unknown_methods import make_server
 
+if TYPE_CHECKING:
+    from service.openai_door import Door
+
 logger = logging.getLogger(__name__)
 
 SERVICES = (
@@ -95,6 +100,8 @@ CONTROL = control_service_pb2.DESCRIPTOR.services_by_name["ControlService"].full
 GATEWAY = "vllm.grpc.engine.VllmEngine"
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 NO_TELEMETRY = TelemetryConfig()
+_DOOR_STREAMS = 4096
+"""Most calls of the HTTP door's connection, which carries all its clients."""
 _CALLS_GRACE_S = 3.0
 _CONNECTIONS_GRACE_S = 2.0
 _CANCEL_GRACE_S = 5.0
@@ -192,10 +199,11 @@ class HeadraceServer:
         registry: its requests.
         state, control: its phase, and the operators' controls.
         recovery, reading, text_pool: track its calls, read their messages, and process long texts.
-        servers: the gRPC servers, by whether they serve ControlService.
+        servers: the gRPC servers, by whether they serve ControlService; None: that of the door.
         sessions, watches: the places for sessions and Watches.
         health, supervisor: report its readiness, and restart the engine.
         bound, health_bound, sockets: the addresses on which it listens.
+        door: the process that serves OpenAI's HTTP API; None: it is off, or not started yet.
     """
 
     def __init__(
@@ -246,7 +254,7 @@ class HeadraceServer:
         self.watches = Places(_watches(config, "WatchStatistics"), clock, jitter)
         self.loads = LoadWatch(client, clock)
         self._telemetry = telemetry.Telemetry()
-        self.servers: dict[bool, grpc.aio.Server] = {}
+        self.servers: dict[bool | None, grpc.aio.Server] = {}
         self._health_server: grpc.Server | None = None
         self._authenticator = Authenticator(None)
         self.recovery = Recovery(self.state.refusals)
@@ -278,6 +286,8 @@ class HeadraceServer:
         self.bound: tuple[Address, ...] = ()
         self.health_bound: Address | None = None
         self.sockets = UnixSockets()
+        self._door_secret = secrets.token_hex(32)
+        self.door: Door | None = None
 
     def _make_figures(self) -> Figures:
         return Figures(
@@ -286,6 +296,7 @@ class HeadraceServer:
             refusals=self.state.refusals.counts,
             phase=lambda: self.state.phase.value,
             restarts=lambda: self.supervisor.restarts,
+            door_restarts=lambda: 0 if self.door is None else self.door.restarts,
             sessions=lambda: self.sessions.taken,
             startup=lambda: self._startup,
         )
@@ -300,11 +311,18 @@ class HeadraceServer:
 
         Raises:
             ConfigError: for example, an address is taken, or a TLS file, the callers' file or a
-                format of replies from outside the tree cannot be used.
+                format of replies from outside the tree cannot be used, or the packages of the HTTP
+                door are missing.
         """
+        if self._config.openai is not None:
+            from service.openai_door import Door, check_packages
+
+            check_packages()
         self._format_of = format_option(self._config.reply_parser)
         self._authenticator = Authenticator(
-            self._config.auth_file, client_certificates=self._config.tls_client_ca is not None
+            self._config.auth_file,
+            client_certificates=self._config.tls_client_ca is not None,
+            door_secret=None if self._config.openai is None else self._door_secret,
         )
         self._tls = Tls(self._config)
         self._telemetry = telemetry.set_up(self._telemetry_config, self._figures)
@@ -315,13 +333,21 @@ class HeadraceServer:
             self.bound, self.health_bound = bind(
                 self._config, self._tls, self._server_of, self._health_server, self.sockets
             )
+            if self._config.openai is not None:
+                server = self.servers[None] = self._make_server(
+                    has_control=False, max_streams=_DOOR_STREAMS
+                )
+                door_addresses = bind_door(self._config.openai, server, self.sockets)
         except HeadraceError:
+            self.sockets.unlink()
             await self._telemetry.shutdown()
             raise
         if self._health_server is not None:
             self._health_server.start()
         for server in self.servers.values():
             await server.start()
+        if self._config.openai is not None:
+            self.door = Door(self._config, *door_addresses, self._door_secret)
         if self._telemetry.page is not None:
             self._telemetry.page.start()
             self._progress(f"metrics at {self._telemetry.page.url}")
@@ -333,7 +359,7 @@ class HeadraceServer:
             self.servers[has_control] = self._make_server(has_control)
         return self.servers[has_control]
 
-    def _make_server(self, has_control: bool) -> grpc.aio.Server:
+    def _make_server(self, has_control: bool, max_streams: int | None = None) -> grpc.aio.Server:
         metrics = self._telemetry.metrics
         server = make_server(
             self._authenticator,
@@ -346,7 +372,11 @@ class HeadraceServer:
                     self._authenticator, self.state, self.reading, self._config.max_send_bytes
                 ),
             ),
-            options=grpc_options(self._config),
+            options=grpc_options(
+                self._config
+                if max_streams is None
+                else replace(self._config, max_streams_per_connection=max_streams)
+            ),
         )
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(
             GenerationServicer(self.state, self.sessions), server
@@ -544,6 +574,8 @@ class HeadraceServer:
         self.state.phase = Phase.DRAINING
         self._drain_begun.set()
         self.health.end()
+        if self.door is not None:
+            self.door.drain()
         for stream in list(self.registry.streams):
             stream.close()
 
@@ -569,7 +601,10 @@ class HeadraceServer:
         self.control.ending.set()
         await self.recovery.settle(calls_grace_s)
         servers = self.servers.values()
-        await asyncio.gather(*(server.stop(connections_grace_s) for server in servers))
+        stops = [server.stop(connections_grace_s) for server in servers]
+        if self.door is not None:
+            stops.append(self.door.stop(connections_grace_s))
+        await asyncio.gather(*stops)
         if self._health_server is not None:
             self._health_server.stop(0)
         self._unreachable.set()

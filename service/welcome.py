@@ -4,7 +4,8 @@ something else and works with this address and this model.
 
 from __future__ import annotations
 
-import dataclasses
+import json
+import shlex
 import shutil
 import sys
 from collections.abc import Container, Iterator
@@ -17,7 +18,6 @@ from service.config import ServiceConfig
 
 _DEFAULT_TARGET = "127.0.0.1:50051"
 
-_ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _TOOLS = Path(__file__).resolve().parents[1] / "clients" / "python" / "examples" / "gauges.py"
 _QUESTION = "How high is the Danube in Ulm?"
 _FACTS = "Anna is 36 years old and lives in Ulm."
@@ -44,9 +44,10 @@ def welcome(
     health: Address | None,
     seconds: float,
     capabilities: Container[str],
+    http: Address | None = None,
 ) -> str:
     """The lines to print. `health`: the separate health address. `capabilities`: the names that the
-    model card has.
+    model card has. `http`: where the HTTP door answers.
     """
     has_tokenizer = "structured_output" in capabilities  # a form is text
     name = config.served_name or info.name
@@ -60,6 +61,7 @@ def welcome(
         f"{info.max_context_tokens} tokens each.",
         f"Listening on {where}" + (" with TLS" if config.uses_tls else "") + ".",
         *([] if health is None else [f"Health alone on {health.target}."]),
+        *_http_lines(config, http),
         *([] if has_tokenizer else ["No tokenizer: prompts and outputs are token ids."]),
         "",
         needs,
@@ -68,6 +70,9 @@ def welcome(
     for example in _examples(capabilities, options, has_tokenizer=has_tokenizer):
         command = f"{example.before}{installed('headrace')} {example.words}{options}"
         lines += [f"  {example.shows}:", f"    {command}"]
+    if http is not None:
+        for shows, command in _http_examples(config, http, name, capabilities):
+            lines += [f"  {shows}:", f"    {command}"]
     return "\n".join([*lines, "", "Stop it with Ctrl-C (twice: at once)."])
 
 
@@ -99,6 +104,48 @@ def _examples(
     )
 
 
+def _url(config: ServiceConfig, http: Address) -> str:
+    return f"http{'s' * config.uses_tls}://{http.reached.target}/v1"
+
+
+def _http_lines(config: ServiceConfig, http: Address | None) -> list[str]:
+    if http is not None:
+        return [f"OpenAI's API on {_url(config, http)}."]
+    if config.openai is not None:
+        return [f"OpenAI's API does not answer on {config.openai}: the log tells why."]
+    return []
+
+
+def _http_examples(
+    config: ServiceConfig, http: Address, name: str, capabilities: Container[str]
+) -> Iterator[tuple[str, str]]:
+    """What a command shows, and the command."""
+    url = _url(config, http)
+    asked: dict[str, object] = {"model": name, "prompt": "Once upon a time"}
+    path, text = "completions", "text"
+    if "chat" in capabilities:
+        asked = {"model": name, "messages": [{"role": "user", "content": _QUESTION}]}
+        path, text = "chat/completions", "message.content"
+    token = "none" if config.auth_file is None else "TOKEN"
+    curl = f"curl {url}/{path} -H 'Content-Type: application/json'"
+    python = f"{installed('python')} -c "
+    if config.auth_file is not None:
+        curl += f" -H 'Authorization: Bearer {token}'"
+    if config.uses_tls:
+        curl += f" --cacert {config.tls_cert}"
+        python = f"SSL_CERT_FILE={config.tls_cert} {python}"
+    yield "OpenAI's API, by curl", f"{curl} -d {shlex.quote(json.dumps(asked))}"
+    given = ", ".join(f"{key}={json.dumps(value)}" for key, value in asked.items())
+    program = (
+        f'import openai; client = openai.OpenAI(base_url="{url}", api_key="{token}"); '
+        f"print(client.{path.replace('/', '.')}.create({given}).choices[0].{text})"
+    )
+    yield (
+        "The same by its Python package (pip install openai)",
+        f"{python}{shlex.quote(program)}",
+    )
+
+
 def _weights(info: ModelInfo) -> str:
     return (
         info.dtype if info.quantization == "none" else f"{info.dtype}, {info.quantization} weights,"
@@ -122,18 +169,13 @@ def _from_here(path: Path) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
-def _client_target(address: Address) -> str:
-    """The target with which a client on this machine reaches the address."""
-    return dataclasses.replace(address, host=_ANY_HOST.get(address.host, address.host)).target
-
-
 def _secure(config: ServiceConfig, address: Address) -> bool:
     return config.uses_tls and address.path is None
 
 
 def _options(config: ServiceConfig, address: Address) -> str:
     """What a command needs to reach the server: empty where its defaults do."""
-    target = _client_target(address)
+    target = address.reached.target
     options = "" if target == _DEFAULT_TARGET else f" --target {target}"
     if _secure(config, address):
         options += f" --ca {config.tls_cert}"

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,13 @@ import pytest
 import torch
 
 from tests.service.readme import README, ROOT, code_blocks, lay_out, shell_commands
-from tests.service.real_server import WAIT_S, RealServer, clean_environment, demo_server
+from tests.service.real_server import (
+    WAIT_S,
+    RealServer,
+    clean_environment,
+    demo_server,
+    real_server,
+)
 
 CHAT = ROOT / "docs" / "chat.md"
 OFFLINE = ROOT / "docs" / "offline.md"
@@ -323,6 +330,24 @@ def test_the_commands_that_a_server_prints(demo: RealServer, pasted: Pasted) -> 
         if as_the_readme_has_it(command, demo).startswith(pasted.begins)
     ]
     check(paste(command, pasted, ROOT, demo), pasted)
+
+
+def test_openai_s_lines_that_a_server_prints() -> None:
+    """With the engine in the server's own process; its end is as clean as without them."""
+    with real_server(
+        "--in-process", "--listen", "127.0.0.1:0", "--openai", "127.0.0.1:0"
+    ) as server:
+        server.wait_until_ready()
+        curl, python = printed(server.said)[-2:]
+        pasted = run("curl", r'"role":"assistant","content":".*\w+ \w+')
+        assert curl.startswith(pasted.begins)
+        check(paste(curl, pasted, ROOT, server), pasted)
+        pasted = run("python", r"^\w+ \w+|^None$")
+        assert " -c 'import openai; " in python
+        check(paste(python, pasted, ROOT, server), pasted)
+        server.signal(signal.SIGTERM)
+        assert server.ended() == 0
+        assert "ERROR" not in server.said
 
 
 # ---- Python --------------------------------------------------------------------------------------

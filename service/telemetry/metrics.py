@@ -193,6 +193,12 @@ class Metrics:
             "{restart}",
             "How often the engine was started again, because it had stopped.",
         )
+        meter.create_observable_counter(
+            "headrace.openai.restarts",
+            [one(figures.door_restarts)],
+            "{restart}",
+            "How often the process that serves OpenAI's HTTP API was started again.",
+        )
         meter.create_observable_gauge(
             "headrace.sessions.open", [one(figures.sessions)], "{session}", "Open sessions."
         )

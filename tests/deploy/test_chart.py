@@ -32,6 +32,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "variables": {"env": {"HEADRACE_MAX_QUEUE_SIZE": "64", "HF_TOKEN_PATH": "/tmp/t"}},
     "times": {"drainSeconds": 600, "preStopSeconds": 12, "maxConnectionAgeSeconds": 0},
     "TLS and callers": {"tls": {"secret": "tls"}, "callers": {"secret": "callers"}},
+    "OpenAI's API": {"openai": {"enabled": True, "port": 8080, "hosts": ["llm.example"]}},
     "mutual TLS": {"tls": {"secret": "tls", "clientCa": True}},
     "a GPU": {
         "resources": {"limits": {"nvidia.com/gpu": "1", "memory": "32Gi"}},
@@ -79,6 +80,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a route to nowhere": ({"route": {"enabled": True}}, "parentRefs"),
     "a variable that is a list": ({"env": {"HEADRACE_LISTEN_ON": ["a"]}}, "LISTEN_ON"),
     "clients' certificates without TLS": ({"tls": {"clientCa": True}}, "secret"),
+    "OpenAI's API with clients' certificates": (
+        {"openai": {"enabled": True}, "tls": {"secret": "tls", "clientCa": True}},
+        "clientCa",
+    ),
+    "OpenAI's API on a port that is taken": ({"openai": {"port": 50051}}, "port"),
     "metrics to nowhere": ({"telemetry": {"otlpMetrics": True}}, "otlpEndpoint"),
     "scaling without metrics": (
         {"autoscaling": {"enabled": True}, "telemetry": {"prometheus": False}},
@@ -153,6 +159,23 @@ def test_numbers_and_booleans_of_variables_become_their_text() -> None:
         }
         == told
     )
+
+
+@NEEDS_HELM
+def test_openai_s_api_is_served_by_the_service_s_names_and_let_in() -> None:
+    things = rendered(VALUES["OpenAI's API"])
+    told = variables(only(things, "Deployment")["spec"]["template"]["spec"])
+    assert told["HEADRACE_OPENAI"] == "0.0.0.0:8080"
+    service = only(things, "Service")["metadata"]["name"]
+    hosts = told["HEADRACE_OPENAI_HOST"].split()
+    assert hosts[0] == service
+    assert hosts[2].startswith(f"{service}.")
+    assert hosts[2].endswith(".svc")
+    assert hosts[-1] == "llm.example"
+    ports = {port["name"]: port for port in only(things, "Service")["spec"]["ports"]}
+    assert ports["openai"]["port"] == 8080
+    rule = only(things, "NetworkPolicy")["spec"]["ingress"][0]
+    assert "openai" in {port["port"] for port in rule["ports"]}
 
 
 @NEEDS_HELM

@@ -38,6 +38,7 @@ FIGURES = Figures(
     refusals=lambda: {},
     phase=lambda: "ready",
     restarts=lambda: 0,
+    door_restarts=lambda: 2,
     sessions=lambda: 0,
     startup=lambda: {},
 )

@@ -60,6 +60,13 @@ capabilities: { drop: [ALL] }
 {{- if $v.callers.secret }}
 - { name: HEADRACE_AUTH_FILE, value: /callers/callers.toml }
 {{- end }}
+{{- if $v.openai.enabled }}
+- { name: HEADRACE_OPENAI, value: "0.0.0.0:{{ $v.openai.port }}" }
+{{- $host := include "headrace.name" . }}
+{{- $service := printf "%s.%s" $host .Release.Namespace }}
+{{- $hosts := list $host $service (printf "%s.svc" $service) (printf "%s.svc.cluster.local" $service) }}
+- { name: HEADRACE_OPENAI_HOST, value: {{ concat $hosts $v.openai.hosts | join " " | quote }} }
+{{- end }}
 {{- $metrics := list }}
 {{- if $v.telemetry.prometheus }}
 {{- $metrics = append $metrics "prometheus" }}
@@ -98,6 +105,8 @@ capabilities: { drop: [ALL] }
 - HEADRACE_TLS_KEY
 - HEADRACE_TLS_CLIENT_CA
 - HEADRACE_AUTH_FILE
+- HEADRACE_OPENAI
+- HEADRACE_OPENAI_HOST
 - OTEL_EXPORTER_PROMETHEUS_HOST
 - OTEL_EXPORTER_PROMETHEUS_PORT
 - OTEL_METRICS_EXPORTER
