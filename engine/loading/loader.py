@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from engine.attention.base import AttentionBackend
@@ -53,6 +53,7 @@ from engine.loading.packing import NOT_FINITE, Packing, choose_dtype, choose_pac
 from engine.loading.pages import trim
 from engine.loading.rotary import replaces_itself
 from engine.loading.verified import VerifiedModel, make_view
+from engine.loading.weights import read_weights
 from engine.models import choosing
 from engine.models.choosing import (
     NOT_ASKED,
@@ -319,7 +320,7 @@ def _load_weights(
     ranks: Ranks | None,
 ) -> PreTrainedModel:
     checkpoint = read_checkpoint(path)
-    dtype: torch.dtype | str = "auto"
+    dtype: torch.dtype | None = None
     if load_config.dtype != "auto":
         dtype = getattr(torch, load_config.dtype)
     if device.type == "cpu" and ranks is None:
@@ -334,17 +335,8 @@ def _load_weights(
     if not sys.stderr.isatty():
         disable_progress_bar()  # a progress bar is for a terminal, not for a log
     try:
-        model: PreTrainedModel
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=checkpoint.config,
-            dtype=dtype,
-            attn_implementation=None,  # the owner gets the usual attention, whatever the file says
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **({} if ranks is None else sharding(ranks.place.world_size)),
-        )
+        sharded = {} if ranks is None else sharding(ranks.place.world_size)
+        model, missing = read_weights(checkpoint, dtype, **sharded)
     except SafetensorError as error:
         raise ModelRefusedError(
             f"{path}: the weights cannot be read: a safetensors file is damaged, or was not copied "
@@ -352,7 +344,6 @@ def _load_weights(
         ) from error
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelRefusedError(f"{path}: the weights cannot be read: {error}") from error
-    missing = sorted(info["missing_keys"])
     if missing:
         raise ModelRefusedError(
             f"{path}: {len(missing)} weights are not in the checkpoint ({', '.join(missing[:3])}); "
