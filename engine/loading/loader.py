@@ -49,7 +49,14 @@ from engine.loading.joining import join_linears, shared_inputs
 from engine.loading.memory import GIB, HostLimits
 from engine.loading.model_defaults import context_length, default_sampling, eos_token_ids
 from engine.loading.model_watch import ModelWatch
-from engine.loading.packing import NOT_FINITE, Packing, choose_dtype, choose_packing, pack_model
+from engine.loading.packing import (
+    NOT_FINITE,
+    Packing,
+    choose_dtype,
+    choose_packing,
+    pack_model,
+    why_kernels_are_slower,
+)
 from engine.loading.pages import trim
 from engine.loading.rotary import replaces_itself
 from engine.loading.verified import VerifiedModel, make_view
@@ -134,6 +141,8 @@ def prepare_model(
     packing = choose_packing(
         model.device, model.dtype, load_config.pack_weights, load_config.quantization
     )
+    if model.device.type == "cpu" and (slower := why_kernels_are_slower()):
+        progress(slower)
     return verify_model(
         model,
         path,
