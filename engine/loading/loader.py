@@ -383,3 +383,11 @@ def set_threads(load_config: LoadConfig, device: torch.device, sharers: int) -> 
         torch.set_num_threads(threads)
     source = "threads" if load_config.threads else limits.cpu_source
     logger.info("CPU threads for the model: %d, because of %s", threads, source)
+    if device.type == "cpu" and threads * sharers > max(limits.cpus, sharers):
+        logger.warning(
+            "threads is %d, more than the CPUs that may be used, %d by %s: they take turns and "
+            "wait for each other, which is slower; leave threads out, or allow more CPUs",
+            threads,
+            limits.cpus,
+            limits.cpu_source,
+        )
