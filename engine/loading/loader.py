@@ -314,11 +314,14 @@ def _check_room(
     if needed <= available:
         return
     lighter = "" if load_config.quantization == "int8" else ", or quantization int8 on a CPU"
+    if dtype is torch.float32:  # int8 is for bfloat16
+        half = f"{needed / 2 / GIB:.2f} GiB"
+        lighter = f", or dtype bfloat16, with which they take {half}, or also quantization int8"
     raise InsufficientMemoryError(
-        f"{checkpoint.path}: the weights take {needed / GIB:.2f} GiB, and {available / GIB:.2f} "
-        f"GiB are free here: give more memory, or a smaller model{lighter}; headrace-server plan "
-        "says what a model takes"
-    ).naming("quantization")
+        f"{checkpoint.path}: the weights take {needed / GIB:.2f} GiB as {dtype}, and "
+        f"{available / GIB:.2f} GiB are free here: give more memory, or a smaller model{lighter}; "
+        "headrace-server plan says what a model takes"
+    ).naming("dtype", "quantization")
 
 
 def _load_weights(

@@ -356,3 +356,22 @@ def test_weights_for_which_there_is_no_memory(
     monkeypatch.setattr(loader.HostLimits, "read", read(size - 1))
     with pytest.raises(InsufficientMemoryError, match=r"the weights take .* give more memory"):
         _load(saved, **options)
+
+
+def test_float32_for_which_there_is_no_memory(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for by hand, of a bfloat16 checkpoint: refused before anything is read."""
+    path = tmp_path / "bfloat16"
+    make_model(FAMILIES["llama"]()).to(torch.bfloat16).save_pretrained(path)
+    size = (path / "model.safetensors").stat().st_size
+
+    def read_weights(*_: Any) -> None:
+        raise AssertionError("weights were read")
+
+    limits = HostLimits(None, 2 * size - 1, 1, "")
+    monkeypatch.setattr(loader.HostLimits, "read", lambda: limits)
+    monkeypatch.setattr(loader, "read_weights", read_weights)
+    gib = f"{2 * size / 2**30:.2f} GiB as torch.float32, and {2 * size / 2**30:.2f} GiB are free"
+    with pytest.raises(InsufficientMemoryError, match=gib + ".*or dtype bfloat16, with which"):
+        _load(path, dtype="float32")
