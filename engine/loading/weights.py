@@ -89,8 +89,10 @@ def _files(checkpoint: Checkpoint) -> list[Path] | None:
     if (folder / _WHOLE).is_file():
         return [folder / _WHOLE]
     if (folder / _INDEX).is_file():
-        names = json.loads((folder / _INDEX).read_bytes())["weight_map"].values()
-        return [folder / name for name in sorted(set(names))]
+        index = json.loads((folder / _INDEX).read_bytes())
+        places = index.get("weight_map") if isinstance(index, dict) else None
+        if isinstance(places, dict):
+            return [folder / name for name in sorted(set(places.values()))]
     return None
 
 
