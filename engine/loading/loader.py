@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from engine.attention.base import AttentionBackend
@@ -49,10 +49,18 @@ from engine.loading.joining import join_linears, shared_inputs
 from engine.loading.memory import GIB, HostLimits
 from engine.loading.model_defaults import context_length, default_sampling, eos_token_ids
 from engine.loading.model_watch import ModelWatch
-from engine.loading.packing import NOT_FINITE, Packing, choose_dtype, choose_packing, pack_model
+from engine.loading.packing import (
+    NOT_FINITE,
+    Packing,
+    choose_dtype,
+    choose_packing,
+    pack_model,
+    why_kernels_are_slower,
+)
 from engine.loading.pages import trim
 from engine.loading.rotary import replaces_itself
 from engine.loading.verified import VerifiedModel, make_view
+from engine.loading.weights import read_weights
 from engine.models import choosing
 from engine.models.choosing import (
     NOT_ASKED,
@@ -133,6 +141,8 @@ def prepare_model(
     packing = choose_packing(
         model.device, model.dtype, load_config.pack_weights, load_config.quantization
     )
+    if model.device.type == "cpu" and (slower := why_kernels_are_slower()):
+        progress(slower)
     return verify_model(
         model,
         path,
@@ -304,11 +314,14 @@ def _check_room(
     if needed <= available:
         return
     lighter = "" if load_config.quantization == "int8" else ", or quantization int8 on a CPU"
+    if dtype is torch.float32:  # int8 is for bfloat16
+        half = f"{needed / 2 / GIB:.2f} GiB"
+        lighter = f", or dtype bfloat16, with which they take {half}, or also quantization int8"
     raise InsufficientMemoryError(
-        f"{checkpoint.path}: the weights take {needed / GIB:.2f} GiB, and {available / GIB:.2f} "
-        f"GiB are free here: give more memory, or a smaller model{lighter}; headrace-server plan "
-        "says what a model takes"
-    ).naming("quantization")
+        f"{checkpoint.path}: the weights take {needed / GIB:.2f} GiB as {dtype}, and "
+        f"{available / GIB:.2f} GiB are free here: give more memory, or a smaller model{lighter}; "
+        "headrace-server plan says what a model takes"
+    ).naming("dtype", "quantization")
 
 
 def _load_weights(
@@ -319,7 +332,7 @@ def _load_weights(
     ranks: Ranks | None,
 ) -> PreTrainedModel:
     checkpoint = read_checkpoint(path)
-    dtype: torch.dtype | str = "auto"
+    dtype: torch.dtype | None = None
     if load_config.dtype != "auto":
         dtype = getattr(torch, load_config.dtype)
     if device.type == "cpu" and ranks is None:
@@ -334,17 +347,8 @@ def _load_weights(
     if not sys.stderr.isatty():
         disable_progress_bar()  # a progress bar is for a terminal, not for a log
     try:
-        model: PreTrainedModel
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=checkpoint.config,
-            dtype=dtype,
-            attn_implementation=None,  # the owner gets the usual attention, whatever the file says
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **({} if ranks is None else sharding(ranks.place.world_size)),
-        )
+        sharded = {} if ranks is None else sharding(ranks.place.world_size)
+        model, missing = read_weights(checkpoint, dtype, **sharded)
     except SafetensorError as error:
         raise ModelRefusedError(
             f"{path}: the weights cannot be read: a safetensors file is damaged, or was not copied "
@@ -352,7 +356,6 @@ def _load_weights(
         ) from error
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelRefusedError(f"{path}: the weights cannot be read: {error}") from error
-    missing = sorted(info["missing_keys"])
     if missing:
         raise ModelRefusedError(
             f"{path}: {len(missing)} weights are not in the checkpoint ({', '.join(missing[:3])}); "
@@ -383,3 +386,11 @@ def set_threads(load_config: LoadConfig, device: torch.device, sharers: int) -> 
         torch.set_num_threads(threads)
     source = "threads" if load_config.threads else limits.cpu_source
     logger.info("CPU threads for the model: %d, because of %s", threads, source)
+    if device.type == "cpu" and threads * sharers > max(limits.cpus, sharers):
+        logger.warning(
+            "threads is %d, more than the CPUs that may be used, %d by %s: they take turns and "
+            "wait for each other, which is slower; leave threads out, or allow more CPUs",
+            threads,
+            limits.cpus,
+            limits.cpu_source,
+        )

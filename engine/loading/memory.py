@@ -96,8 +96,8 @@ class HostLimits:
         cpus = len(os.sched_getaffinity(0))
         source = "CPU affinity"
         quota = _cpu_quota(root, own)
-        if quota is not None and math.ceil(quota) < cpus:
-            cpus, source = max(1, math.ceil(quota)), f"the container's quota of {quota:g} CPUs"
+        if quota is not None and quota < cpus:
+            cpus, source = math.ceil(quota), f"the container's quota of {quota:g} CPUs"
         return cls(limit, available, cpus, source)
 
 

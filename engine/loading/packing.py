@@ -138,6 +138,16 @@ def choose_packing(
     return "native"
 
 
+def why_kernels_are_slower() -> str:
+    """A line for the log if the kernels were built without what this processor has; else empty.
+    That they are missing altogether is told where attention is chosen.
+    """
+    try:
+        return native_library().slower()
+    except NativeUnavailableError:
+        return ""
+
+
 def choose_dtype(
     checkpoint: Checkpoint, load_config: LoadConfig, device: torch.device, available: int
 ) -> DtypeChoice:

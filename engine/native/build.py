@@ -3,6 +3,7 @@ g++ 11 or newer. Not clang++: its OpenMP calls are not those of GNU's runtime, w
 
 Each source is compiled once for every instruction set in VARIANTS, into a namespace of that name.
 The library chooses one when it is loaded, so it may be built on one machine and run on another.
+Sets that the compiler does not know are left out, with a line; a start says so where it matters.
 Objects of the lowest set are linked first: if several objects contain the same template of the
 standard library, the linker keeps the first one.
 """
@@ -98,22 +99,37 @@ def _is_clang(compiler: str) -> bool:
     return "#define __clang__ " in done.stdout
 
 
-def build(compiler: str, output: Path = LIBRARY) -> None:
+def _knows(compiler: str, flags: Sequence[str]) -> bool:
+    """Whether it compiles for an instruction set."""
+    empty = [compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
+    return subprocess.run(empty, capture_output=True, check=False).returncode == 0
+
+
+def build(compiler: str, output: Path = LIBRARY) -> tuple[str, ...]:
     """Compile and link, in parallel. `output` is replaced atomically.
+
+    Returns:
+        The instruction sets that were left out, because the compiler does not know them.
 
     Raises:
         BuildError: compiling failed; the message has the compiler's output.
     """
-    stamp = f'-DHEADRACE_FINGERPRINT="{fingerprint()}"'
+    wanted = variants(platform.machine())
+    lowest = next(iter(wanted))
+    built = {
+        isa: flags for isa, flags in wanted.items() if isa == lowest or _knows(compiler, flags)
+    }
+    stamp = [f'-DHEADRACE_FINGERPRINT="{fingerprint()}"']
+    stamp += [f"-DHEADRACE_WITH_{isa}" for isa in built]
     with tempfile.TemporaryDirectory(dir=output.parent) as name:
         folder = Path(name)
         jobs: list[tuple[Path, list[str]]] = []
-        for isa, flags in variants(platform.machine()).items():
+        for isa, flags in built.items():
             for source in sorted(SOURCES.glob("*.cpp")):
                 if source.name not in _ONCE:
                     arguments = [f"-DHEADRACE_ISA={isa}", *flags, "-c", str(source)]
                     jobs.append((folder / f"{isa}-{source.stem}.o", arguments))
-        jobs += [(folder / f"{name}.o", [stamp, "-c", str(SOURCES / name)]) for name in _ONCE]
+        jobs += [(folder / f"{name}.o", [*stamp, "-c", str(SOURCES / name)]) for name in _ONCE]
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             list(pool.map(lambda job: _run([compiler, *_FLAGS, *job[1], "-o", str(job[0])]), jobs))
         linked = folder / output.name
@@ -123,6 +139,7 @@ def build(compiler: str, output: Path = LIBRARY) -> None:
         objects = [str(path) for path, _ in jobs]
         _run([compiler, "-shared", "-fPIC", *static, *objects, "-o", str(linked)])
         linked.replace(output)
+    return tuple(isa for isa in wanted if isa not in built)
 
 
 def _run(command: Sequence[str]) -> None:
@@ -142,7 +159,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         compiler = find_compiler(options.compiler)
         print(f"building {LIBRARY.name} with {compiler}", file=sys.stderr)
-        build(compiler)
+        lacking = build(compiler)
+        if lacking:
+            print(
+                f"without {', '.join(lacking)}, which this compiler does not know: on processors "
+                "that have it the kernels are slower than they could be; g++ 11 or newer knows all",
+                file=sys.stderr,
+            )
     except BuildError as error:
         print(f"the kernels for CPUs were not built: {error}", file=sys.stderr)
         if options.optional:

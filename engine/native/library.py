@@ -201,6 +201,8 @@ class NativeLibrary:
 
     Attributes:
         isa: the instruction set in use.
+        lacks: a better one that this processor has, but for which the library was not built; None:
+            there is none.
         attention: takes an AttentionCall by reference. Returns 0, or, without having done anything,
             how many floats of scratch it needs.
         linear_size, linear_pack, linear_rows, linear: packed linear layers; see the last lines of
@@ -217,6 +219,7 @@ class NativeLibrary:
     """
 
     isa: str
+    lacks: str | None
     attention: Any  # a ctypes function has no better type
     linear_size: Any
     linear_pack: Any
@@ -230,6 +233,15 @@ class NativeLibrary:
     layers: Any
     greedy: Any
     draw: Any
+
+    def slower(self) -> str:
+        """A line for the log if the processor has a better instruction set; else empty."""
+        if self.lacks is None:
+            return ""
+        return (
+            f"the native kernels use {self.isa}, and this processor has {self.lacks}, which the "
+            f"compiler that built them does not know: with g++ 11 or newer, {_REBUILD}"
+        )
 
 
 class NativeUnavailableError(Exception):
@@ -260,6 +272,8 @@ def load_library(path: Path = LIBRARY) -> NativeLibrary:
     isa = library.headrace_isa()
     if isa is None:
         raise NativeUnavailableError("the native kernels need AVX2, which this processor lacks")
+    library.headrace_lacks.restype = ctypes.c_char_p
+    lacks = library.headrace_lacks()
     attention = library.headrace_attention
     attention.argtypes = (ctypes.POINTER(AttentionCall),)
     attention.restype = ctypes.c_int64
@@ -272,6 +286,7 @@ def load_library(path: Path = LIBRARY) -> NativeLibrary:
         function.restype = ctypes.c_int64
     return NativeLibrary(
         isa=isa.decode(),
+        lacks=None if lacks is None else lacks.decode(),
         attention=attention,
         linear_size=library.headrace_linear_size,
         linear_pack=library.headrace_linear_pack,

@@ -58,11 +58,31 @@ struct Variant {
                            gate, heads,     add,         layer_scratch, layers, greedy,  draw};  \
   }
 
+// One that the compiler has no instructions for: a name, and nothing to call.
+#define HEADRACE_LACKING(isa)                                                      \
+  namespace isa {                                                                  \
+  const Variant VARIANT = {#isa,    nullptr, nullptr, nullptr, nullptr, nullptr,   \
+                           nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,   \
+                           nullptr, nullptr};                                      \
+  }
+
 #if defined(__x86_64__)
 HEADRACE_VARIANT(avx2)
+#ifdef HEADRACE_WITH_avx512
 HEADRACE_VARIANT(avx512)
+#else
+HEADRACE_LACKING(avx512)
+#endif
+#ifdef HEADRACE_WITH_avx512_bf16
 HEADRACE_VARIANT(avx512_bf16)
+#else
+HEADRACE_LACKING(avx512_bf16)
+#endif
+#ifdef HEADRACE_WITH_amx
 HEADRACE_VARIANT(amx)
+#else
+HEADRACE_LACKING(amx)
+#endif
 #else
 HEADRACE_VARIANT(portable)
 #endif
@@ -77,9 +97,12 @@ bool may_use_tiles() {
 }
 #endif
 
-// The best variant that this machine can run, or the one of that name if it can run it.
-Variant choose(const char* wanted) {
-  const auto fits = [=](const Variant& one) { return !wanted || !std::strcmp(wanted, one.name); };
+// The best variant that this machine can run, or the one of that name if it can run it; of those
+// that were built, or of all.
+Variant choose(const char* wanted, bool built = true) {
+  const auto fits = [=](const Variant& one) {
+    return (!built || one.linear) && (!wanted || !std::strcmp(wanted, one.name));
+  };
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
@@ -110,6 +133,13 @@ HEADRACE_ENTRY const char* headrace_fingerprint() { return HEADRACE_FINGERPRINT;
 
 // The instruction set in use; null: this machine has none that the kernels were built for.
 HEADRACE_ENTRY const char* headrace_isa() { return variant.name; }
+
+// The instruction set that this machine would use if the kernels had been built for it; null: it
+// uses the best.
+HEADRACE_ENTRY const char* headrace_lacks() {
+  const Variant best = choose(nullptr, false);
+  return best.linear ? nullptr : best.name;
+}
 
 // Use another variant, for tests. False: this machine cannot run it; then nothing changes.
 HEADRACE_ENTRY bool headrace_use(const char* isa) {

@@ -25,7 +25,6 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <cmath>
 #include <memory>
 #include <type_traits>
 

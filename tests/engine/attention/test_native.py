@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import platform
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +21,11 @@ from engine.attention.native_backend import NativeAttentionBackend
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.config import LoadConfig
 from engine.errors import ConfigError
+from engine.loading import packing
+from engine.loading.loader import load_model
 from engine.native import build, library
 from engine.native.library import NativeLibrary, NativeUnavailableError, load_library
+from tests.tiny_models import FAMILIES, make_model
 
 # Weights and outputs are rounded to the dtype once each; sums are float32.
 TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 2.5e-2, torch.float16: 3e-3}
@@ -284,3 +290,43 @@ def test_clang_is_refused_under_any_name(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(build.BuildError, match=r"c\+\+ will not do"):
         build.find_compiler()
+
+
+def test_what_an_old_compiler_does_not_know_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kernels are built without, take the best that is there, and a start says what lacks."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("there is one variant alone")
+    old = tmp_path / "old-g++"
+    unknown = "-mavx512*|-mamx*"
+    old.write_text(
+        "#!/bin/sh\n"
+        f'for one in "$@"; do case "$one" in {unknown}) echo "unknown $one" >&2; exit 1;; esac; '
+        f'done\nexec {build.find_compiler()} "$@" -O1\n'
+    )
+    old.chmod(0o755)
+    path = tmp_path / "libheadrace.so"
+    monkeypatch.setattr(build, "build", partial(build.build, output=path))
+    assert build.main(["--compiler", str(old)]) == 0
+    line = "without avx512, avx512_bf16, amx, which this compiler does not know"
+    assert line in capsys.readouterr().err
+    found, best = load_library(path), load_library()
+    assert found.isa == "avx2"
+    assert found.lacks == (None if best.isa == "avx2" else best.isa)
+    assert best.lacks is None
+    handle = ctypes.CDLL(str(path))
+    handle.headrace_use.restype = ctypes.c_bool
+    assert not handle.headrace_use(b"amx")
+    step = Step(make_layout([(0, 5), (70, 1)], 16, 0, 0), (4, 2), (64, 64), torch.float32)
+    expected, _ = step.run(TorchAttentionBackend(), torch.float64)
+    actual, _ = step.run(NativeAttentionBackend(found), torch.float32)
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=TOLERANCES[torch.float32])
+
+    make_model(FAMILIES["llama"]()).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(packing, "native_library", lambda: found)
+    lines: list[str] = []
+    load_model(str(tmp_path / "model"), LoadConfig(threads=1), lines.append)
+    told = [line for line in lines if line.startswith("the native kernels use avx2, and this")]
+    assert len(told) == (found.lacks is not None)
+    assert all("with g++ 11 or newer, run `make setup`, or" in line for line in told)

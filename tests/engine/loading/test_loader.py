@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from engine.loading.memory import HostLimits
 from engine.loading.model_defaults import context_length, default_sampling, eos_token_ids
 from engine.loading.verified import VerifiedModel
 from engine.sampling_params import SamplingParams
+from engine.threads import call_on_own_thread
 from tests.tiny_models import CONTEXT, FAMILIES, VOCAB, make_model
 
 
@@ -210,6 +212,54 @@ def test_threads_act(saved: Path) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(("threads", "cpus"), [(3, 2), (2, 1)])
+def test_more_threads_than_cpus_are_told_and_compute_the_same(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    threads: int, cpus: int,
+) -> None:  # fmt: skip
+    def tokens(number: int) -> list[int]:
+        outputs = load(str(saved), threads=number).generate_batch(
+            [list(range(3, 40))], num_blocks=16, block_size=8, max_new_tokens=8, progress_bar=False
+        )
+        return outputs["req_0"].generated_tokens
+
+    before = torch.get_num_threads()
+    source = "the container's quota of 0.5 CPUs"
+    limits = HostLimits(None, 1 << 34, cpus, source)
+    monkeypatch.setattr(loader.HostLimits, "read", lambda: limits)
+    words = f"threads is {threads}, more than the CPUs that may be used, {cpus} by {source}"
+    try:
+        with caplog.at_level(logging.INFO):
+            alone = tokens(1)
+            assert "more than the CPUs" not in caplog.text
+            assert tokens(threads) == alone
+            assert call_on_own_thread(torch.get_num_threads, "asked") == threads
+        assert words in caplog.text
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_half_a_cpu_is_one_thread_and_told(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On any number of CPUs, even if there is one."""
+    root, own, before = tmp_path / "cgroup", tmp_path / "self", torch.get_num_threads()
+    root.mkdir()
+    own.write_text("0::/\n")
+    (root / "cpu.max").write_text("50000 100000\n")
+    limits = HostLimits.read(root, own)
+    monkeypatch.setattr(loader.HostLimits, "read", lambda: limits)
+    torch.set_num_threads(2)
+    try:
+        with caplog.at_level(logging.INFO):
+            load_model(str(saved), LoadConfig(), lambda line: None)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+    told = "CPU threads for the model: 1, because of the container's quota of 0.5 CPUs"
+    assert told in caplog.text
+
+
 def test_encoder_decoder_models_are_refused(tmp_path: Path) -> None:
     T5Config(vocab_size=VOCAB, d_model=16, num_layers=1).save_pretrained(tmp_path)
     with pytest.raises(ModelRefusedError, match="'t5' has no causal language model"):
@@ -306,3 +356,22 @@ def test_weights_for_which_there_is_no_memory(
     monkeypatch.setattr(loader.HostLimits, "read", read(size - 1))
     with pytest.raises(InsufficientMemoryError, match=r"the weights take .* give more memory"):
         _load(saved, **options)
+
+
+def test_float32_for_which_there_is_no_memory(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for by hand, of a bfloat16 checkpoint: refused before anything is read."""
+    path = tmp_path / "bfloat16"
+    make_model(FAMILIES["llama"]()).to(torch.bfloat16).save_pretrained(path)
+    size = (path / "model.safetensors").stat().st_size
+
+    def read_weights(*_: Any) -> None:
+        raise AssertionError("weights were read")
+
+    limits = HostLimits(None, 2 * size - 1, 1, "")
+    monkeypatch.setattr(loader.HostLimits, "read", lambda: limits)
+    monkeypatch.setattr(loader, "read_weights", read_weights)
+    gib = f"{2 * size / 2**30:.2f} GiB as torch.float32, and {2 * size / 2**30:.2f} GiB are free"
+    with pytest.raises(InsufficientMemoryError, match=gib + ".*or dtype bfloat16, with which"):
+        _load(path, dtype="float32")

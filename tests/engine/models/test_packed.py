@@ -100,16 +100,19 @@ def test_every_number_of_rows(isa: str, int8: bool) -> None:
         _check(_random(rows, 48, seed=rows), _random(80, 48), None, int8=int8)
 
 
-def test_a_row_is_the_same_among_any_others_and_for_any_threads(isa: str, int8: bool) -> None:
-    weight = _random(300, 256)
-    x, packed = _random(150, 256, seed=3), _packed(weight, int8=int8)
-    all_rows = multiply(x, *packed, None, 300, 256)
+@pytest.mark.parametrize("inputs", [256, 601])
+def test_a_row_is_the_same_among_any_others_and_for_any_threads(
+    isa: str, int8: bool, inputs: int
+) -> None:
+    weight = _random(300, inputs)
+    x, packed = _random(150, inputs, seed=3), _packed(weight, int8=int8)
+    all_rows = multiply(x, *packed, None, 300, inputs)
     before = torch.get_num_threads()
     try:
-        for threads, rows in itertools.product((1, 2, 7, 40), (1, 2, 5, 6, 17, 100)):
+        for threads, rows in itertools.product((1, 2, 7, 40), (1, 2, 5, 6, 7, 16, 17, 97, 100)):
             torch.set_num_threads(threads)
             torch.testing.assert_close(
-                multiply(x[:rows], *packed, None, 300, 256), all_rows[:rows], rtol=0, atol=0
+                multiply(x[:rows], *packed, None, 300, inputs), all_rows[:rows], rtol=0, atol=0
             )
     finally:
         torch.set_num_threads(before)
