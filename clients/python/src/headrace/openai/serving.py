@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
+from headrace._trace import label_trace
 from headrace.async_session import AsyncRequestHandle
 from headrace.async_streams import AsyncStream
 from headrace.errors import HeadraceError, UnavailableError
@@ -191,7 +192,8 @@ class Run:
     async def _begin(self, line: Line, number: int, spec: GenerationSpec) -> Handle:
         spec.model = self.asked.model
         del spec.labels[:]
-        for name, value in self._labels.items():
+        label_trace(spec)  # of a span of the door's own, where something instruments it
+        for name, value in () if spec.labels else self._labels.items():
             spec.labels.add(name=name, value=value)
         await self._check_size(spec)
         if not self._is_named:
