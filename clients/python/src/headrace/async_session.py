@@ -136,11 +136,6 @@ class AsyncSession:
         return len(self._core.records)
 
     @property
-    def ended(self) -> bool:
-        """Whether its stream has ended: it takes no more requests."""
-        return self._core.ended
-
-    @property
     def lease(self) -> float | None:
         """The lease that the server granted, in seconds; None until it answered, or if none was
         asked for. Of several servers: the shortest.
