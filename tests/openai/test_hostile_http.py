@@ -4,6 +4,7 @@ connection ends, and the door goes on for everybody else.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from collections.abc import Iterator
@@ -69,15 +70,11 @@ def send(port: int, data: bytes) -> Answer:
     """One answer; of several, the last but what belongs to the first."""
     with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as sock:
         found = b""
-        try:
+        with contextlib.suppress(ConnectionError):  # it was refused before it was all said
             sock.sendall(data)
-        except ConnectionError:
-            pass  # it was refused before it was all said
-        try:
+        with contextlib.suppress(ConnectionError):
             while piece := sock.recv(65536):
                 found += piece
-        except ConnectionError:
-            pass
     if not found:
         return Answer(0, "", b"", None)
     head, _, body = found.partition(b"\r\n\r\n")
