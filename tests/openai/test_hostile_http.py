@@ -7,9 +7,12 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import headrace
 import pytest
 from headrace.openai.bodies import MAX_BYTES, MAX_VALUES
 from headrace.openai.fields import FIELDS
@@ -438,3 +441,30 @@ def test_an_attack_leaves_the_door_and_its_neighbours_as_they_were(there: There,
     assert not neighbour.wrong
     assert chat(port).status == 200
     assert there.door.peak_bytes <= DOOR_BYTES
+
+
+def test_a_reader_who_stops_for_long_is_told_so(tmp_path: Path) -> None:
+    held = ("--max-hold", "1", "--max-unread-tokens", "16")
+    with real_server("--listen", "127.0.0.1:0", *held) as server:
+        server.wait_until_ready()
+        door = Door(server.addresses[0], tmp_path)
+        try:
+            with socket.socket() as sock:
+                sock.settimeout(2 * PATIENCE_S)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                sock.connect(("127.0.0.1", door.port))
+                members = {"stream": True, "n": 16, "max_tokens": 400, "ignore_eos": True}
+                logprobs = {"logprobs": True, "top_logprobs": 20}
+                body = json.dumps({"messages": [USER], **members, **logprobs}).encode()
+                head = (HERE, TYPE, "Connection: close", f"Content-Length: {len(body)}")
+                sock.sendall(raw(*head, body=body))
+                with headrace.Client(server.addresses[0]) as client:
+                    for is_there in (True, False):  # it begins, is held, and then ended
+                        while bool(list(client.control.requests())) is not is_there:
+                            time.sleep(0.01)
+                found = b"".join(iter(lambda: sock.recv(65536), b""))
+        finally:
+            door.close()
+    assert b'event: error\ndata: {"error":' in found
+    assert b'"code":"results_not_read"' in found
+    assert b"[DONE]" not in found
