@@ -21,6 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.hostile.door import ATTACKS, Door, Neighbour, attacked
+from benchmarks.hostile.server import OPERATOR, WITNESS, Server
+from benchmarks.models import DEMO
 from benchmarks.trust.door.part import DOOR_BYTES
 from tests.service.real_server import RealServer, real_server
 
@@ -468,3 +470,22 @@ def test_a_reader_who_stops_for_long_is_told_so(tmp_path: Path) -> None:
     assert b'event: error\ndata: {"error":' in found
     assert b'"code":"results_not_read"' in found
     assert b"[DONE]" not in found
+
+
+def test_a_token_counts_from_when_its_server_knows_it(tmp_path: Path) -> None:
+    server = Server(DEMO, tmp_path)
+    try:
+        server.wait()
+        door = Door(server.target, tmp_path)
+        try:
+            token = f"Authorization: Bearer {server.token(WITNESS)}"
+            for known, status in (((OPERATOR,), 401), ((OPERATOR, WITNESS), 200)):
+                server.grant(known)
+                while chat_with(door.port, token).status != status:
+                    pass  # until it has read its file again
+                assert get(door.port, HERE, token).status == status
+            assert server.token(WITNESS) not in door.log() + server.log()
+        finally:
+            door.close()
+    finally:
+        server.close()
