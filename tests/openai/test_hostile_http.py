@@ -4,11 +4,15 @@ connection ends, and the door goes on for everybody else.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import headrace
 import pytest
 from headrace.openai.bodies import MAX_BYTES, MAX_VALUES
 from headrace.openai.fields import FIELDS
@@ -17,6 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.hostile.door import ATTACKS, Door, Neighbour, attacked
+from benchmarks.hostile.server import OPERATOR, WITNESS, Server
+from benchmarks.models import DEMO
 from benchmarks.trust.door.part import DOOR_BYTES
 from tests.service.real_server import RealServer, real_server
 
@@ -69,15 +75,11 @@ def send(port: int, data: bytes) -> Answer:
     """One answer; of several, the last but what belongs to the first."""
     with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as sock:
         found = b""
-        try:
+        with contextlib.suppress(ConnectionError):  # it was refused before it was all said
             sock.sendall(data)
-        except ConnectionError:
-            pass  # it was refused before it was all said
-        try:
+        with contextlib.suppress(ConnectionError):
             while piece := sock.recv(65536):
                 found += piece
-        except ConnectionError:
-            pass
     if not found:
         return Answer(0, "", b"", None)
     head, _, body = found.partition(b"\r\n\r\n")
@@ -441,3 +443,49 @@ def test_an_attack_leaves_the_door_and_its_neighbours_as_they_were(there: There,
     assert not neighbour.wrong
     assert chat(port).status == 200
     assert there.door.peak_bytes <= DOOR_BYTES
+
+
+def test_a_reader_who_stops_for_long_is_told_so(tmp_path: Path) -> None:
+    held = ("--max-hold", "1", "--max-unread-tokens", "16")
+    with real_server("--listen", "127.0.0.1:0", *held) as server:
+        server.wait_until_ready()
+        door = Door(server.addresses[0], tmp_path)
+        try:
+            with socket.socket() as sock:
+                sock.settimeout(2 * PATIENCE_S)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                sock.connect(("127.0.0.1", door.port))
+                members = {"stream": True, "n": 16, "max_tokens": 400, "ignore_eos": True}
+                logprobs = {"logprobs": True, "top_logprobs": 20}
+                body = json.dumps({"messages": [USER], **members, **logprobs}).encode()
+                head = (HERE, TYPE, "Connection: close", f"Content-Length: {len(body)}")
+                sock.sendall(raw(*head, body=body))
+                with headrace.Client(server.addresses[0]) as client:
+                    for is_there in (True, False):  # it begins, is held, and then ended
+                        while bool(list(client.control.requests())) is not is_there:
+                            time.sleep(0.01)
+                found = b"".join(iter(lambda: sock.recv(65536), b""))
+        finally:
+            door.close()
+    assert b'event: error\ndata: {"error":' in found
+    assert b'"code":"results_not_read"' in found
+    assert b"[DONE]" not in found
+
+
+def test_a_token_counts_from_when_its_server_knows_it(tmp_path: Path) -> None:
+    server = Server(DEMO, tmp_path)
+    try:
+        server.wait()
+        door = Door(server.target, tmp_path)
+        try:
+            token = f"Authorization: Bearer {server.token(WITNESS)}"
+            for known, status in (((OPERATOR,), 401), ((OPERATOR, WITNESS), 200)):
+                server.grant(known)
+                while chat_with(door.port, token).status != status:
+                    pass  # until it has read its file again
+                assert get(door.port, HERE, token).status == status
+            assert server.token(WITNESS) not in door.log() + server.log()
+        finally:
+            door.close()
+    finally:
+        server.close()

@@ -51,7 +51,7 @@ from headrace.v1.generation_service_pb2 import (
     StreamResultResponse,
 )
 
-_PARTS = 16
+_PARTS = 8
 """Credits are paid when the reader has taken so small a part of what may be sent ahead."""
 
 
@@ -292,7 +292,7 @@ class SessionCore:
 
     def pay(self, record: Record, chunks: int) -> None:
         """With credits: lets the server send as many more tokens as these first chunks of the
-        request had, once that is a sixteenth of what it may send ahead.
+        request had, once that is a eighth of what it may send ahead.
         """
         if not self._credit or self.ended or record.fold.done:
             return

@@ -74,7 +74,10 @@ def openai(
     secret = sys.stdin.readline().strip() or None if supervised else None
     callers = Callers(
         target or [connection.target],
-        lambda one, metadata: connection.open_async(target=one, metadata=metadata),
+        # Each with a connection of its own: a connection takes so many streams, and no more.
+        lambda one, metadata: connection.open_async(
+            target=one, metadata=metadata, channel_options=(("grpc.use_local_subchannel_pool", 1),)
+        ),
         secret,
     )
     guard = Guard(openai_host or (), openai_origin or ())

@@ -163,7 +163,8 @@ class Door:
         if run.asked.is_stream:
             return _Stream(run, run.events(replies), self._metrics)
         async with run:
-            return _json(await _while_there(request.receive, run.whole(replies)))
+            answer = await _while_there(request.receive, run.whole(replies))
+        return Response(answer, media_type="application/json")
 
     async def _render(self, request: Request, route: Route) -> Response:
         async with self._run(request, route, asked.rendered) as run, run:

@@ -44,6 +44,7 @@ def make_protocol() -> type[HttpToolsProtocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self._head_bytes = self._loose_bytes = 0
+            self._running: Any = None
             self._timer: asyncio.TimerHandle | None = None
             self._unread: asyncio.TimerHandle | None = None
             self._peer = self.client[0] if self.client else ""
@@ -59,7 +60,17 @@ def make_protocol() -> type[HttpToolsProtocol]:
             peers[self._peer] -= 1
             if not peers[self._peer]:
                 del peers[self._peer]
+            waiting = [cycle for cycle, _ in self.pipeline]
+            self.pipeline.clear()
+            for cycle in (self._running, *waiting):
+                if cycle is not None:
+                    cycle.disconnected = True
+                    cycle.message_event.set()
             super().connection_lost(exc)
+
+        def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+            self._running = cycle  # of those that were sent on one connection, the first
+            super()._start_asgi_task(cycle, app)
 
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():

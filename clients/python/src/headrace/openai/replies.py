@@ -23,9 +23,12 @@ _MISSING = -9999.0
 """What OpenAI shows for a log-probability that is too small to be told."""
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
 def dumps(value: Any) -> str:
     """JSON in its shortest form."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return _ENCODER.encode(value)
 
 
 class Replies:

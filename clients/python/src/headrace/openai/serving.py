@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
-from typing import Any
 
 from headrace._trace import label_trace
 from headrace.async_session import AsyncRequestHandle
@@ -91,8 +90,8 @@ class Run:
             raise from_headrace(error, self.asked.names) from None
         return Replies(self.asked, self.id, name, int(time.time()))
 
-    async def whole(self, replies: Replies) -> dict[str, Any]:
-        """The whole answer.
+    async def whole(self, replies: Replies) -> str:
+        """The whole answer, as JSON.
 
         Raises:
             ApiError: a request failed, or somebody ended it.
@@ -102,7 +101,11 @@ class Run:
             results = await asyncio.gather(*(handle.result() for handle in self._handles))
             for result in results:
                 _check_end(result)
-            return replies.whole(results, await self._prompt_ids())
+            ids = await self._prompt_ids()
+            if self.asked.logprobs is None and not self.asked.has_prompt:
+                return dumps(replies.whole(results, ids))
+            # With thousands of candidates it takes a while, in which other streams go on.
+            return await asyncio.to_thread(lambda: dumps(replies.whole(results, ids)))
         except HeadraceError as error:
             raise from_headrace(error, self.asked.names) from None
 
