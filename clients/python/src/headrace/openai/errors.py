@@ -45,6 +45,7 @@ _PREFIXES = (
     "cache.",
     "text.",
 )
+_TOO_LONG = re.compile(r"limits\.max_(prompt|context)_tokens")
 
 
 class ApiError(Exception):
@@ -92,10 +93,12 @@ def from_headrace(error: HeadraceError, names: Mapping[str, str]) -> ApiError:
     param, message = None, error.message
     if error.fields:
         reason = reason or "invalid_field"
-        field = error.fields[0].field
-        param = param_of(field, names)
-        if message.startswith(f"{field}:"):
-            message = param + message[len(field) :]
+        param = param_of(error.fields[0].field, names)
+    field, colon, rest = message.partition(":")
+    if colon and (field.startswith("add.spec.") or field in [one.field for one in error.fields]):
+        message = f"{param_of(field, names)}:{rest}"
+    if param in ("messages", "prompt") and _TOO_LONG.search(message):
+        reason = "context_length_exceeded"  # by which programs know it
     headers = {}
     if status in (429, 503):
         wait = _RETRY_SECONDS if error.retry_after is None else error.retry_after
