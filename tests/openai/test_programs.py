@@ -10,6 +10,7 @@ where it is missing.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,12 @@ from tests.service.helpers import serving
 from tests.service.real_server import demo_server
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
+NULLS = re.compile(
+    r"(usage|choices\.\d+\.(finish_reason|logprobs\.(token|top)_logprobs\.0)): None is not"
+)
+"""What OpenAI sends as null in streams, and of an echoed prompt's first token, though its
+description has no null there.
+"""
 QUESTION = "How is the weather in Ulm?"
 
 
@@ -79,9 +86,13 @@ async def test_bodies_are_valid_against_openais_description() -> None:
             answers.append(("ErrorResponse", (await door.post(path, json=bad)).json()))
         for request in (body, calls):
             assert spec.validate(request | {"model": "m"}, "CreateChatCompletionRequest") == []
-    differ = [(kind, found, answer) for kind, answer in answers
-              if (found := spec.validate(answer, kind))]  # fmt: skip
-    assert not differ, differ[0]
+    differ = {
+        (kind, error): answer
+        for kind, answer in answers
+        for error in spec.validate(answer, kind)
+        if not NULLS.match(error)
+    }
+    assert not differ
 
 
 def test_llm_comply(url: str, model: str) -> None:

@@ -45,6 +45,14 @@ _PREFIXES = (
     "cache.",
     "text.",
 )
+_OF_CAPABILITIES = {
+    "chat": "messages",
+    "content_parts": "messages",
+    "priorities": "priority",
+    "reasoning_budget": "max_reasoning_tokens",
+}
+"""What needs a capability that a server may lack, where that has another name."""
+_TOO_LONG = re.compile(r"limits\.max_(prompt|context)_tokens")
 
 
 class ApiError(Exception):
@@ -90,12 +98,16 @@ def from_headrace(error: HeadraceError, names: Mapping[str, str]) -> ApiError:
     status, kind = STATUSES.get(error.code, (500, "server_error"))
     reason = error.reason.lower() or None
     param, message = None, error.message
-    if error.fields:
+    field, colon, rest = message.partition(":")
+    paths = [one.field for one in error.fields]
+    if paths:
         reason = reason or "invalid_field"
-        field = error.fields[0].field
-        param = param_of(field, names)
-        if message.startswith(f"{field}:"):
-            message = param + message[len(field) :]
+        lacking = error.metadata.get("capability", paths[0])
+        param = param_of(_OF_CAPABILITIES.get(lacking, lacking), names)
+    if colon and (field in paths or field.startswith("add.spec.")):
+        message = f"{param or param_of(field, names)}:{rest}"
+    if param in ("messages", "prompt") and _TOO_LONG.search(message):
+        reason = "context_length_exceeded"  # by which programs know it
     headers = {}
     if status in (429, 503):
         wait = _RETRY_SECONDS if error.retry_after is None else error.retry_after
