@@ -154,7 +154,8 @@ def make_protocol() -> type[HttpToolsProtocol]:
                 self._timer = None
 
         def _is_late(self) -> None:
-            is_over = self.cycle is not None and self.cycle.more_body  # it was answered before
+            cycle: Any = self.cycle  # None before the first request
+            is_over = cycle is not None and cycle.more_body  # it was answered before
             if self._loose_bytes and not is_over:
                 message = f"The request's head did not come within {HEAD_SECONDS:.0f} s."
                 self._refuse(408, message)
@@ -175,8 +176,8 @@ def make_protocol() -> type[HttpToolsProtocol]:
 
         def _refuse(self, status: int, message: str) -> None:
             self._stop_timer()
-            cycle = self.cycle
-            is_amid = cycle and cycle.response_started and not cycle.response_complete
+            cycle: Any = self.cycle
+            is_amid = cycle is not None and cycle.response_started and not cycle.response_complete
             if is_amid or self.pipeline:  # another answer has begun, or is due before
                 self.transport.abort()
             elif not self.transport.is_closing():
