@@ -12,7 +12,7 @@ import resource
 from collections import Counter
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_SECONDS = 20.0
 """How long a connection may take for a request's head."""
@@ -154,16 +154,13 @@ def make_protocol() -> type[HttpToolsProtocol]:
                 self._timer = None
 
         def _is_late(self) -> None:
-            cycle = self._last_cycle()
+            cycle: Any = self.cycle  # None before the first request
             is_over = cycle is not None and cycle.more_body  # it was answered before
             if self._loose_bytes and not is_over:
                 message = f"The request's head did not come within {HEAD_SECONDS:.0f} s."
                 self._refuse(408, message)
             else:
                 self.transport.close()
-
-        def _last_cycle(self) -> RequestResponseCycle | None:
-            return self.cycle  # None before the first request, whatever its annotation says
 
         def _wait_for_reader(self, left: int | None = None) -> None:
             size = self.transport.get_write_buffer_size()
@@ -179,9 +176,8 @@ def make_protocol() -> type[HttpToolsProtocol]:
 
         def _refuse(self, status: int, message: str) -> None:
             self._stop_timer()
-            cycle = self._last_cycle()
-            has_begun = cycle is not None and cycle.response_started
-            is_amid = has_begun and not self.cycle.response_complete
+            cycle: Any = self.cycle
+            is_amid = cycle is not None and cycle.response_started and not cycle.response_complete
             if is_amid or self.pipeline:  # another answer has begun, or is due before
                 self.transport.abort()
             elif not self.transport.is_closing():
