@@ -133,7 +133,11 @@ def rendered(body: Mapping[str, Any], route: Route, *, ignore_unknown: bool) -> 
         "add_generation_prompt", "continue_final_message", "add_special_tokens",
     )  # fmt: skip
     check(body, route, ignore_unknown=ignore_unknown)
-    return read({name: body[name] for name in wanted if name in body}, route, ignore_unknown=True)
+    found = read({name: body[name] for name in wanted if name in body}, route, ignore_unknown=True)
+    for spec in found.specs:  # a tool that is strict holds the reply, which there is none of
+        if spec.WhichOneof("input") == "chat":
+            spec.chat.ClearField("tool_choice")
+    return found
 
 
 # ---- parts of a body -----------------------------------------------------------------------------
