@@ -81,7 +81,12 @@ class Replies:
         return found
 
     def _chat_choice(self, choice: Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": choice.text,
+            "refusal": None,
+            "annotations": [],
+        }
         if choice.tool_calls:
             message["content"] = choice.text or None
             message["tool_calls"] = [
