@@ -124,7 +124,7 @@ def _http_examples(
     asked: dict[str, object] = {"model": name, "prompt": "Once upon a time"}
     path, text = "completions", "text"
     if "chat" in capabilities:
-        asked = {"model": name, "messages": [{"role": "user", "content": _QUESTION}]}
+        asked = {"model": name, "messages": [{"role": "user", "content": "Hello"}]}
         path, text = "chat/completions", "message.content"
     token = "none" if config.auth_file is None else "TOKEN"
     curl = f"curl {url}/{path} -H 'Content-Type: application/json'"
