@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -191,11 +192,25 @@ def test_a_body_that_is_too_large_gets_its_answer_although_it_goes_on(port: int)
     assert said.endswith(b'{"status":"ok"}')
 
 
-def test_an_upgrade_is_refused(port: int) -> None:
-    more = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABk")
-    found = send(port, raw(HERE, TYPE, *more, "Content-Length: 2", body=b"{}"))
-    assert found.status == 400
-    assert "Upgrade" in found.error["message"]
+def test_an_offer_of_another_protocol_is_ignored(port: int) -> None:
+    offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABk")
+    body = json.dumps({"messages": [USER], "max_tokens": 1, "user": "\r\nUpgrade: x"}).encode()
+    first = raw(HERE, TYPE, *offer, f"Content-Length: {len(body)}", body=body)
+    with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as sock:
+        for request in (first, raw(HERE, *offer, method="GET", target="/health")):
+            sock.sendall(request)
+            assert sock.recv(65536).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_an_offer_that_comes_in_two_pieces_is_refused(port: int) -> None:
+    head = raw(HERE, "Connection: Upgrade", "Upgrade: websocket", method="GET", target="/health")
+    with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        before, _, after = head.partition(b"Upgrade: w")
+        sock.sendall(before + b"Upg")
+        assert not select.select([sock], [], [], 0.2)[0]
+        sock.sendall(b"rade: w" + after)
+        assert sock.recv(65536).startswith(b"HTTP/1.1 400")
 
 
 @pytest.mark.parametrize(

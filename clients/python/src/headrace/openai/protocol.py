@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import resource
 from collections import Counter
 from typing import Any
@@ -30,6 +31,7 @@ MAX_CONNECTIONS = 4_096
 """Or half as many as the process may have files. A peer may have half of them: it is so much, since
 behind a proxy all have the same address.
 """
+_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 _TOO_LARGE = f"The request's head has more than {MAX_HEAD_BYTES} bytes."
 
 
@@ -78,7 +80,7 @@ def make_protocol() -> type[HttpToolsProtocol]:
             if self._timer is None and self.timeout_keep_alive_task is not None:
                 self._start_timer(HEAD_SECONDS)  # a request begins: by blank lines, too
             self._loose_bytes += len(data)
-            super().data_received(data)
+            super().data_received(data if self._timer is None else _without_upgrade(data))
             if self._loose_bytes > MAX_HEAD_BYTES:
                 self._refuse(431, _TOO_LARGE)
 
@@ -104,7 +106,7 @@ def make_protocol() -> type[HttpToolsProtocol]:
             elif not self.url.startswith(b"/"):
                 self._refuse(400, "The request's target must be a path; this is no proxy.")
             elif self.parser.should_upgrade():
-                self._refuse(400, "There is no Upgrade here; send HTTP/1.1 without it.")
+                self._refuse(400, "There is no other protocol here; send HTTP/1.1.")
             elif not self.transport.is_closing():
                 super().on_headers_complete()
 
@@ -185,6 +187,14 @@ def make_protocol() -> type[HttpToolsProtocol]:
                 self.transport.close()
 
     return Bounded
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """A head, or a part of it, without the offer of another protocol, which the parser would take
+    at its word: Java's client offers HTTP/2 in every first request. What follows stays as it is.
+    """
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(b"\r\nignored:", head) + end + rest
 
 
 def refusal(status: int, message: str) -> bytes:
