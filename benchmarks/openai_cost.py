@@ -17,7 +17,6 @@ import contextlib
 import http.client
 import json
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 from benchmarks.front_end_cost import cpu_seconds
+from benchmarks.gateway import free_port
 from benchmarks.models import DEMO
 from benchmarks.processes import ROOT
 from benchmarks.records import machine_record
@@ -191,14 +191,6 @@ def measure(system: System, front: int, count: int, tokens: int, firsts: int) ->
 
 
 # ---- processes -----------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    """A port that was free just now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
+from headrace.openai import app
 
 from service.config import ServiceConfig
 from service.server import HeadraceServer
@@ -70,6 +71,33 @@ async def test_a_client_that_leaves_ends_its_requests_before_the_next_step(
         await until(lambda: not h.registry.live)
         page = (await door.get("/metrics")).text
         assert f'headrace_openai_requests_total{{route="{path}",status="499"}} 1' in page
+
+
+async def test_a_stream_that_waits_says_so_to_whoever_is_on_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(app, "COMMENT_SECONDS", 0.05)
+    engine = FakeEngine(auto=False, script=says("abc"))
+    async with place(engine) as (_, door):
+        reader, writer = await connect(door, CHAT, BODY | {"stream": True})
+        for _ in range(2):
+            await reader.readuntil(b": waiting\n\n")
+        await until(lambda: engine.num_live == 1)
+        engine.run()
+        await reader.readuntil(b"data: [DONE]\n\n")
+        writer.close()
+
+
+async def test_what_a_stream_has_no_place_for_is_refused() -> None:
+    async with place() as (_, door):
+        error = await door.fails(CHAT, BODY | {"stream": True, "prompt_logprobs": 1})
+    assert (error["status"], error["param"]) == (400, "prompt_logprobs")
+
+
+async def test_one_prompt_is_tokenized_at_a_time() -> None:
+    async with place() as (_, door):
+        error = await door.fails("/tokenize", {"prompt": ["a", "b"]})
+    assert (error["status"], error["param"]) == (400, "prompt")
 
 
 async def test_a_client_that_leaves_takes_no_other_with_it() -> None:

@@ -239,12 +239,13 @@ def test_members_that_shape_the_answer() -> None:
         {
             "model": "m", "stream": True, "stream_options": {"include_usage": True}, "n": 2,
             "return_token_ids": True, "include_reasoning": False, "logprobs": True,
-            "top_logprobs": 4, "prompt_logprobs": 1,
+            "top_logprobs": 4,
         },
         "chat",
     )  # fmt: skip
     assert (full.is_stream, full.wants_usage, full.wants_ids, full.n) == (True, True, True, 2)
-    assert (full.logprobs, full.has_prompt, full.model) == (4, True, "m")
+    assert (full.logprobs, full.model) == (4, "m")
+    assert read({"prompt_logprobs": 1}, "chat").has_prompt
     assert not full.wants_reasoning
     assert read({"echo": True}, "completions").echo
 

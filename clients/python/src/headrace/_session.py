@@ -292,7 +292,7 @@ class SessionCore:
 
     def pay(self, record: Record, chunks: int) -> None:
         """With credits: lets the server send as many more tokens as these first chunks of the
-        request had, once that is a eighth of what it may send ahead.
+        request had, once that is an eighth of what it may send ahead.
         """
         if not self._credit or self.ended or record.fold.done:
             return

@@ -20,7 +20,7 @@ def openai(
     context: typer.Context,
     *,
     listen: Annotated[
-        str, typer.Option(help="Where HTTP is spoken: host:port or unix:/path.")
+        str, typer.Option(help="Where HTTP is spoken: host:port.")
     ] = "127.0.0.1:8000",
     target: Annotated[
         list[str] | None,

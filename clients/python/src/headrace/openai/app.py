@@ -20,7 +20,7 @@ from headrace.errors import HeadraceError
 from headrace.openai import asked
 from headrace.openai.bodies import Bodies
 from headrace.openai.callers import Callers
-from headrace.openai.errors import ApiError, from_headrace
+from headrace.openai.errors import ApiError, from_headrace, invalid
 from headrace.openai.fields import Route
 from headrace.openai.guard import Guard
 from headrace.openai.metrics import Metrics
@@ -147,7 +147,7 @@ class Door:
                     headers={"allow": allowed},
                 )
             )  # fmt: skip
-        there = ", ".join(sorted(path.partition("{")[0].rstrip("/") for path in self._paths))
+        there = ", ".join(sorted({path.partition("/{")[0] for path in self._paths}))
         message = f"there is no {path} here; there are {there}"
         return _refused(ApiError(404, message, type="not_found_error", code="no_such_route"))
 
@@ -173,7 +173,9 @@ class Door:
 
     async def _tokenize(self, request: Request) -> Response:
         async with self._run(request, None, asked.rendered) as run, run:
-            [ids, *_] = await run.rendered()
+            if len(run.asked.specs) > 1:
+                raise invalid("prompt", "is a list of prompts; this route takes one")
+            [ids] = await run.rendered()
             most = (await run.card()).limits.max_context_tokens
         return _json({"count": len(ids), "max_model_len": most, "tokens": ids})
 

@@ -109,6 +109,8 @@ def read(body: Mapping[str, Any], route: Route, *, ignore_unknown: bool) -> Aske
     except HeadraceError as error:
         raise from_headrace(error, names) from None
     stream_options = _stream_options(given)
+    if given.get("stream") and "prompt_logprobs" in given:
+        raise invalid("prompt_logprobs", "comes with a whole answer; leave stream out")
     return Asked(
         route,
         given.get("model", ""),
@@ -169,8 +171,6 @@ def _common(given: dict[str, Any], options: dict[str, Any], names: dict[str, str
             kind = "a string" if name == "stop" else "an integer"
             for i, one in enumerate(given[name]):
                 check_kind(f"{name}[{i}]", one, kind)
-    if "max_completion_tokens" in given and "thinking_token_budget" not in given:
-        names["max_reasoning_tokens"] = "max_completion_tokens"
     _form(given, options, names)
 
 

@@ -124,7 +124,7 @@ FIELDS: dict[str, Field] = {
     "skip_special_tokens": Field("true or false", "skip_special_tokens"),
     "allowed_token_ids": Field("an array", "allowed_token_ids"),
     "logprob_token_ids": Field("an array", "logprob_token_ids"),
-    "prompt_logprobs": Field("an integer", "prompt_logprobs"),
+    "prompt_logprobs": Field("an integer", "prompt_logprobs", "not in streams"),
     "truncate_prompt_tokens": Field("an integer", "truncate_prompt_to", "the oldest are cut"),
     "add_special_tokens": Field(
         "true or false", "add_special_tokens", "of a text prompt", routes=_TEXT
@@ -139,7 +139,7 @@ FIELDS: dict[str, Field] = {
     "thinking_token_budget": Field("an integer", "max_reasoning_tokens", routes=_CHAT),
     "priority": Field("an integer", note="lower runs first, as in vLLM"),
     "cache_salt": Field("a string", "cache_salt"),
-    "return_token_ids": Field("true or false", note="prompt_token_ids and token_ids"),
+    "return_token_ids": Field("true or false", note="prompt_token_ids (not in streams), token_ids"),
     "use_beam_search": _refused("use n and a temperature"),
     "length_penalty": _refused("it belongs to beam search"),
     "bad_words": _refused("use logit_bias with their token ids"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import os
 import signal
@@ -17,6 +16,7 @@ from typing import Any
 
 import uvicorn
 
+from headrace._targets import is_local
 from headrace.openai.protocol import make_protocol
 
 KEEP_ALIVE_SECONDS = 75
@@ -58,11 +58,8 @@ class Listening:
     @property
     def is_local(self) -> bool:
         """Whether this machine alone can reach it. Raises ValueError, as `place`."""
-        host = self.place[0]
-        try:
-            return host == "localhost" or ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            return False
+        host, port = self.place
+        return is_local(f"{host}:{port}")
 
     def bind(self) -> socket.socket:
         """A socket there.
