@@ -10,6 +10,10 @@ from headrace import _trace
 from headrace.options import build_spec
 from headrace.v1.generation_pb2 import GenerationSpec
 from opentelemetry import context
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import format_span_id
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -60,3 +64,30 @@ def test_without_opentelemetry_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(_trace, "_PROPAGATOR", None)
     with traced():
         assert _trace.with_trace(()) == ()
+
+
+def test_a_request_over_http_has_a_span_that_its_caller_s_is_the_parent_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(_trace.trace, "get_tracer", provider.get_tracer)
+    spec = build_spec("hi", {})
+    with _trace.serving_span("POST", "/v1/completions", {"traceparent": PARENT}) as tell:
+        _trace.label_trace(spec)
+        tell(503)
+    [span] = exporter.get_finished_spans()
+    assert span.name == "POST /v1/completions"
+    assert span.parent is not None
+    assert format_span_id(span.parent.span_id) in PARENT
+    assert format_span_id(span.context.span_id) in labels_of(spec)["traceparent"]
+    assert span.attributes is not None
+    assert span.attributes["http.response.status_code"] == 503
+    assert not span.status.is_ok
+
+
+def test_without_opentelemetry_there_is_no_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_trace, "_PROPAGATOR", None)
+    with _trace.serving_span("GET", "/health", {}) as tell:
+        tell(200)

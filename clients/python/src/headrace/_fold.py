@@ -164,7 +164,7 @@ class Fold:
         delta, choice_index = event.delta, event.choice_index
         offset = self._token_counts.get(choice_index, 0)
         tokens = tokens_from_proto(delta.tokens) if delta.tokens else ()
-        ids = tuple([token.id for token in tokens]) if tokens else tuple(delta.token_ids)
+        ids = tuple([token.id for token in tokens] if tokens else delta.token_ids[:])
         self._token_counts[choice_index] = offset + len(ids)
         calls = call_chunks_from_proto(delta.tool_calls) if delta.tool_calls else ()
         chunk = Chunk(

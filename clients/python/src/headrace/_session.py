@@ -296,9 +296,9 @@ class SessionCore:
         """
         if not self._credit or self.ended or record.fold.done:
             return
-        read = record.fold.chunks[record.paid : chunks]
+        for chunk in record.fold.chunks[record.paid : chunks]:
+            record.unpaid += len(chunk.token_ids)
         record.paid = max(record.paid, chunks)
-        record.unpaid += sum(len(chunk.token_ids) for chunk in read)
         # With many credits not a command for each step: the rest lets the server go on meanwhile.
         if record.unpaid and record.unpaid >= self._credit // _PARTS:
             command = CreditCommand(request_id=record.request_id, tokens=record.unpaid)
@@ -400,15 +400,13 @@ class SessionCore:
         return lost
 
     def _take(self, event: ResultEvent) -> Record | None:
-        number = event.request_number
-        if event.HasField("accepted"):
+        record = self._numbers.get(event.request_number)
+        if record is None:
             self._commands.pop(event.accepted.command_id, None)
-            started = self.records.get(event.accepted.request_id)
-            if started is not None and not started.number:
-                self._number(started, number)
-        record = self._numbers.get(number)
-        if record is None:  # of a request that failed here before its last events came
-            return None
+            record = self.records.get(event.accepted.request_id)
+            if record is None or record.number:  # it failed here before its last events came
+                return None
+            self._number(record, event.request_number)
         fold = record.fold
         fold.add(event)
         if fold.done:
