@@ -85,24 +85,26 @@ async def open_door(
 ) -> AsyncIterator[OpenDoor]:
     """A running door before servers, and a client of it; ended at the end."""
 
-    def make(target: str, metadata: Metadata) -> AsyncClient:
-        return AsyncClient(target, token=token, metadata=metadata)
+    def make(target: str, metadata: Metadata, number: int) -> AsyncClient:
+        options = (("headrace.connection", number),)
+        return AsyncClient(target, token=token, metadata=metadata, channel_options=options)
 
     callers = Callers(targets, make, None)
     door = Door(callers, Guard(hosts, origins), ignore_unknown=ignore_unknown)
     config = uvicorn.Config(
-        door, http=make_protocol(), ws="none", lifespan="on", log_config=None, access_log=False,
+        door, http=make_protocol(), ws="none", lifespan="off", log_config=None, access_log=False,
         timeout_graceful_shutdown=1,
     )  # fmt: skip
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as made:
         host, port = made.getsockname()
-        # Not serve(): that takes this process's signals.
-        task = asyncio.create_task(server._serve([made]))
-        try:
-            async with OpenDoor(f"http://{host}:{port}") as client:
-                await client.get("/health")
-                yield client
-        finally:
-            server.should_exit = True
-            await asyncio.wait_for(task, WAIT_S)
+        async with door.running():
+            # Not serve(): that takes this process's signals.
+            task = asyncio.create_task(server._serve([made]))
+            try:
+                async with OpenDoor(f"http://{host}:{port}") as client:
+                    await client.get("/health")
+                    yield client
+            finally:
+                server.should_exit = True
+                await asyncio.wait_for(task, WAIT_S)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from headrace.openai import app
+from headrace.openai.replies import dumps, dumps_in_pieces
 
 from service.config import ServiceConfig
 from service.server import HeadraceServer
@@ -277,6 +278,25 @@ async def test_ids_of_requests_come_back() -> None:
         assert answer.headers["x-request-id"] == "mine-1"
         drawn = (await door.post(CHAT, json=BODY)).headers["x-request-id"]
         assert drawn.startswith("req-")
+
+
+async def test_single_models_are_counted_as_one_route() -> None:
+    async with place() as (_, door):
+        for name in ("a", "b/c"):
+            assert (await door.get(f"/v1/models/{name}")).status_code == 404
+        page = (await door.get("/metrics")).text
+    assert 'headrace_openai_requests_total{route="/v1/models",status="404"} 2' in page
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {}, [], None, "a\u00fc\n", [[]], {"a": {}, "b": [], "c": [None, 1.5, "x"]},
+        {"a": [{"b": [{"c": [{"d": [{"e": [1, {"f": 2}]}, []]}]}]}], "g": "\u2028"},
+    ],
+)  # fmt: skip
+def test_an_answer_in_pieces_is_the_same_text(value: Any) -> None:
+    assert dumps_in_pieces(value) == dumps(value)
 
 
 async def test_members_that_are_unknown_are_passed_over_if_so_started() -> None:

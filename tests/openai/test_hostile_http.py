@@ -339,6 +339,7 @@ BAD: dict[str, tuple[dict[str, Any], str | None]] = {
     "an empty stop": ({"stop": ""}, "stop[0]"),
     "stop of others": ({"stop": [1]}, "stop[0]"),
     "no messages": ({"messages": []}, "messages"),
+    "many messages": ({"messages": [USER] * 5_000}, "messages"),
     "messages null": ({"messages": None}, "messages"),
     "messages of text": ({"messages": ["a"]}, "messages[0]"),
     "a role that there is not": ({"messages": [{"role": "wizard", "content": "a"}]}, None),

@@ -7,9 +7,13 @@ sends nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
 from headrace.v1.generation_pb2 import GenerationSpec
 
 try:
+    from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ImportError:  # it is no dependency of this package
     _PROPAGATOR = None
@@ -39,6 +43,31 @@ def label_trace(spec: GenerationSpec) -> None:
     for name, value in _current().items():
         if len(spec.labels) < _MOST_LABELS and len(value.encode()) <= _MOST_BYTES:
             spec.labels.add(name=name, value=value)
+
+
+@contextmanager
+def serving_span(
+    method: str, route: str, carrier: Mapping[str, str]
+) -> Iterator[Callable[[int], None]]:
+    """The span of a request over HTTP that is served, current in its block, and a child of the span
+    that `traceparent` and `tracestate` in the carrier name. Gives what takes the answer's status.
+    """
+    if _PROPAGATOR is None:
+        yield lambda status: None
+        return
+    with trace.get_tracer("headrace.openai").start_as_current_span(
+        f"{method} {route}",
+        context=_PROPAGATOR.extract(carrier),
+        kind=trace.SpanKind.SERVER,
+        attributes={"http.request.method": method, "http.route": route},
+    ) as span:
+
+        def tell(status: int) -> None:
+            span.set_attribute("http.response.status_code", status)
+            if status >= 500:
+                span.set_status(trace.StatusCode.ERROR)
+
+        yield tell
 
 
 def _current() -> dict[str, str]:

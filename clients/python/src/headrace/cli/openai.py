@@ -74,9 +74,8 @@ def openai(
     secret = sys.stdin.readline().strip() or None if supervised else None
     callers = Callers(
         target or [connection.target],
-        # Each with a connection of its own: a connection takes so many streams, and no more.
-        lambda one, metadata: connection.open_async(
-            target=one, metadata=metadata, channel_options=(("grpc.use_local_subchannel_pool", 1),)
+        lambda one, metadata, number: connection.open_async(
+            target=one, metadata=metadata, channel_options=(("headrace.connection", number),)
         ),
         secret,
     )

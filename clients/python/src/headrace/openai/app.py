@@ -8,14 +8,13 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from functools import partial
 from typing import Any
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route as Path
 
+from headrace._trace import serving_span
 from headrace.errors import HeadraceError
 from headrace.openai import asked
 from headrace.openai.bodies import Bodies
@@ -24,7 +23,8 @@ from headrace.openai.errors import ApiError, from_headrace, invalid
 from headrace.openai.fields import Route
 from headrace.openai.guard import Guard
 from headrace.openai.metrics import Metrics
-from headrace.openai.replies import dumps
+from headrace.openai.protocol import WRITER, Writer
+from headrace.openai.replies import Replies, dumps
 from headrace.openai.serving import Run
 
 COMMENT_SECONDS = 10.0
@@ -35,6 +35,7 @@ LEFT = 499
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 Receive = Callable[[], Awaitable[Message]]
+Answer = Callable[[Request], Awaitable[Response]]
 _log = logging.getLogger("headrace.openai")
 
 
@@ -51,48 +52,31 @@ class Door:
         self._callers = callers
         self._guard = guard
         self._ignore = ignore_unknown
-        self._bodies = Bodies()
+        # One large body or answer at a time: what a thread makes of it slows all streams.
+        self._turn = asyncio.Lock()
+        self._bodies = Bodies(self._turn)
         self._metrics = Metrics()
         self._created = int(time.time())
 
-        def post(path: str, run: Callable[..., Awaitable[Response]], route: Route) -> Path:
-            async def answer(request: Request) -> Response:
-                return await run(request, route)
-
-            return Path(path, answer, methods=["POST"])
-
-        async def page(request: Request) -> Response:
-            return PlainTextResponse(self._metrics.page())
-
-        async def health(request: Request) -> Response:
-            return _json({"status": "ok"})
-
-        self._routes = [
-            post("/v1/chat/completions", self._complete, "chat"),
-            post("/v1/completions", self._complete, "completions"),
-            post("/v1/chat/completions/render", self._render, "chat"),
-            post("/v1/completions/render", self._render, "completions"),
-            Path("/tokenize", self._tokenize, methods=["POST"]),
-            Path("/v1/models", self._models),
-            Path("/v1/models/{model:path}", self._models),
-            Path("/health", health),
-            Path("/ready", self._ready),
-            Path("/metrics", page),
-        ]
-        self._paths = {route.path for route in self._routes}
-        self._app = Starlette(
-            routes=self._routes,
-            exception_handlers={ApiError: _refuse, HTTPException: self._not_found},
-            lifespan=self._lifespan,
-        )
+        self._routes: dict[str, tuple[str, Answer]] = {
+            "/v1/chat/completions": ("POST", partial(self._complete, "chat")),
+            "/v1/completions": ("POST", partial(self._complete, "completions")),
+            "/v1/chat/completions/render": ("POST", partial(self._render, "chat")),
+            "/v1/completions/render": ("POST", partial(self._render, "completions")),
+            "/tokenize": ("POST", self._tokenize),
+            "/v1/models": ("GET", self._models),
+            "/health": ("GET", self._health),
+            "/ready": ("GET", self._ready),
+            "/metrics": ("GET", self._page),
+        }
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """ASGI: lets a request in or not, and notes what became of it."""
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        request, began, status = Request(scope), time.monotonic(), LEFT
+        request, began, status = Request(scope, receive), time.monotonic(), LEFT
         headers, name = self._guard.cors(request), _request_id(request)
         headers.append((b"x-request-id", name.encode()))
+        route = _route(scope["path"])
+        route = route if route in self._routes else "other"
 
         async def sent(message: Message) -> None:
             nonlocal status
@@ -102,29 +86,30 @@ class Door:
             await send(message)
 
         self._metrics.active += 1
-        try:
-            self._guard.check(request)
-            if (allowed := self._guard.preflight(request)) is not None:
-                await Response(status_code=204, headers=allowed)(scope, receive, sent)
-            else:
-                await self._app(scope, receive, sent)
-        except ApiError as error:
-            await _refused(error)(scope, receive, sent)
-        except (ClientDisconnect, _ClientLeftError):
-            status = LEFT
-        except Exception:
-            _log.exception("request %s failed by a defect", name)
-            if status != LEFT:
-                raise  # the head is out: the connection ends
-            defect = ApiError(500, "the door has a defect; its log says more", type="server_error")
-            await _refused(defect)(scope, receive, sent)
-        finally:
-            self._metrics.active -= 1
-            route = scope["path"] if scope["path"] in self._paths else "other"
-            self._metrics.ended(route, status, time.monotonic() - began)
+        with serving_span(request.method, route, _trace_of(request)) as tell:
+            try:
+                try:
+                    response = await self._answer(request)
+                except ApiError as error:
+                    response = _refused(error)
+                await response(scope, receive, sent)
+            except (ClientDisconnect, _ClientLeftError):
+                status = LEFT
+            except Exception:
+                _log.exception("request %s failed by a defect", name)
+                if status != LEFT:
+                    raise  # the head is out: the connection ends
+                said = "the door has a defect; its log says more"
+                await _refused(ApiError(500, said, type="server_error"))(scope, receive, sent)
+            finally:
+                self._metrics.active -= 1
+                self._metrics.ended(route, status, time.monotonic() - began)
+                tell(status)
 
     @contextlib.asynccontextmanager
-    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+    async def running(self) -> AsyncIterator[None]:
+        """Ends sessions that nobody uses any more; at the end all of them."""
+
         async def tidy() -> None:
             while True:
                 await asyncio.sleep(TIDY_SECONDS)
@@ -137,23 +122,27 @@ class Door:
             task.cancel()
             await self._callers.close()
 
-    async def _not_found(self, request: Request, error: Exception) -> Response:
-        path = request.url.path[:200]
-        if isinstance(error, HTTPException) and error.status_code == 405:
-            allowed = (error.headers or {}).get("Allow", "")
-            return _refused(
-                ApiError(
-                    405, f"{path} takes {allowed} alone", code="method_not_allowed",
-                    headers={"allow": allowed},
-                )
+    async def _answer(self, request: Request) -> Response:
+        self._guard.check(request)
+        if (allowed := self._guard.preflight(request)) is not None:
+            return Response(status_code=204, headers=allowed)
+        path = request.scope["path"]
+        found = self._routes.get(_route(path))
+        if found is None:
+            there = ", ".join(sorted(self._routes))
+            message = f"there is no {path[:200]} here; there are {there}"
+            raise ApiError(404, message, type="not_found_error", code="no_such_route")
+        method, answer = found
+        if request.method != method and (request.method, method) != ("HEAD", "GET"):
+            raise ApiError(
+                405, f"{path} takes {method} alone", code="method_not_allowed",
+                headers={"allow": method},
             )  # fmt: skip
-        there = ", ".join(sorted({path.partition("/{")[0] for path in self._paths}))
-        message = f"there is no {path} here; there are {there}"
-        return _refused(ApiError(404, message, type="not_found_error", code="no_such_route"))
+        return await answer(request)
 
     # ---- the routes -----------------------------------------------------------------------------
 
-    async def _complete(self, request: Request, route: Route) -> Response:
+    async def _complete(self, route: Route, request: Request) -> Response:
         async with self._run(request, route, asked.read) as run:
             try:
                 replies = await _while_there(request.receive, run.start())
@@ -161,12 +150,12 @@ class Door:
                 await run.__aexit__()
                 raise
         if run.asked.is_stream:
-            return _Stream(run, run.events(replies), self._metrics)
+            return _Stream(run, replies, self._metrics)
         async with run:
             answer = await _while_there(request.receive, run.whole(replies))
         return Response(answer, media_type="application/json")
 
-    async def _render(self, request: Request, route: Route) -> Response:
+    async def _render(self, route: Route, request: Request) -> Response:
         async with self._run(request, route, asked.rendered) as run, run:
             found = [{"token_ids": ids} for ids in await run.rendered()]
         return _json(found[0] if route == "chat" else found)
@@ -196,13 +185,19 @@ class Door:
             for card in cards
             for name in (card.name, *card.aliases)
         }
-        wanted = request.path_params.get("model")
-        if wanted is None:
+        wanted = request.scope["path"].removeprefix("/v1/models").removeprefix("/")
+        if not wanted:
             return _json({"object": "list", "data": list(found.values())})
         if wanted in found:
             return _json(found[wanted])
         message = f"there is no model {wanted[:100]!r}; there are {', '.join(found)}"
         raise ApiError(404, message, type="not_found_error", param="model", code="model_not_found")
+
+    async def _health(self, request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def _page(self, request: Request) -> Response:
+        return PlainTextResponse(self._metrics.page())
 
     async def _ready(self, request: Request) -> Response:
         if await self._callers.is_ready():
@@ -218,11 +213,6 @@ class Door:
         conversation if it has one, else a text.
         """
         caller = self._guard.caller(request)
-        labels = {}
-        for name in ("traceparent", "tracestate"):
-            value = request.headers.get(name, "")
-            if value.isascii() and value.isprintable() and 0 < len(value) <= 128:
-                labels[name] = value
         key = request.headers.get("idempotency-key", "")
 
         def understand(body: dict[str, Any]) -> asked.Asked:
@@ -230,49 +220,45 @@ class Door:
             return read(body, of, ignore_unknown=self._ignore)
 
         async with self._bodies.read(request, caller.peer, understand) as wanted:
-            yield Run(self._callers, caller, wanted, key, labels)
+            yield Run(self._callers, caller, wanted, key, _trace_of(request), self._turn)
 
 
 class _Stream(Response):
     """Server-sent events, until their end or until the client leaves."""
 
-    def __init__(self, run: Run, events: AsyncIterator[str], metrics: Metrics) -> None:
+    def __init__(self, run: Run, replies: Replies, metrics: Metrics) -> None:
         super().__init__(
             headers={"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"},
             media_type="text/event-stream",
         )
         del self.headers["content-length"]
         self._run = run
-        self._events = events
+        self._replies = replies
         self._metrics = metrics
-        self._sent_at = time.monotonic()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Sends the events as they come; raises _ClientLeftError if nobody reads them."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        comments = asyncio.create_task(self._comment(send))
+        writer: Writer = scope[WRITER]
+        comments = asyncio.create_task(_comment(writer))
         self._metrics.streams += 1
         try:
-            await _while_there(receive, self._pass_on(send))
+            await _while_there(receive, self._run.stream(self._replies, writer))
         finally:
             self._metrics.streams -= 1
             comments.cancel()
             await self._run.__aexit__()
-
-    async def _pass_on(self, send: Send) -> None:
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
-            self._sent_at = time.monotonic()
         await send({"type": "http.response.body", "body": b""})
 
-    async def _comment(self, send: Send) -> None:
-        while True:
-            left = self._sent_at + COMMENT_SECONDS - time.monotonic()
-            if left > 0:
-                await asyncio.sleep(left)
-                continue
-            self._sent_at = time.monotonic()
-            await send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
+
+async def _comment(writer: Writer) -> None:
+    while True:
+        left = writer.wrote_at + COMMENT_SECONDS - time.monotonic()
+        if left > 0:
+            await asyncio.sleep(left)
+        else:
+            await writer.room()
+            writer(": waiting\n\n")
 
 
 class _ClientLeftError(Exception):
@@ -304,10 +290,9 @@ async def _while_there(receive: Receive, work: Any) -> Any:
                 await task
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
-    if not isinstance(error, ApiError):
-        raise error
-    return _refused(error)
+def _route(path: str) -> str:
+    """The route of a path: those of single models are one."""
+    return "/v1/models" if path.startswith("/v1/models/") else path
 
 
 def _refused(error: ApiError) -> Response:
@@ -322,3 +307,13 @@ def _request_id(request: Request) -> str:
     given = request.headers.get("x-request-id", "")
     is_plain = given.isascii() and given.isprintable() and 0 < len(given) <= 128
     return given if is_plain else f"req-{uuid.uuid4().hex}"
+
+
+def _trace_of(request: Request) -> dict[str, str]:
+    """The caller's trace, as far as it is one."""
+    found = {}
+    for name in ("traceparent", "tracestate"):
+        value = request.headers.get(name, "")
+        if value.isascii() and value.isprintable() and 0 < len(value) <= 128:
+            found[name] = value
+    return found

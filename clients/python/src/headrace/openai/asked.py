@@ -16,7 +16,8 @@ from headrace.v1.generation_pb2 import GenerationSpec
 
 MAX_PROMPTS = 1_024
 MAX_CHOICES = 1_024
-"""Of one body; servers have lower bounds of their own."""
+MAX_MESSAGES = 4_096
+"""Of one body; servers have bounds of their own, none of which is above these."""
 COMPLETION_TOKENS = 16
 """OpenAI's default for completions."""
 _SEEDS = (1 << 63) - 1
@@ -278,6 +279,8 @@ def _conversation(messages: Any) -> GenerationSpec:
         raise ApiError(400, "messages is missing", param="messages", code="missing_field")
     if not messages:
         raise invalid("messages", "is empty; it must have at least one message")
+    if len(messages) > MAX_MESSAGES:
+        raise invalid("messages", f"has {len(messages)} messages; at most {MAX_MESSAGES}")
     spec = GenerationSpec()
     for i, message in enumerate(messages):
         place = f"messages[{i}]"

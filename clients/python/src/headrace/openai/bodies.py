@@ -35,11 +35,15 @@ T = TypeVar("T")
 
 
 class Bodies:
-    """The bodies that are being read, in bytes."""
+    """The bodies that are being read, in bytes.
 
-    def __init__(self) -> None:
+    Args:
+        turn: of large ones.
+    """
+
+    def __init__(self, turn: asyncio.Lock) -> None:
         self._held: Counter[str] = Counter()
-        self._turn = asyncio.Lock()
+        self._turn = turn
 
     @asynccontextmanager
     async def read(

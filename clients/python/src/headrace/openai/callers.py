@@ -3,19 +3,24 @@
 All requests of a caller share a session: its server sends one message for a step and session,
 which is what makes many streams cheap. A caller is a token, which is passed on as it came, and an
 address; so each has the shares and limits of its own that the server gives callers. Credit holds
-what an HTTP client does not read at the server, in the caller's own share.
+what an HTTP client does not read at the server, in the caller's own share. Callers share some
+connections, or a thousand wrong tokens would be a thousand handshakes; what takes a stream for each
+request is apart from them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from headrace.async_client import AsyncClient
 from headrace.async_session import AsyncRequestHandle, AsyncSession
+from headrace.async_streams import AsyncStream
 from headrace.errors import HeadraceError
 from headrace.model_card import ModelCard
 from headrace.openai.errors import ApiError
@@ -25,14 +30,16 @@ from headrace.v1.generation_pb2 import GenerationSpec
 CREDIT = 512
 """Tokens of a request that a server may send ahead of its reader."""
 MAX_SESSIONS = 512
+CONNECTIONS = 16
+"""That sessions share: a server takes 100 streams of each, unless it is told otherwise."""
 IDLE_SECONDS = 120.0
 """How long a session is kept that has no request."""
 CARD_SECONDS = 10.0
 """How long it is believed which models there are."""
 
 Metadata = tuple[tuple[str, str], ...]
-MakeClient = Callable[[str, Metadata], AsyncClient]
-"""A client of a target, with the metadata of a caller."""
+MakeClient = Callable[[str, Metadata, int], AsyncClient]
+"""A client of a target, with the metadata of a caller; those of one number share a connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +52,14 @@ class Caller:
 
 @dataclass(slots=True)
 class Line:
-    """A caller's client of one server, and the session on it."""
+    """A caller's client of one server, the session on it, and how a client is made that has a
+    connection of its own.
+    """
 
     client: AsyncClient
     session: AsyncSession
+    make: Callable[[], AsyncClient]
+    own: AsyncClient | None = None
     users: int = 0
     used_at: float = field(default_factory=time.monotonic)
     is_dropped: bool = False
@@ -58,10 +69,17 @@ class Line:
         """Whether it takes no more requests: it was dropped, or its server ended the session."""
         return self.is_dropped or self.session.ended
 
+    def attach(self, request_id: str) -> AsyncStream:
+        """A stream of a request that goes on without it."""
+        self.own = self.own or self.make()
+        return self.own.attach(request_id)
+
     async def close(self) -> None:
-        """Ends both; what runs is cancelled."""
+        """Ends all; what runs on the session is cancelled."""
         await self.session.close(cancel=True)
         await self.client.close()
+        if self.own is not None:
+            await self.own.close()
 
 
 _NOBODY = Caller(None, "127.0.0.1")
@@ -84,6 +102,7 @@ class Callers:
         self._lines: dict[tuple[str, Caller], Line] = {}
         self._cards: dict[str, ModelCard] = {}
         self._cards_at = float("-inf")
+        self._numbers = itertools.count()
         self._closing: set[asyncio.Task[None]] = set()
 
     async def models(self, caller: Caller) -> list[ModelCard]:
@@ -213,10 +232,12 @@ class Callers:
             metadata.append(("authorization", caller.authorization))
         if self._secret is not None:
             metadata += [("x-headrace-door", self._secret), ("x-headrace-peer", caller.peer)]
-        client = self._make(target, tuple(metadata))
+        number = next(self._numbers)
+        client = self._make(target, tuple(metadata), number % CONNECTIONS)
         session = client.session(initial_credit=CREDIT, room_timeout=0)
         await session.__aenter__()
-        return Line(client, session)
+        own = partial(self._make, target, tuple(metadata), CONNECTIONS + number)
+        return Line(client, session, own)
 
     def _make_room(self) -> None:
         if len(self._lines) < MAX_SESSIONS:

@@ -10,6 +10,7 @@ import asyncio
 import json
 import re
 import resource
+import time
 from collections import Counter
 from typing import Any, ClassVar
 
@@ -31,8 +32,35 @@ MAX_CONNECTIONS = 4_096
 """Or half as many as the process may have files. A peer may have half of them: it is so much, since
 behind a proxy all have the same address.
 """
+WRITER = "headrace.writer"
+"""Where a request's scope has its `Writer`."""
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 _TOO_LARGE = f"The request's head has more than {MAX_HEAD_BYTES} bytes."
+
+
+class Writer:
+    """Writes pieces of an answer whose head is out, at once: ASGI's `send` costs each token of a
+    stream a turn of the event loop.
+
+    Attributes:
+        wrote_at: when it wrote last, in monotonic seconds.
+    """
+
+    def __init__(self, cycle: Any) -> None:
+        self._cycle = cycle
+        self.wrote_at = time.monotonic()
+
+    def __call__(self, text: str) -> bool:
+        """Writes a text; whether there is room for more at once."""
+        cycle, piece = self._cycle, text.encode()
+        if not cycle.disconnected:
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        self.wrote_at = time.monotonic()
+        return not cycle.flow.write_paused
+
+    async def room(self) -> None:
+        """Waits until the reader has taken enough for more to be written."""
+        await self._cycle.flow.drain()
 
 
 class _Bounded(HttpToolsProtocol):
@@ -75,6 +103,7 @@ class _Bounded(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._running = cycle  # of those that were sent on one connection, the first
+        cycle.scope[WRITER] = Writer(cycle)
         super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:

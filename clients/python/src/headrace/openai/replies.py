@@ -7,7 +7,7 @@ alone, and the rest is made once.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from headrace.openai.asked import Asked
@@ -21,14 +21,34 @@ _REASONS = {
 }
 _MISSING = -9999.0
 """What OpenAI shows for a log-probability that is too small to be told."""
-
-
+_LEVELS = 5
+"""Down to a token of a choice's log-probabilities, whose candidates are few."""
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def dumps(value: Any) -> str:
     """JSON in its shortest form."""
     return _ENCODER.encode(value)
+
+
+def dumps_in_pieces(value: Any) -> str:
+    """The same for an answer that is large: other threads run between the pieces, as they cannot
+    while the encoder does.
+    """
+    return "".join(_pieces(value, _LEVELS))
+
+
+def _pieces(value: Any, levels: int) -> Iterator[str]:
+    if not (levels and value and isinstance(value, (dict, list))):
+        yield dumps(value)
+        return
+    is_dict, before = isinstance(value, dict), ""
+    yield "{" if is_dict else "["
+    for one in value:
+        yield before + (dumps(one) + ":" if is_dict else "")
+        yield from _pieces(value[one] if is_dict else one, levels - 1)
+        before = ","
+    yield "}" if is_dict else "]"
 
 
 class Replies:
@@ -52,6 +72,9 @@ class Replies:
         usage = ',"usage":null' if asked.wants_usage else ""
         self._end = f"]{usage}}}\n\n"
         self._begun: set[int] = set()
+        # Most events are a text between these.
+        self._heads: dict[int, str] = {}
+        self._tail = f'}},"logprobs":null,"finish_reason":null}}{self._end}'
         self._offsets: dict[int, int] = {}
 
     # ---- whole ----------------------------------------------------------------------------------
@@ -127,6 +150,9 @@ class Replies:
         shown with the first chunk of a choice.
         """
         index = number * self._asked.n + chunk.choice_index
+        head = self._heads.get(index)
+        if head is not None and chunk.text and not (chunk.reasoning or chunk.tool_calls):
+            return head + dumps(chunk.text) + self._tail
         logprobs = "null"
         if not self._is_chat:
             if self._asked.logprobs is not None:
@@ -172,6 +198,9 @@ class Replies:
         if index in self._begun:
             return ""
         self._begun.add(index)
+        if self._asked.logprobs is None and not self._asked.wants_ids:
+            start = f'data: {self._start}{{"index":{index},"delta":{{"content":'
+            self._heads[index] = start
         return self._choice(index, '"delta":{"role":"assistant","content":""}', "null", None)
 
     def _choice(

@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 
 from headrace._targets import is_local
+from headrace.openai.app import Door
 from headrace.openai.protocol import make_protocol
 
+SWITCH_SECONDS = 0.001
+"""How long a thread with a large body or answer may hold up the streams at a time."""
 KEEP_ALIVE_SECONDS = 75
 """How long a connection without a request is kept: longer than proxies keep theirs."""
 
@@ -98,12 +100,12 @@ class _Server(uvicorn.Server):
 
 
 async def serve(
-    app: Any, listening: Listening, ready: Callable[[], None], parent: int | None
+    door: Door, listening: Listening, ready: Callable[[], None], parent: int | None
 ) -> None:
     """Serves until a signal, or until the parent is gone; a second signal ends what still runs.
 
     Args:
-        app: an ASGI application.
+        door: the application.
         listening: where.
         ready: is called when requests are taken.
         parent: a pipe whose other end the parent holds open; None: there is none.
@@ -112,10 +114,10 @@ async def serve(
         OSError: the address is in use, or a file cannot be read.
     """
     config = uvicorn.Config(
-        app,
+        door,
         http=make_protocol(),
         ws="none",
-        lifespan="on",
+        lifespan="off",
         log_config=None,
         access_log=False,
         proxy_headers=False,
@@ -126,6 +128,7 @@ async def serve(
         ssl_keyfile=listening.key,
     )
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # what a client does is no line of a log
+    sys.setswitchinterval(SWITCH_SECONDS)
     server, loop = _Server(config, ready), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
@@ -138,7 +141,8 @@ async def serve(
     if parent is not None:
         loop.add_reader(parent, watch, parent)
     with listening.bind() as made:
-        await server.serve(sockets=[made])
+        async with door.running():
+            await server.serve(sockets=[made])
 
 
 def log_to_stderr(is_supervised: bool) -> None:

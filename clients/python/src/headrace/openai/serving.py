@@ -7,26 +7,25 @@ import hashlib
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 
 from headrace._trace import label_trace
-from headrace.async_session import AsyncRequestHandle
+from headrace.async_session import AsyncRequestHandle, feed
 from headrace.async_streams import AsyncStream
 from headrace.errors import HeadraceError, UnavailableError
 from headrace.model_card import ModelCard
 from headrace.openai.asked import Asked
 from headrace.openai.callers import Caller, Callers, Line
 from headrace.openai.errors import ApiError, from_headrace
-from headrace.openai.replies import Replies, dumps
+from headrace.openai.protocol import Writer
+from headrace.openai.replies import Replies, dumps, dumps_in_pieces
 from headrace.results import Chunk, FinishReason, Result, TokenInfo
 from headrace.v1.generation_pb2 import GenerationSpec
 
 _ID = re.compile(r"[A-Za-z0-9._:/-]{1,100}")
 _SMALL_BYTES, _AROUND_BYTES = 60_000, 1_000
 """What every server takes as a message, and what one may have besides the request."""
-_QUEUED = 64
-"""Events of several prompts that wait for a reader."""
 
 Handle = AsyncRequestHandle | AsyncStream
 
@@ -41,10 +40,17 @@ class Run:
         asked: what to run.
         key: the caller's Idempotency-Key; empty: none.
         labels: of the requests, for traces.
+        turn: for an answer that takes a thread a while.
     """
 
     def __init__(
-        self, callers: Callers, caller: Caller, asked: Asked, key: str, labels: Mapping[str, str]
+        self,
+        callers: Callers,
+        caller: Caller,
+        asked: Asked,
+        key: str,
+        labels: Mapping[str, str],
+        turn: asyncio.Lock,
     ) -> None:
         self.asked = asked
         self.id = _named(key) if key else uuid.uuid4().hex
@@ -52,6 +58,7 @@ class Run:
         self._caller = caller
         self._is_named = bool(key)
         self._labels = labels
+        self._turn = turn
         self._stack = AsyncExitStack()
         self._handles: list[Handle] = []
         self._line: Line | None = None
@@ -105,69 +112,51 @@ class Run:
             if self.asked.logprobs is None and not self.asked.has_prompt:
                 return dumps(replies.whole(results, ids))
             # With thousands of candidates it takes a while, in which other streams go on.
-            return await asyncio.to_thread(lambda: dumps(replies.whole(results, ids)))
+            async with self._turn:
+                return await asyncio.to_thread(lambda: dumps_in_pieces(replies.whole(results, ids)))
         except HeadraceError as error:
             raise from_headrace(error, self.asked.names) from None
 
-    async def events(self, replies: Replies) -> AsyncIterator[str]:
-        """The events of a stream, to its [DONE]; or to an event that says what failed."""
-        results: list[Result] = []
+    async def stream(self, replies: Replies, write: Writer) -> None:
+        """Writes the events of a stream, to its [DONE]; or to one that says what failed."""
+        failure: Exception | None = None
         try:
-            if len(self._handles) == 1:
-                async for event in self._of(0, replies, results):
-                    yield event
-            else:
-                async for event in self._merged(replies, results):
-                    yield event
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._pass_on(number, replies, write))
+                    for number in range(len(self._handles))
+                ]
             if self.asked.wants_usage:
-                yield replies.usage(results)
-            yield "data: [DONE]\n\n"
-        except HeadraceError as error:
-            yield _error_event(from_headrace(error, self.asked.names))
-        except ApiError as error:
-            yield _error_event(error)
+                write(replies.usage([task.result() for task in tasks]))
+            write("data: [DONE]\n\n")
+        except* (HeadraceError, ApiError) as failed:
+            failure = failed.exceptions[0]
+        if isinstance(failure, HeadraceError):
+            failure = from_headrace(failure, self.asked.names)
+        if isinstance(failure, ApiError):
+            write(f"event: error\ndata: {dumps(failure.body())}\n\n")
 
-    async def _of(self, number: int, replies: Replies, results: list[Result]) -> AsyncIterator[str]:
-        """The events of one prompt. Adds its result."""
+    async def _pass_on(self, number: int, replies: Replies, write: Writer) -> Result:
+        """Writes the events of one prompt as they come; returns its result."""
         handle = self._handles[number]
         begun: set[int] = set()
-        async for chunk in handle:
-            if event := replies.event(number, chunk, self._before(handle, chunk, begun)):
-                yield event
-        result = await handle.result()
+        is_echoed = self.asked.echo and self.asked.logprobs is not None
+
+        def take(chunk: Chunk) -> bool:
+            before = self._before(handle, chunk, begun) if is_echoed else ()
+            event = replies.event(number, chunk, before)
+            return not event or write(event)
+
+        if isinstance(handle, AsyncRequestHandle):
+            result = await feed(handle, take, write.room)
+        else:
+            async for chunk in handle:
+                if not take(chunk):
+                    await write.room()
+            result = await handle.result()
         _check_end(result)
-        results.append(result)
-        yield replies.finish(number, result)
-
-    async def _merged(self, replies: Replies, results: list[Result]) -> AsyncIterator[str]:
-        """The events of several prompts as they come."""
-        queue: asyncio.Queue[str | None] = asyncio.Queue(_QUEUED)
-
-        async def pass_on(number: int) -> None:
-            async for event in self._of(number, replies, results):
-                await queue.put(event)
-
-        async def all_of_them() -> None:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for number in range(len(self._handles)):
-                        group.create_task(pass_on(number))
-            finally:
-                await queue.put(None)
-
-        task = asyncio.create_task(all_of_them())
-        try:
-            while (event := await queue.get()) is not None:
-                yield event
-            try:
-                await task
-            except* (HeadraceError, ApiError) as group:
-                first = group.exceptions[0]
-            else:
-                return
-            raise first
-        finally:
-            task.cancel()
+        write(replies.finish(number, result))
+        return result
 
     async def rendered(self) -> list[list[int]]:
         """The token ids of the prompts.
@@ -204,7 +193,7 @@ class Run:
         # Kept by the server after its end, and the same request again gets the same answer.
         spec.request_id = f"{self.id}.{number}"
         await line.client.add_request(spec)
-        return line.client.attach(spec.request_id)
+        return line.attach(spec.request_id)
 
     async def _check_size(self, spec: GenerationSpec) -> None:
         """By a message that is too large a server would end the session, with all that runs on
@@ -217,7 +206,7 @@ class Run:
 
     def _before(self, handle: Handle, chunk: Chunk, begun: set[int]) -> tuple[TokenInfo, ...]:
         """The prompt's tokens, for the first chunk of a choice that echoes it."""
-        if not self.asked.echo or self.asked.logprobs is None or chunk.choice_index in begun:
+        if chunk.choice_index in begun:
             return ()
         begun.add(chunk.choice_index)
         prompt = handle.prompt
@@ -249,7 +238,3 @@ def _check_end(result: Result) -> None:
             code="cancelled",
             headers={"retry-after": "1"},
         )
-
-
-def _error_event(error: ApiError) -> str:
-    return f"event: error\ndata: {dumps(error.body())}\n\n"
