@@ -32,6 +32,8 @@ _CHILD = "openai"  # in the log
 _LEVELS = frozenset({"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"})
 _FIRST_PAUSE_S = 0.1
 _MAX_PAUSE_S = 5.0
+_PAUSE_AFTER_READY_S = 0.2
+"""At most so long its clients wait, besides its start, where it took requests before it ended."""
 _STABLE_S = 30.0
 """After running this long, in seconds, the child is started again without a pause."""
 _LAST_WORDS_S = 0.5
@@ -75,6 +77,7 @@ class Door:
         if config.openai_ignore_unknown:
             self._command.append("--openai-ignore-unknown")
         self._ready = asyncio.Event()
+        self._was_ready = False
         self._process: asyncio.subprocess.Process | None = None
         self._ending = asyncio.Event()
         self._running = asyncio.create_task(self._run())
@@ -116,6 +119,8 @@ class Door:
                 return
             if asyncio.get_running_loop().time() - began > _STABLE_S:
                 pause_s = 0.0
+            if self._was_ready:
+                pause_s = min(pause_s, _PAUSE_AFTER_READY_S)
             logger.error("the HTTP door has ended (%s); started again in %g s", how, pause_s)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), pause_s)
@@ -152,6 +157,7 @@ class Door:
             code = await process.wait()
         finally:
             self._process = None
+            self._was_ready = self._ready.is_set()
             self._ready.clear()
             if process.returncode is None:
                 process.kill()
