@@ -1,13 +1,16 @@
 """The service's options: what each means, its default and its bounds.
 
-Every option is a flag of `headrace-server serve` and an environment variable HEADRACE_… (only
-`service.cli` reads them). The engine's options are in `engine.config`. Configs are immutable and
-checked when they are created, so every config is valid.
+Every option is a flag of `headrace-server serve`, an environment variable HEADRACE_… (only
+`service.cli` reads them) and a key of a config file (`service.config_file`). The engine's options
+are in `engine.config`. Configs are immutable and checked when they are created, so every config is
+valid.
 """
 
 from __future__ import annotations
 
+import os
 import pkgutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +68,7 @@ class ServiceConfig(NetworkOptions):
         "Most open requests of one identity; more are refused. 0: no limit per identity.",
         low=0,
         high=1_000_000,
+        reloads="for requests that come then",
         group=REQUESTS,
     )
     max_reserved_tokens: int = option(
@@ -76,6 +80,7 @@ class ServiceConfig(NetworkOptions):
         low=1,
         high=2**53,
         zero="any number",
+        reloads="for requests that come then",
         group=REQUESTS,
     )
     max_reserved_tokens_per_identity: int = option(
@@ -85,6 +90,7 @@ class ServiceConfig(NetworkOptions):
         low=1,
         high=2**53,
         zero="all of them",
+        reloads="for requests that come then",
         group=REQUESTS,
     )
     drain_timeout_s: float = option(
@@ -92,6 +98,7 @@ class ServiceConfig(NetworkOptions):
         "Seconds that live requests may go on after a signal.",
         low=0.0,
         high=DAY_S,
+        reloads="for a drain that begins then",
         group=PROCESS,
     )
     max_queue_size: int = option(
@@ -137,6 +144,7 @@ class ServiceConfig(NetworkOptions):
         "reserved for callers without one ([each caller's share](#each-callers-share)).",
         low=1,
         high=1_000_000,
+        reloads="for requests that come then",
         group=REQUESTS,
     )
     default_max_tokens: int = option(
@@ -200,6 +208,7 @@ class ServiceConfig(NetworkOptions):
         low=MIB,
         high=1 << 40,
         zero="any number",
+        reloads="for requests that come then",
         group=REQUESTS,
     )
     max_undelivered_bytes: int = option(
@@ -247,6 +256,7 @@ class ServiceConfig(NetworkOptions):
         "info",
         "`debug`, `info`, `warning` or `error`.",
         choices=LOG_LEVELS,
+        reloads="in both processes; unchanged, it leaves what an operator has set",
         group=PROCESS,
     )
     log_level_of: tuple[str, ...] = option(
@@ -255,6 +265,7 @@ class ServiceConfig(NetworkOptions):
         "`engine.scheduler=debug`, in both processes.",
         more="The flag may be given several times; in the variable, they are separated by blanks. "
         "An operator's SetLogLevel leaves them as they are.",
+        reloads="in both processes; a module that is no longer named has the general level",
         group=PROCESS,
     )
     log_summary_s: float = option(
@@ -317,6 +328,11 @@ class ProcessConfig:
     bounds.
     """
 
+    config: str | None = option(
+        None,
+        "A [TOML file](configuration.md) with options; flags and variables win over it.",
+        group=PROCESS,
+    )
     model: str | None = option(
         None,
         "A directory with `config.json`, safetensors and `tokenizer.json` (without: token ids "
@@ -351,3 +367,8 @@ class ProcessConfig:
                 "is of an engine in a process of its own, which can be ended when it hangs; leave "
                 "it out, or in_process",
             ).naming("in_process")
+
+
+def notify_socket(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The socket on which systemd is told what the server does; None: it did not start it."""
+    return environ.get("NOTIFY_SOCKET") or None

@@ -88,12 +88,14 @@ class NetworkOptions:
         None,
         "The certificate chain, a PEM file.",
         more="Needs `--tls-key`.",
+        reloads="for connections that come then",
         group=NETWORK,
     )
     tls_key: str | None = option(
         None,
         "The certificate's key, a PEM file.",
         more="Needs `--tls-cert`.",
+        reloads="for connections that come then",
         group=NETWORK,
     )
     tls_client_ca: str | None = option(
@@ -101,12 +103,14 @@ class NetworkOptions:
         "Certificate authorities, a PEM file: every client must present a certificate that one "
         "of them signed.",
         more="Needs TLS.",
+        reloads="for connections that come then",
         group=NETWORK,
     )
     auth_file: str | None = option(
         None,
         "The callers and what they may call, a TOML file: see [Callers](#callers).",
         more="Without it every client may call everything.",
+        reloads="for all calls, those that run included",
         group=NETWORK,
     )
     keepalive_interval_s: float = option(
@@ -139,6 +143,7 @@ class NetworkOptions:
         "([each caller's share](#each-callers-share)).",
         low=1,
         high=1_000_000,
+        reloads="for sessions that come then",
         group=NETWORK,
     )
     max_sessions_per_identity: int = option(
@@ -146,6 +151,7 @@ class NetworkOptions:
         "Most open sessions of one identity; more are refused. 0: no limit per identity.",
         low=0,
         high=1_000_000,
+        reloads="for sessions that come then",
         group=NETWORK,
     )
     max_watches: int = option(
@@ -154,6 +160,7 @@ class NetworkOptions:
         "caller's share](#each-callers-share)).",
         low=1,
         high=1_000_000,
+        reloads="for Watches that come then",
         group=NETWORK,
     )
     message_timeout_s: float = option(

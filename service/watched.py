@@ -111,6 +111,12 @@ class Watched(Generic[T]):
         else:
             self._reading.add_done_callback(self._was_read)
 
+    def become(self, other: Watched[T]) -> None:
+        """Have the files and the content of another one from now on."""
+        with self._lock:
+            self._paths, self._load, self._private = other._paths, other._load, other._private
+            self._stamp, self._value = other._stamp, other._value
+
     def _was_read(self, _reading: asyncio.Future[T]) -> None:
         self._reading = None
 

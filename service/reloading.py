@@ -1,0 +1,164 @@
+"""SIGHUP: the options that a server can change while it serves are read again.
+
+    SIGHUP ──▶ the config file, and the files that it names ──▶ a mistake: nothing changes
+                  └──▶ what differs from what runs
+                         ├─ may change ──▶ HeadraceServer.apply
+                         └─ may not    ──▶ said, until a restart
+
+Which may change, their fields say (`Option.reloads`). Flags and variables stay what they were: they
+win over the file now as they did at the start. Without a config file, the callers' file and the TLS
+files alone are read again. Signals that come while files are read are one more reading, however
+many they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from engine.errors import ConfigError
+from service.config import ServiceConfig
+from service.config_file import filled
+from service.flags import FILE, Given, describe, flags
+from service.state import Phase
+
+if TYPE_CHECKING:
+    from service.server import HeadraceServer
+
+logger = logging.getLogger(__name__)
+
+_DOOR_HAS = ("tls_cert", "tls_key")
+"""What the HTTP door's process got when it was started."""
+_MAX_SHOWN = 64
+
+
+class _Values(Protocol):
+    def __getitem__(self, field: str) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a server's options come from. `config_of`: checks them all, and raises ConfigError."""
+
+    given: Given
+    config_of: Callable[[Given], ServiceConfig]
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What differs between two readings of the options: the values before and after, by field.
+
+    Attributes:
+        now: what a server can change while it serves.
+        later: what needs a restart.
+    """
+
+    now: Mapping[str, tuple[Any, Any]]
+    later: Mapping[str, tuple[Any, Any]]
+
+    @staticmethod
+    def told(changes: Mapping[str, tuple[Any, Any]]) -> str:
+        """Some of these in words."""
+        return ", ".join(
+            f"{flags()[field].name} ({_shown(before)} → {_shown(after)})"
+            for field, (before, after) in changes.items()
+        )
+
+
+def compare(before: _Values, after: _Values) -> Changes:
+    """What differs between two readings of the options. A file is changed for another one; that
+    there is one, or none, needs a restart.
+    """
+    now: dict[str, tuple[Any, Any]] = {}
+    later: dict[str, tuple[Any, Any]] = {}
+    for field, flag in flags().items():
+        change = before[field], after[field]
+        if field == FILE or change[0] == change[1]:
+            continue
+        may = flag.option.reloads and None not in change
+        if field in _DOOR_HAS and before["openai"] is not None:
+            may = False
+        (now if may else later)[field] = change
+    return Changes(now, later)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    text = " ".join(value) or "none" if isinstance(value, list) else str(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+
+
+class Reloading:
+    """See the module. All methods run on one event loop."""
+
+    def __init__(
+        self, server: HeadraceServer, config: ServiceConfig, source: Source | None
+    ) -> None:
+        """`config`: with which the server is started. `source`: where that comes from; None: from
+        no file.
+        """
+        self._server = server
+        self._config = config
+        self._source = source if source is not None and source.given.path is not None else None
+        self._running = {} if source is None else {name: source.given[name] for name in flags()}
+        self._task: asyncio.Task[None] | None = None
+        self._is_wanted = False
+
+    def begin(self) -> None:
+        """Read again, once what is being read now is done."""
+        self._is_wanted = True
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        while self._is_wanted:
+            self._is_wanted = False
+            if self._server.state.phase is Phase.DRAINING:
+                logger.info("SIGHUP: nothing is read again, since the server drains")
+            elif self._source is None:
+                self._server.reload()
+            else:
+                await self._reload(self._source)
+
+    async def _reload(self, source: Source) -> None:
+        path = source.given.path
+        given = source.given
+        try:
+            given = await asyncio.to_thread(filled, given)
+            config, changes = await asyncio.to_thread(self._read, source, given)
+            await self._server.apply(config)
+        except ConfigError as error:
+            told = describe(error, given).replace("\n", "; ")
+            logger.error("SIGHUP: nothing has changed: %s", told)
+        except RuntimeError as error:  # no thread can be started
+            logger.error("SIGHUP: %s could not be read: %s", path, error)
+        else:
+            self._config = config
+            self._running |= {field: after for field, (_, after) in changes.now.items()}
+            logger.warning(
+                "SIGHUP: %s was read again, and the files that it names; changed: %s; left, since "
+                "it needs a restart: %s",
+                path,
+                changes.told(changes.now) or "nothing",
+                changes.told(changes.later) or "nothing",
+            )
+
+    def _read(self, source: Source, given: Given) -> tuple[ServiceConfig, Changes]:
+        """Check what the file sets, read the files that it names, and use those if all is in order.
+        Runs in a thread.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        asked = source.config_of(given)
+        changes = compare(self._running, given)
+        config = dataclasses.replace(
+            self._config, **{field: getattr(asked, field) for field in changes.now}
+        )
+        self._server.read_credentials(config)
+        return config, changes
