@@ -19,6 +19,7 @@ from engine.errors import ConfigError
 from engine.plugins import is_outside
 
 _KEY = "option"
+_MAX_SHOWN = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,16 +116,17 @@ def check_value(name: str, one: Option, value: Any, default: Any) -> None:
     Raises:
         ConfigError: it has the wrong type or is out of bounds.
     """
+    shown = f"{value:g}" if isinstance(value, float) else repr(value)
+    shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}…"
     if one.choices:
         if value not in one.choices and not (one.outside and is_outside(value)):
-            raise ConfigError(name, f"is {value!r}; it must be {one.bounds(name)}")
+            raise ConfigError(name, f"is {shown}; it must be {one.bounds(name)}")
     elif one.switch or isinstance(default, bool):
         if not isinstance(value, bool):
             nothing = " or None" if default is None else ""
-            raise ConfigError(name, f"is {value!r}; it must be True or False{nothing}")
+            raise ConfigError(name, f"is {shown}; it must be True or False{nothing}")
     elif one.low is not None and one.high is not None and not _is_within(value, one):
         kind = "a whole number, " if isinstance(one.low, int) else ""
-        shown = f"{value:g}" if isinstance(value, float) else repr(value)
         raise ConfigError(name, f"is {shown}; it must be {kind}{one.bounds(name)}")
 
 

@@ -88,7 +88,7 @@ class Flag:
         name = f"--{self.name}"
         if bool in (kind, *get_args(kind)):
             kind = bool if default is not None else bool | None
-            name += "" if default is False else f"/--no-{self.name}"
+            name += f"/--no-{self.name}"
         elif kind == tuple[str, ...]:
             kind, default = list[str], list(default)
         elif self.option.base == 8:
