@@ -140,7 +140,8 @@ class Reloading:
         else:
             self._config = config
             self._running |= {field: after for field, (_, after) in changes.now.items()}
-            logger.warning(
+            logger.log(
+                logging.WARNING if changes.now or changes.later else logging.INFO,
                 "SIGHUP: %s was read again, and the files that it names; changed: %s; left, since "
                 "it needs a restart: %s",
                 path,
@@ -157,8 +158,11 @@ class Reloading:
         """
         asked = source.config_of(given)
         changes = compare(self._running, given)
-        config = dataclasses.replace(
-            self._config, **{field: getattr(asked, field) for field in changes.now}
-        )
+        new = {field: getattr(asked, field) for field in changes.now}
+        try:
+            config = dataclasses.replace(self._config, **new)
+        except ConfigError as error:
+            told = f"{error} (what needs a restart is as it runs)".removeprefix(f"{error.option}: ")
+            raise ConfigError(error.option, told).naming(*error.mentions) from error
         self._server.read_credentials(config)
         return config, changes
