@@ -140,13 +140,16 @@ class Reloading:
         else:
             self._config = config
             self._running |= {field: after for field, (_, after) in changes.now.items()}
+            told = {
+                "changed": changes.told(changes.now),
+                "left for a restart": changes.told(changes.later),
+            }
             logger.log(
-                logging.WARNING if changes.now or changes.later else logging.INFO,
-                "SIGHUP: %s was read again, and the files that it names; changed: %s; left, since "
-                "it needs a restart: %s",
+                logging.WARNING if any(told.values()) else logging.INFO,
+                "SIGHUP: %s was read again, with the files that it names: %s",
                 path,
-                changes.told(changes.now) or "nothing",
-                changes.told(changes.later) or "nothing",
+                "; ".join(f"{what}: {which}" for what, which in told.items() if which)
+                or "nothing has changed",
             )
 
     def _read(self, source: Source, given: Given) -> tuple[ServiceConfig, Changes]:

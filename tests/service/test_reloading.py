@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -28,12 +30,14 @@ from tests.service.helpers import (
     Refused,
     Session,
     check_course,
+    ids_of,
     refused,
     serving,
     spec,
     text_of,
     until,
 )
+from tests.service.real_server import WAIT_S, RealServer, real_server
 from tests.service.test_auth import bearer, entry, replace
 from tests.service.test_tls import Pair, pairs, port_of, secure, shown
 
@@ -245,8 +249,8 @@ async def test_it_changes_while_requests_run(
         await it.reload(text_with(**{name: case.after}))
         assert await case.look(it.h) == case.seen_after
         [line] = [one for one in caplog.messages if one.startswith("SIGHUP: ")]
-        assert f"changed: {flags()[name].name} (" in line
-        assert line.endswith("needs a restart: nothing")
+        assert f"that it names: changed: {flags()[name].name} (" in line
+        assert "restart" not in line
         await it.reload(text_with(**{name: case.before}))
         seen = await case.look(it.h)
         assert case.seen is None or seen == case.seen
@@ -318,11 +322,11 @@ async def test_what_needs_a_restart_is_left_and_said_each_time(
         await it.reload(changed.replace('"x"', f'"{tmp_path}/x"'))
         await it.reload()
         left = f"auth-file (none → {tmp_path}/x), model (none → y), max-queue-size (9 → 8)"
-        start = f"SIGHUP: {it.path} was read again, and the files that it names; changed: "
+        start = f"SIGHUP: {it.path} was read again, with the files that it names: "
         assert [one.removeprefix(start) for one in caplog.messages if "SIGHUP" in one] == [
-            "nothing; left, since it needs a restart: nothing",
-            f"max-sessions (9 → 8); left, since it needs a restart: {left}",
-            f"nothing; left, since it needs a restart: {left}",
+            "nothing has changed",
+            f"changed: max-sessions (9 → 8); left for a restart: {left}",
+            f"left for a restart: {left}",
         ]
         assert await a_request(it.h) == "in"  # without a token
 
@@ -413,3 +417,68 @@ async def test_nothing_is_read_while_the_server_drains(
         assert it.readings == 0
         assert "SIGHUP: nothing is read again, since the server drains" in caplog.messages
     await asyncio.wait_for(draining, 30)
+
+
+# ---- the process ---------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(240)
+async def test_a_server_s_signals_at_every_time_of_its_life(tmp_path: Path) -> None:
+    path = tmp_path / "headrace.toml"
+    replace(path, text_with(max_sessions="9", listen='["127.0.0.1:0"]'))
+    asked = rpc.GenerateStreamRequest(
+        spec=spec("Once", stop={"max_tokens": 1200, "ignore_eos": True})
+    )
+
+    async def stream_of(server: RealServer, channel: Any) -> list[Any]:
+        """All events of a long stream, from whose first message on the server is signalled."""
+        stream = GenerationServiceStub(channel).GenerateStream(asked)
+        events = list((await stream.read()).events)
+        signalling = asyncio.create_task(asyncio.to_thread(hang_up, server))
+        while (message := await asyncio.wait_for(stream.read(), WAIT_S)) is not grpc.aio.EOF:
+            events += message.events
+        await signalling
+        assert await stream.code() is grpc.StatusCode.OK
+        return events
+
+    def hang_up(server: RealServer, times: int = 1000) -> None:
+        for _ in range(times):
+            server.signal(signal.SIGHUP)
+
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd,
+        real_server(
+            *("--config", str(path), "--log-summary", "0"),
+            HOME="/proc",  # where nothing can be written
+            NOTIFY_SOCKET=str(tmp_path / "notify"),
+        ) as server,
+    ):
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(WAIT_S)
+        await asyncio.to_thread(server.read_until, ": starting")
+        hang_up(server, 50)
+        replace(path, text_with(max_sessions="8", listen='["127.0.0.1:0"]'))
+        await asyncio.to_thread(server.wait_until_ready)
+        assert systemd.recv(100) == b"READY=1"
+        replace(path, text_with(max_sessions="7", max_queue_size="9", listen='["127.0.0.1:0"]'))
+        async with grpc.aio.insecure_channel(server.addresses[0]) as channel:
+            events = await stream_of(server, channel)
+            check_course(events)
+            assert len(ids_of(events)) == 1200
+            await asyncio.to_thread(server.read_until, "max-queue-size (1024 → 9)")
+            assert "→ 7); left for a restart: max-queue-size" in server.said
+            path.unlink()
+            hang_up(server, 1)
+            await asyncio.to_thread(server.read_until, "SIGHUP: nothing has changed: ")
+            stream = GenerationServiceStub(channel).GenerateStream(asked)
+            await stream.read()
+            server.signal(signal.SIGTERM)
+            assert await asyncio.to_thread(systemd.recv, 100) == b"STOPPING=1"
+            hang_up(server)
+            async with asyncio.timeout(WAIT_S):
+                while await stream.read() is not grpc.aio.EOF:
+                    pass
+            assert await stream.code() is grpc.StatusCode.OK
+        assert await asyncio.to_thread(server.ended) == 0
+        assert "Traceback" not in server.said
+        assert "nothing is read again, since the server drains" in server.said
