@@ -427,7 +427,7 @@ async def test_a_server_s_signals_at_every_time_of_its_life(tmp_path: Path) -> N
     path = tmp_path / "headrace.toml"
     replace(path, text_with(max_sessions="9", listen='["127.0.0.1:0"]'))
     asked = rpc.GenerateStreamRequest(
-        spec=spec("Once", stop={"max_tokens": 1200, "ignore_eos": True})
+        spec=spec("Once", stop={"max_tokens": 400, "ignore_eos": True})
     )
 
     async def stream_of(server: RealServer, channel: Any) -> list[Any]:
@@ -464,7 +464,7 @@ async def test_a_server_s_signals_at_every_time_of_its_life(tmp_path: Path) -> N
         async with grpc.aio.insecure_channel(server.addresses[0]) as channel:
             events = await stream_of(server, channel)
             check_course(events)
-            assert len(ids_of(events)) == 1200
+            assert len(ids_of(events)) == 400
             await asyncio.to_thread(server.read_until, "max-queue-size (1024 → 9)")
             assert "→ 7); left for a restart: max-queue-size" in server.said
             path.unlink()
