@@ -126,31 +126,38 @@ class Reloading:
                 await self._reload(self._source)
 
     async def _reload(self, source: Source) -> None:
-        path = source.given.path
         given = source.given
         try:
             given = await asyncio.to_thread(filled, given)
             config, changes = await asyncio.to_thread(self._read, source, given)
-            await self._server.apply(config)
         except ConfigError as error:
             told = describe(error, given).replace("\n", "; ")
             logger.error("SIGHUP: nothing has changed: %s", told)
         except RuntimeError as error:  # no thread can be started
-            logger.error("SIGHUP: %s could not be read: %s", path, error)
+            logger.error("SIGHUP: nothing has changed: %s", error)
         else:
             self._config = config
             self._running |= {field: after for field, (_, after) in changes.now.items()}
-            told = {
-                "changed": changes.told(changes.now),
-                "left for a restart": changes.told(changes.later),
-            }
-            logger.log(
-                logging.WARNING if any(told.values()) else logging.INFO,
-                "SIGHUP: %s was read again, with the files that it names: %s",
-                path,
-                "; ".join(f"{what}: {which}" for what, which in told.items() if which)
-                or "nothing has changed",
-            )
+            level = logging.WARNING if changes.now or changes.later else logging.INFO
+            is_told = logger.isEnabledFor(level)  # afterwards it may not be
+            if is_told:
+                self._tell(level, changes)
+            await self._server.apply(config)
+            if not is_told:
+                self._tell(level, changes)
+
+    def _tell(self, level: int, changes: Changes) -> None:
+        parts = {
+            "changed": changes.told(changes.now),
+            "left for a restart": changes.told(changes.later),
+        }
+        logger.log(
+            level,
+            "SIGHUP: %s was read again, with the files that it names: %s",
+            self._running[FILE],
+            "; ".join(f"{what}: {which}" for what, which in parts.items() if which)
+            or "nothing has changed",
+        )
 
     def _read(self, source: Source, given: Given) -> tuple[ServiceConfig, Changes]:
         """Check what the file sets, read the files that it names, and use those if all is in order.

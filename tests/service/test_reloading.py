@@ -386,6 +386,18 @@ async def test_an_operator_s_level_stays_unless_the_file_s_changes(tmp_path: Pat
     ]
 
 
+@pytest.mark.parametrize("levels", [("info", "error"), ("error", "info")])
+async def test_a_change_of_the_level_is_said_at_whichever_level_shows_it(
+    levels: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, after = levels
+    logging.getLogger().setLevel(before.upper())
+    async with loaded(tmp_path, text_with(log_level=f'"{before}"')) as it:
+        await it.reload(text_with(log_level=f'"{after}"'))
+        [line] = [one for one in caplog.messages if "SIGHUP" in one]
+        assert line.endswith(f"changed: log-level ({before} → {after})")
+
+
 def test_the_http_door_keeps_its_certificate() -> None:
     before = {**defaults(), "tls_cert": "a", "tls_key": "a", "tls_client_ca": "a"}
     after = {**before, "tls_cert": "b", "tls_key": "b", "tls_client_ca": "b"}
