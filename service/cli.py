@@ -20,7 +20,6 @@ from engine.errors import ConfigError
 from service import config_command, flags, planning, tokens
 from service.config import ProcessConfig, ServiceConfig, notify_socket
 from service.config_file import filled
-from service.reloading import Source
 from service.telemetry.config import TelemetryConfig
 
 if TYPE_CHECKING:
@@ -93,6 +92,7 @@ def serve(given: flags.Given) -> None:
         output.say(f"headrace-server {_version()}: starting")
         client.launch()  # before what serving imports: the engine's process has more to import
         from service.process import run_to_the_end
+        from service.reloading import Source
 
         run_to_the_end(
             config,

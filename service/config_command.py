@@ -15,8 +15,7 @@ import typer
 
 from engine.errors import ConfigError
 from service import flags
-from service.config_file import document, filled
-from service.reloading import compare
+from service.config_file import compare, document, filled
 
 _GROUP = "Config file"
 _WRONG = 2

@@ -9,6 +9,7 @@
 
     --config FILE ──▶ `filled` ──▶ Given, where flags and variables win
                       `document` ◀── Given, for `headrace-server config --print`
+                      `compare`  ◀── two of them: what SIGHUP changes, and what needs a restart
 
 The keys, their types and their bounds are those of the flags (`service.flags`). A file is checked
 key by key before anything is done with it, and all of its mistakes are told at once. It includes no
@@ -23,11 +24,12 @@ import re
 import stat
 import textwrap
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import date, datetime, time
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 from engine.errors import ConfigError
 from engine.option_fields import check_value
@@ -42,6 +44,8 @@ line: so it is at most about a second for a file, and not 20 s.
 """
 _MAX_PROBLEMS = 10
 _MAX_SHOWN = 64
+_DOOR_HAS = ("tls_cert", "tls_key")
+"""What the HTTP door's process got when it was started."""
 _MAX_BITS = 64
 _BARE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _INCLUDES = (FILE, "include", "includes", "import", "extends")
@@ -258,3 +262,52 @@ def _toml(flag: Flag, value: Any) -> str:
     except UnicodeEncodeError as error:
         raise ConfigError(flag.field, f"is {value!r}, which a file in UTF-8 cannot say") from error
     return text
+
+
+class _Values(Protocol):
+    def __getitem__(self, field: str) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What differs between two readings of the options: the values before and after, by field.
+
+    Attributes:
+        now: what a server can change while it serves.
+        later: what needs a restart.
+    """
+
+    now: Mapping[str, tuple[Any, Any]]
+    later: Mapping[str, tuple[Any, Any]]
+
+    @staticmethod
+    def told(changes: Mapping[str, tuple[Any, Any]]) -> str:
+        """Some of these in words."""
+        return ", ".join(
+            f"{flags()[field].name} ({_told(before)} → {_told(after)})"
+            for field, (before, after) in changes.items()
+        )
+
+
+def compare(before: _Values, after: _Values) -> Changes:
+    """What differs between two readings of the options. A file is changed for another one; that
+    there is one, or none, needs a restart.
+    """
+    now: dict[str, tuple[Any, Any]] = {}
+    later: dict[str, tuple[Any, Any]] = {}
+    for field, flag in flags().items():
+        change = before[field], after[field]
+        if field == FILE or change[0] == change[1]:
+            continue
+        may = flag.option.reloads and None not in change
+        if field in _DOOR_HAS and before["openai"] is not None:
+            may = False
+        (now if may else later)[field] = change
+    return Changes(now, later)
+
+
+def _told(value: Any) -> str:
+    if value is None:
+        return "none"
+    text = " ".join(value) or "none" if isinstance(value, list) else str(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"

@@ -16,13 +16,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
 from service.config import ServiceConfig
-from service.config_file import filled
+from service.config_file import Changes, compare, filled
 from service.flags import FILE, Given, describe, flags
 from service.state import Phase
 
@@ -31,14 +31,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DOOR_HAS = ("tls_cert", "tls_key")
-"""What the HTTP door's process got when it was started."""
-_MAX_SHOWN = 64
-
-
-class _Values(Protocol):
-    def __getitem__(self, field: str) -> Any: ...
-
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -46,51 +38,6 @@ class Source:
 
     given: Given
     config_of: Callable[[Given], ServiceConfig]
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """What differs between two readings of the options: the values before and after, by field.
-
-    Attributes:
-        now: what a server can change while it serves.
-        later: what needs a restart.
-    """
-
-    now: Mapping[str, tuple[Any, Any]]
-    later: Mapping[str, tuple[Any, Any]]
-
-    @staticmethod
-    def told(changes: Mapping[str, tuple[Any, Any]]) -> str:
-        """Some of these in words."""
-        return ", ".join(
-            f"{flags()[field].name} ({_shown(before)} → {_shown(after)})"
-            for field, (before, after) in changes.items()
-        )
-
-
-def compare(before: _Values, after: _Values) -> Changes:
-    """What differs between two readings of the options. A file is changed for another one; that
-    there is one, or none, needs a restart.
-    """
-    now: dict[str, tuple[Any, Any]] = {}
-    later: dict[str, tuple[Any, Any]] = {}
-    for field, flag in flags().items():
-        change = before[field], after[field]
-        if field == FILE or change[0] == change[1]:
-            continue
-        may = flag.option.reloads and None not in change
-        if field in _DOOR_HAS and before["openai"] is not None:
-            may = False
-        (now if may else later)[field] = change
-    return Changes(now, later)
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "none"
-    text = " ".join(value) or "none" if isinstance(value, list) else str(value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
 class Reloading:

@@ -20,9 +20,9 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 from service.cli import options_of
-from service.config_file import filled
+from service.config_file import compare, filled
 from service.flags import FILE, Given, flags
-from service.reloading import Reloading, Source, compare
+from service.reloading import Reloading, Source
 from tests.service.certificates import needs_openssl
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import (
