@@ -276,7 +276,7 @@ def command_of(
     """
     taken = [flag.parameter() for name, flag in flags().items() if not only or name in only]
     context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    parameters = [context, *taken, *more]
+    parameters = [context, *more, *taken]
 
     def command(ctx: typer.Context, **values: Any) -> None:
         sources = {name: ctx.get_parameter_source(name) for name in values}
