@@ -308,6 +308,31 @@ async def test_other_certificates_count_for_new_connections(
                     assert (await refused(call)).code is grpc.StatusCode.UNAVAILABLE
 
 
+@needs_openssl
+async def test_no_file_is_used_if_one_of_them_cannot_be(
+    tmp_path: Path, pairs: dict[str, Pair]
+) -> None:
+    old, new = tmp_path / "old.toml", tmp_path / "new.toml"
+    replace(old, entry("alice", '"*"', "alice's secret"))
+    replace(new, entry("bob", '"*"', "bob's secret"))
+
+    def text(callers: Path, key: str) -> str:
+        cert, key = f'"{pairs["first"][0]}"', f'"{pairs[key][1]}"'
+        return text_with(auth_file=f'"{callers}"', tls_cert=cert, tls_key=key, max_sessions="9")
+
+    def channel_of(h: Harness) -> Any:
+        return secure(port_of(h), pairs["first"])
+
+    good = text(old, "first")
+    async with loaded(tmp_path, good, channel_of, metadata=bearer("alice")) as it:
+        await it.reload(text(new, "second").replace("sessions = 9", "sessions = 8"))
+        adding = rpc.AddRequestRequest(spec=spec())
+        await it.h.generation.AddRequest(adding, metadata=bearer("alice"))
+        error = await refused(it.h.generation.AddRequest(adding, metadata=bearer("bob")))
+        assert error.reason == "TOKEN_INVALID"
+        assert it.h.server._config.max_sessions == 9
+
+
 # ---- what does not -------------------------------------------------------------------------------
 
 
