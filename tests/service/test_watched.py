@@ -97,6 +97,30 @@ async def test_a_thread_reads_what_has_changed_and_the_loop_goes_on(tmp_path: Pa
     assert files.reads == 3
 
 
+async def test_who_asks_while_files_are_read_has_them_read_once_more(tmp_path: Path) -> None:
+    files = Restless(tmp_path, changes=0)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def load() -> tuple[str, str]:
+        found = files.load()
+        begun.set()
+        assert goes_on.wait(30)
+        return found
+
+    goes_on.set()
+    watched = Watched("files", (str(files.first), str(files.second)), load)
+    begun.clear()
+    goes_on.clear()
+    watched.begin_reload()
+    assert await asyncio.to_thread(begun.wait, 30)
+    for _ in range(1000):
+        watched.begin_reload()
+    goes_on.set()
+    while watched._reading is not None:
+        await asyncio.sleep(0)
+    assert files.reads == 3
+
+
 async def test_a_thread_that_cannot_be_started_is_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
