@@ -101,8 +101,8 @@ class Watched(Generic[T]):
         self.current()
 
     def begin_reload(self) -> None:
-        """As `reload`, in a thread; to be called on the event loop. If files are being read, they are
-        read once more after that: they may have changed since that began.
+        """As `reload`, in a thread; to be called on the event loop. Files that are being read are
+        read once more after that: they may have changed since it began.
         """
         if self._reading is not None:
             self._is_wanted = True

@@ -12,6 +12,7 @@ import pytest
 
 from engine.errors import ConfigError
 from service.watched import Watched
+from tests.service.helpers import until
 
 
 class Restless:
@@ -116,8 +117,7 @@ async def test_who_asks_while_files_are_read_has_them_read_once_more(tmp_path: P
     for _ in range(1000):
         watched.begin_reload()
     goes_on.set()
-    while watched._reading is not None:
-        await asyncio.sleep(0)
+    await until(lambda: watched._reading is None)
     assert files.reads == 3
 
 
