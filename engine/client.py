@@ -172,8 +172,9 @@ class EngineVerbs(Protocol):
         """
         ...
 
-    async def set_log_level(self, level: str) -> None:
-        """Set what the engine logs: "debug", "info", "warning" or "error". Still applies after a
+    async def set_log_level(self, level: str, level_of: tuple[str, ...] = ()) -> None:
+        """Set what the engine logs: "debug", "info", "warning" or "error", and what some modules
+        log (see `engine.logs.levels`); others of them stay as they are. Still applies after a
         restart of the engine. Also works while the model loads.
         """
         ...

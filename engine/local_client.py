@@ -20,6 +20,7 @@ from engine.admission import AdmissionLimits
 from engine.client import Admission, ModelInfo, ProgressSink, StepSink
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import EngineUnavailableError
+from engine.logs.levels import set_levels
 from engine.loop import EngineLoop
 from engine.outputs import StepOutputs
 from engine.request import GenerationRequest, MatcherFactory
@@ -182,9 +183,10 @@ class LocalEngineClient:
             raise EngineUnavailableError("the engine has stopped, and its prefix cache with it")
         await asyncio.wrap_future(engine.reset_prefix_cache())
 
-    async def set_log_level(self, level: str) -> None:
+    async def set_log_level(self, level: str, level_of: tuple[str, ...] = ()) -> None:
         """Set what this process logs; see the protocol."""
         logging.getLogger().setLevel(level.upper())
+        set_levels(level_of)
 
     async def close(self) -> None:
         """Stop at once, or give up loading at its next stage; see the protocol."""

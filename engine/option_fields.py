@@ -19,6 +19,7 @@ from engine.errors import ConfigError
 from engine.plugins import is_outside
 
 _KEY = "option"
+_MAX_SHOWN = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,8 @@ class Option:
             option without a group: the flag of another config's option that sets this one.
         shown: how the default is shown, if not as the value itself.
         served: the server's default, if it differs; in a tuple, because it may be None.
+        reloads: what SIGHUP changes it for in a server that runs, in words; empty: nothing, it
+            needs a restart.
     """
 
     help: str
@@ -60,6 +63,7 @@ class Option:
     flag: str = ""
     shown: str = ""
     served: tuple[Any] | None = None
+    reloads: str = ""
 
     def bounds(self, name: str) -> str:
         """The bounds in words, for an option of this name; empty: there are none."""
@@ -95,20 +99,35 @@ def check_bounds(config: Any) -> None:
         one: Option | None = field.metadata.get(_KEY)
         if one is None:
             continue
-        name, value = field.name, getattr(config, field.name)
-        if value is None and (field.default is None or one.served == (None,)):
-            continue
-        if one.choices:
-            if value not in one.choices and not (one.outside and is_outside(value)):
-                raise ConfigError(name, f"is {value!r}; it must be {one.bounds(name)}")
-        elif one.switch or isinstance(field.default, bool):
-            if not isinstance(value, bool):
-                nothing = " or None" if field.default is None else ""
-                raise ConfigError(name, f"is {value!r}; it must be True or False{nothing}")
-        elif one.low is not None and one.high is not None and not _is_within(value, one):
-            kind = "a whole number, " if isinstance(one.low, int) else ""
-            shown = f"{value:g}" if isinstance(value, float) else repr(value)
-            raise ConfigError(name, f"is {shown}; it must be {kind}{one.bounds(name)}")
+        value = getattr(config, field.name)
+        if value is not None or not (field.default is None or one.served == (None,)):
+            check_value(field.name, one, value, field.default)
+
+
+def check_value(name: str, one: Option, value: Any, default: Any) -> None:
+    """Check the type and bounds of one option's value.
+
+    Args:
+        name: the field's.
+        one: its declaration.
+        value: what it is set to; not None where that is the default.
+        default: the field's.
+
+    Raises:
+        ConfigError: it has the wrong type or is out of bounds.
+    """
+    shown = f"{value:g}" if isinstance(value, float) else repr(value)
+    shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}…"
+    if one.choices:
+        if value not in one.choices and not (one.outside and is_outside(value)):
+            raise ConfigError(name, f"is {shown}; it must be {one.bounds(name)}")
+    elif one.switch or isinstance(default, bool):
+        if not isinstance(value, bool):
+            nothing = " or None" if default is None else ""
+            raise ConfigError(name, f"is {shown}; it must be True or False{nothing}")
+    elif one.low is not None and one.high is not None and not _is_within(value, one):
+        kind = "a whole number, " if isinstance(one.low, int) else ""
+        raise ConfigError(name, f"is {shown}; it must be {kind}{one.bounds(name)}")
 
 
 def _is_within(value: Any, one: Option) -> bool:

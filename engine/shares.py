@@ -222,7 +222,7 @@ class Shares(Generic[Who]):
         self.level = Level(limit, clock, jitter)
         self._rate = rate or self.level.rate
         self._clock = clock
-        self.reserve = 0 if limit is None else max(1, limit // RESERVE_PART)
+        self.reserve = _reserve(limit)
         self._callers: dict[str, _Caller] = {}
         self._groups: dict[str, _Group] = {}
         self._weights = 0  # of all groups
@@ -235,6 +235,13 @@ class Shares(Generic[Who]):
     def limit(self) -> int | None:
         """The limit, without the reserve; None: any amount."""
         return self.level.limit
+
+    def set_limit(self, limit: int | None) -> None:
+        """Change the limit. What is in use beyond it stays so; nothing more fits until it is
+        released.
+        """
+        self.level.limit = limit
+        self.reserve = _reserve(limit)
 
     @property
     def present(self) -> int:
@@ -469,6 +476,10 @@ class Shares(Generic[Who]):
         if not group.members:
             self._weights -= group.weight
             del self._groups[group.name]
+
+
+def _reserve(limit: int | None) -> int:
+    return 0 if limit is None else max(1, limit // RESERVE_PART)
 
 
 def _units(weight: float) -> int:

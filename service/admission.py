@@ -178,14 +178,17 @@ class AdmissionControl:
         advised times. `freed`: called with how many bytes of results were freed.
         """
         self.freed = freed
-        self.places = bound_of(_places(limits), clock, jitter)
-        self._bytes = bound_of(_bytes(limits), clock, jitter)
-        self._tokens = bound_of(_tokens(limits), clock, jitter)
-        self.bounds = self.places, self._bytes, self._tokens  # in the order of Charge
+        self.bounds = [bound_of(kind, clock, jitter) for kind in _kinds(limits)]
+        self.places, self._bytes, self._tokens = self.bounds
         self._unread = bound_of(_unread(limits), clock, jitter)
         self._unread_level = self._unread.level
         self._leaving = 0  # of them
         self._beyond = 0  # of them
+
+    def change(self, limits: Limits) -> None:
+        """Have other limits from now on. Requests that have been let in stay."""
+        for bound, kind in zip(self.bounds, _kinds(limits), strict=True):
+            bound.change(kind)
 
     @property
     def open_requests(self) -> int:
@@ -348,6 +351,11 @@ class AdmissionControl:
     def holding(self, account: Account, ticket: str = "") -> Holding:
         """Make an empty holding for a new request. `ticket`: see `Holding`."""
         return Holding(self, account, ticket)
+
+
+def _kinds(limits: Limits) -> tuple[Kind, Kind, Kind]:
+    """The kinds of limits, in the order of Charge."""
+    return _places(limits), _bytes(limits), _tokens(limits)
 
 
 def _places(limits: Limits) -> Kind:

@@ -222,6 +222,11 @@ class Authenticator:
         if self.tables is not None:
             self.tables.begin_reload()
 
+    def become(self, other: Authenticator) -> None:
+        """Use another one's file from now on, for calls that run too."""
+        if self.tables is not None and other.tables is not None:
+            self.tables.become(other.tables)
+
     def by_token(self, method: str, metadata: Metadata) -> Permit | None:
         """Identify the caller of a method by its token, as the file was read last; None: the
         certificate decides.

@@ -94,9 +94,14 @@ class Bound(Shares[Account]):
     def __init__(self, kind: Kind, clock: Callable[[], float], jitter: Callable[[], float]) -> None:
         """`clock`, `jitter`: see DrainRate."""
         super().__init__(kind.limit, clock, jitter)
+        self.change(kind)
+
+    def change(self, kind: Kind) -> None:
+        """Have the limits of this kind from now on. What is held beyond them stays held."""
         limits = [most for most in (kind.limit, kind.limit_of_identity) if most is not None]
         self.kind = kind
         self.most = min(limits, default=None)
+        self.set_limit(kind.limit)
 
     @property
     def is_empty(self) -> bool:
@@ -143,12 +148,18 @@ class Bound(Shares[Account]):
 
 
 class _BoundOfIdentities(Bound):
-    """A bound that also limits each identity."""
+    """A bound that can also limit each identity."""
 
     def __init__(self, kind: Kind, clock: Callable[[], float], jitter: Callable[[], float]) -> None:
-        super().__init__(kind, clock, jitter)
-        self._make_level = partial(Level, kind.limit_of_identity, clock, jitter)
         self._of: dict[str, Level] = {}  # identities that have some
+        super().__init__(kind, clock, jitter)
+        self._make_level = partial(Level, clock=clock, jitter=jitter)
+
+    def change(self, kind: Kind) -> None:
+        """Have the limits of this kind from now on. What is held beyond them stays held."""
+        super().change(kind)
+        for own in self._of.values():
+            own.limit = kind.limit_of_identity
 
     def ask(
         self,
@@ -178,7 +189,7 @@ class _BoundOfIdentities(Bound):
         if amount:
             own = self._of.get(who.identity)
             if own is None:
-                own = self._of[who.identity] = self._make_level()
+                own = self._of[who.identity] = self._make_level(self.kind.limit_of_identity)
             own.add(amount)
 
     def remove(self, who: Account, amount: int, *, served: bool) -> None:
@@ -195,5 +206,5 @@ class _BoundOfIdentities(Bound):
 
 def bound_of(kind: Kind, clock: Callable[[], float], jitter: Callable[[], float]) -> Bound:
     """Make the bound of a kind. `clock`, `jitter`: see DrainRate."""
-    made = Bound if kind.limit_of_identity is None else _BoundOfIdentities
+    made = _BoundOfIdentities if kind.option_of_identity else Bound
     return made(kind, clock, jitter)

@@ -1,5 +1,5 @@
-"""The command `headrace-server`. Every option is also an environment variable; a flag wins over
-its variable.
+"""The command `headrace-server`. Every option is also an environment variable and a key of a config
+file; a flag wins over its variable, that over the file.
 
 Nothing heavy is imported before `serve` runs: `--help` and `--version` answer at once, without
 torch.
@@ -10,15 +10,16 @@ from __future__ import annotations
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.environment import RankPlace
 from engine.errors import ConfigError
-from service import flags, planning, tokens
-from service.config import ProcessConfig, ServiceConfig
+from service import config_command, flags, planning, tokens
+from service.config import ProcessConfig, ServiceConfig, notify_socket
+from service.config_file import filled
 from service.telemetry.config import TelemetryConfig
 
 if TYPE_CHECKING:
@@ -69,22 +70,13 @@ def root(
 def serve(given: flags.Given) -> None:
     """Serve a model until a signal comes."""
     try:
-        process = given.config(ProcessConfig)
-        model = process.model or default_model()
-        config = _service_config(given, model)
-        load = given.config(LoadConfig)
+        given = filled(given)
+        process, model, config, load, batching = options_of(given)
         telemetry = TelemetryConfig.read()
         rank = _rank(load)
-        batching = given.config(
-            ContinuousBatchingConfig,
-            max_queue_size=config.max_queue_size,
-            scheduler_type=config.scheduler,
-            allow_block_sharing=config.prefix_cache,
-            per_request_processors=True,
-        )
         client = _engine_client(process, model, config, batching, load)
     except ConfigError as error:
-        typer.echo(f"headrace-server: {flags.describe(error)}", err=True)
+        typer.echo(f"headrace-server: {flags.describe(error, given)}", err=True)
         raise typer.Exit(2) from error
 
     # Imported here, so that --help is fast.
@@ -100,20 +92,53 @@ def serve(given: flags.Given) -> None:
         output.say(f"headrace-server {_version()}: starting")
         client.launch()  # before what serving imports: the engine's process has more to import
         from service.process import run_to_the_end
+        from service.reloading import Source
 
-        run_to_the_end(config, client, output, telemetry_config=telemetry)
+        run_to_the_end(
+            config,
+            client,
+            output,
+            telemetry_config=telemetry,
+            source=Source(given, lambda again: options_of(again).service),
+            notify=notify_socket(),
+        )
 
 
-def _service_config(given: flags.Given, model: str) -> ServiceConfig:
+class Options(NamedTuple):
+    """All options of `serve`, checked. `model`: the path or the hub id."""
+
+    process: ProcessConfig
+    model: str
+    service: ServiceConfig
+    load: LoadConfig
+    batching: ContinuousBatchingConfig
+
+
+def options_of(given: flags.Given) -> Options:
+    """Check what was given.
+
+    Raises:
+        ConfigError: an option is out of bounds, or contradicts another.
+    """
     from service.receiving import default_receive_bytes
 
+    process = given.config(ProcessConfig)
+    model = process.model or default_model()
     receive = given["max_receive_bytes"]
-    return given.config(
+    service = given.config(
         ServiceConfig,
         max_receive_bytes=default_receive_bytes(model) if receive is None else receive,
         log_level=given["log_level"].lower(),
         log_format=given["log_format"].lower(),
     )
+    batching = given.config(
+        ContinuousBatchingConfig,
+        max_queue_size=service.max_queue_size,
+        scheduler_type=service.scheduler,
+        allow_block_sharing=service.prefix_cache,
+        per_request_processors=True,
+    )
+    return Options(process, model, service, given.config(LoadConfig), batching)
 
 
 def _rank(load: LoadConfig) -> int:
@@ -159,6 +184,7 @@ def _engine_client(
 
 
 app.command("plan")(planning.plan)
+app.command("config", cls=flags.BareFlags)(config_command.config)
 app.command("token")(tokens.token)
 
 

@@ -1,22 +1,24 @@
 """The service's options: what each means, its default and its bounds.
 
-Every option is a flag of `headrace-server serve` and an environment variable HEADRACE_… (only
-`service.cli` reads them). The engine's options are in `engine.config`. Configs are immutable and
-checked when they are created, so every config is valid.
+Every option is a flag of `headrace-server serve`, an environment variable HEADRACE_… (only
+`service.cli` reads them) and a key of a config file (`service.config_file`). The engine's options
+are in `engine.config`. Configs are immutable and checked when they are created, so every config is
+valid.
 """
 
 from __future__ import annotations
 
+import os
 import pkgutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import ConfigError
 from engine.option_fields import check_bounds, option
 from engine.sampling_params import MAX_CHOICES
-from service.address import Address, parse_address
 from service.logs.form import LOG_FORMATS
-from service.receiving import MIN_RECEIVE_BYTES
+from service.network_config import DAY_S, MIB, NetworkOptions
 
 SCHEDULERS = ("fair", "priority", "fifo", "prefill_first")
 SLOW_READERS = ("hold", "end")
@@ -30,33 +32,15 @@ FORMATS = tuple(
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_ALIASES = 16
 MAX_ALIAS = 128
-DEFAULT_OPENAI = "127.0.0.1:8000"
-MIB = 1 << 20
-DAY_S = 86_400.0
-NETWORK = "Network"
 MODEL = "Model and engine"
 REQUESTS = "Requests and results"
 PROCESS = "Process"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceConfig:
+class ServiceConfig(NetworkOptions):
     """Options of the server. Raises ConfigError for a value out of bounds."""
 
-    listen: tuple[str, ...] = option(
-        ("127.0.0.1:50051",),
-        "Addresses to listen on: `host:port`, `[IPv6]:port` or `unix:/path`; port 0 takes a free "
-        "one.",
-        more="The flag may be given several times; in the variable, addresses are separated by "
-        "blanks.",
-        group=NETWORK,
-    )
-    health_listen: str | None = option(
-        None,
-        "Serve health, and nothing else, also at this address, with threads of its own: in plain "
-        "text, for probes.",
-        group=NETWORK,
-    )
     served_name: str | None = option(
         None,
         "The model's name in the model card; without it, the last part of the path.",
@@ -79,84 +63,12 @@ class ServiceConfig:
         outside="NAME",
         group=MODEL,
     )
-    gateway: bool = option(
-        False,
-        "Serve also `vllm.grpc.engine.VllmEngine`, by which [a gateway](gateway.md) such as smg "
-        "calls engines, on all addresses.",
-        more="Needs the extra `gateway`: `pip install 'headrace-server[gateway]'`.",
-        group=NETWORK,
-    )
-    openai: str | None = option(
-        None,
-        "Serve OpenAI's HTTP API too, at this address: `host:port`; `--openai` alone: "
-        f"`{DEFAULT_OPENAI}`.",
-        more="By a process of its own, `headrace openai` ([OpenAI's API](#openais-api)); with TLS "
-        "where the server has it. Needs the extra `openai`: `pip install 'headrace[openai]'`.",
-        bare=DEFAULT_OPENAI,
-        group=NETWORK,
-    )
-    openai_host: tuple[str, ...] = option(
-        (),
-        "A name that HTTP requests may have in `Host`, besides addresses and `localhost`: that of "
-        "a proxy or of a Kubernetes service; `*`: any.",
-        more="The flag may be given several times; in the variable, names are separated by blanks. "
-        "So no page of a browser reaches the server by a name that its owner has turned.",
-        group=NETWORK,
-    )
-    openai_origin: tuple[str, ...] = option(
-        (),
-        "A web page's origin, such as `https://app.example`, that may ask by HTTP (CORS); `*`: "
-        "any.",
-        more="The flag may be given several times; in the variable, they are separated by blanks.",
-        group=NETWORK,
-    )
-    openai_ignore_unknown: bool = option(
-        False,
-        "Pass over members of HTTP requests that are unknown, instead of refusing them.",
-        group=NETWORK,
-    )
-    insecure: bool = option(
-        False,
-        "Allow addresses that other machines can reach without TLS.",
-        group=NETWORK,
-    )
-    control: bool | None = option(
-        None,
-        "Serve [ControlService](#watching-and-steering), which can see and end everybody's "
-        "requests and stop the server, on all addresses; `--no-control`: on none.",
-        group=NETWORK,
-        shown="with --auth-file everywhere, else on loopback and Unix sockets",
-    )
-    tls_cert: str | None = option(
-        None,
-        "The certificate chain, a PEM file.",
-        more="Needs `--tls-key`.",
-        group=NETWORK,
-    )
-    tls_key: str | None = option(
-        None,
-        "The certificate's key, a PEM file.",
-        more="Needs `--tls-cert`.",
-        group=NETWORK,
-    )
-    tls_client_ca: str | None = option(
-        None,
-        "Certificate authorities, a PEM file: every client must present a certificate that one "
-        "of them signed.",
-        more="Needs TLS.",
-        group=NETWORK,
-    )
-    auth_file: str | None = option(
-        None,
-        "The callers and what they may call, a TOML file: see [Callers](#callers).",
-        more="Without it every client may call everything.",
-        group=NETWORK,
-    )
     max_requests_per_identity: int = option(
         0,
         "Most open requests of one identity; more are refused. 0: no limit per identity.",
         low=0,
         high=1_000_000,
+        reloads="for requests that come then",
         group=REQUESTS,
     )
     max_reserved_tokens: int = option(
@@ -168,6 +80,7 @@ class ServiceConfig:
         low=1,
         high=2**53,
         zero="any number",
+        reloads="for requests that come then",
         group=REQUESTS,
     )
     max_reserved_tokens_per_identity: int = option(
@@ -177,84 +90,15 @@ class ServiceConfig:
         low=1,
         high=2**53,
         zero="all of them",
+        reloads="for requests that come then",
         group=REQUESTS,
-    )
-    keepalive_interval_s: float = option(
-        60.0,
-        "Seconds after which an idle connection is pinged; without an answer for 20 s it is "
-        "closed.",
-        low=10.0,
-        high=DAY_S,
-        group=NETWORK,
-    )
-    max_connections: int = option(
-        1024,
-        "Most concurrent connections of each address; one more is closed at once.",
-        more="Fewer if the limit of open files is too low: 64 files are kept for the server "
-        "itself, so that the connections of strangers cannot prevent a restart of the engine.",
-        low=1,
-        high=1_000_000,
-        group=NETWORK,
-    )
-    max_streams_per_connection: int = option(
-        256,
-        "Most concurrent calls of one connection; its client holds further calls back.",
-        low=1,
-        high=1_000_000,
-        group=NETWORK,
-    )
-    max_sessions: int = option(
-        1024,
-        "Most open sessions; more are refused. Some places are reserved for callers without one "
-        "([each caller's share](#each-callers-share)).",
-        low=1,
-        high=1_000_000,
-        group=NETWORK,
-    )
-    max_sessions_per_identity: int = option(
-        0,
-        "Most open sessions of one identity; more are refused. 0: no limit per identity.",
-        low=0,
-        high=1_000_000,
-        group=NETWORK,
-    )
-    max_watches: int = option(
-        256,
-        "Most open health Watches, and most open WatchStatistics; more are refused (see [each "
-        "caller's share](#each-callers-share)).",
-        low=1,
-        high=1_000_000,
-        group=NETWORK,
-    )
-    message_timeout_s: float = option(
-        20.0,
-        "Seconds within which the message of a call that needs one must arrive.",
-        low=0.1,
-        high=3600.0,
-        group=NETWORK,
-    )
-    max_connection_age_s: float = option(
-        0.0,
-        "Seconds after which a client is told to reconnect for further calls, so that "
-        "connections spread over new replicas and clients authenticate again.",
-        low=1.0,
-        high=20 * DAY_S,
-        zero="never",
-        group=NETWORK,
-    )
-    max_connection_age_grace_s: float = option(
-        0.0,
-        "Seconds that the calls of such a connection may still go on; 0: no limit, which suits "
-        "long streams.",
-        low=0.0,
-        high=20 * DAY_S,
-        group=NETWORK,
     )
     drain_timeout_s: float = option(
         30.0,
         "Seconds that live requests may go on after a signal.",
         low=0.0,
         high=DAY_S,
+        reloads="for a drain that begins then",
         group=PROCESS,
     )
     max_queue_size: int = option(
@@ -300,6 +144,7 @@ class ServiceConfig:
         "reserved for callers without one ([each caller's share](#each-callers-share)).",
         low=1,
         high=1_000_000,
+        reloads="for requests that come then",
         group=REQUESTS,
     )
     default_max_tokens: int = option(
@@ -323,27 +168,6 @@ class ServiceConfig:
         low=0.0,
         high=365 * DAY_S,
         group=REQUESTS,
-    )
-    max_receive_bytes: int = option(
-        MIN_RECEIVE_BYTES,
-        "The largest message that the server receives.",
-        more="The context is that of the model's `config.json`; for a hub id that is not on this "
-        "machine yet the default is 8 MiB. Parsing a message blocks every stream, at worst for "
-        "about 30 ms per MiB.",
-        low=64 << 10,
-        high=1 << 30,
-        served=(None,),
-        group=NETWORK,
-        shown="1 MiB, or 8 bytes for each token of the model's context if that is more",
-    )
-    max_send_bytes: int = option(
-        16 * MIB,
-        "The largest message that the server sends.",
-        more="Clients accept 4 MiB by default; the server's messages have at most about 3 MiB, "
-        "except prompts with details of each token, which may take half of this limit.",
-        low=4 * MIB,
-        high=1 << 30,
-        group=NETWORK,
     )
     max_lease_s: float = option(
         300.0,
@@ -384,6 +208,7 @@ class ServiceConfig:
         low=MIB,
         high=1 << 40,
         zero="any number",
+        reloads="for requests that come then",
         group=REQUESTS,
     )
     max_undelivered_bytes: int = option(
@@ -427,24 +252,11 @@ class ServiceConfig:
         high=DAY_S,
         group=REQUESTS,
     )
-    unix_socket_mode: int = option(
-        0o660,
-        "Permissions of Unix sockets, octal.",
-        low=0,
-        high=0o777,
-        base=8,
-        group=NETWORK,
-    )
-    unix_socket_group: str | None = option(
-        None,
-        "The group of Unix sockets, a name or a number; the server's user must be in it.",
-        group=NETWORK,
-        shown="the process's",
-    )
     log_level: str = option(
         "info",
         "`debug`, `info`, `warning` or `error`.",
         choices=LOG_LEVELS,
+        reloads="in both processes; unchanged, it leaves what an operator has set",
         group=PROCESS,
     )
     log_level_of: tuple[str, ...] = option(
@@ -453,6 +265,7 @@ class ServiceConfig:
         "`engine.scheduler=debug`, in both processes.",
         more="The flag may be given several times; in the variable, they are separated by blanks. "
         "An operator's SetLogLevel leaves them as they are.",
+        reloads="in both processes; a module that is no longer named has the general level",
         group=PROCESS,
     )
     log_summary_s: float = option(
@@ -471,24 +284,7 @@ class ServiceConfig:
     )
 
     def __post_init__(self) -> None:
-        if not self.listen:
-            raise ConfigError(
-                "listen", "is empty; give at least one address, such as 127.0.0.1:50051"
-            )
-        for address in self.listen:
-            parse_address(address)
-        if self.health_listen is not None:
-            parse_address(self.health_listen, "health_listen")
-        if self.openai is not None and parse_address(self.openai, "openai").path is not None:
-            raise ConfigError(
-                "openai", f"is {self.openai!r}; it must be host:port, since HTTP is served by TCP"
-            )
-        if self.openai is not None and self.tls_client_ca is not None:
-            raise ConfigError(
-                "openai",
-                "cannot ask its clients for certificates, as tls_client_ca wants of every client; "
-                "leave one of them out",
-            ).naming("tls_client_ca")
+        NetworkOptions.__post_init__(self)  # super() does not work in a class with slots
         check_bounds(self)
         if len(self.served_alias) > MAX_ALIASES:
             raise ConfigError(
@@ -510,21 +306,6 @@ class ServiceConfig:
                     f"is {one[:MAX_ALIAS]!r}; it must be a module and one of "
                     f"{', '.join(LOG_LEVELS)}, such as engine.scheduler=debug",
                 )
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigError(
-                "tls_cert",
-                "and tls_key belong together; give both files, or neither",
-            ).naming("tls_key")
-        if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ConfigError(
-                "tls_client_ca",
-                "needs TLS; give tls_cert and tls_key too",
-            ).naming("tls_cert", "tls_key")
-        if self.max_connection_age_grace_s and not self.max_connection_age_s:
-            raise ConfigError(
-                "max_connection_age_grace_s",
-                "needs max_connection_age_s",
-            ).naming("max_connection_age_s")
         for name in ("max_reserved_tokens", "max_reserved_tokens_per_identity"):
             # A lower value would refuse every request that does not set max_tokens.
             if 0 < getattr(self, name) <= self.default_max_tokens:
@@ -539,37 +320,6 @@ class ServiceConfig:
                 f"is {self.default_time_limit_s:g}, where 0 is none, and max_time_limit_s is "
                 f"{self.max_time_limit_s:g}; it must not be above it, unless that is 0 too",
             ).naming("max_time_limit_s")
-        self._check_exposure()
-
-    @property
-    def uses_tls(self) -> bool:
-        """Whether TCP addresses use TLS."""
-        return self.tls_cert is not None
-
-    def serves_control(self, address: Address) -> bool:
-        """Whether ControlService is served on an address. With a callers' file, its permissions
-        decide who may call it. Without one, only this machine may, unless configured otherwise.
-        """
-        if self.control is not None:
-            return self.control
-        return address.is_local or self.auth_file is not None
-
-    def _check_exposure(self) -> None:
-        """Refuse addresses where prompts and outputs would leave the machine unencrypted, unless
-        the operator allows it.
-        """
-        if self.insecure or self.uses_tls:
-            return
-        listened = [("listen", text) for text in self.listen]
-        if self.openai is not None:
-            listened.append(("openai", self.openai))
-        for option_name, text in listened:
-            if not parse_address(text, option_name).is_local:
-                raise ConfigError(
-                    option_name,
-                    f"{text} can be reached from other machines; give tls_cert and tls_key, or "
-                    "allow plain text there with insecure",
-                ).naming("tls_cert", "tls_key", "insecure")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -578,6 +328,11 @@ class ProcessConfig:
     bounds.
     """
 
+    config: str | None = option(
+        None,
+        "A [TOML file](configuration.md) with options; flags and variables win over it.",
+        group=PROCESS,
+    )
     model: str | None = option(
         None,
         "A directory with `config.json`, safetensors and `tokenizer.json` (without: token ids "
@@ -612,3 +367,8 @@ class ProcessConfig:
                 "is of an engine in a process of its own, which can be ended when it hangs; leave "
                 "it out, or in_process",
             ).naming("in_process")
+
+
+def notify_socket(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The socket on which systemd is told what the server does; None: it did not start it."""
+    return environ.get("NOTIFY_SOCKET") or None

@@ -2,11 +2,12 @@
 fields that declare them.
 
     a field of a config (`engine.option_fields`) ──▶ flag, variable, line of help     `command_of`
+                                           ──▶ key of a config file      `service.config_file`
                                            ──▶ the configs, from what was given `Given.config`
                                            ──▶ an error in the words of flags   `describe`
-                                           ──▶ the table in docs/operations.md  `table`
+                                           ──▶ tables in docs/                  `TABLES`
 
-`python -m service.flags` writes the table.
+`python -m service.flags` writes the tables.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import zip_longest
@@ -37,7 +38,9 @@ CONFIGS: tuple[type[Any], ...] = (
     LoadConfig,
 )
 """The configs of which options with a group are flags."""
-_BEGIN, _END = "<!-- options -->\n", "<!-- end of options -->\n"
+FILE = "config"
+"""The field of the config file, which is no key of it."""
+_FIXED = ("COMMANDLINE", "ENVIRONMENT")
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 _Config = TypeVar("_Config")
@@ -69,13 +72,23 @@ class Flag:
         """The environment variable."""
         return "HEADRACE_" + self.name.upper().replace("-", "_")
 
+    @property
+    def section(self) -> str:
+        """The section of a config file: the help's heading, in small letters with dashes."""
+        return self.option.group.lower().replace(" ", "-")
+
+    @property
+    def place(self) -> str:
+        """The section and the key of a config file."""
+        return f"[{self.section}] {self.name}"
+
     def parameter(self) -> inspect.Parameter:
         """The parameter from which typer makes the flag."""
         kind, default = self.kind, self.default
         name = f"--{self.name}"
         if bool in (kind, *get_args(kind)):
             kind = bool if default is not None else bool | None
-            name += "" if default is False else f"/--no-{self.name}"
+            name += f"/--no-{self.name}"
         elif kind == tuple[str, ...]:
             kind, default = list[str], list(default)
         elif self.option.base == 8:
@@ -85,7 +98,7 @@ class Flag:
         given = typer.Option(
             name,
             envvar=self.variable,
-            help=_plain(self._told()),
+            help=plain(self.told()).replace("[", "\\["),  # which are markup there
             rich_help_panel=self.option.group,
             show_default=self.option.shown or True,
         )
@@ -110,18 +123,21 @@ class Flag:
                 f"is {given!r}; it must be an octal number, {self.option.bounds(self.field)}",
             ) from error
 
-    def _told(self) -> str:
+    def told(self) -> str:
         """Its help text, with its bounds; choices are already in the text."""
         bounds = "" if self.option.choices else self.option.bounds(self.field)
         return f"{self.option.help} {bounds[:1].upper()}{bounds[1:]}.".removesuffix(" .")
 
+    @property
+    def absent(self) -> str:
+        """What it is where it has no value, in words."""
+        return self.option.shown or "none"
+
     def row(self) -> str:
         """Its row of the table."""
         option, default = self.option, self.default
-        if option.shown:
-            shown = option.shown
-        elif default is None:
-            shown = "none"
+        if option.shown or default is None:
+            shown = self.absent
         elif isinstance(default, bool):
             shown = "on" if default else "off"
         elif isinstance(default, tuple):
@@ -129,7 +145,7 @@ class Flag:
         else:
             text = f"{default:04o}" if option.base == 8 else default
             shown = f"`{text:g}`" if isinstance(text, float) else f"`{text}`"
-        meaning = " ".join(part for part in (self._told(), option.more) if part)
+        meaning = " ".join(part for part in (self.told(), option.more) if part)
         return f"| `--{self.name}` | `{self.variable}` | {shown} | {meaning} |\n"
 
 
@@ -160,13 +176,40 @@ def _simple(hint: Any) -> Any:
 
 
 class Given:
-    """The values from the command line and the environment, by field name."""
+    """The values of the flags by field name, and where they come from: a flag wins over its
+    variable, that over the config file, and that over the default.
 
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._values = values
+    Attributes:
+        path: the config file; None: there is none.
+        from_file: the fields whose values are the file's.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        fixed: frozenset[str] = frozenset(),
+        path: str | None = None,
+        read: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`values`: from flags, variables and defaults. `fixed`: the fields that a flag or a
+        variable sets. `path`, `read`: the config file, and what it sets.
+        """
+        self.path = path
+        self.from_file = frozenset(read or ()) - fixed
+        self._own, self._fixed = values, fixed
+        self._values = {**values, **{name: (read or {})[name] for name in self.from_file}}
 
     def __getitem__(self, field: str) -> Any:
         return self._values[field]
+
+    def is_fixed(self, field: str) -> bool:
+        """Whether a flag or a variable sets it, so that no file does."""
+        return field in self._fixed
+
+    def with_file(self, path: str, read: Mapping[str, Any]) -> Given:
+        """The same with what a config file sets, in the place of any other file's."""
+        known = {name: value for name, value in read.items() if name in self._own}
+        return Given(self._own, self._fixed, path, known)
 
     def config(self, kind: type[_Config], **more: Any) -> _Config:
         """Make a config from these values.
@@ -232,10 +275,13 @@ def command_of(
         more: its own parameters.
     """
     taken = [flag.parameter() for name, flag in flags().items() if not only or name in only]
-    parameters = [*taken, *more]
+    context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    parameters = [context, *more, *taken]
 
-    def command(**values: Any) -> None:
-        run(Given(values))
+    def command(ctx: typer.Context, **values: Any) -> None:
+        sources = {name: ctx.get_parameter_source(name) for name in values}
+        fixed = {name for name, one in sources.items() if one is not None and one.name in _FIXED}
+        run(Given(values, frozenset(fixed)))
 
     command.__name__, command.__doc__ = run.__name__, run.__doc__
     command.__annotations__ = {one.name: one.annotation for one in parameters}
@@ -244,17 +290,22 @@ def command_of(
     return command
 
 
-def describe(error: HeadraceError) -> str:
+def describe(error: HeadraceError, given: Given | None = None) -> str:
     """Describe a start-up error for the user of the command: the options that it declares to name
-    are replaced by flags. The rest of its text stays as it is.
+    are replaced by flags, or by keys of the config file if that has `given` their values. The rest
+    of its text stays as it is.
     """
     names = _names()
     start, message = "", str(error)
     if isinstance(error, ConfigError):
         start, message = error.option, message.removeprefix(error.option)
+    path = ""
+    if given is not None and given.from_file:
+        names |= {field: flags()[field].place for field in given.from_file}
+        path = f"{given.path}: " if start in given.from_file else ""
     for name in error.mentions:
         message = message.replace(name, names.get(name, name))
-    return names.get(start, start) + message
+    return path + names.get(start, start) + message
 
 
 def _names() -> dict[str, str]:
@@ -273,24 +324,43 @@ def table() -> str:
     return head + "".join(flag.row() for flag in flags().values())
 
 
-def with_table(document: str) -> str:
-    """Replace the table in a document by the present one."""
-    before, begin, rest = document.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
+def reloads() -> str:
+    """The table of what SIGHUP changes, in Markdown."""
+    head = "| section | key | what SIGHUP changes |\n|---|---|---|\n"
+    return head + "".join(
+        f"| `[{flag.section}]` | `{flag.name}` | {flag.option.reloads} |\n"
+        for flag in flags().values()
+        if flag.option.reloads
+    )
+
+
+TABLES = {
+    "operations.md": ("options", table),
+    "configuration.md": ("what SIGHUP changes", reloads),
+}
+"""The documents in docs/ with a table, its name there, and its text."""
+
+
+def with_table(document: str, name: str, text: str) -> str:
+    """Replace the table of this name in a document by the present one."""
+    mark, end_mark = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+    before, begin, rest = document.partition(mark)
+    _, end, after = rest.partition(end_mark)
     if not begin or not end:
-        raise ValueError("the document has no place for the options")
-    return f"{before}{begin}{table()}{end}{after}"
+        raise ValueError(f"the document has no place for the table: {name}")
+    return f"{before}{begin}{text}{end}{after}"
 
 
-def _plain(text: str) -> str:
-    """Markdown as plain text, for a help screen in which square brackets are markup."""
-    return _LINK.sub(r"\1", text).replace("`", "").replace("[", "\\[")
+def plain(text: str) -> str:
+    """Markdown as plain text."""
+    return _LINK.sub(r"\1", text).replace("`", "")
 
 
 def main() -> None:
-    """Write the table into docs/operations.md."""
-    path = Path(__file__).resolve().parent.parent / "docs" / "operations.md"
-    path.write_text(with_table(path.read_text(encoding="utf-8")), encoding="utf-8")
+    """Write the tables into the documents."""
+    for document, (name, text) in TABLES.items():
+        path = Path(__file__).resolve().parent.parent / "docs" / document
+        path.write_text(with_table(path.read_text("utf-8"), name, text()), encoding="utf-8")
 
 
 if __name__ == "__main__":

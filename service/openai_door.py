@@ -24,7 +24,8 @@ from engine.errors import ConfigError
 from engine.logs.lines import LineReader, open_pipe
 from engine.logs.records import MAX_MESSAGE, cut, foreign
 from service.address import Address
-from service.config import DAY_S, ServiceConfig
+from service.config import ServiceConfig
+from service.network_config import DAY_S
 
 logger = logging.getLogger(__name__)
 

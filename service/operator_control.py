@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from engine.client import EngineClient, EngineVerbs
 from engine.errors import HeadraceError
+from engine.logs.levels import set_levels
 from engine.stats import EngineStats
 from service.delivery.registry import Registry, RegistryStats
 from service.figures import Figures
@@ -213,11 +214,18 @@ class Control:
 
     async def set_log_level(self, level: str) -> str:
         """Set the log level of the server's processes; returns the previous one."""
-        before, self.log_level = self.log_level, level
+        before = self.log_level
         logging.getLogger().setLevel(level.upper())
         logger.warning("the log level is %s; it was %s", level, before)
-        await self._client.set_log_level(level)
+        await self.set_log_levels(level)
         return before
+
+    async def set_log_levels(self, level: str, level_of: tuple[str, ...] = ()) -> None:
+        """Set the log level of the server's processes, and those of modules."""
+        self.log_level = level
+        logging.getLogger().setLevel(level.upper())
+        set_levels(level_of)
+        await self._client.set_log_level(level, level_of)
 
     def drain(self, timeout_s: float | None, reason: str) -> tuple[Drain, bool]:
         """Start a drain; returns it, and whether it had already begun."""

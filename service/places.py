@@ -31,6 +31,10 @@ class Places:
         """`clock`, `jitter`: see AdmissionControl."""
         self._bound = bound_of(kind, clock, jitter)
 
+    def change(self, kind: Kind) -> None:
+        """Have the limits of this kind from now on. Streams that are open stay open."""
+        self._bound.change(kind)
+
     @property
     def taken(self) -> int:
         """How many streams are open now."""

@@ -25,11 +25,13 @@ from engine.environment import engine_environ
 from engine.errors import ConfigError, HeadraceError
 from engine.planning.wanted import Wanted
 from service import flags
+from service.config_file import filled
 
 if TYPE_CHECKING:
     from engine.planning.plan import Plan
 
 FIELDS = (
+    flags.FILE,
     "model",
     "block_size",
     "num_blocks",
@@ -107,8 +109,9 @@ def _plan(given: flags.Given) -> None:
     """
     from service.cli import default_model
 
-    model = given["model"] or default_model()
     try:
+        given = filled(given)
+        model = given["model"] or default_model()
         load_config = given.config(LoadConfig)
         config = given.config(ContinuousBatchingConfig, per_request_processors=True)
         memory = None if given["memory"] is None else parse_size(given["memory"])

@@ -2,7 +2,7 @@
 
 SIGTERM or SIGINT once: drain (see `service.server`), exit 0
                  twice: end at once, exit 128 + the signal's number
-SIGHUP: read the callers' file and the TLS files again
+SIGHUP: read the config file, the callers' file and the TLS files again (`service.reloading`)
 an operator's Drain: as a first signal
 the model cannot be loaded, a port is taken: a message, exit 1
 the engine dies for good, or nothing listens any more: live requests have failed; exit 1, for a
@@ -17,6 +17,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import time
 from typing import Any, NoReturn
 
@@ -28,6 +29,7 @@ from service.listening import ListeningError
 from service.logs.output import Output
 from service.memory import bound_arenas
 from service.open_files import raise_limit
+from service.reloading import Reloading, Source
 from service.server import NO_TELEMETRY, HeadraceServer, TokenizerLoader, load_tokenizer
 from service.telemetry.config import TelemetryConfig
 from service.welcome import welcome
@@ -45,12 +47,23 @@ def run(
     *,
     telemetry_config: TelemetryConfig = NO_TELEMETRY,
     tokenizer_loader: TokenizerLoader = load_tokenizer,
+    source: Source | None = None,
+    notify: str | None = None,
 ) -> int:
-    """Serve until a signal comes; returns the exit code."""
+    """Serve until a signal comes; returns the exit code.
+
+    Args:
+        config, client, telemetry_config, tokenizer_loader: see `service.server`.
+        output: where the process says what it does.
+        source: where the config comes from, to be read again; None: only the files that it names.
+        notify: systemd's socket; None: there is none.
+    """
     try:
         raise_limit()
         bound_arenas()
-        process = _Process(config, client, output, telemetry_config, tokenizer_loader)
+        process = _Process(
+            config, client, output, telemetry_config, tokenizer_loader, source, notify
+        )
         return asyncio.run(process.run())
     except Exception:
         logger.exception("the server has failed")
@@ -64,6 +77,8 @@ def run_to_the_end(
     *,
     telemetry_config: TelemetryConfig = NO_TELEMETRY,
     tokenizer_loader: TokenizerLoader = load_tokenizer,
+    source: Source | None = None,
+    notify: str | None = None,
 ) -> NoReturn:
     """Serve until a signal comes, then end the process with the exit code. Everything that must be
     closed has been closed by then; the interpreter's own clean-up is skipped, because it would take
@@ -75,6 +90,8 @@ def run_to_the_end(
         output,
         telemetry_config=telemetry_config,
         tokenizer_loader=tokenizer_loader,
+        source=source,
+        notify=notify,
     )
     end(code, output)
 
@@ -93,8 +110,11 @@ class _Process:
         output: Output,
         telemetry_config: TelemetryConfig,
         tokenizer_loader: TokenizerLoader,
+        source: Source | None,
+        notify: str | None,
     ) -> None:
         self._config = config
+        self._notify = notify
         self._output = output
         self._say = output.say
         self._server = HeadraceServer(
@@ -104,6 +124,7 @@ class _Process:
             progress=self._progress,
             tokenizer_loader=tokenizer_loader,
         )
+        self._reloading = Reloading(self._server, config, source)
         self._signalled = asyncio.Event()
 
     def _progress(self, line: str) -> None:
@@ -113,7 +134,7 @@ class _Process:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        loop.add_signal_handler(signal.SIGHUP, self._server.reload)
+        loop.add_signal_handler(signal.SIGHUP, self._reloading.begin)
         try:
             await self._server.start()
         except HeadraceError as error:
@@ -155,6 +176,7 @@ class _Process:
                 door.address if door is not None and answers else None,
             )
         )
+        self._tell("READY=1")
         failed = asyncio.create_task(self._server.failed())
         ends: set[asyncio.Task[Any]] = {ending, failed}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -165,6 +187,7 @@ class _Process:
             await self._server.drain(0)
             return _FAILED
         failed.cancel()
+        self._tell("STOPPING=1")
         draining = self._server.begin_drain()
         timeout_s = state.drain.timeout_s if state.drain is not None else 0.0
         live = self._server.registry.live
@@ -180,6 +203,7 @@ class _Process:
         """
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
+        self._tell("STOPPING=1")
         self._server.begin_drain()
         await self._server.unreachable()
         self._say("Stopped while loading.")
@@ -204,6 +228,19 @@ class _Process:
             self._say("Stopped at once.")
             self._exit(128 + number)
         self._signalled.set()
+
+    def _tell(self, state: str) -> None:
+        """Tell systemd what the server does (sd_notify(3)); it waits for nobody."""
+        address = self._notify
+        if address is None:
+            return
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+                told.setblocking(False)
+                told.connect("\0" + address[1:] if address[0] == "@" else address)
+                told.send(state.encode())
+        except OSError as error:
+            logger.warning("systemd was not told %s: NOTIFY_SOCKET: %s", state, error)
 
     def _exit(self, code: int) -> None:
         """End at once, without waiting: threads that load or compute cannot be interrupted."""

@@ -46,6 +46,7 @@ from headrace.v1 import (
 
 from engine.client import EngineClient, ModelInfo, ProgressSink
 from engine.errors import ConfigError, HeadraceError
+from engine.logs.levels import replaced
 from engine.outputs import StepOutputs
 from engine.text import Tokenizer, TokenizerMissingError
 from service.address import Address, parse_address
@@ -192,6 +193,22 @@ def _watches(config: ServiceConfig, name: str) -> Kind:
     )
 
 
+def credentials_of(
+    config: ServiceConfig, door_secret: str | None = None
+) -> tuple[Authenticator, Tls]:
+    """Read the callers' file and the TLS files. `door_secret`: what the HTTP door knows.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    authenticator = Authenticator(
+        config.auth_file,
+        client_certificates=config.tls_client_ca is not None,
+        door_secret=None if config.openai is None else door_secret,
+    )
+    return authenticator, Tls(config)
+
+
 class HeadraceServer:
     """A server around an engine. All methods run on one event loop.
 
@@ -245,10 +262,11 @@ class HeadraceServer:
         self.registry = Registry(client, _retention(config), self._admission, _flow(config))
         self.text_pool = TextPool(self._threads, clock)
         has_control = any(config.serves_control(parse_address(text)) for text in config.listen)
+        self._health_watches = Places(_watches(config, "health Watches"), clock, jitter)
         self.health = HealthServicer(
             (*SERVICES, GATEWAY) if config.gateway else SERVICES,
             (CONTROL,) if has_control else (),
-            watches=Places(_watches(config, "health Watches"), clock, jitter),
+            watches=self._health_watches,
         )
         self.sessions = Places(_sessions(config), clock, jitter)
         self.watches = Places(_watches(config, "WatchStatistics"), clock, jitter)
@@ -319,12 +337,7 @@ class HeadraceServer:
 
             check_packages()
         self._format_of = format_option(self._config.reply_parser)
-        self._authenticator = Authenticator(
-            self._config.auth_file,
-            client_certificates=self._config.tls_client_ca is not None,
-            door_secret=None if self._config.openai is None else self._door_secret,
-        )
-        self._tls = Tls(self._config)
+        self._authenticator, self._tls = credentials_of(self._config, self._door_secret)
         self._telemetry = telemetry.set_up(self._telemetry_config, self._figures)
         self.recovery.watchers = self._telemetry.watchers
         if self._config.health_listen is not None:
@@ -525,6 +538,35 @@ class HeadraceServer:
             tls.reload()
         elif not self._authenticator.knows_callers:
             logger.info("nothing to read again: there is neither a callers' file nor TLS")
+
+    def read_credentials(self, config: ServiceConfig) -> None:
+        """Use the callers' file and the TLS files of a config from now on, if all can be used. Only
+        those that the server has may be others. Takes long; runs in any thread, once the server has
+        been started.
+
+        Raises:
+            ConfigError: one of them cannot be used; nothing has changed.
+        """
+        authenticator, tls = credentials_of(config)
+        self._authenticator.become(authenticator)
+        if self._tls is not None:
+            self._tls.become(tls)
+
+    async def apply(self, config: ServiceConfig) -> None:
+        """Have the limits, the drain's time and the log levels of a config from now on; the rest of
+        it must be that of the present one. What runs goes on.
+        """
+        before, self._config = self._config, config
+        self._admission.change(_limits(config))
+        self.sessions.change(_sessions(config))
+        self.watches.change(_watches(config, "WatchStatistics"))
+        self._health_watches.change(_watches(config, "health Watches"))
+        level_of = before.log_level_of, config.log_level_of
+        if config.log_level != before.log_level or level_of[0] != level_of[1]:
+            # An operator may have set another level since.
+            is_new = config.log_level != before.log_level
+            level = config.log_level if is_new else self.control.log_level
+            await self.control.set_log_levels(level, replaced(*level_of))
 
     async def drain(self, timeout_s: float | None = None) -> None:
         """Finish live requests, then stop. After `timeout_s` (default: the configured one) the rest

@@ -83,6 +83,11 @@ class Tls:
         if self._watched is not None:
             self._watched.reload()
 
+    def become(self, other: Tls) -> None:
+        """Use another one's files for the connections that come from now on."""
+        if self._watched is not None and other._watched is not None:
+            self._watched.become(other._watched)
+
     def credentials(self) -> grpc.ServerCredentials | None:
         """Credentials for one port; None: plain text. Each port needs its own, because a change is
         reported to each only once.

@@ -57,6 +57,7 @@ class Watched(Generic[T]):
         self._private = private
         self._lock = threading.Lock()
         self._reading: asyncio.Future[T] | None = None
+        self._is_wanted = False
         self._stamp = self._stamps()
         self._value = self._settled()
         self._warn()
@@ -100,8 +101,11 @@ class Watched(Generic[T]):
         self.current()
 
     def begin_reload(self) -> None:
-        """As `reload`, in a thread; to be called on the event loop."""
+        """As `reload`, in a thread; to be called on the event loop. Files that are being read are
+        read once more after that: they may have changed since it began.
+        """
         if self._reading is not None:
+            self._is_wanted = True
             return
         self._stamp = ()  # no thread reads now
         try:
@@ -111,8 +115,17 @@ class Watched(Generic[T]):
         else:
             self._reading.add_done_callback(self._was_read)
 
+    def become(self, other: Watched[T]) -> None:
+        """Have the files and the content of another one from now on."""
+        with self._lock:
+            self._paths, self._load, self._private = other._paths, other._load, other._private
+            self._stamp, self._value = other._stamp, other._value
+
     def _was_read(self, _reading: asyncio.Future[T]) -> None:
         self._reading = None
+        if self._is_wanted:
+            self._is_wanted = False
+            self.begin_reload()
 
     def _settled(self) -> T:
         """A consistent state of the files: they are read again if one of them changed meanwhile."""

@@ -30,6 +30,7 @@ import msgspec
 from engine.client import Admission, EngineClient, EngineVerbs, ModelInfo, ProgressSink, StepSink
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import ConfigError, DuplicateRequestError, EngineUnavailableError
+from engine.logs.levels import merged
 from engine.outputs import RequestFailure, StepOutputs, end_of_lost
 from engine.process import messages
 from engine.process.child import PROGRAM, EngineProcess
@@ -258,12 +259,15 @@ class ProcessEngineClient(EngineClient):
         self._is_paused = False
         self._last_step = time.monotonic()  # the pause itself does not count as a hang
 
-    async def set_log_level(self, level: str) -> None:
+    async def set_log_level(self, level: str, level_of: tuple[str, ...] = ()) -> None:
         """Set the log level of this process and of later ones; see the protocol."""
-        self._start_message = msgspec.structs.replace(self._start_message, log_level=level)
+        start = self._start_message
+        self._start_message = msgspec.structs.replace(
+            start, log_level=level, log_level_of=merged(start.log_level_of, level_of)
+        )
         if self._writer is not None and self._failure is None:
             with contextlib.suppress(EngineUnavailableError):  # dead: the next one has this level
-                await self._call(EngineVerbs.set_log_level, level)
+                await self._call(EngineVerbs.set_log_level, level, level_of)
 
     async def _call(
         self, verb: Callable[[EngineVerbs, Unpack[As]], Awaitable[R]], *arguments: *As

@@ -114,7 +114,7 @@ async def shared() -> AsyncIterator[tuple[ProcessEngineClient, Sink]]:
     assert all(seconds > 0 for _, seconds in info.startup)
     yield client, sink
     try:
-        await client.set_log_level("debug")
+        await client.set_log_level("debug", ("engine.loop=error", "engine.core=notset"))
         await client.pause()
     finally:
         await client.close()  # also while paused

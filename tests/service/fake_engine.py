@@ -327,9 +327,9 @@ class FakeEngine:
         self._prefixes.clear()
         self.resets += 1
 
-    async def set_log_level(self, level: str) -> None:
-        """Note the level."""
-        self.log_levels.append(level)
+    async def set_log_level(self, level: str, level_of: tuple[str, ...] = ()) -> None:
+        """Note the levels."""
+        self.log_levels += [level, *level_of]
 
     def _running(self) -> None:
         if self._sink is None or self._dead is not None or self.closed:

@@ -29,7 +29,8 @@ from headrace.v1.control_service_pb2_grpc import ControlServiceStub
 from engine.errors import ConfigError
 from service import cli, openai_door
 from service.address import Address
-from service.config import DEFAULT_OPENAI, ServiceConfig
+from service.config import ServiceConfig
+from service.network_config import DEFAULT_OPENAI
 from tests.service.certificates import make_certificate, needs_openssl
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import (

@@ -12,6 +12,7 @@ import pytest
 
 from engine.errors import ConfigError
 from service.watched import Watched
+from tests.service.helpers import until
 
 
 class Restless:
@@ -94,6 +95,29 @@ async def test_a_thread_reads_what_has_changed_and_the_loop_goes_on(tmp_path: Pa
     assert await watched.fresh() is watched.last
     watched.begin_reload()
     await watched.fresh()
+    assert files.reads == 3
+
+
+async def test_who_asks_while_files_are_read_has_them_read_once_more(tmp_path: Path) -> None:
+    files = Restless(tmp_path, changes=0)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def load() -> tuple[str, str]:
+        found = files.load()
+        begun.set()
+        assert goes_on.wait(30)
+        return found
+
+    goes_on.set()
+    watched = Watched("files", (str(files.first), str(files.second)), load)
+    begun.clear()
+    goes_on.clear()
+    watched.begin_reload()
+    assert await asyncio.to_thread(begun.wait, 30)
+    for _ in range(1000):
+        watched.begin_reload()
+    goes_on.set()
+    await until(lambda: watched._reading is None)
     assert files.reads == 3
 
 
