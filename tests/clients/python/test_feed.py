@@ -79,18 +79,19 @@ async def test_a_failure_comes_after_what_was_said(
     assert texts == ["so far"]
 
 
-async def test_who_gives_up_is_given_no_more(aclient: AsyncClient, server: ScriptedServer) -> None:
+async def test_who_gives_up_is_given_no_more(aclient: AsyncClient) -> None:
     texts: list[str] = []
+    came = asyncio.Event()
 
     def take(chunk: Chunk) -> bool:
         texts.append(chunk.text)
+        came.set()
         return True
 
     async with aclient.session() as session:
         handle = session.submit("hold on", request_id="r")
         task = asyncio.create_task(feed(handle, take, nothing))
-        while not texts:
-            await asyncio.sleep(0.001)
+        await asyncio.wait_for(came.wait(), WAIT)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
