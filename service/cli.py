@@ -17,7 +17,7 @@ import typer
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.environment import RankPlace
 from engine.errors import ConfigError
-from service import flags, planning, tokens
+from service import flags, models, planning, tokens
 from service.config import ProcessConfig, ServiceConfig
 from service.telemetry.config import TelemetryConfig
 
@@ -159,6 +159,9 @@ def _engine_client(
 
 
 app.command("plan")(planning.plan)
+app.command("pull")(models.pull)
+app.command("models")(models.models)
+app.command("rm")(models.rm)
 app.command("token")(tokens.token)
 
 
