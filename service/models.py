@@ -78,7 +78,7 @@ def models() -> None:
     from engine.startup import size_text
 
     found = scan()
-    rows = [("MODEL", "SIZE", "REVISION", "SERVED")]
+    rows: list[tuple[str, ...]] = [("MODEL", "SIZE", "REVISION", "SERVED")]
     for repo in sorted(found.repos if found is not None else (), key=lambda one: one.repo_id):
         if repo.repo_type != "model":
             continue

@@ -98,9 +98,7 @@ class _Process:
         self._config = config
         self._output = output
         self._say = output.say
-        self._sink = sink_for(
-            self._told, output.is_terminal, output.draw, lambda: output.columns
-        )
+        self._sink = sink_for(self._told, output.is_terminal, output.draw, lambda: output.columns)
         self._server = HeadraceServer(
             config,
             client,

@@ -190,7 +190,7 @@ def _opened(path: Path) -> BinaryIO:
 def scan() -> HFCacheInfo | None:
     """What huggingface_hub finds in the cache; None: there is none."""
     try:
-        return scan_cache_dir()
+        return scan_cache_dir(cache_folder())
     except CacheNotFound:
         return None
 

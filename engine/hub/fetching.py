@@ -45,7 +45,7 @@ from engine.hub.repository import (
 from engine.startup import DOWNLOAD, Transfer, enter, size_text
 
 _AT_ONCE = 4
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18
 _TELL_S, _RATE_OVER = 0.5, 20
 """Seconds between two lines of progress, and over how many of them the rate is measured."""
 _MOST_OVER_HTTP = constants.MAX_HTTP_DOWNLOAD_SIZE
@@ -141,7 +141,9 @@ class _Fetching:
         self._done = self._total = 0
         self._commit = ""
 
-    def run(self, listing: Listing, needs_weights: bool, check: Callable[[Path], object] | None) -> Path:
+    def run(
+        self, listing: Listing, needs_weights: bool, check: Callable[[Path], object] | None
+    ) -> Path:
         model, self._commit = self._model, listing.commit
         small = small_files(model, listing)
         weights: list[HubFile] = []
@@ -154,6 +156,7 @@ class _Fetching:
             self._announce([*small, *weights], listing)
             self._bring(small, path)
             if check is not None:
+                self._tell("checking whether it can be served")
                 check(path)
             self._bring(weights, path)
             if needs_weights:
@@ -257,13 +260,15 @@ class _Fetching:
         seen = _Seen(file, out)
         while seen.size < file.size:
             before = seen.size
-            self.patient(lambda: self._stream(seen, stop), lambda: seen.size - before)
+            self.patient(lambda: self._stream(seen, stop), lambda: seen.size)
             if stop.is_set():
                 raise DownloadError("stopped", "the download was stopped")
             if seen.size == before:
                 raise self._damaged(file, f"ended after {before:,} of {file.size:,} bytes")
         if seen.digest() != file.digest:
-            raise self._damaged(file, "is not the file that the hub has announced: its digest differs")
+            raise self._damaged(
+                file, "is not the file that the hub has announced: its digest differs"
+            )
 
     def _damaged(self, file: HubFile, what: str) -> DownloadError:
         return DownloadError(
@@ -325,7 +330,9 @@ class _Fetching:
                     raise
                 pause = min(self._patience.first_s * 2**tries, 8.0) if asked is None else asked
                 if pause > 1:
-                    self._tell(f"the hub does not answer as it should; trying again in {pause:.0f} s")
+                    self._tell(
+                        f"the hub does not answer as it should; trying again in {pause:.0f} s"
+                    )
                 self._stop.wait(pause)
 
 

@@ -73,7 +73,7 @@ def ask(model: HubId) -> Listing:
     info = api.model_info(model.repo, revision=model.revision, files_metadata=True, timeout=30)
     if info.id != model.repo:
         raise DownloadError(
-            "renamed", f"the hub calls {model.repo} {info.id} now: give that id, if you trust it"
+            "renamed", f"{model.repo} is called {info.id} on the hub now: give that id"
         )
     siblings = info.siblings or ()
     if not re.fullmatch(r"[0-9a-f]{40}", info.sha or "") or len(siblings) > _MOST_FILES:
@@ -214,6 +214,8 @@ def why(model: HubId, error: Exception) -> DownloadError:
     """What an error of the hub's client means; see `_CAUSES`."""
     response = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
+    if status == _UNAUTHORIZED and not get_token():
+        error = RepositoryNotFoundError(str(error), response=response)  # so it tells strangers
     for kind, wanted, cause, text in _CAUSES:
         if isinstance(error, kind) and wanted in (None, status):
             seconds = retry_after_s(error)

@@ -1,9 +1,9 @@
 """A hub on loopback that speaks what huggingface_hub's client asks of the real one, and fails in
 the ways that hubs, proxies and networks do.
 
-    python tests/engine/hub/loopback_hub.py --size 2000000000 --rate 50000000
+    python tests/engine/hub/loopback_hub.py models/demo --rate 50e6
 
-serves `org/tiny`, whose one file of weights has that many bytes, to HF_ENDPOINT=http://127.0.0.1:PORT.
+serves a directory as `org/tiny`, with that many bytes a second; it prints its URL, for HF_ENDPOINT.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,9 +40,20 @@ class Repository:
 
 @dataclass
 class Behaviour:
-    """How the hub answers. `cut_after`: bytes of an answer after which the connection is closed, one
-    for each answer with weights. `refuse`: (status, headers) for calls, one each, then all is well;
-    `refuse_files`: the same, for files. `rate`: bytes a second.
+    """How the hub answers.
+
+    Attributes:
+        rate: bytes a second.
+        cut_after: bytes of an answer after which the connection is closed, one for each answer with
+            weights.
+        refuse, refuse_files: (status, headers) for calls of the API, and for files: one each, then
+            all is well.
+        ignores_range: the whole file comes again.
+        extra, short: what is sent behind a file's end, and how many bytes before it is the end.
+        etag: of files.
+        redirect: where files are.
+        renamed: new names by old ones.
+        on_bytes: is told how many bytes of weights were sent in all.
     """
 
     rate: float = float("inf")
@@ -140,15 +152,18 @@ class _Handler(BaseHTTPRequestHandler):
     def _model(self, repo: str, revision: str) -> None:
         hub, how = self.server, self.server.behaviour
         if how.refuse:
-            return self._send(*how.refuse.pop(0))
+            self._send(*how.refuse.pop(0))
+            return
         if repo in how.renamed:
-            target = self.path.replace(repo, how.renamed[repo])
-            return self._send(307, {"Location": target})
+            self._send(307, {"Location": self.path.replace(repo, how.renamed[repo])})
+            return
         repository = hub.repositories.get(repo)
         if repository is None:
-            return self._send(401, {})  # as the hub says to strangers, of private ones too
+            self._send(401, {})  # as the hub says to strangers, of private ones too
+            return
         if revision not in ("main", "v1", COMMIT):
-            return self._send(404, {"X-Error-Code": "RevisionNotFound"})
+            self._send(404, {"X-Error-Code": "RevisionNotFound"})
+            return
         card = {} if repository.licence is None else {"license": repository.licence}
         told = {"id": repo, "sha": COMMIT, "cardData": card, "siblings": listing(repository)}
         self._send(200, {"Content-Type": "application/json"}, json.dumps(told).encode())
@@ -157,18 +172,22 @@ class _Handler(BaseHTTPRequestHandler):
         hub, how = self.server, self.server.behaviour
         repository = hub.repositories.get(repo)
         if repository is None or name not in repository.files:
-            return self._send(404, {"X-Error-Code": "EntryNotFound"})
+            self._send(404, {"X-Error-Code": "EntryNotFound"})
+            return
         if how.refuse_files:
-            return self._send(*how.refuse_files.pop(0))
+            self._send(*how.refuse_files.pop(0))
+            return
         if how.redirect is not None:
-            return self._send(302, {"Location": how.redirect + self.path})
+            self._send(302, {"Location": how.redirect + self.path})
+            return
         content = memoryview(repository.files[name])
         begin = 0
         asked = self.headers.get("Range", "")
         if asked.startswith("bytes=") and not how.ignores_range:
             begin = int(asked[6:].rstrip("-"))
             if begin >= len(content):
-                return self._send(416, {"Content-Range": f"bytes */{len(content)}"})
+                self._send(416, {"Content-Range": f"bytes */{len(content)}"})
+                return
         is_large = name.endswith(".safetensors")
         end = len(content) - (how.short if is_large else 0)
         self.send_response(206 if begin else 200)
@@ -213,7 +232,8 @@ def main() -> None:
     files = {one.name: one.read_bytes() for one in arguments.folder.iterdir() if one.is_file()}
     with running({"org/tiny": Repository(files)}) as hub:
         hub.behaviour.rate = arguments.rate
-        print(hub.url, flush=True)
+        sys.stdout.write(f"{hub.url}\n")
+        sys.stdout.flush()
         threading.Event().wait()
 
 
