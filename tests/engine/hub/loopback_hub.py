@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -108,12 +109,19 @@ def listing(repository: Repository) -> list[dict[str, object]]:
     found: list[dict[str, object]] = []
     for name, content in repository.files.items():
         entry: dict[str, object] = {"rfilename": name, "size": len(content)}
-        entry["blobId"] = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
         if name.endswith((".safetensors", ".bin")):
-            sha = hashlib.sha256(content).hexdigest()
+            sha = _sha256(content)
+            entry["blobId"] = "0" * 40
             entry["lfs"] = {"size": len(content), "sha256": sha, "pointerSize": 134}
+        else:
+            entry["blobId"] = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
         found.append(entry | repository.announced.get(name, {}))
     return found
+
+
+@cache
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 class _Handler(BaseHTTPRequestHandler):
