@@ -34,14 +34,17 @@ def own_target(listen: str) -> str:
 
 
 def check(target: str, service: str) -> str:
-    """The status: SERVING, NOT_SERVING, or why there is none."""
+    """The status: SERVING, NOT_SERVING with the reason, or why there is none."""
     request = health_pb2.HealthCheckRequest(service=service)
     with grpc.insecure_channel(target, options=OPTIONS) as channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=TIMEOUT_S)
+            stub = health_pb2_grpc.HealthStub(channel)
+            answer, call = stub.Check.with_call(request, timeout=TIMEOUT_S)
         except grpc.RpcError as error:
             return f"{error.code().name}: {error.details()}"
-    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+    status = str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+    reason = dict(call.trailing_metadata() or ()).get("headrace-reason")
+    return f"{status}: {reason}" if reason else status
 
 
 def main(arguments: list[str]) -> int:

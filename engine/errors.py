@@ -189,6 +189,22 @@ class ModelRefusedError(HeadraceError):
     """The model cannot be loaded, or would be run wrongly. The message gives the reason."""
 
 
+class DownloadError(ModelRefusedError):
+    """A model cannot be fetched from the hub. The message says what to do.
+
+    Attributes:
+        cause: which of the causes it is: a name, such as "gated"; docs/models.md lists them.
+    """
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+class ModelInUseError(HeadraceError):
+    """A model cannot be removed, because a process downloads or uses it."""
+
+
 class ModelChangedError(ModelRefusedError):
     """The model has changed since it was verified."""
 

@@ -14,7 +14,7 @@ import gc
 import logging
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from engine.admission import AdmissionLimits
 from engine.client import Admission, ModelInfo, ProgressSink, StepSink
@@ -61,6 +61,7 @@ class LocalEngineClient:
         self._load_config = load_config or LoadConfig()
         self._engine: EngineLoop | None = None
         self._verified: VerifiedModel | None = None
+        self._held: BinaryIO | None = None
         self._closing = threading.Event()
         self._loaded: asyncio.Event | None = None
         self._ended = asyncio.Event()
@@ -106,6 +107,7 @@ class LocalEngineClient:
         if self._owns_process:
             gc.disable()  # a fifth of the time that the imports take
         from engine.assembly import build_loop
+        from engine.hub.cache import hold
         from engine.loading.loader import load_model
 
         if self._owns_process:
@@ -113,6 +115,7 @@ class LocalEngineClient:
             gc.enable()
         verified = load_model(self._model, self._load_config, stages)
         self._verified = verified
+        self._held = hold(verified.path)
         engine, limits, plan = build_loop(
             verified,
             self._config,
@@ -198,6 +201,8 @@ class LocalEngineClient:
             await await_on_own_thread(self._engine.join, "headrace-close")
         if self._verified is not None:
             await await_on_own_thread(self._verified.end, "headrace-close")
+        if self._held is not None:
+            self._held.close()
 
     async def wait_failed(self) -> Exception:
         """Wait until the engine is dead; see the protocol."""

@@ -17,7 +17,7 @@ import typer
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.environment import RankPlace
 from engine.errors import ConfigError
-from service import config_command, flags, planning, tokens
+from service import config_command, flags, models, planning, tokens
 from service.config import ProcessConfig, ServiceConfig, notify_socket
 from service.config_file import filled
 from service.telemetry.config import TelemetryConfig
@@ -185,6 +185,9 @@ def _engine_client(
 
 app.command("plan")(planning.plan)
 app.command("config", cls=flags.BareFlags)(config_command.config)
+app.command("pull")(models.pull)
+app.command("models")(models.models)
+app.command("rm")(models.rm)
 app.command("token")(tokens.token)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from engine.startup import Transfer
 from service.refusals import Refusal
 
 
@@ -28,6 +29,7 @@ class Figures:
         sessions: how many sessions are open.
         startup: how many seconds the phases of the last start took, in their order; empty: it has
             not ended.
+        transfer: how far the download of the model is, or was; None: nothing was downloaded.
     """
 
     live_bytes: Callable[[], int]
@@ -38,3 +40,4 @@ class Figures:
     door_restarts: Callable[[], int]
     sessions: Callable[[], int]
     startup: Callable[[], Mapping[str, float]]
+    transfer: Callable[[], Transfer | None]

@@ -5,13 +5,14 @@ name stands for its readiness: NOT_SERVING while the model loads, when the engin
 when the server drains. Services that need no model are always SERVING. Watches end when the server
 drains; otherwise an open one would delay the shutdown for its whole grace period. Anybody may
 watch, so the number of Watches is limited; Check and List need no place. `service.health_listener`
-answers health checks at a separate address.
+answers health checks at a separate address. Why a service is not ready is in the trailing metadata
+of a Check.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import grpc
@@ -19,6 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from service.places import Places
 
+REASON = "headrace-reason"
+"""The key of trailing metadata that says why a service is not ready."""
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -28,7 +31,12 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # u
     """Answers health checks."""
 
     def __init__(
-        self, services: Iterable[str], always: Iterable[str] = (), *, watches: Places
+        self,
+        services: Iterable[str],
+        always: Iterable[str] = (),
+        *,
+        watches: Places,
+        why: Callable[[], str] = lambda: "",
     ) -> None:
         """Start with nothing ready.
 
@@ -36,8 +44,10 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # u
             services: names of services that become ready with the model.
             watches: the places for Watches.
             always: names of services that need no model.
+            why: says in words why services are not ready; may be called from any thread.
         """
         self._ready = dict.fromkeys(services, False)
+        self._why = why
         self._always = tuple(always)
         self.watches = watches
         self._changed = asyncio.Event()
@@ -73,6 +83,11 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # u
         status = self._status(service)
         return None if status == _UNKNOWN else health_pb2.HealthCheckResponse(status=status)
 
+    def metadata(self, answer: Any) -> tuple[tuple[str, str], ...]:
+        """What goes with an answer of `check`: the reason, for which its message has no field."""
+        reason = self._why() if answer.status == _NOT_SERVING else ""
+        return ((REASON, reason),) if reason else ()
+
     def list(self) -> Any:
         """The status of all services. May be called from any thread."""
         return health_pb2.HealthListResponse(
@@ -87,6 +102,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # u
         answer = self.check(request.service)
         if answer is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        context.set_trailing_metadata(self.metadata(answer))
         return answer
 
     async def List(self, request: Any, context: Any) -> Any:

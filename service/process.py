@@ -26,6 +26,7 @@ from engine.errors import HeadraceError
 from service.config import ServiceConfig
 from service.flags import describe
 from service.listening import ListeningError
+from service.logs.bar import sink_for
 from service.logs.output import Output
 from service.memory import bound_arenas
 from service.open_files import raise_limit
@@ -117,17 +118,18 @@ class _Process:
         self._notify = notify
         self._output = output
         self._say = output.say
+        self._sink = sink_for(self._told, output.is_terminal, output.draw, lambda: output.columns)
         self._server = HeadraceServer(
             config,
             client,
             telemetry_config=telemetry_config,
-            progress=self._progress,
+            progress=self._sink,
             tokenizer_loader=tokenizer_loader,
         )
         self._reloading = Reloading(self._server, config, source)
         self._signalled = asyncio.Event()
 
-    def _progress(self, line: str) -> None:
+    def _told(self, line: str) -> None:
         self._say(f"[{time.monotonic() - self._output.began:6.1f} s] {line}")
 
     async def run(self) -> int:
@@ -140,7 +142,7 @@ class _Process:
         except HeadraceError as error:
             self._say(f"headrace-server: {describe(error)}")
             return _FAILED
-        self._progress(f"port open on {', '.join(self._server.addresses)}; loading the model")
+        self._sink(f"port open on {', '.join(self._server.addresses)}; loading the model")
         ending = loop.create_task(self._wait_for_end())
         loading = loop.create_task(self._server.ready())
         try:

@@ -48,6 +48,7 @@ from engine.client import EngineClient, ModelInfo, ProgressSink
 from engine.errors import ConfigError, HeadraceError
 from engine.logs.levels import replaced
 from engine.outputs import StepOutputs
+from engine.startup import Paced, Transfer
 from engine.text import Tokenizer, TokenizerMissingError
 from service.address import Address, parse_address
 from service.admission import AdmissionControl, Limits
@@ -250,7 +251,7 @@ class HeadraceServer:
         self._config = config
         self._telemetry_config = telemetry_config
         self._client = client
-        self._progress = progress or logger.info
+        self._progress = progress or Paced(logger.info)
         self._format_of = format_option("none")
         self._load_tokenizer = tokenizer_loader
         self.instance_id = f"hr-{secrets.token_hex(8)}"
@@ -267,6 +268,7 @@ class HeadraceServer:
             (*SERVICES, GATEWAY) if config.gateway else SERVICES,
             (CONTROL,) if has_control else (),
             watches=self._health_watches,
+            why=lambda: self.state.why_not_ready,
         )
         self.sessions = Places(_sessions(config), clock, jitter)
         self.watches = Places(_watches(config, "WatchStatistics"), clock, jitter)
@@ -317,6 +319,7 @@ class HeadraceServer:
             door_restarts=lambda: 0 if self.door is None else self.door.restarts,
             sessions=lambda: self.sessions.taken,
             startup=lambda: self._startup,
+            transfer=lambda: self.state.transfer,
         )
 
     @property
@@ -428,7 +431,7 @@ class HeadraceServer:
         if metrics is not None:
             metrics.engine_starts()
         began = time.monotonic()
-        info = await self._client.start(self._on_step, self._progress)
+        info = await self._client.start(self._on_step, self._on_progress)
         started = time.monotonic()
         tokenizer = await asyncio.get_running_loop().run_in_executor(
             self._threads, self._load_tokenizer, info
@@ -445,6 +448,11 @@ class HeadraceServer:
         self._progress(f"started in {sum(self._startup.values()):.1f} s: {told}")
         if self.state.phase is Phase.READY:
             self.health.set_ready(True)
+
+    def _on_progress(self, line: str) -> None:
+        if isinstance(line, Transfer):
+            self.state.transfer = line
+        self._progress(line)
 
     def _on_step(self, step: StepOutputs) -> None:
         """The engine's sink. Clients come first."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from headrace.v1 import model_service_pb2
 
 from engine.client import ModelInfo
+from engine.startup import Transfer, size_text
 from service.call_errors import NotReadyError, WrongInstanceError
 from service.convert.incoming import IncomingCheck
 from service.convert.inputs import InputEncoder
@@ -102,6 +103,7 @@ class ServerState:
         self.incoming = IncomingCheck()
         self.refusals = Refusals()
         self.phase = Phase.LOADING
+        self.transfer: Transfer | None = None
         self.drain: Drain | None = None
         self._front: FrontEnd | None = None
 
@@ -121,8 +123,23 @@ class ServerState:
             NotReadyError: the model is still loading.
         """
         if self._front is None:
-            raise NotReadyError("LOADING", "the model is still loading; try again soon")
+            raise NotReadyError("LOADING", f"{self.why_not_ready}; try again soon")
         return self._front
+
+    @property
+    def why_not_ready(self) -> str:
+        """What there is to wait for, in words; empty: nothing."""
+        if self._front is not None:
+            return NO_NEW_WORK[self.phase][1] if self.phase in NO_NEW_WORK else ""
+        if self.phase is Phase.FAILED:
+            return "the model could not be loaded"
+        found = self.transfer
+        if found is None or found.done >= found.total:
+            return "the model is still loading"
+        return (
+            f"the model is still being downloaded, {size_text(found.done)} of "
+            f"{size_text(found.total)}"
+        )
 
     @property
     def model_name(self) -> str:
@@ -147,8 +164,8 @@ class ServerState:
         """
         if self._front is None:
             if self.phase is Phase.FAILED:
-                raise NotReadyError("ENGINE_STOPPED", "the model could not be loaded")
-            raise NotReadyError("LOADING", "the model is still loading; try again soon")
+                raise NotReadyError("ENGINE_STOPPED", self.why_not_ready)
+            raise NotReadyError("LOADING", f"{self.why_not_ready}; try again soon")
         if new_work and self.phase in NO_NEW_WORK:
             raise NotReadyError(*NO_NEW_WORK[self.phase])
         return self._front

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from engine.config import LoadConfig
 from engine.environment import RankPlace
+from engine.startup import Paced
 from engine.threads import call_on_own_thread
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ def follow(
         from engine.loading.loader import load_model
         from engine.parallel.follower import Follower
 
-        verified = load_model(model, load_config, logger.info)
+        verified = load_model(model, load_config, Paced(logger.info))
         on_loaded()
         if verified.ranks is not None:
             Follower(verified, verified.ranks).follow()

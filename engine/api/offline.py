@@ -38,6 +38,7 @@ from engine.loading.exchange import Weights, exchange_weights
 from engine.loading.loader import load_model, verify_model
 from engine.loading.verified import VerifiedModel
 from engine.models.held_layer import held_layers
+from engine.startup import Paced
 from engine.text import Tokenizer, TokenizerError
 from engine.threads import call_on_own_thread
 
@@ -332,7 +333,7 @@ def load(
         follow(path, load_config)
         raise SystemExit(0)
     verified = call_on_own_thread(
-        lambda: load_model(path, load_config, logger.info), "headrace-load"
+        lambda: load_model(path, load_config, Paced(logger.info)), "headrace-load"
     )
     if verified.leader is not None:
         atexit.register(verified.end)

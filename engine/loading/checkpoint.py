@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from engine.errors import ModelRefusedError
+from engine.errors import DownloadError, ModelRefusedError
 from engine.loading.gate import check_config
 
 _GGUF = (
@@ -55,16 +56,20 @@ class Checkpoint:
     dtype: torch.dtype | None
 
 
-def resolve_path(model: str, *, needs_weights: bool = True) -> Path:
+def resolve_path(
+    model: str, progress: Callable[[str], None], *, needs_weights: bool = True
+) -> Path:
     """The local directory of a model: the path itself, or the hub's cache for a hub id, downloaded
-    if necessary.
+    if it is not there.
 
     Args:
-        model: a path or a hub id.
+        model: a path or a hub id, which may have a revision (`engine.hub.cache.HubId`).
+        progress: gets a line for each stage of a download.
         needs_weights: False: of a hub id only the config and what else is small.
 
     Raises:
-        ModelRefusedError: there is no such directory, and no such hub id can be downloaded.
+        ModelRefusedError: there is no such directory, or the model is not one that we run.
+        DownloadError: the hub does not give us such a model.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -72,18 +77,32 @@ def resolve_path(model: str, *, needs_weights: bool = True) -> Path:
     if path.exists() or path.is_absolute() or model.startswith((".", "~")):
         hint = _GGUF if path.suffix == ".gguf" else "give a model's directory or hub id"
         raise ModelRefusedError(f"{model} is not a directory; {hint}")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from engine.hub.cache import HubId, find, find_unmarked
 
-    patterns = ["*.json", "*.jinja"] + (["*.safetensors"] if needs_weights else [])
+    hub_id = HubId.parse(model)
+    here = find(hub_id, needs_weights=needs_weights)
+    if here is not None:
+        return here
+    from engine.hub.fetching import fetch
+    from engine.hub.repository import NOT_ASKED
+
     try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelRefusedError(
-            f"{model} is neither a directory here nor a model that the hub gives us "
-            f"({type(error).__name__}); give a directory that exists, or check the id and the "
-            "network"
-        ) from error
+        return fetch(hub_id, progress, needs_weights=needs_weights, check=check_before_weights)
+    except DownloadError as error:
+        there = find_unmarked(hub_id, needs_weights=needs_weights)
+        if there is None or error.cause not in NOT_ASKED:
+            raise
+        progress(f"what another program has left of {model} here is used, because {error}")
+        return there
+
+
+def check_before_weights(path: Path) -> None:
+    """Refuse a model by what is read before its weights, so that those need not come.
+
+    Raises:
+        ModelRefusedError: it is not one that we run.
+    """
+    read_checkpoint(path, needs_weights=False)
 
 
 def read_checkpoint(path: Path, *, needs_weights: bool = True) -> Checkpoint:

@@ -111,7 +111,7 @@ def _load(
 ) -> VerifiedModel:
     device = _device(load_config) if ranks is None else ranks.device
     set_threads(load_config, device, 1 if ranks is None else ranks.place.local_world_size)
-    path = resolve_path(model)
+    path = resolve_path(model, progress)
     part = f", part {ranks.place.rank} of {ranks.place.world_size}" if ranks is not None else ""
     progress(f"loading {path} on {device}{part}")
     enter(progress, WEIGHTS)

@@ -56,11 +56,11 @@ class LogQueue:
         self._lines = self._bytes = self._dropped = 0
         threading.Thread(target=self._run, name="log-writer", daemon=True).start()
 
-    def put(self, line: str) -> None:
+    def put(self, line: str, end: str = "\n") -> None:
         """Add a line to be written or dropped; it may consist of several that belong together. May
-        be called from any thread, from signal handlers and from finalizers.
+        be called from any thread, from signal handlers and from finalizers. `end`: what follows it.
         """
-        data = _encode(line)
+        data = _encode(line, end)
         with self._lock:
             if self._lines >= self._max_lines or self._bytes + len(data) > self._max_bytes:
                 self._dropped += 1
@@ -110,8 +110,8 @@ class LogQueue:
         return 0
 
 
-def _encode(line: str) -> bytes:
-    return line.encode("utf-8", "backslashreplace") + b"\n"
+def _encode(line: str, end: str = "\n") -> bytes:
+    return (line + end).encode("utf-8", "backslashreplace")
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -87,7 +87,7 @@ def make_plan(
         ConfigError: an option asks for what is not available here.
         InsufficientMemoryError: the KV cache does not fit.
     """
-    path = resolve_path(model, needs_weights=False)
+    path = resolve_path(model, progress, needs_weights=False)
     progress(f"reading {path}")
     outline = read_outline(path, load_config)
     set_threads(load_config, outline.device, 1)

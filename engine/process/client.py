@@ -326,7 +326,7 @@ class ProcessEngineClient(EngineClient):
             case messages.Step():
                 self._take_step(message.outputs)
             case messages.Progress():
-                progress(message.line)
+                progress(message.text())
             case messages.Started():
                 self._computes_on_cpu = message.info.device.startswith("cpu")
                 if self._started is not None and not self._started.done():

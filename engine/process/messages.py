@@ -19,6 +19,7 @@ from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import (
     CompileQueueFullError,
     ConfigError,
+    DownloadError,
     DuplicateRequestError,
     EngineUnavailableError,
     HeadraceError,
@@ -29,6 +30,7 @@ from engine.errors import (
     UnsupportedFeatureError,
 )
 from engine.outputs import StepOutputs
+from engine.startup import Transfer
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -55,9 +57,21 @@ Command = Start | Call
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """A line of start-up progress."""
+    """A line of start-up progress. `transfer`: the values of a `Transfer`, if it is one."""
 
     line: str
+    transfer: tuple[int, int, float, float] | None = None
+
+    @classmethod
+    def of(cls, line: str) -> Progress:
+        """The message for a line."""
+        if isinstance(line, Transfer):
+            return cls("", (line.done, line.total, line.seconds, line.rate))
+        return cls(line)
+
+    def text(self) -> str:
+        """The line."""
+        return self.line if self.transfer is None else Transfer(*self.transfer)
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -155,6 +169,8 @@ def to_wire(error: HeadraceError) -> WireError:
         case ConfigError():
             message = str(error).removeprefix(f"{error.option}: ")
             return WireError("ConfigError", (error.option, message), error.mentions)
+        case DownloadError():
+            return WireError("DownloadError", (error.cause, str(error)), error.mentions)
         case ModelRefusedError() | InsufficientMemoryError():
             return WireError(type(error).__name__, (str(error),), error.mentions)
         case _:
@@ -170,6 +186,7 @@ _CLASSES: dict[str, type[HeadraceError]] = {
         QueueFullError,
         CompileQueueFullError,
         ConfigError,
+        DownloadError,
         ModelRefusedError,
         InsufficientMemoryError,
         EngineUnavailableError,

@@ -164,7 +164,7 @@ class Worker:
 
     def _on_progress(self, line: str) -> None:
         """Called from any thread."""
-        self._loop.call_soon_threadsafe(self._writer.write, Progress(line))
+        self._loop.call_soon_threadsafe(self._writer.write, Progress.of(line))
 
 
 async def serve(connection: socket.socket) -> None:

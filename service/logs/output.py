@@ -14,7 +14,8 @@ from engine.logs import hooks, records
 from engine.logs.levels import set_levels
 from engine.logs.lines import LineReader, open_pipe
 from engine.logs.queue import LogQueue
-from service.logs.form import Form, form
+from service.logs.bar import columns_of
+from service.logs.form import Console, Form, form
 from service.logs.limits import Limits
 
 _STDERR = 2
@@ -55,6 +56,20 @@ class Output:
         together.
         """
         self._queue.put(self._form.said(text))
+
+    def draw(self, text: str) -> None:
+        """Write on a terminal, without an end of the line. `text`: the server's own."""
+        self._queue.put(text, end="")
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether a person reads, to whom lines can be drawn again."""
+        return isinstance(self._form, Console) and os.isatty(self._stderr)
+
+    @property
+    def columns(self) -> int:
+        """How many columns the terminal has."""
+        return columns_of(self._stderr)
 
     def __enter__(self) -> Output:
         """Begin."""

@@ -166,6 +166,22 @@ class Metrics:
                 for phase, seconds in figures.startup().items()
             ]
 
+        def transfer(_options: CallbackOptions) -> Iterable[Observation]:
+            found = figures.transfer()
+            if found is None:
+                return []
+            state = "headrace.download.state"
+            return [
+                Observation(found.done, {state: "here"}),
+                Observation(found.total - found.done, {state: "missing"}),
+            ]
+
+        meter.create_observable_gauge(
+            "headrace.download.bytes",
+            [transfer],
+            "By",
+            "Bytes of the model that was downloaded for this start, by whether they are here.",
+        )
         meter.create_observable_gauge(
             "headrace.requests.bytes",
             [one(figures.live_bytes)],

@@ -40,6 +40,7 @@ FIGURES = Figures(
     restarts=lambda: 0,
     door_restarts=lambda: 2,
     sessions=lambda: 0,
+    transfer=lambda: None,
     startup=lambda: {},
 )
 

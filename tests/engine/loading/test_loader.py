@@ -68,7 +68,7 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"")
     with pytest.raises(ModelRefusedError, match="is not a directory"):
-        resolve_path(str(file))
+        resolve_path(str(file), print)
 
 
 def test_no_config(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_gguf_is_not_read_and_the_message_says_what_to_get(saved: Path) -> None:
     file = saved / "model-q4.gguf"
     file.write_bytes(b"GGUF")
     with pytest.raises(ModelRefusedError, match="GGUF files are not read here: give"):
-        resolve_path(str(file))
+        resolve_path(str(file), print)
     _load(saved)  # beside the model itself it does no harm
     (saved / "model.safetensors").unlink()
     (saved / "config.json").unlink()

@@ -1,0 +1,232 @@
+"""The models in huggingface_hub's cache on this machine.
+
+    models--OWNER--NAME/
+        blobs/DIGEST                  the content of a file; DIGEST.incomplete: what has come of it
+        snapshots/COMMIT/config.json  links to blobs
+        refs/main                     the commit
+        headrace/COMMIT               the names of the files that are used: all of them are here
+        headrace/*.lock               held while it is downloaded, or used
+
+`hf download` and transformers write and read the same directories, but for the last two lines.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from huggingface_hub import constants, scan_cache_dir
+from huggingface_hub.errors import CacheNotFound, HFValidationError
+from huggingface_hub.utils import HFCacheInfo, validate_repo_id
+
+from engine.errors import DownloadError, ModelInUseError
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_REVISION = re.compile(r"[\w][\w.+/-]{0,199}", re.ASCII)
+_PREFIX = "models" + constants.REPO_ID_SEPARATOR
+_MARKS, _FETCHING, _USED = "headrace", "fetching.lock", "used.lock"
+
+
+@dataclass(frozen=True, slots=True)
+class HubId:
+    """A model on the hub. `repo`: such as OWNER/NAME. `revision`: a branch, a tag or a commit."""
+
+    repo: str
+    revision: str = constants.DEFAULT_REVISION
+
+    @classmethod
+    def parse(cls, text: str) -> HubId:
+        """Read `OWNER/NAME` or `OWNER/NAME@REVISION`.
+
+        Raises:
+            DownloadError: it is not such an id.
+        """
+        repo, _, revision = text.partition("@")
+        try:
+            validate_repo_id(repo)
+        except HFValidationError as error:
+            raise DownloadError(
+                "bad_id", f"{text!r} is neither a directory here nor an id of the hub, OWNER/NAME"
+            ) from error
+        if "@" not in text:
+            return cls(repo)
+        parts = revision.split("/")
+        if not _REVISION.fullmatch(revision) or any(p in ("", ".", "..") for p in parts):
+            raise DownloadError(
+                "bad_id", f"{revision!r} is not a revision: give a branch, a tag or a commit"
+            )
+        return cls(repo, revision)
+
+    def __str__(self) -> str:
+        is_default = self.revision == constants.DEFAULT_REVISION
+        return self.repo if is_default else f"{self.repo}@{self.revision}"
+
+    @property
+    def page(self) -> str:
+        """Its page on the hub."""
+        return f"{constants.ENDPOINT}/{self.repo}"
+
+    @property
+    def folder(self) -> Path:
+        """Its directory in the cache, whether it exists or not."""
+        return cache_folder() / (_PREFIX + self.repo.replace("/", constants.REPO_ID_SEPARATOR))
+
+    @property
+    def has_commit(self) -> bool:
+        """Whether the revision is a commit."""
+        return _COMMIT.fullmatch(self.revision) is not None
+
+
+def cache_folder() -> Path:
+    """The cache's directory, as huggingface_hub's variables have it."""
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _snapshot(model: HubId) -> Path | None:
+    """The directory of its revision; None: there is none."""
+    commit = model.revision
+    if not model.has_commit:
+        try:
+            commit = (model.folder / "refs" / model.revision).read_text().strip()
+        except (OSError, ValueError):
+            return None
+    path = model.folder / "snapshots" / commit
+    return path if _COMMIT.fullmatch(commit) and path.is_dir() else None
+
+
+def find(model: HubId, *, needs_weights: bool = True) -> Path | None:
+    """The directory of a model, if all that is used of it is here; the hub is not asked.
+
+    Args:
+        model: which one.
+        needs_weights: False: its config is enough.
+    """
+    path = _snapshot(model)
+    if path is None:
+        return None
+    try:
+        names = (model.folder / _MARKS / path.name).read_text().split("\n")
+    except (OSError, ValueError):
+        names = []
+    if needs_weights:
+        return path if names and all((path / name).exists() for name in names) else None
+    return path if (path / "config.json").exists() else None
+
+
+def find_unmarked(model: HubId, *, needs_weights: bool = True) -> Path | None:
+    """The directory of a model that another program has downloaded, perhaps not to its end: what
+    can be served while the hub cannot be asked.
+    """
+    path = _snapshot(model)
+    if path is None or not (path / "config.json").exists():
+        return None
+    return path if not needs_weights or any(path.glob("*.safetensors")) else None
+
+
+def mark(model: HubId, commit: str, names: list[str]) -> None:
+    """Note that all files of a commit that are used are here, and what its revision means."""
+    write(model.folder / _MARKS / commit, "\n".join(names))
+    if not model.has_commit:
+        write(model.folder / "refs" / model.revision, commit)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a small file so that nobody reads a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_text(text)
+    fresh.replace(path)
+
+
+def link(blob: Path, name: Path) -> None:
+    """Give a blob a name in a snapshot, as a relative link."""
+    name.parent.mkdir(parents=True, exist_ok=True)
+    fresh = name.with_name(f".{name.name}.{os.getpid()}")
+    with suppress(FileNotFoundError):
+        fresh.unlink()
+    fresh.symlink_to(os.path.relpath(blob, name.parent))
+    fresh.replace(name)
+
+
+@contextmanager
+def fetching(model: HubId, waits: Callable[[], None]) -> Iterator[None]:
+    """Exclude other downloads of a model. `waits`: called if there is one, before it is awaited."""
+    with _opened(model.folder / _MARKS / _FETCHING) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waits()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def hold(path: Path) -> BinaryIO | None:
+    """Keep `remove` from a model's directory until the file that this returns is closed; None: it
+    is not in the cache, or that cannot be written.
+    """
+    folder = path.parent.parent
+    if path.parent.name != "snapshots" or not folder.name.startswith(_PREFIX):
+        return None
+    try:
+        lock = _opened(folder / _MARKS / _USED)
+    except OSError:
+        return None
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    return lock
+
+
+def _opened(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("ab")
+
+
+def scan() -> HFCacheInfo | None:
+    """What huggingface_hub finds in the cache; None: there is none."""
+    try:
+        return scan_cache_dir(cache_folder())
+    except CacheNotFound:
+        return None
+
+
+def partial_bytes(folder: Path) -> int:
+    """How many bytes have come of files that are not whole yet."""
+    return sum(one.stat().st_size for one in folder.glob("blobs/*.incomplete"))
+
+
+def remove(model: HubId) -> int:
+    """Remove a model with all its revisions; returns how many bytes that has freed.
+
+    Raises:
+        DownloadError: it is not here.
+        ModelInUseError: a server uses it, or it is being downloaded.
+        OSError: a file cannot be removed.
+    """
+    folder = model.folder
+    if not folder.is_dir():
+        raise DownloadError("not_here", f"{model.repo} is not in {cache_folder()}")
+    with _opened(folder / _MARKS / _FETCHING) as one, _opened(folder / _MARKS / _USED) as other:
+        for lock, what in ((one, "is being downloaded"), (other, "is used by a running server")):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ModelInUseError(
+                    f"{model.repo} {what}: end that first (whoever maps its weights would keep "
+                    "their room on the disk, and could not start again)"
+                ) from error
+        freed = partial_bytes(folder)
+        found = scan()
+        for repo in found.repos if found is not None else ():
+            if repo.repo_type == "model" and repo.repo_id == model.repo and found is not None:
+                commits = [revision.commit_hash for revision in repo.revisions]
+                removal = found.delete_revisions(*commits)  # it knows blobs that models share
+                freed += removal.expected_freed_size
+                removal.execute()
+        shutil.rmtree(folder, ignore_errors=not folder.exists())
+    return freed
