@@ -134,10 +134,11 @@ def build(compiler: str, output: Path = LIBRARY) -> tuple[str, ...]:
             list(pool.map(lambda job: _run([compiler, *_FLAGS, *job[1], "-o", str(job[0])]), jobs))
         linked = folder / output.name
         # Without -fopenmp: the library uses the OpenMP runtime that torch has loaded. A second copy
-        # would start a second set of threads.
-        static = ["-static-libgcc", "-static-libstdc++"]
+        # would start a second set of threads. C++'s runtime is the one that torch has loaded, too:
+        # the few symbols that the kernels need of it are older than any torch, whereas a static
+        # copy needs the C library that it was built for.
         objects = [str(path) for path, _ in jobs]
-        _run([compiler, "-shared", "-fPIC", *static, *objects, "-o", str(linked)])
+        _run([compiler, "-shared", "-fPIC", *objects, "-o", str(linked)])
         linked.replace(output)
     return tuple(isa for isa in wanted if isa not in built)
 
