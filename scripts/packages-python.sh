@@ -46,7 +46,8 @@ if not all(glibc) or int(glibc[0][1]) > int(glibc[1][1]):
 '
 
 build() { # SOURCE [OPTION…]
-  uv build --quiet --system-certs --build-constraints constraints.txt --out-dir "$work/out" "$@"
+  uv build --system-certs --build-constraints constraints.txt --out-dir "$work/out" "$@" >"$work/log" 2>&1 ||
+    { tail -n 20 "$work/log" >&2; exit 1; }
 }
 
 for part in "$@"; do

@@ -167,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "that have it the kernels are slower than they could be; g++ 11 or newer knows all",
                 file=sys.stderr,
             )
-    except BuildError as error:
+    except (BuildError, OSError) as error:  # OSError: a folder that this user may not write
         print(f"the kernels for CPUs were not built: {error}", file=sys.stderr)
         if options.optional:
             print("Headrace runs without them, more slowly.", file=sys.stderr)
