@@ -244,7 +244,9 @@ def test_the_choice(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Monkey
 
 
 def test_a_library_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NativeUnavailableError, match=r"were not built; .* -m engine\.native\.build`"):
+    with pytest.raises(
+        NativeUnavailableError, match=r"were not built; .* -m engine\.native\.build`"
+    ):
         load_library(tmp_path / "libheadrace.so")
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"not a library")
