@@ -63,14 +63,13 @@ COPY clients/python/README.md clients/python/pyproject.toml clients/python/
 COPY clients/python/src clients/python/src
 COPY engine engine
 COPY service service
+COPY models/demo models/demo
 # Under /own as it shall lie under /.
 RUN python -m engine.native.build \
     && /opt/tools/bin/pip --python /opt/headrace/bin/python install --no-deps --no-build-isolation \
         --root /own ./clients/python .
 
 COPY LICENSE deploy/healthcheck.py /own/opt/headrace/
-# Not under /models, where a mount would hide it.
-COPY models/demo /own/opt/headrace/models/demo
 # A checkout may have been made with a strict umask; the server's user must be able to read these.
 RUN chmod -R a+rX /own
 
@@ -118,7 +117,6 @@ COPY --from=build /own /
 ENV PATH=/opt/headrace/bin:$PATH \
     HEADRACE_LISTEN=0.0.0.0:50051 \
     HEADRACE_INSECURE=1 \
-    HEADRACE_MODEL=/opt/headrace/models/demo \
     HOME=/tmp \
     HF_HOME=/tmp/huggingface \
     XDG_CACHE_HOME=/tmp/cache \

@@ -124,7 +124,7 @@ protos-check: $(PROTOS_STAMP) $(DEV) ## Check that protos/ breaks nothing and th
 	@if command -v cargo >/dev/null; then BUF=$(BIN)/buf scripts/generate-rust.sh --check; else echo "Rust code not checked: cargo is not installed"; fi
 
 .PHONY: packages
-packages: $(DEV) ## Make the client libraries' packages and the bundle of protos in dist/packages (Go, TypeScript, Rust, Java: where installed).
+packages: $(DEV) ## Make the packages of the server (its kernels: minutes) and of the client libraries, and the bundle of protos in dist/packages (Go, TypeScript, Rust, Java: where installed).
 	scripts/packages-python.sh $(BIN)/python
 	scripts/packages-protos.sh $(BIN)/buf
 	@if command -v go >/dev/null; then scripts/packages-go.sh; else echo "no Go module: go is not installed"; fi

@@ -36,7 +36,7 @@ app = typer.Typer(
 
 
 def default_model() -> str:
-    """The path of the repository's demo model."""
+    """The path of the demo model: beside this package, in a checkout as where it is installed."""
     return str(Path(__file__).resolve().parent.parent / "models" / "demo")
 
 

@@ -134,10 +134,11 @@ def build(compiler: str, output: Path = LIBRARY) -> tuple[str, ...]:
             list(pool.map(lambda job: _run([compiler, *_FLAGS, *job[1], "-o", str(job[0])]), jobs))
         linked = folder / output.name
         # Without -fopenmp: the library uses the OpenMP runtime that torch has loaded. A second copy
-        # would start a second set of threads.
-        static = ["-static-libgcc", "-static-libstdc++"]
+        # would start a second set of threads. C++'s runtime is the one that torch has loaded, too:
+        # the few symbols that the kernels need of it are older than any torch, whereas a static
+        # copy needs the C library that it was built for.
         objects = [str(path) for path, _ in jobs]
-        _run([compiler, "-shared", "-fPIC", *static, *objects, "-o", str(linked)])
+        _run([compiler, "-shared", "-fPIC", *objects, "-o", str(linked)])
         linked.replace(output)
     return tuple(isa for isa in wanted if isa not in built)
 
@@ -166,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "that have it the kernels are slower than they could be; g++ 11 or newer knows all",
                 file=sys.stderr,
             )
-    except BuildError as error:
+    except (BuildError, OSError) as error:  # OSError: a folder that this user may not write
         print(f"the kernels for CPUs were not built: {error}", file=sys.stderr)
         if options.optional:
             print("Headrace runs without them, more slowly.", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ _FUNCTIONS = {
         *(_POINTER, _POINTER, _POINTER, ctypes.c_int),
     ),
 }
-_REBUILD = "run `make setup`, or `python -m engine.native.build`"
+_REBUILD = f"run `{sys.executable} -m engine.native.build`"
 
 
 class AttentionCall(ctypes.Structure):
@@ -256,7 +257,9 @@ def load_library(path: Path = LIBRARY) -> NativeLibrary:
             this processor.
     """
     if not path.exists():
-        raise NativeUnavailableError(f"the native kernels were not built; {_REBUILD}")
+        raise NativeUnavailableError(
+            f"the native kernels were not built; where g++ 11 or newer is, {_REBUILD}"
+        )
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
