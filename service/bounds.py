@@ -148,7 +148,7 @@ class Bound(Shares[Account]):
 
 
 class _BoundOfIdentities(Bound):
-    """A bound that can also limit each identity."""
+    """A bound that also limits each identity."""
 
     def __init__(self, kind: Kind, clock: Callable[[], float], jitter: Callable[[], float]) -> None:
         self._of: dict[str, Level] = {}  # identities that have some
@@ -206,5 +206,5 @@ class _BoundOfIdentities(Bound):
 
 def bound_of(kind: Kind, clock: Callable[[], float], jitter: Callable[[], float]) -> Bound:
     """Make the bound of a kind. `clock`, `jitter`: see DrainRate."""
-    made = _BoundOfIdentities if kind.option_of_identity else Bound
+    made = Bound if kind.limit_of_identity is None else _BoundOfIdentities
     return made(kind, clock, jitter)

@@ -290,8 +290,8 @@ class Changes:
 
 
 def compare(before: _Values, after: _Values) -> Changes:
-    """What differs between two readings of the options. A file is changed for another one; that
-    there is one, or none, needs a restart.
+    """What differs between two readings of the options. A file is changed for another one, and a
+    limit of each identity for another one; that there is one, or none, needs a restart.
     """
     now: dict[str, tuple[Any, Any]] = {}
     later: dict[str, tuple[Any, Any]] = {}
@@ -299,7 +299,8 @@ def compare(before: _Values, after: _Values) -> Changes:
         change = before[field], after[field]
         if field == FILE or change[0] == change[1]:
             continue
-        may = flag.option.reloads and None not in change
+        is_there = None not in change and not (field.endswith("_per_identity") and 0 in change)
+        may = flag.option.reloads and is_there
         if field in _DOOR_HAS and before["openai"] is not None:
             may = False
         (now if may else later)[field] = change

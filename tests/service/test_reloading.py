@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
+from service import config_file
 from service.cli import options_of
 from service.config_file import compare, filled
 from service.flags import FILE, Given, flags
@@ -210,13 +211,13 @@ class Case:
 
 CASES = {
     "max_sessions": Case("9", "1", a_session, "in", "TOO_MANY_SESSIONS"),
-    "max_sessions_per_identity": Case("0", "1", a_session, "in", "TOO_MANY_SESSIONS_OF_IDENTITY"),
+    "max_sessions_per_identity": Case("9", "1", a_session, "in", "TOO_MANY_SESSIONS_OF_IDENTITY"),
     "max_watches": Case("9", "1", a_watch, "in", "TOO_MANY_WATCHES"),
     "max_open_requests": Case("99", "2", a_request, "in", "TOO_MANY_OPEN_REQUESTS"),
-    "max_requests_per_identity": Case("0", "2", a_request, "in", "TOO_MANY_REQUESTS_OF_IDENTITY"),
+    "max_requests_per_identity": Case("9", "2", a_request, "in", "TOO_MANY_REQUESTS_OF_IDENTITY"),
     "max_reserved_tokens": Case("0", "300", a_request, "in", "TOO_MANY_TOKENS"),
     "max_reserved_tokens_per_identity": Case(
-        "0", "300", a_request, "in", "TOO_MANY_TOKENS_OF_IDENTITY"
+        "9999", "300", a_request, "in", "TOO_MANY_TOKENS_OF_IDENTITY"
     ),
     "max_live_bytes": Case("0", str(MIB), a_large_request, "context", "memory"),
     "drain_timeout_s": Case("30", "7.5", the_drain_time, 30.0, 7.5),
@@ -337,9 +338,10 @@ async def test_no_file_is_used_if_one_of_them_cannot_be(
 
 
 async def test_what_needs_a_restart_is_left_and_said_each_time(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr(config_file, "_MAX_SHOWN", 500)  # the folder's name may be long
     async with loaded(tmp_path, text_with(max_sessions="9", max_queue_size="9")) as it:
         await it.reload()
         changed = text_with(max_sessions="8", max_queue_size="8", auth_file='"x"', model='"y"')
