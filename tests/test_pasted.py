@@ -91,6 +91,10 @@ COMMANDS: dict[Path, tuple[Pasted, ...]] = {
         answer(".venv/bin/headrace generate --chat", ULM),
         run(".venv/bin/headrace bench --concurrency 8", r"requests +64 done, 0 refused, 0 failed"),
         not_run("make run MODEL=", SERVES),
+        run(
+            ".venv/bin/headrace-server models",
+            r"^(no models in .*pull OWNER/NAME|MODEL +SIZE +REVISION +SERVED$)",
+        ),
         not_run("make test", "it is what runs this"),
         not_run("make test-slow", "it is what runs this"),
         not_run("make test-clients", "CI runs it"),
