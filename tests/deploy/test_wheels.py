@@ -89,7 +89,8 @@ def test_the_packages_without_kernels_and_again_the_same_bytes(tmp_path: Path) -
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not LIBRARY.exists(), reason="the kernels are not built here")
 def test_the_wheel_with_kernels(tmp_path: Path) -> None:
-    assert not packages(tmp_path, "kernels", tools=compiler(tmp_path / "bin", "", "-O0"))
+    # Less is compiled than usual, which saves minutes; at -O0 calls stay that newer systems have.
+    assert not packages(tmp_path, "kernels", tools=compiler(tmp_path / "bin", "", "-O1"))
     [wheel] = tmp_path.glob("*.whl")
     assert wheel.name.endswith(f"-py3-none-{PLATFORM}.whl")
     names, about = contents(wheel)
