@@ -91,7 +91,7 @@ class Bench:
         compiler = GrammarCompiler(
             Tokenizer.load(Path(model), verified.vocab_size), verified.vocab_size
         )
-        form = FORMATS["hermes"].call_form("")
+        form = FORMATS["hermes"].form
         if form is None:
             raise RuntimeError("hermes has no calls")
         tools = [ToolSchema(f"tool_{number}", _SCHEMA) for number in range(8)]

@@ -9,26 +9,18 @@ valid.
 from __future__ import annotations
 
 import os
-import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from engine.errors import ConfigError
 from engine.option_fields import check_bounds, option
 from engine.sampling_params import MAX_CHOICES
 from service.logs.form import LOG_FORMATS
 from service.network_config import DAY_S, MIB, NetworkOptions
+from service.replies.families import FORMATS
 
 SCHEDULERS = ("fair", "priority", "fifo", "prefill_first")
 SLOW_READERS = ("hold", "end")
-FORMATS = tuple(
-    sorted(
-        module.name
-        for module in pkgutil.iter_modules([str(Path(__file__).parent / "replies" / "formats")])
-    )
-)
-"""The formats of replies: the names of their modules, which are not imported for it."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_ALIASES = 16
 MAX_ALIAS = 128

@@ -24,8 +24,8 @@ _NONE = (
     "with --reply-parser auto, or with the format that the model writes"
 )
 _UNKNOWN = (
-    "the model's chat template writes no format of replies that is known here; its operator may "
-    "name the format that the model writes, such as --reply-parser hermes"
+    "no parser here reads back what the model's chat template writes; its operator may name the "
+    "format that the model writes, such as --reply-parser hermes"
 )
 
 _LAID_OUT = (
@@ -68,7 +68,7 @@ def why_lacking(
         return dict.fromkeys(_OF_REPLIES, _NONE if option == "none" else _UNKNOWN)
     why = {}
     if reply.call_form is None:
-        why["tool_choice"] = _no_calls(reply, tokenizer)
+        why["tool_choice"] = _no_calls(reply)
     if not reply.reasons:
         why["reasoning_budget"] = _no_reasoning(reply)
     return why
@@ -78,21 +78,21 @@ _OF_CHAT = ("chat", "tools", "content_parts")
 _OF_REPLIES = ("typed_replies", "tool_choice", "reasoning_budget")
 
 
-def _no_calls(reply: ModelFormat, tokenizer: Tokenizer) -> str:
+def _no_calls(reply: ModelFormat) -> str:
     """Why calls cannot be held although the format of replies is known."""
     format = reply.format
     if format.marks <= {format.reasoning.opening, format.reasoning.closing}:
         return (
-            f"replies are read as {format.name}, which has no tool calls; if the model writes "
-            "them, its operator may name their format, such as --reply-parser hermes"
+            f"replies are read as {format.name}, which has no tool calls ({reply.proof}); if the "
+            "model writes them, its operator may name their format, such as --reply-parser hermes"
         )
-    form = format.call_form(tokenizer.chat_template_source)
-    if form is None:
+    plain = [mark for form in format.forms for mark in form.plain]
+    if not format.forms:
         return (
             f"calls in the model's format ({format.name}) cannot be held to a choice, and no "
             "option changes that"
         )
-    barred = ", ".join(mark for mark in form.plain if mark in reply.special)
+    barred = ", ".join(mark for mark in plain if mark in reply.special)
     return (
         f"the model's vocabulary has {barred} as special tokens, and in its format ({format.name}) "
         "they are held as text alone; no option changes that"

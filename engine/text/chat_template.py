@@ -42,6 +42,8 @@ MAX_CHARACTERS = 16 * 1024 * 1024
 """The longest text that a template may make."""
 MAX_SECONDS = 10.0
 """The longest time that it may take, checked whenever it writes something."""
+MAX_ATTEMPT_SECONDS = 1.0
+"""The same, where it is only tried what a template makes of something."""
 _MAX_REASON = 500
 """The longest message of raise_exception that is passed on, in characters."""
 
@@ -112,12 +114,19 @@ class ChatTemplate:
 
     @cached_property
     def call_form(self) -> CallForm:
-        """How it takes messages with tool calls: the first form in which it prints a call; the
-        usual one if it prints none.
+        """How it takes messages with tool calls: the first form in which it prints a call; if it
+        prints none, the first in which it renders; else the usual one.
         """
-        return next((form for form in CALL_FORMS if self._prints_calls(form)), CALL_FORMS[0])
+        renders: CallForm | None = None
+        for form in CALL_FORMS:
+            texts = self._with_calls(form)
+            if any(_prints(text) for text in texts):
+                return form
+            if renders is None and any(text is not None for text in texts):
+                renders = form
+        return renders or CALL_FORMS[0]
 
-    def _prints_calls(self, form: CallForm) -> bool:
+    def _with_calls(self, form: CallForm) -> list[str | None]:
         arguments = JsonObject({_PROBE: "x"}, f'{{"{_PROBE}": "x"}}')
         function = {"name": "probe", "arguments": arguments}
         call = {"id": "probe0000", "type": "function", "function": function}
@@ -128,14 +137,15 @@ class ChatTemplate:
         ]
         shown = [message_for_template(message, "messages", form) for message in messages]
         tool = {"type": "function", "function": {"name": "probe", "parameters": {}}}
-        return any(self._prints({"messages": shown, "tools": tools}) for tools in (None, [tool]))
+        values = {"messages": shown, "add_generation_prompt": False}
+        return [self.attempt({**values, "tools": tools}) for tools in (None, [tool])]
 
-    def _prints(self, values: Mapping[str, object]) -> bool:
+    def attempt(self, values: Mapping[str, object]) -> str | None:
+        """The text for these values, if the template makes it at once; None: it does not."""
         try:
-            made = self._make({"add_generation_prompt": False, **values})
+            return self._make(values, MAX_ATTEMPT_SECONDS)
         except Exception:  # a stranger's code: anything may come out of it
-            return False
-        return _PROBE in made and f"'{_PROBE}'" not in made and f'\\"{_PROBE}' not in made
+            return None
 
     def render(self, values: Mapping[str, Any]) -> str:
         """The text for these values.
@@ -158,11 +168,12 @@ class ChatTemplate:
             _LOG.warning("The chat template failed", exc_info=True)
             raise ChatTemplateError(_describe(error)) from error
 
-    def _make(self, values: Mapping[str, Any]) -> str:
+    def _make(self, values: Mapping[str, Any], max_seconds: float | None = None) -> str:
         parts = self.compile().generate({**self._special_tokens, **values})
         found: list[str] = []
         left = self._max_characters
-        deadline = time.monotonic() + self._max_seconds
+        max_seconds = self._max_seconds if max_seconds is None else max_seconds
+        deadline = time.monotonic() + max_seconds
         for part in parts:
             found.append(part)
             left -= len(part)
@@ -173,7 +184,7 @@ class ChatTemplate:
                 )
             if time.monotonic() > deadline:
                 raise ChatTemplateError(
-                    f"the model's chat template took longer than {self._max_seconds:g} s"
+                    f"the model's chat template took longer than {max_seconds:g} s"
                 )
         return "".join(found)
 
@@ -237,7 +248,6 @@ class ChatTemplates:
             ChatTemplateError: the template refused the conversation, or failed on it.
             InvalidRequestError: an argument is wrong; the field is named.
         """
-        template = self._choose(bool(tools))
         if not messages:
             raise InvalidRequestError("messages", "is empty; at least one message is needed")
         if continue_final_message and add_generation_prompt:
@@ -247,23 +257,47 @@ class ChatTemplates:
             )
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
-        form = template.call_form if _have_calls(messages) else CALL_FORMS[0]
-        chat = [
-            message_for_template(message, f"messages[{index}]", form)
-            for index, message in enumerate(messages)
-        ]
-        values = {
-            "documents": None,
-            **self._arguments(template_arguments or {}),
-            "messages": chat,
-            "tools": [plain(tool, "tools") for tool in tools] if tools else None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        template, values = self._values(messages, tools, add_generation_prompt)
+        values = {**values, **self._arguments(template_arguments or {})}
         if not continue_final_message:
             return template.render(values)
         mark = f"HEADRACE{secrets.token_hex(12)} "
-        ending = leave_open(chat[-1], mark, template.source)
+        ending = leave_open(values["messages"][-1], mark, template.source)
         return cut(template.render(values), mark, ending)
+
+    def attempt(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None,
+        add_generation_prompt: bool,
+    ) -> str | None:
+        """The text of a conversation, to learn what the model's template does; None: it refuses
+        the conversation or fails on it, or there is none.
+        """
+        if not self.available:
+            return None
+        template, values = self._values(messages, tools, add_generation_prompt)
+        return template.attempt(values)
+
+    def _values(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] | None,
+        add_generation_prompt: bool,
+    ) -> tuple[ChatTemplate, dict[str, Any]]:
+        """The template for a conversation, and what it is given."""
+        template = self._choose(bool(tools))
+        form = template.call_form if _have_calls(messages) else CALL_FORMS[0]
+        return template, {
+            "documents": None,
+            "messages": [
+                message_for_template(message, f"messages[{index}]", form)
+                for index, message in enumerate(messages)
+            ],
+            "tools": [plain(tool, "tools") for tool in tools] if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
 
     def _choose(self, with_tools: bool) -> ChatTemplate:
         names = ("tool_use", "default") if with_tools else ("default",)
@@ -293,6 +327,15 @@ class ChatTemplates:
 
 def _have_calls(messages: Iterable[object]) -> bool:
     return any(isinstance(message, Mapping) and message.get("tool_calls") for message in messages)
+
+
+def _prints(text: str | None) -> bool:
+    """Whether the probe's arguments are in a text as JSON, and not as JSON within a string."""
+    return (
+        text is not None
+        and _PROBE in text
+        and not (f"'{_PROBE}'" in text or f'\\"{_PROBE}' in text)
+    )
 
 
 def _describe(error: Exception) -> str:

@@ -256,6 +256,11 @@ class Tokenizer:
         """The Jinja sources of its chat templates, one behind the other."""
         return "\n".join(self._templates.sources)
 
+    @property
+    def chat_templates(self) -> ChatTemplates:
+        """Its chat templates, to learn what they do."""
+        return self._templates
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, object]],

@@ -161,7 +161,7 @@ class ReplyPlan:
             is_open=is_open,
             max_tokens=self.max_reasoning_tokens,
             max_blanks=0 if marks.then else _MAX_BLANKS,
-            forbidden=tuple(mark for mark in model.special if mark != marks.closing),
+            forbidden=tuple(token for token in model.special if token not in marks.closing),
         )
 
 

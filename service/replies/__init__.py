@@ -4,17 +4,18 @@ end.
     TextStream ──▶ text, with the format's marks ──▶ ReplyParser ──▶ pieces ──▶ parts of deltas
                                                      by a Format               (`parts`)
 
-Each family of models has its own marks for reasoning and tool calls. Each such format is one file
-of `formats`, and is found by what the model's chat template writes (`choose`). A parser reads
-the text as it comes, and passes it on as soon as its meaning is certain. Anything that does not
-follow the format is text, so no character is lost, and the pieces' raw texts together are the reply
-as the model wrote it. Time is linear in the text; the text that is held back is bounded (`reader`).
+Each family of models has its own marks for reasoning and tool calls. Such a format is a row of data
+(`families`, `declared`), and it is a model's if its parser reads back what the model's chat
+template writes (`proof`). A parser reads the text as it comes, and passes it on as soon as its
+meaning is certain. Anything that does not follow the format is text, so no character is lost, and
+the pieces' raw texts together are the reply as the model wrote it. Time is linear in the text; the
+text that is held back is bounded (`reader`).
 
 transformers parses replies by a `response_template` of the tokenizer. What such a template declares
-by plain text and JSON becomes a format here (`declared`). transformers' own parser is not used: the
-front end does not import it, a template's regular expressions are a stranger's, the whole text is
-kept and copied again and again, arguments are written anew at a call's end, and what cannot be
-parsed is dropped or raises.
+by plain text and JSON becomes such a row (`response_template`). transformers' own parser is not
+used: the front end does not import it, a template's regular expressions are a stranger's, the whole
+text is kept and copied again and again, arguments are written anew at a call's end, and what cannot
+be parsed is dropped or raises.
 
 Nothing here depends on the engine's work or on gRPC, and only `parts` on tokens: it counts them,
 and tells the parser where special tokens stand, because text that spells such a token is no mark.
@@ -23,6 +24,7 @@ and tells the parser where special tokens stand, because text that spells such a
 from __future__ import annotations
 
 from service.replies.call_form import CallForm, ToolMode, ToolSchema
+from service.replies.families import FORMATS
 from service.replies.format import Context, Format, ReplyParser
 from service.replies.pieces import (
     Arguments,
@@ -36,7 +38,7 @@ from service.replies.pieces import (
     ToolCall,
     fold,
 )
-from service.replies.registry import FORMATS, ModelFormat, choose, format_option, special_marks
+from service.replies.registry import ModelFormat, choose, format_option, special_marks
 from service.replies.tool_types import ToolTypes, tool_types
 
 __all__ = [

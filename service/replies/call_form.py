@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
+_JSON: Mapping[str, object] = MappingProxyType({"type": "json_schema"})
 _Node = dict[str, object]
 """A part of a structural tag."""
 
@@ -51,7 +53,7 @@ class CallForm:
             first. Where no call is meant they do not occur.
         opening, closing: the texts around all calls of a reply.
         separator: the text between two calls; None: a reply has one call.
-        arguments: what the arguments are: "json_schema" or "qwen_xml_parameter".
+        content: what the arguments are: the content of a structural tag, without its schema.
         plain: marks within arguments that are written as text: a model that has one of them as a
             special token cannot be held.
         name_in_json: whether the name stands in a JSON string.
@@ -67,7 +69,7 @@ class CallForm:
     opening: str = ""
     closing: str = ""
     separator: str | None = "\n"
-    arguments: str = "json_schema"
+    content: Mapping[str, object] = field(default_factory=lambda: _JSON, hash=False)
     plain: tuple[str, ...] = ()
     name_in_json: bool = True
     bare: bool = False
@@ -76,8 +78,12 @@ class CallForm:
 
     def written(self, name: str) -> str:
         """A reply of one call without arguments, for a parser to read."""
-        arguments = "{}" if self.arguments == "json_schema" else ""
-        return self.opening + self._begin(name) + arguments + self.end + self.closing
+        arguments = "{}" if self.content is _JSON else ""
+        return self.begun(name) + arguments + self.end + self.closing
+
+    def begun(self, name: str) -> str:
+        """The beginning of such a reply, up to the arguments."""
+        return self.opening + self._begin(name)
 
     def structural_tag(
         self,
@@ -111,7 +117,7 @@ class CallForm:
         return self.before + written + self.after
 
     def _tag(self, tool: ToolSchema) -> _Node:
-        content = {"type": self.arguments, "json_schema": tool.schema}
+        content = {**self.content, "json_schema": tool.schema}
         return {
             "type": "tag",
             "begin": self._begin(tool.name),

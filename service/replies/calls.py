@@ -7,7 +7,7 @@ meanwhile: if they stop being JSON, the call ends as incomplete, and the rest is
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
+from collections.abc import Container, Generator
 
 from service.replies.json_scanner import JsonScanner, is_json
 from service.replies.pieces import PieceWriter
@@ -15,6 +15,10 @@ from service.replies.reader import MalformedError, Reader, Steps, checked_name
 
 MAX_CALLS = 128
 """The most calls in a reply; further ones are text."""
+MAX_PARAMETERS = 256
+"""The most arguments of a call that are made one by one; with more it is not complete, and the rest
+is text.
+"""
 _MAX_ID = 64
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -64,26 +68,22 @@ def json_value(reader: Reader, out: PieceWriter, *, around: int = 0) -> Generato
     return scanner.done
 
 
-def call_list(reader: Reader, out: PieceWriter, *, name: str = "name") -> Steps:
-    """Read a list of calls: [{"name": …, "arguments": {…}}, …]; it may be empty. `name`: see
-    `call_object`. What stands behind a call that is not followed by another is left to be read.
+def call_items(reader: Reader, out: PieceWriter, *, name: str = "name") -> Steps:
+    """Read a list of calls, behind its opening bracket: {"name": …, "arguments": {…}}, …]; it may
+    be empty. `name`: see `call_object`. What stands behind a call that is not followed by another
+    is left to be read.
 
     Raises:
         MalformedError: it is not such a list. Text that was read but not passed on is held.
     """
-    yield from reader.expect("[")
-    yield from call_items(reader, out, name=name)
-
-
-def call_items(reader: Reader, out: PieceWriter, *, name: str = "name") -> Steps:
-    """Read what follows a list's opening bracket; see `call_list`."""
     yield from reader.blanks()
     if (yield from reader.peek()) == "]":
         yield from reader.expect("]")
         return
     while True:
         yield from reader.blanks()
-        if not (yield from call_object(reader, out, name=name)):
+        one = call_object(reader, out, name=name) if name else keyed_object(reader, out)
+        if not (yield from one):
             return
         yield from reader.blanks()
         if (yield from reader.expect(",]")) == "]":
@@ -91,11 +91,17 @@ def call_items(reader: Reader, out: PieceWriter, *, name: str = "name") -> Steps
 
 
 def call_object(
-    reader: Reader, out: PieceWriter, *, name: str = "name", needs_arguments: bool = False
+    reader: Reader,
+    out: PieceWriter,
+    *,
+    name: str = "name",
+    needs_arguments: bool = False,
+    names: Container[str] | None = None,
 ) -> Generator[None, None, bool]:
     """Read a call as an object: {"name": …, "arguments": {…}}, or "parameters"; in any order. Other
     members are skipped, and so are repeated ones. Arguments may also be a string with the object's
-    text, null, or (unless `needs_arguments`) missing. `name`: the member that has the tool's name.
+    text, null, or (unless `needs_arguments`) missing. `name`: the member that has the tool's name,
+    which must be one of the `names`, if there are any.
 
     Returns:
         Whether the object was complete. If the call was complete but the rest of the object was
@@ -105,21 +111,45 @@ def call_object(
         MalformedError: it is not a call, or not a complete one. Text that was read but not passed
             on is held.
     """
-    if (yield from _as_far_as_arguments(reader, out, name, needs_arguments)):
-        try:
-            while (yield from _separator(reader)) != "}":
-                yield from _key(reader)
-                yield from reader.value()
-        except MalformedError:
-            rest = reader.take()
-            (out.mark if rest.isspace() else out.text)(rest)
-            return False
+    if (yield from _as_far_as_arguments(reader, out, name, needs_arguments, names)):
+        return (yield from _rest(reader, out))
+    out.mark(reader.take())
+    return True
+
+
+def keyed_object(reader: Reader, out: PieceWriter) -> Generator[None, None, bool]:
+    """Read a call as an object with one member: {"tool's name": {…arguments…}}. See `call_object`
+    for what it returns and raises.
+    """
+    yield from reader.expect("{")
+    name = checked_name((yield from _key(reader)))
+    if (yield from reader.peek()) != "{":
+        raise MalformedError
+    begin(reader, out, name)
+    yield from arguments(reader, out)
+    return (yield from _rest(reader, out))
+
+
+def _rest(reader: Reader, out: PieceWriter) -> Generator[None, None, bool]:
+    """Read what follows the arguments in a call's object; see `call_object` for what it returns."""
+    try:
+        while (yield from _separator(reader)) != "}":
+            yield from _key(reader)
+            yield from reader.value()
+    except MalformedError:
+        rest = reader.take()
+        (out.mark if rest.isspace() else out.text)(rest)
+        return False
     out.mark(reader.take())
     return True
 
 
 def _as_far_as_arguments(
-    reader: Reader, out: PieceWriter, name_member: str, needs_arguments: bool
+    reader: Reader,
+    out: PieceWriter,
+    name_member: str,
+    needs_arguments: bool,
+    names: Container[str] | None,
 ) -> Generator[None, None, bool]:
     """Read an object up to its arguments if these can be passed on as they come (True), or to its
     end.
@@ -133,6 +163,8 @@ def _as_far_as_arguments(
         kind = yield from reader.peek()
         if key == name_member and name is None:
             name = checked_name((yield from reader.string()))
+            if names is not None and name not in names:
+                raise MalformedError
         elif key == "id" and kind == '"':
             id = _checked_id((yield from reader.string()))
         elif key not in _ARGUMENTS or held is not None:

@@ -1,187 +1,527 @@
-"""The format that a tokenizer declares: the `response_template` of transformers, in its files.
+"""What a format declares of its calls: in which texts they stand, and what is between these.
 
-    {"start_anchor": "<|im_start|>assistant\\n",
-     "fields": {
-        "thinking": {"open": "<think>", "close": "</think>"},
-        "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "repeats": true,
-                       "content": "json",
-                       "transform": {"type": "function", "function": "{content}"}},
-        "content": {"close": "<|im_end|>"}}}
+    JsonCalls     <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>, or a list of such
+    NamedCalls    <function=f>{"a": 1}</function>
+    TaggedCalls   <function=f><parameter=a>1</parameter></function>
+    PythonCalls   [f(a=1)]
 
-Such a template becomes a `Format` like any other, and its replies are read with the same care. Only
-what is plain text and JSON is taken: a template with a regular expression (`open_pattern`,
-`close_pattern`, `xml-inline`), with JSON that is none, with other fields, or with calls that are
-put together in another way declares nothing here. Where it says nothing of reasoning, that is
-between `<think>` and `</think>`. A regular expression is a stranger's program: its
-time has no bound, and it cannot be read as the text comes.
+Each is data, and reads the calls that it describes. A family of models is a row of such data
+(`families`); what a tokenizer declares becomes one, too (`response_template`). A closing text may
+be missing everywhere: what tells that a call is whole are its arguments.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from html import unescape
 
 from service.replies.call_form import CallForm
-from service.replies.calls import call_list, call_object
+from service.replies.calls import (
+    MAX_PARAMETERS,
+    arguments,
+    begin,
+    call_items,
+    call_object,
+    keyed_object,
+)
 from service.replies.format import Context, Format, ReadCall, marked
+from service.replies.json_scanner import MAX_DEPTH
 from service.replies.pieces import PieceWriter
-from service.replies.reader import MAX_BLANKS, Reader, Steps
+from service.replies.python_calls import python_call
+from service.replies.reader import (
+    MAX_BLANKS,
+    MAX_NAME,
+    MalformedError,
+    Marks,
+    Reader,
+    Steps,
+)
+from service.replies.typed_values import TypedValue, as_json
 
-NAME = "response_template"
-_VERSION = 1
-_MAX_MARK = 128
-_REASONING = ("thinking", "reasoning_content", "reasoning")
-_TEMPLATE_KEYS = {"version", "defaults", "fields", "start_anchor", "start_anchor_pattern"}
-_FIELD_KEYS = {"open", "close", "content", "content_args", "optional"}
-_CALLS_KEYS = _FIELD_KEYS | {"repeats", "transform", "transform_each"}
-_ARGUMENTS = ("arguments", "parameters")
-_MEMBER = re.compile(r"\{content\.(\w+)\}")
-_MEMBER_OF_EACH = re.compile(r"\{(\w+)\}")
+_FENCE = "```"
+_NAMED = '{"name"'
+_STRING = frozenset({"string"})
+_OTHERS = frozenset({"number", "integer", "boolean", "null", "object", "array"})
 
 
-class _UnknownError(Exception):
-    """The template has something that is not read here."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonCalls:
+    """Calls that are JSON objects with a name and arguments, or a list of them.
 
-
-@dataclass(frozen=True, slots=True)
-class _Calls:
-    """How calls are declared: the literals around them, what an object's members are called, and
-    whether the objects are in a list.
+    Attributes:
+        marks: each begins a call or a list.
+        closing: the texts that may end it.
+        first: what follows the mark: "{" an object, "[" a list, or either.
+        name: the member with the tool's name; empty: the only member's key is the name.
+        between: the characters that may stand between objects; None: there is one object.
+        fence: what stands between mark and JSON.
+        bare: whether there may be no mark: an object at the beginning of the reply, in a block of
+            code, or at the beginning of a line where a tool has that name; it needs arguments.
     """
 
-    opening: tuple[str, ...]
-    closing: tuple[str, ...]
+    marks: tuple[str, ...]
+    closing: tuple[str, ...] = ()
+    first: str = "["
     name: str = "name"
-    arguments: str = "arguments"
-    in_list: bool = False
+    between: str | None = None
+    fence: str = ""
+    bare: bool = False
 
+    @property
+    def readers(self) -> Mapping[str, ReadCall]:
+        """How to read what follows each mark that may stand in text."""
+        return dict.fromkeys(self.marks, self._read)
 
-def declared_format(template: object) -> Format | None:
-    """The format of a response template; None: there is none, or it has parts that are not read."""
-    if not isinstance(template, Mapping):
-        return None
-    try:
-        return _format(template)
-    except (_UnknownError, ValueError):  # marks that overlap are a ValueError
-        return None
+    @property
+    def within(self) -> tuple[str, ...]:
+        """The marks within calls."""
+        return self.closing
 
+    @property
+    def bare_readers(self) -> Mapping[str, ReadCall]:
+        """How to read calls without a mark: see `marked`."""
+        return {"{": self._read_bare} if self.bare else {}
 
-def _format(template: Mapping[str, object]) -> Format:
-    fields = template.get("fields")
-    if (
-        template.get("version", _VERSION) != _VERSION
-        or not template.keys() <= _TEMPLATE_KEYS
-        or not isinstance(fields, Mapping)
-    ):
-        raise _UnknownError
-    reasoning = ("<think>", "</think>")
-    calls: _Calls | None = None
-    silent: tuple[str, ...] = ()
-    for name, field in fields.items():
-        if not isinstance(field, Mapping):
-            raise _UnknownError
-        if name == "tool_calls":
-            calls = _calls(field)
-        elif name in _REASONING:
-            reasoning = _reasoning(field)
-        elif name == "content":
-            silent = (*_text(field, "open"), *_text(field, "close"))
-        else:
-            raise _UnknownError
-    readers = {} if calls is None else dict.fromkeys(calls.opening, _reader(calls))
-    marks = () if calls is None else calls.closing
-    taken = {*readers, *marks, *reasoning}
-    return marked(
-        NAME,
-        {mark.strip(): read for mark, read in readers.items()},
-        reasoning=(reasoning[0].strip(), reasoning[1].strip()),
-        marks=tuple(mark.strip() for mark in marks),
-        silent=tuple(dict.fromkeys(mark.strip() for mark in silent if mark not in taken)),
-        call_form=lambda _: None if calls is None else _form(calls),
-    )
+    @property
+    def line_readers(self) -> Mapping[str, ReadCall]:
+        """How to read calls that begin a line: see `marked`."""
+        return {_NAMED: self._read_line, _FENCE: self._read_block} if self.bare else {}
 
-
-def _literals(field: Mapping[str, object], key: str) -> tuple[str, ...]:
-    """The literals of a field's member."""
-    value = field.get(key, [])
-    listed = [value] if isinstance(value, str) else value
-    if not isinstance(listed, list) or not all(
-        isinstance(one, str) and one.strip() and len(one) <= _MAX_MARK for one in listed
-    ):
-        raise _UnknownError
-    return tuple(listed)
-
-
-def _text(field: Mapping[str, object], key: str) -> tuple[str, ...]:
-    """The literals at one side of a field of text."""
-    is_text = field.get("content", "text") == "text" and not field.get("content_args")
-    if not field.keys() <= _FIELD_KEYS or not is_text:
-        raise _UnknownError
-    return _literals(field, key)
-
-
-def _reasoning(field: Mapping[str, object]) -> tuple[str, str]:
-    opening, closing = _text(field, "open"), _text(field, "close")
-    if len(opening) != 1 or len(closing) != 1:
-        raise _UnknownError
-    return opening[0], closing[0]
-
-
-def _calls(field: Mapping[str, object]) -> _Calls:
-    if (
-        not field.keys() <= _CALLS_KEYS
-        or field.get("content") != "json"
-        or field.get("content_args")
-    ):
-        raise _UnknownError
-    opening, closing = _literals(field, "open"), _literals(field, "close")
-    if not opening:
-        raise _UnknownError
-    in_list = bool(field.get("transform_each"))
-    transform = field.get("transform")
-    if not isinstance(transform, Mapping) or not transform.keys() <= {"type", "function"}:
-        raise _UnknownError
-    function = transform.get("function")
-    if function == "{content}" and not in_list:
-        return _Calls(opening, closing)
-    if not isinstance(function, Mapping) or function.keys() != {"name", "arguments"}:
-        raise _UnknownError
-    member = _MEMBER_OF_EACH if in_list else _MEMBER
-    name, arguments = (member.fullmatch(str(function[key])) for key in ("name", "arguments"))
-    if name is None or arguments is None or arguments[1] not in _ARGUMENTS:
-        raise _UnknownError
-    return _Calls(opening, closing, name[1], arguments[1], in_list)
-
-
-def _reader(calls: _Calls) -> ReadCall:
-    def read(reader: Reader, out: PieceWriter, context: Context) -> Steps:
+    def _read(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
         yield from reader.blanks()
-        if calls.in_list:
-            yield from call_list(reader, out, name=calls.name)
+        if self.fence:
+            if not (yield from reader.literal(self.fence)):
+                raise MalformedError
+            yield from reader.blanks()
+        if (yield from reader.peek()) == "[" and "[" in self.first:
+            yield from reader.expect("[")
+            yield from call_items(reader, out, name=self.name)
         else:
-            yield from call_object(reader, out, name=calls.name)
-        if (yield from reader.behind_blanks()) in {mark.strip()[0] for mark in calls.closing}:
-            yield from reader.blanks(MAX_BLANKS)
-            for mark in calls.closing:
-                if (yield from reader.literal(mark.strip())):
-                    return
+            yield from self._objects(reader, out, None)
+        yield from past_any(reader, self.closing)
 
-    return read
+    def _read_bare(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
+        yield from reader.blanks()
+        yield from self._objects(reader, out, None)
+
+    def _read_line(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
+        reader.back(_NAMED)
+        yield from self._objects(reader, out, context.tools.keys())
+
+    def _read_block(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
+        yield from reader.literal("json")
+        yield from reader.blanks(MAX_BLANKS)
+        yield from self._objects(reader, out, context.tools.keys())
+        yield from reader.past(_FENCE)
+
+    def _objects(self, reader: Reader, out: PieceWriter, names: Set[str] | None) -> Steps:
+        """Read the objects that come next. `names`: those that tools may have; None: any."""
+        if "{" not in self.first:
+            raise MalformedError
+        while True:
+            if self.name:
+                whole = yield from call_object(
+                    reader, out, name=self.name, needs_arguments=self.bare, names=names
+                )
+            else:
+                whole = yield from keyed_object(reader, out)
+            if not whole or self.between is None:
+                return
+            ahead = yield from reader.behind_blanks()
+            if ahead and ahead in self.between:
+                yield from reader.blanks()
+                yield from reader.expect(self.between)
+                ahead = yield from reader.behind_blanks()
+            if ahead != "{":
+                return
+            yield from reader.blanks()
+            out.mark(reader.take())
 
 
-def _form(calls: _Calls) -> CallForm:
-    opening, closing = calls.opening[0], "".join(calls.closing[:1])
-    marks = tuple(mark.strip() for mark in calls.opening)
-    before, after = f'{{"{calls.name}": "', f'", "{calls.arguments}": '
-    if calls.in_list:
-        return CallForm(
-            before=before,
-            after=after,
-            end="}",
-            marks=marks,
-            opening=opening + "[",
-            closing="]" + closing,
-            separator=", ",
-        )
-    return CallForm(before=opening + before, after=after, end="}" + closing, marks=marks)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedCalls:
+    """Calls that are a name and a JSON object of arguments, between texts.
+
+    Attributes:
+        section, section_end: the texts around all calls, if there are any.
+        call, name_end, call_end: what stands before the name, behind it, and behind the arguments.
+        id: what stands between a name and the call's id.
+        name_in_id: finds the name in what stands in its place, which is then the id.
+        fence: what stands between the name, which is only the call's kind then, and the arguments:
+            the name itself, and the beginning of a block of code.
+        or_list: whether a list of objects may follow the mark instead.
+    """
+
+    call: str
+    name_end: str
+    call_end: str = ""
+    section: str = ""
+    section_end: str = ""
+    id: str = ""
+    name_in_id: re.Pattern[str] | None = None
+    fence: str = ""
+    or_list: bool = False
+
+    @property
+    def readers(self) -> Mapping[str, ReadCall]:
+        """How to read what follows each mark that may stand in text."""
+        sections = {self.section: self._read_section} if self.section else {}
+        return {**sections, self.call: self._read}
+
+    @property
+    def within(self) -> tuple[str, ...]:
+        """The marks within calls."""
+        marks = (self.section_end, self.name_end.strip(), self.call_end, self.id)
+        return tuple(mark for mark in marks if len(mark) > 1)
+
+    def _read_section(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
+        yield from reader.blanks()
+        if (yield from reader.literal(self.call)):
+            yield from self._read(reader, out, context)
+        elif not (yield from reader.literal(self.section_end)):
+            raise MalformedError
+
+    def _read(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
+        while True:
+            yield from self._call(reader, out)
+            yield from past_any(reader, (self.call_end,))
+            if not self.section:
+                return
+            if not (yield from reader.past(self.call)):
+                yield from reader.past(self.section_end)
+                return
+
+    def _call(self, reader: Reader, out: PieceWriter) -> Steps:
+        yield from reader.blanks()
+        if self.or_list and (yield from reader.peek()) == "[":
+            yield from reader.expect("[")
+            yield from call_items(reader, out)
+            return
+        stop, id = self.name_end[0] + "{", None
+        name = yield from reader.name(stop)
+        if self.id and (yield from reader.literal(self.id)):
+            written = yield from reader.name(stop)
+            id = written if written.isalnum() and written.isascii() else None
+        named = yield from reader.literal(self.name_end)
+        if not named and not self.id:  # with an id, the text behind the name may be missing
+            raise MalformedError
+        yield from reader.blanks()
+        fenced = bool(self.fence) and (yield from reader.peek()) != "{"
+        if fenced:
+            name = yield from reader.name(self.fence[0])
+            if not (yield from reader.literal(self.fence)):
+                raise MalformedError
+            yield from reader.blanks()
+        if self.name_in_id is not None:
+            if (found := self.name_in_id.match(name)) is None:
+                raise MalformedError
+            name, id = found.group(1), name
+        if (yield from reader.peek()) != "{":
+            raise MalformedError
+        begin(reader, out, name, id)
+        yield from arguments(reader, out)
+        if fenced:
+            yield from reader.past(_FENCE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaggedCalls:
+    """Calls that are a name, keys and values between texts. The values have no types: see
+    `typed_values`.
+
+    Attributes:
+        section, section_end: the texts around calls, if there are any.
+        call, name_end, call_end: what stands before the name, behind it, and behind the arguments.
+        key, key_end: what stands around a key.
+        value: what stands between key and value, behind blanks.
+        value_end: what stands behind a value.
+        attributes_end: what ends the attributes behind a name or a key; empty: there are none.
+        is_string: the attribute of a value that is text; others are JSON then.
+        may_begin: whether a call may stand without a section.
+        trimmed: a character that is left out at both ends of a value.
+        key_again: whether the key stands once more behind value_end, and `>`.
+        nests: whether values may be objects and lists of such tags.
+    """
+
+    call: str
+    key: str
+    key_end: str
+    value_end: str
+    call_end: str
+    name_end: str = ""
+    value: str = ""
+    section: tuple[str, ...] = ()
+    section_end: tuple[str, ...] = ()
+    attributes_end: str = ""
+    is_string: str = ""
+    may_begin: bool = False
+    trimmed: str = ""
+    key_again: bool = False
+    nests: bool = False
+
+    @property
+    def readers(self) -> Mapping[str, ReadCall]:
+        """How to read what follows each mark that may stand in text."""
+        sections: dict[str, ReadCall] = dict.fromkeys(self.section, self._read_section)
+        return sections if sections and not self.may_begin else {**sections, self.call: self._read}
+
+    @property
+    def within(self) -> tuple[str, ...]:
+        """The marks within calls."""
+        marks = (
+            self.call, self.call_end, self.name_end, self.key, self.key_end, self.value,
+            self.value_end, self.attributes_end, *self.section_end,
+        )  # fmt: skip
+        return tuple(mark for mark in marks if len(mark) > 2)
+
+    def _read_section(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
+        yield from reader.blanks()
+        if not (yield from reader.literal(self.call)):
+            raise MalformedError
+        yield from self._read(reader, out, context)
+
+    def _read(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
+        while True:
+            yield from self._call(reader, out, context)
+            if not self.section or not (yield from reader.past(self.call)):
+                yield from past_any(reader, self.section_end)
+                return
+
+    def _call(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
+        more: bool | None = None
+        if self.name_end:
+            name = yield from self._text(reader, self.name_end)
+            yield from self._attributes(reader)
+            if (yield from reader.behind_blanks()) not in (self.key[0], ""):
+                raise MalformedError
+        else:
+            name = yield from reader.name(self.key[0] + "{")
+            more = yield from self._more(reader)
+        begin(reader, out, name)
+        out.arguments("{", "")
+        try:
+            yield from self._arguments(reader, out, context.tools.get(name, {}), more)
+        except MalformedError:
+            out.end(complete=False)
+            raise
+        out.arguments("}", reader.take())
+        out.end(complete=True)
+
+    def _arguments(
+        self,
+        reader: Reader,
+        out: PieceWriter,
+        types: Mapping[str, frozenset[str]],
+        more: bool | None,
+    ) -> Steps:
+        """Read keys and values, and the call's end. `more`: whether a key's mark has been read."""
+        keys: set[str] = set()
+        if more is None:
+            more = yield from self._more(reader)
+        while more:
+            key = yield from self._text(reader, self.key_end)
+            attributes = yield from self._attributes(reader)
+            if self.value:
+                yield from reader.blanks()
+                if not (yield from reader.literal(self.value)):
+                    raise MalformedError
+            if key in keys or len(keys) >= MAX_PARAMETERS:
+                raise MalformedError
+            out.arguments(("," if keys else "") + json.dumps(key, ensure_ascii=False) + ":", "")
+            keys.add(key)
+            if attributes:
+                kind = _STRING if self.is_string in attributes else _OTHERS
+            else:
+                kind = types.get(key, frozenset())
+            ended = yield from self._value(reader, out, kind, types.keys() - keys)
+            if self.key_again and not (yield from reader.literal(key + ">")):
+                raise MalformedError
+            more = ended == self.key or (yield from self._more(reader))
+
+    def _more(self, reader: Reader) -> Generator[None, None, bool]:
+        """Read the mark of the next key, or the call's end: False."""
+        yield from reader.blanks()
+        if (yield from reader.literal(self.call_end)):
+            return False
+        if not (yield from reader.literal(self.key)):
+            raise MalformedError
+        return True
+
+    def _text(self, reader: Reader, end: str) -> Generator[None, None, str]:
+        """Read a name or a key, and what stands behind it."""
+        found = yield from reader.name(end[0] if end[0] == "<" else end[0] + "\n")
+        if not (yield from reader.literal(end)):
+            raise MalformedError
+        return unescape(found) if self.attributes_end and "&" in found else found
+
+    def _attributes(self, reader: Reader) -> Generator[None, None, str]:
+        found: list[str] = []
+        while self.attributes_end and not (yield from reader.literal(self.attributes_end)):
+            character = yield from reader.peek()
+            if not character or character == "\n" or len(found) > MAX_NAME:
+                raise MalformedError
+            found.append(character)
+            reader.pos += 1
+        return "".join(found)
+
+    def _value(
+        self,
+        reader: Reader,
+        out: PieceWriter,
+        types: frozenset[str],
+        others: Set[str],
+    ) -> Generator[None, None, str]:
+        """Read a value up to the mark that ends it: its own, or that of the next key (one of the
+        `others` that the tool has) if its own was forgotten.
+        """
+        if self.trimmed:
+            yield from reader.literal(self.trimmed)
+        if self.nests and (yield from reader.behind_blanks()) == self.key[0]:
+            yield from reader.blanks()
+            tree = yield from self._tree(reader, 1)
+            out.arguments(tree, reader.take())
+            return self.value_end
+        value = TypedValue(out, types)
+        ends = Marks({self.value_end} if self.nests else {self.value_end, self.key})
+        while True:
+            mark, raw = yield from value.read(reader, ends, trimmed=self.trimmed)
+            if mark == self.key:
+                key = yield from reader.ahead(self.key_end, MAX_NAME)
+                if key not in others:
+                    value.add(raw)
+                    continue
+            value.close(raw)
+            return mark
+
+    def _tree(self, reader: Reader, depth: int) -> Generator[None, None, str]:
+        """Read a value with tags in it, which is held, and what ends it; returns its JSON."""
+        text: list[str] = []
+        members: dict[str, list[str]] = {}
+        while not (yield from reader.literal(self.value_end)):
+            if (yield from reader.literal(self.key)):
+                if depth >= MAX_DEPTH:
+                    raise MalformedError
+                key = yield from self._text(reader, self.key_end)
+                members.setdefault(key, []).append((yield from self._tree(reader, depth + 1)))
+                if not (yield from reader.literal(key + ">")):
+                    raise MalformedError
+                continue
+            character = yield from reader.peek()
+            if not character:
+                raise MalformedError
+            text.append(character)
+            reader.pos += 1
+        if not members:
+            return as_json("".join(text))
+        if members.keys() == {"item"}:
+            return f"[{', '.join(members['item'])}]"
+        if any(len(values) > 1 for values in members.values()):
+            raise MalformedError
+        listed = [f"{json.dumps(key, ensure_ascii=False)}: {v[0]}" for key, v in members.items()]
+        return f"{{{', '.join(listed)}}}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PythonCalls:
+    """Calls as in Python, in a list or one a line; see `python_calls`.
+
+    Attributes:
+        marks: each begins a call or a list.
+        closing: the text that may end it.
+        in_list: whether they are in a list, which may also be one of JSON objects.
+        bare: whether the reply may be such a list of declared tools, without a mark.
+    """
+
+    marks: tuple[str, ...]
+    closing: str
+    in_list: bool = True
+    bare: bool = False
+
+    @property
+    def readers(self) -> Mapping[str, ReadCall]:
+        """How to read what follows each mark that may stand in text."""
+        return dict.fromkeys(self.marks, self._read)
+
+    @property
+    def within(self) -> tuple[str, ...]:
+        """The marks within calls."""
+        return (self.closing,)
+
+    @property
+    def bare_readers(self) -> Mapping[str, ReadCall]:
+        """How to read calls without a mark: see `marked`."""
+        return {"[": self._read_bare} if self.bare else {}
+
+    def _read_bare(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
+        yield from self._list(reader, out, context.tools.keys())
+
+    def _read(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
+        if self.in_list:
+            yield from self._list(reader, out, None)
+            yield from reader.past(self.closing)
+            return
+        while True:
+            yield from reader.blanks()
+            yield from python_call(reader, out)
+            ahead = yield from reader.behind_blanks()
+            if not ahead or (ahead == "<" and (yield from reader.past(self.closing))):
+                return
+
+    def _list(self, reader: Reader, out: PieceWriter, names: Set[str] | None) -> Steps:
+        yield from reader.blanks()
+        yield from reader.expect("[")
+        yield from reader.blanks()
+        if names is None and (yield from reader.peek()) in ("{", "]"):
+            yield from call_items(reader, out)
+            return
+        while True:
+            yield from python_call(reader, out, names)
+            yield from reader.blanks()
+            if not (yield from reader.peek()) or (yield from reader.expect(",]")) == "]":
+                return
+            yield from reader.blanks()
+
+
+Calls = JsonCalls | NamedCalls | TaggedCalls | PythonCalls
+
+
+def past_any(reader: Reader, closing: Sequence[str]) -> Steps:
+    """Read blanks and one of these texts, if one comes next."""
+    for text in closing:
+        if text and (yield from reader.past(text)):
+            return
+
+
+def declared(
+    name: str,
+    *calls: Calls,
+    reasoning: tuple[str, str] = ("<think>", "</think>"),
+    silent: tuple[str, ...] = (),
+    ends_reasoning: tuple[str, ...] = (),
+    forms: tuple[CallForm, ...] = (),
+) -> Format:
+    """A format of calls that are declared; see `marked` for the arguments."""
+    readers: dict[str, ReadCall] = {}
+    bare: dict[str, ReadCall] = {}
+    lines: dict[str, ReadCall] = {}
+    for one in calls:
+        readers |= one.readers
+        if isinstance(one, JsonCalls | PythonCalls):
+            bare |= one.bare_readers
+        if isinstance(one, JsonCalls):
+            lines |= one.line_readers
+    within = [mark for one in calls for mark in one.within if mark not in {*readers, *silent}]
+    return marked(
+        name,
+        readers,
+        reasoning=reasoning,
+        bare=bare,
+        lines=lines,
+        marks=tuple(dict.fromkeys(within)),
+        silent=silent,
+        ends_reasoning=ends_reasoning,
+        forms=forms,
+    )

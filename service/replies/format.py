@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from service.replies.call_form import CallForm
 from service.replies.json_scanner import BLANKS
@@ -26,8 +27,9 @@ class Context:
         in_reasoning: whether the prompt ends within reasoning that the template opened.
         seed: the calls' ids are derived from it; a different one for each reply.
         calls: whether there are calls; otherwise what looks like one is text.
-        special: marks that are special tokens: their text is a mark only where the parser was told
-            that the token stands (`ReplyParser.told`), so that text cannot spell them.
+        special: special tokens that are marks, or are in one: their text counts only where the
+            parser was told that the token stands (`ReplyParser.told`), so that text cannot spell
+            them.
     """
 
     tools: ToolTypes = field(default_factory=dict)
@@ -53,10 +55,6 @@ class ReasoningMarks:
     in_prompt: bool = True
 
 
-def _no_calls(template: str) -> CallForm | None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class Format:
     """The output format of a family of models.
@@ -67,18 +65,20 @@ class Format:
             other special tokens are left out.
         reasoning: the marks of reasoning.
         read: reads a reply.
-        templates: how to tell the chat templates of such models: sets of texts. A template that
-            contains all texts of one of these sets writes this format; see `registry.choose`.
-        call_form: how calls are written by a model with this chat template; None: the format has no
-            calls.
+        forms: how calls are written; where models of the format write them in several ways, the one
+            that a model's chat template writes is taken (`proof`). None: calls cannot be held.
     """
 
     name: str
     marks: frozenset[str]
     reasoning: ReasoningMarks
     read: Callable[[Reader, PieceWriter, Context], Steps]
-    templates: tuple[tuple[str, ...], ...] = ()
-    call_form: Callable[[str], CallForm | None] = _no_calls
+    forms: tuple[CallForm, ...] = ()
+
+    @property
+    def form(self) -> CallForm | None:
+        """The form in which calls are held where no template says another."""
+        return next(iter(self.forms), None)
 
     def opens_reasoning(self, prompt: str) -> bool:
         """Whether a prompt ends within reasoning; its last part is enough to tell."""
@@ -154,11 +154,12 @@ def marked(
     calls: Mapping[str, ReadCall],
     *,
     reasoning: tuple[str, str] = ("<think>", "</think>"),
-    bare: ReadCall | None = None,
+    bare: Mapping[str, ReadCall] = MappingProxyType({}),
+    lines: Mapping[str, ReadCall] = MappingProxyType({}),
     marks: tuple[str, ...] = (),
     silent: tuple[str, ...] = (),
-    templates: tuple[tuple[str, ...], ...] = (),
-    call_form: Callable[[str], CallForm | None] = _no_calls,
+    ends_reasoning: tuple[str, ...] = (),
+    forms: tuple[CallForm, ...] = (),
 ) -> Format:
     """Make a format of text with marks.
 
@@ -166,34 +167,51 @@ def marked(
         name: the format's.
         calls: how to read what follows a mark.
         reasoning: the marks around reasoning. Reasoning is recognised only before any text.
-        bare: reads a call without a mark: an object at the beginning of the reply, if there are
+        bare: how to read a call without a mark, by the character with which it begins. It stands at
+            the beginning of the reply, if there are tools.
+        lines: further marks, which begin a call at the beginning of a line alone, if there are
             tools.
         marks: further marks, within calls.
         silent: marks that only divide text, and are left out.
-        templates: see `Format`.
-        call_form: see Format.
+        ends_reasoning: marks of calls that end reasoning, too, where they are special tokens.
+        forms: see Format.
     """
     opening, closing = reasoning
-    in_text, in_words = Marks({opening, *calls, *silent}), Marks({opening, *silent})
-    in_reasoning = Marks({closing})
+    in_words = Marks({opening, *silent})
+    in_text, with_tools = (
+        Marks({opening, *calls, *silent}),
+        Marks({opening, *calls, *lines, *silent}),
+    )
+    in_reasoning, with_ends = Marks({closing}), Marks({closing, *ends_reasoning})
+    ends = frozenset(ends_reasoning)
 
     def read(reader: Reader, out: PieceWriter, context: Context) -> Steps:
+        has_tools = bool(context.tools) and context.calls
+        words = (with_tools if has_tools else in_text) if context.calls else in_words
+        thoughts = with_ends if context.calls and ends <= context.special else in_reasoning
         mark = opening if context.in_reasoning else ""
         while True:
             if mark == opening:
                 out.in_reasoning = True
                 yield from _blanks(reader, out)
-                yield from reader.until(in_reasoning, out.reasoning)
+                mark = yield from reader.until(thoughts, out.reasoning)
                 out.in_reasoning = False
+                if mark in ends:
+                    continue
                 yield from _blanks(reader, out)
             elif mark in silent:
                 yield from _blanks(reader, out)
-            elif mark:
+            elif mark in calls:
                 yield from _call(reader, out, context, calls[mark])
-            if bare is not None and context.tools and context.calls:
-                while not out.has_text and (yield from reader.behind_blanks()) == "{":
-                    yield from _call(reader, out, context, bare)
-            mark = yield from reader.until(in_text if context.calls else in_words, out.text)
+            elif mark and (not out.has_text or "\n" in reader.held_blanks):
+                yield from _call(reader, out, context, lines[mark])
+            elif mark:
+                out.text(reader.take())
+            while bare and has_tools and not out.has_text:
+                if not (one := bare.get((yield from reader.behind_blanks()))):
+                    break
+                yield from _call(reader, out, context, one)
+            mark = yield from reader.until(words, out.text)
             if not mark:
                 return
             if mark == opening and out.has_text:
@@ -201,7 +219,7 @@ def marked(
                 mark = ""
 
     every = frozenset({opening, closing, *calls, *marks, *silent})
-    return Format(name, every, ReasoningMarks(opening, closing), read, templates, call_form)
+    return Format(name, every, ReasoningMarks(opening, closing), read, forms)
 
 
 def _blanks(reader: Reader, out: PieceWriter) -> Steps:

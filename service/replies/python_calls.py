@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator
+from collections.abc import Container, Generator
 
-from service.replies.calls import begin, json_value
+from service.replies.calls import MAX_PARAMETERS, begin, json_value
 from service.replies.json_scanner import MAX_DEPTH, is_json
 from service.replies.pieces import PieceWriter
 from service.replies.reader import MalformedError, Reader, Steps
-from service.replies.typed_values import MAX_PARAMETERS
 
 _NO_NAME = "(),=<>[]{}'\"\n"
 _WORDS = {"True": "true", "False": "false", "None": "null"}
@@ -30,14 +29,16 @@ _CLOSING = {"[": "]", "(": ")", "{": "}"}
 _BEHIND_VALUES = ",)]}:"
 
 
-def python_call(reader: Reader, out: PieceWriter) -> Steps:
-    """Read a call that comes next.
+def python_call(reader: Reader, out: PieceWriter, names: Container[str] | None = None) -> Steps:
+    """Read a call that comes next. `names`: those that its tool may have; None: any.
 
     Raises:
         MalformedError: it is none, or not a complete one. Text that was read but not passed on is
             held.
     """
     name = yield from reader.name(_NO_NAME)
+    if names is not None and name not in names:
+        raise MalformedError
     yield from reader.expect("(")
     yield from reader.blanks()
     key = None
@@ -98,6 +99,21 @@ def _argument(reader: Reader, out: PieceWriter) -> Steps:
         out.arguments(raw if is_json(raw, around=1) else value, raw)
     elif not (yield from json_value(reader, out, around=1)):
         raise MalformedError
+
+
+def python_value(text: str) -> str | None:
+    """The JSON text of a list, a tuple or a dictionary as in Python; None: it is none."""
+    reader = Reader()
+    reader.add(text)
+    reader.close()
+    steps = _value(reader, 1)
+    try:
+        next(steps)
+    except StopIteration as end:
+        return str(end.value) if reader.pos == len(text) else None
+    except MalformedError:
+        pass
+    return None
 
 
 def _value(reader: Reader, depth: int) -> Generator[None, None, str]:

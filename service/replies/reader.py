@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 from service.replies.json_scanner import BLANKS, JsonScanner
 
@@ -55,6 +55,7 @@ class Reader:
         "_aside",
         "_base",
         "_begin",
+        "_inside",
         "_many_places",
         "_num_added",
         "_num_aside",
@@ -67,8 +68,9 @@ class Reader:
     )
 
     def __init__(self, special: frozenset[str] = frozenset()) -> None:
-        """`special`: marks that stand only where `told` says so."""
-        self._special = special
+        """`special`: texts of special tokens, which stand only where `told` says so."""
+        self._special = sorted(special, key=len, reverse=True)
+        self._inside: dict[str, tuple[int, ...]] = {}
         self.places: set[int] = set()
         self._many_places = _FEW_PLACES
         self._base = 0  # of the text: its first character's index in the reply
@@ -99,8 +101,15 @@ class Reader:
             self._many_places = max(_FEW_PLACES, 2 * len(self.places))
 
     def _stands(self, mark: str, start: int) -> bool:
-        """Whether this text, found at an index of the text, is a mark."""
-        return mark not in self._special or self._base + start in self.places
+        """Whether this text, found at an index of the text, is a mark: the special tokens that are
+        in it stand there.
+        """
+        if not self._special:
+            return True
+        inside = self._inside.get(mark)
+        if inside is None:
+            inside = self._inside[mark] = tuple(_tokens_in(mark, self._special))
+        return all(self._base + start + place in self.places for place in inside)
 
     def add(self, text: str) -> None:
         """Add text."""
@@ -127,6 +136,16 @@ class Reader:
         self._begin = self.pos
         self.end = min(len(self.text), self.pos + MAX_HELD)
         return taken
+
+    def back(self, text: str) -> None:
+        """Unread this text, with which the mark that `until` has just found ends."""
+        self.pos -= len(text)
+
+    @property
+    def held_blanks(self) -> str:
+        """The blanks before the mark that `until` has just found."""
+        held = self.text[self._begin : self.pos]
+        return held[: len(held) - len(held.lstrip(BLANKS))]
 
     def more(self) -> Generator[None, None, bool]:
         """Wait for more text; False: there is none.
@@ -183,6 +202,14 @@ class Reader:
             else:
                 place += 1
         return ""
+
+    def ahead(self, end: str, most: int) -> Generator[None, None, str]:
+        """The text before this one, if that stands within so many characters; reads nothing."""
+        most += len(end)
+        while (place := self.text.find(end, self.pos, self.pos + most)) < 0:
+            if len(self.text) - self.pos >= most or not (yield from self.more()):
+                return ""
+        return self.text[self.pos : place]
 
     def literal(self, literal: str) -> Generator[None, None, bool]:
         """Read this text if it comes next, and nothing if not. A special token's text must be that
@@ -264,7 +291,7 @@ class Reader:
         while True:
             found = marks.find.search(self.text, self.pos)
             while found is not None and not self._stands(found.group(), found.start()):
-                found = marks.find.search(self.text, found.end())
+                found = marks.find.search(self.text, found.start() + 1)
             if found is None:
                 partial = marks.find_partial.search(self.text, self.pos)
                 end = len(self.text) if partial is None else partial.start()
@@ -301,17 +328,24 @@ class Marks:
         """Compile marks.
 
         Raises:
-            ValueError: a mark could begin within another; the first complete mark need not be the
-                first to begin then.
+            ValueError: a mark ends within another; the first complete mark need not be the first
+                to begin then.
         """
         listed = sorted(marks)
-        first = {mark[0] for mark in listed}
-        if any(character in first for mark in listed for character in mark[1:]) or any(
-            other != mark and other.startswith(mark) for mark in listed for other in listed
-        ):
+        if any(mark in other[:-1] for mark in listed for other in listed):
             raise ValueError(f"marks that overlap: {listed}")
         self.find = re.compile("|".join(map(re.escape, listed)))
         self.find_partial = re.compile("(?:" + "|".join(map(_beginnings, listed)) + r")\Z")
+
+
+def _tokens_in(mark: str, special: Iterable[str]) -> Iterator[int]:
+    """Where special tokens begin in a mark; the longest one first."""
+    place = 0
+    while place < len(mark):
+        found = next((text for text in special if mark.startswith(text, place)), "")
+        if found:
+            yield place
+        place += len(found) or 1
 
 
 def _beginnings(mark: str) -> str:

@@ -1,49 +1,31 @@
-"""The formats by name, and how to find the one that a model's chat template writes.
+"""How a model writes: the format that its chat template is proved to write, or that is named.
 
-A new format is a file in `service.replies.formats`; nothing else lists it. A format from outside
-the tree is named as package.module:NAME, and is never found by a template.
+    --reply-parser, tokenizer ──▶ format_option ──▶ ModelFormat, and in words why it is that one
+
+A format from outside the tree is named as package.module:NAME, and is never found by a template.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
 from engine.plugins import is_outside, outside_object
-from engine.text import Tokenizer
-from service.replies import declared, formats
 from service.replies.call_form import CallForm
-from service.replies.format import Format
+from service.replies.families import FORMATS
+from service.replies.format import Format, marked
+from service.replies.response_template import NAME, declared_format
 
+if TYPE_CHECKING:  # the options' names come from here, and need no tokenizer
+    from engine.text import Tokenizer
+    from service.replies.proof import Proof, Writings
+
+_LOG = logging.getLogger(__name__)
 _OPTION = "reply_parser"
-
-
-def _found() -> dict[str, Format]:
-    """The formats of the package's modules, in the order of their names."""
-    names = sorted(module.name for module in pkgutil.iter_modules(formats.__path__))
-    return {name: importlib.import_module(f"{formats.__name__}.{name}").FORMAT for name in names}
-
-
-FORMATS: Mapping[str, Format] = MappingProxyType(_found())
-
-
-def choose(template: str) -> Format | None:
-    """The format of a chat template's source; None: all is text.
-
-    A template may match several formats, because some share marks. The set that says most decides:
-    the one with the most texts, then with the longest ones, then the first format by name.
-    """
-    matching = [
-        (-len(texts), -sum(map(len, texts)), format.name)
-        for format in FORMATS.values()
-        for texts in format.templates
-        if all(text in template for text in texts)
-    ]
-    return FORMATS[min(matching)[-1]] if matching else None
+_THINK = FORMATS["think"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +35,12 @@ class ModelFormat:
     Attributes:
         format: its format.
         shown: the special tokens that the parser must be shown, by id.
-        special: the marks that are special tokens, in order. Only that token is such a mark: text
-            that spells it is not.
+        special: the special tokens that are marks, or are in one, in order. Text that spells such a
+            token is no mark.
         reasons: whether the model knows the marks of reasoning: its template or its vocabulary has
             one.
-        call_form: how it writes calls; None: it has none.
+        call_form: how it writes calls; None: they cannot be held.
+        proof: in words, what shows that the model writes this format.
     """
 
     format: Format
@@ -65,9 +48,10 @@ class ModelFormat:
     special: tuple[str, ...]
     reasons: bool
     call_form: CallForm | None
+    proof: str
 
 
-FormatOfModel = Callable[[Tokenizer | None], ModelFormat | None]
+FormatOfModel = Callable[["Tokenizer | None"], ModelFormat | None]
 """The format of the model with this tokenizer. None: replies are text, as they are without a
 tokenizer.
 """
@@ -75,8 +59,8 @@ tokenizer.
 
 def format_option(name: str) -> FormatOfModel:
     """Read the value of --reply-parser: a format's name, "response_template" (the one that the
-    tokenizer declares), "auto" (the one that the chat template writes, or, if we know none of its
-    calls, the declared one), "none", or package.module:NAME.
+    tokenizer declares), "auto" (the one that the chat template is proved to write, or the declared
+    one, or reasoning alone), "none", or package.module:NAME.
 
     Raises:
         ConfigError: there is no such format outside the tree. What is returned raises it where the
@@ -84,43 +68,118 @@ def format_option(name: str) -> FormatOfModel:
     """
     if name == "none":
         return lambda _: None
-    if name == "auto":
-        return lambda tokenizer: _shown(_found_by(tokenizer), tokenizer)
-    if name == declared.NAME:
-        return lambda tokenizer: _shown(_declared_by(tokenizer), tokenizer)
-    wanted = outside_object(_OPTION, name, Format) if is_outside(name) else FORMATS[name]
-    return lambda tokenizer: _shown(wanted, tokenizer)
+    wanted: Format | None = None
+    if name not in ("auto", NAME):
+        wanted = outside_object(_OPTION, name, Format) if is_outside(name) else FORMATS[name]
+
+    def of_model(tokenizer: Tokenizer | None) -> ModelFormat | None:
+        from service.replies.proof import Writings
+
+        if tokenizer is None:
+            return None
+        writings = Writings(tokenizer.chat_templates, _special_texts(tokenizer).values())
+        if name == "auto":
+            return _found(tokenizer, writings)
+        return _named(_declared(tokenizer) if wanted is None else wanted, tokenizer, writings)
+
+    return of_model
 
 
-def _found_by(tokenizer: Tokenizer | None) -> Format | None:
-    if tokenizer is None:
+def choose(writings: Writings, also: Iterable[Format] = ()) -> tuple[Format, Proof] | None:
+    """The format that a template is proved to write, of ours and these; None: no parser reads what
+    it writes. Of several the one is taken that leaves the least as text, then the first by name.
+    """
+    proved = [
+        (proof.rank, format.name, format, proof)
+        for format in (*also, *FORMATS.values())
+        if (proof := writings.prove(format)) is not None
+    ]
+    if not proved:
         return None
-    found = choose(tokenizer.chat_template_source)
-    if found is None or found is FORMATS["think"]:
-        return declared.declared_format(tokenizer.response_template) or found
-    return found
+    _, _, format, proof = min(proved, key=lambda one: one[:2])
+    return format, proof
 
 
-def _declared_by(tokenizer: Tokenizer | None) -> Format | None:
-    if tokenizer is None:
-        return None
-    found = declared.declared_format(tokenizer.response_template)
+def _found(tokenizer: Tokenizer, writings: Writings) -> ModelFormat | None:
+    declares = declared_format(tokenizer.response_template)
+    found = choose(writings, () if declares is None else (declares,))
+    if found is not None:
+        format, proof = found
+        why = f"reads back what the chat template writes: {', '.join(proof.read)}"
+        if proof.reasoning is False:
+            why += "; its reasoning comes as text"
+        _LOG.info("Replies are read as %s, which %s", format.name, why)
+        return _of_model(format, tokenizer, proof.form, why)
+    if declares is not None and not writings.has_calls:
+        why = "is declared by the tokenizer; the chat template writes no tool calls to prove it by"
+        _LOG.info("Replies are read as %s, which %s", declares.name, why)
+        return _of_model(declares, tokenizer, declares.form, why)
+    why = (
+        "no parser reads back the tool calls that the chat template writes"
+        if writings.has_calls
+        else "the chat template writes no tool calls that could prove a parser"
+    )
+    thinks = _reasoning_alone(tokenizer.chat_template_source)
+    _LOG.info(
+        "Replies come as text%s: %s. Tool calls are not read, and a choice of tools is not "
+        "offered; --reply-parser names the format if the model has one",
+        "" if thinks is None else f", reasoning between {_marks(thinks)} apart",
+        why,
+    )
+    return None if thinks is None else _of_model(thinks, tokenizer, None, why)
+
+
+def _reasoning_alone(source: str) -> Format | None:
+    """The format of replies without calls whose marks of reasoning are in a template."""
+    opening, closing = _THINK.reasoning.opening, _THINK.reasoning.closing
+    if opening in source or closing in source:
+        return _THINK
+    for format in FORMATS.values():
+        marks = format.reasoning
+        if marks.in_prompt and marks.opening in source and marks.closing in source:
+            return marked(_THINK.name, {}, reasoning=(marks.opening, marks.closing))
+    return None
+
+
+def _marks(format: Format) -> str:
+    return f"{format.reasoning.opening} and {format.reasoning.closing}"
+
+
+def _named(format: Format, tokenizer: Tokenizer, writings: Writings) -> ModelFormat:
+    """A format that the operator chose."""
+    proof = writings.prove(format)
+    why = "was chosen by --reply-parser"
+    if proof is not None:
+        why += f" and reads back what the chat template writes: {', '.join(proof.read)}"
+        _LOG.info("Replies are read as %s, which %s", format.name, why)
+    elif format.marks > {format.reasoning.opening, format.reasoning.closing}:
+        why += (
+            ", and does not read back the tool calls that the chat template writes"
+            if writings.has_calls
+            else "; the chat template writes no tool calls to prove it by"
+        )
+        _LOG.warning("Replies are read as %s, which %s", format.name, why)
+    form = format.form if proof is None else proof.form
+    return _of_model(format, tokenizer, form, why)
+
+
+def _declared(tokenizer: Tokenizer) -> Format:
+    found = declared_format(tokenizer.response_template)
     if found is None:
         raise ConfigError(
             _OPTION,
-            f"is {declared.NAME}, and the model's tokenizer has none that can be read; see "
-            "docs/chat.md, or choose another value",
+            f"is {NAME}, and the model's tokenizer has none that can be read; see docs/chat.md, or "
+            "choose another value",
         )
     return found
 
 
-def _shown(format: Format | None, tokenizer: Tokenizer | None) -> ModelFormat | None:
-    if format is None or tokenizer is None:
-        return None
+def _of_model(
+    format: Format, tokenizer: Tokenizer, form: CallForm | None, proof: str
+) -> ModelFormat:
     template = tokenizer.chat_template_source
     shown = special_marks(format, tokenizer)
-    special = tuple(sorted(format.marks.intersection(shown.values())))
-    form = format.call_form(template)
+    special = tuple(sorted(set(shown.values())))
     if form is not None and any(mark in special for mark in form.plain):
         form = None
     return ModelFormat(
@@ -133,10 +192,15 @@ def _shown(format: Format | None, tokenizer: Tokenizer | None) -> ModelFormat | 
             if mark
         ),
         call_form=form,
+        proof=proof,
     )
 
 
 def special_marks(format: Format, tokenizer: Tokenizer) -> dict[int, str]:
     """The special tokens that are marks of a format, or parts of one, by id."""
-    special = {id: tokenizer.token_text(id) for id in tokenizer.special_token_ids}
+    special = _special_texts(tokenizer)
     return {id: text for id, text in special.items() if any(text in mark for mark in format.marks)}
+
+
+def _special_texts(tokenizer: Tokenizer) -> dict[int, str]:
+    return {id: tokenizer.token_text(id) for id in tokenizer.special_token_ids}

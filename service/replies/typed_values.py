@@ -4,8 +4,9 @@ A value becomes
 
 - a string, where the schema says so, says nothing, or the tool is unknown: it is handed on as it
   comes;
-- for another type, the JSON that the model wrote, as it wrote it, if it is a value of that type;
-  `True`, `False` and `None` are taken as JSON's; else it is a string. A value of more than MAX_HELD
+- for another type, the JSON that the model wrote, as it wrote it, if it is a value of that type.
+  A word for a boolean may be in any case, an integer may end with `.0`, and `None`, lists and
+  dictionaries as in Python become JSON. Else it is a string. A value of more than MAX_HELD
   characters is a string.
 
 Where a schema allows strings and something else, what can be the other is. What a schema allows is
@@ -16,14 +17,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Generator
 
 from service.replies.json_scanner import BLANKS, is_json
 from service.replies.pieces import PieceWriter
-from service.replies.reader import MAX_HELD, MalformedError, Marks, Reader, Steps
+from service.replies.python_calls import python_value
+from service.replies.reader import MAX_HELD, MalformedError, Marks, Reader
 
-MAX_PARAMETERS = 256
-"""The most parameters in such a call; with more it is not complete, and the rest is text."""
-_INTEGER = re.compile(r"-?(0|[1-9][0-9]*)\Z")
+_INTEGER = re.compile(r"(-?(?:0|[1-9][0-9]*))(\.0+)?\Z")
+_BOOLEANS = ("true", "false")
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _KINDS = {
     "{": "object",
@@ -43,29 +45,36 @@ class TypedValue:
         self._types = types
         self._parts: list[str] = []
         self._size = 0
+        self._began = False
         self._is_string = types <= {"string"}
         self._is_quoted = self._is_escaped = False  # where its text so far ends, if it is JSON
         self._first = ""  # its first character that is no blank
 
-    def read(self, reader: Reader, ends: Marks, *, trimmed: str = "") -> Steps:
-        """Read it up to one of these marks. What is held stands before it.
+    def read(
+        self, reader: Reader, ends: Marks, *, trimmed: str = ""
+    ) -> Generator[None, None, tuple[str, str]]:
+        """Read it up to one of these marks, or go on where one did not end it.
 
         Args:
-            reader: what to read from.
-            ends: the marks that end it.
+            reader: what to read from. What is held stands before the value.
+            ends: the marks that may end it.
             trimmed: one of these characters is left out at the value's end.
+
+        Returns:
+            The mark, and it with what is left out before it, for `close` or `add`.
 
         Raises:
             MalformedError: the output ended.
         """
-        self._out.arguments('"' if self._is_string else "", reader.take())
+        if not self._began:
+            self._began = True
+            self._out.arguments('"' if self._is_string else "", reader.take())
         most = 1 if trimmed else 0
-        while (yield from reader.until(ends, self._add, blanks=trimmed, most=most)):
+        while mark := (yield from reader.until(ends, self.add, blanks=trimmed, most=most)):
             raw = reader.take()
             if not self._is_within(raw):
-                self._close(raw)
-                return
-            self._add(raw)
+                return mark, raw
+            self.add(raw)
         self._abandon()
         raise MalformedError
 
@@ -77,7 +86,8 @@ class TypedValue:
             return False
         return self._is_quoted and self._first in ("{", "[")
 
-    def _add(self, text: str) -> None:
+    def add(self, text: str) -> None:
+        """Add text to it."""
         if self._is_string:
             self._out.arguments(_escaped(text), text)
             return
@@ -97,7 +107,8 @@ class TypedValue:
             whole = "".join(self._parts)
             self._out.arguments('"' + _escaped(whole), whole)
 
-    def _close(self, raw: str) -> None:
+    def close(self, raw: str) -> None:
+        """End it. `raw`: the mark."""
         if self._is_string:
             self._out.arguments('"', raw)
             return
@@ -121,9 +132,25 @@ def _converted(value: str, types: frozenset[str]) -> str:
     """A value's JSON text."""
     text = value.strip(BLANKS)
     text = _PYTHON.get(text, text)
+    if "string" not in types and text.lower() in _BOOLEANS and "boolean" in types:
+        text = text.lower()
+    if text[:1] in ("{", "[", "(") and not is_json(text, around=1):
+        text = python_value(text) or text
     if text and is_json(text, around=1):
         kind = _KINDS.get(text[0], "number")
-        whole = kind == "number" and _INTEGER.match(text) is not None
-        if kind in types - {"string"} or (whole and "integer" in types):
+        if kind in types - {"string"}:
             return text
+        found = _INTEGER.match(text)
+        if found is not None and "integer" in types and not (found[2] and "string" in types):
+            return found[1]
+    return json.dumps(value, ensure_ascii=False)
+
+
+def as_json(value: str) -> str:
+    """The JSON text of a value of which no type is known: itself if it is JSON and no string, or a
+    string.
+    """
+    text = value.strip(BLANKS)
+    if text[:1] not in ("", '"') and is_json(text, around=1):
+        return text
     return json.dumps(value, ensure_ascii=False)

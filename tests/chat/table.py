@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from service.replies import FORMATS
+from service.replies.proof import Writings
 from tests.chat.families import CONVERSATIONS, FAMILIES, Family
 from tests.chat.test_replies import templates
 
@@ -36,7 +37,8 @@ def _row(name: str, family: Family) -> tuple[str, ...]:
     if not family.parser:
         return family.title, prompts, "none", "no", "no", "as text", "no"
     format = FORMATS[family.parser]
-    form = format.call_form("\n".join(templates(name).sources))
+    proof = Writings(templates(name)).prove(format)
+    form = None if proof is None else proof.form
     if form is None:
         required = "no"
     else:

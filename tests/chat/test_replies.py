@@ -7,13 +7,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.text import ChatTemplateError, ChatTemplates, JsonObject
-from service.replies import Context, Reply, choose, tool_types
+from service.replies import Context, Format, Reply, choose, tool_types
+from service.replies.proof import Writings
 from tests.chat.families import BARE, FAMILIES, GAUGE, TEMPLATES
 from tests.service.replies.cases import check_divided, parse
 
@@ -74,9 +76,16 @@ MARKS = {
 """What stands in the templates here for DeepSeek's marks."""
 
 
+@cache
+def proved(family: str) -> Format | None:
+    """The format that a family's template is proved to write."""
+    found = choose(Writings(templates(family)))
+    return None if found is None else found[0]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_format_is_found_in_the_template(family: str) -> None:
-    format = choose("\n".join(templates(family).sources))
+def test_the_template_proves_its_format(family: str) -> None:
+    format = proved(family)
     assert ("" if format is None else format.name) == FAMILIES[family].parser
 
 
@@ -84,7 +93,7 @@ def test_the_format_is_found_in_the_template(family: str) -> None:
 @pytest.mark.parametrize("family", PUT_BACK)
 def test_a_reply_that_is_put_back_gives_the_templates_own_text(family: str, name: str) -> None:
     known, message = templates(family), _with_ids(MESSAGES[name], FAMILIES[family].ids)
-    format = choose("\n".join(known.sources))
+    format = proved(family)
     assert format is not None
     prompt = known.render([USER], tools=TOOLS)
     try:

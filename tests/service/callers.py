@@ -51,7 +51,7 @@ def make_directory(
         [pre_tokenizers.Split(Regex(r"\s+|\S+"), "isolated"), pre_tokenizers.ByteLevel(False)]
     )
     backend.decoder = decoders.ByteLevel()
-    form = FORMATS[format].call_form(template)
+    form = FORMATS[format].form
     plain = () if form is None else form.plain
     marks = sorted(FORMATS[format].marks - set(plain)) if special is None else list(special)
     backend.add_special_tokens([AddedToken(mark, special=True) for mark in ("<eos>", *marks)])

@@ -59,8 +59,8 @@ NO_MARKS = Model(BARE, "hermes")
 MUTE = Model(None)
 CASES = [
     *(
-        (UNKNOWN, name, "writes no format of replies that is known here; its operator may name the "
-         "format that the model writes, such as --reply-parser hermes")
+        (UNKNOWN, name, "no parser here reads back what the model's chat template writes; its operator "
+         "may name the format that the model writes, such as --reply-parser hermes")
         for name in ("typed_replies", "tool_choice", "reasoning_budget")
     ),
     *(
@@ -68,8 +68,9 @@ CASES = [
          "auto")
         for name in ("typed_replies", "tool_choice", "reasoning_budget")
     ),
-    (NO_CALLS, "tool_choice", "replies are read as think, which has no tool calls; if the model "
-     "writes them, its operator may name their format, such as --reply-parser hermes"),
+    (NO_CALLS, "tool_choice", "replies are read as think, which has no tool calls (was chosen by "
+     "--reply-parser); if the model writes them, its operator may name their format, such as "
+     "--reply-parser hermes"),
     (NO_CALLS, "reasoning_budget", "neither the model's chat template nor its vocabulary has the "
      "marks of reasoning (<think> and </think> in the format think)"),
     (NOT_HELD, "tool_choice", "format (glm) cannot be held to a choice, and no option changes"),

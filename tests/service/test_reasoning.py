@@ -261,7 +261,8 @@ REFUSED: dict[str, tuple[pb.GenerationSpec, str, str]] = {
 async def test_what_cannot_be_held_is_refused_by_name(case: str) -> None:
     spec, field, words = REFUSED[case]
     template = "{% for m in messages %}{{ m.content }}{% endfor %}<tool_call>arguments</think>"
-    async with serving(FakeEngine(), tokenizer=byte_tokenizer(chat_template=template)) as h:
+    tokenizer = byte_tokenizer(chat_template=template)
+    async with serving(FakeEngine(), tokenizer=tokenizer, reply_parser="hermes") as h:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await h.generate(spec)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -273,7 +274,8 @@ async def test_what_cannot_be_held_is_refused_by_name(case: str) -> None:
 async def test_a_bound_that_holds_the_tools_too_is_named_as_what_asks_for_it() -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}<|channel|>analysis<|message|>"
     nameless = [{"definition_json": '{"function": {}}'}]
-    async with serving(FakeEngine(), tokenizer=byte_tokenizer(chat_template=template)) as h:
+    tokenizer = byte_tokenizer(chat_template=template)
+    async with serving(FakeEngine(), tokenizer=tokenizer, reply_parser="harmony") as h:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await h.generate(chat(tools=nameless, stop={"max_reasoning_tokens": 3}))
     message = caught.value.details() or ""

@@ -272,7 +272,7 @@ async def test_harmony_by_its_special_tokens() -> None:
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary "
         "to=functions.look <|constrain|>json<|message|>{}<|call|>"
     )
-    async with serving(engine(reply, of=own), tokenizer=own) as h:
+    async with serving(engine(reply, of=own), tokenizer=own, reply_parser="harmony") as h:
         [choice] = (await h.generate(chat())).choices
     assert (choice.text, choice.reasoning, calls_of(choice)) == ("", "hm", [("look", "{}")])
     assert choice.finished.reason == pb.FINISH_REASON_TOOL_CALLS
@@ -289,7 +289,7 @@ async def test_text_that_spells_special_tokens_calls_nothing(stop: list[str]) ->
     call = own.encode("<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}")
     ids = [*channel, *spelled.encode(), *call, EOS]
     made = FakeEngine(script=lambda *_: ids, info=model_info(vocab_size=VOCAB_SIZE + 16))
-    async with serving(made, tokenizer=own) as h:
+    async with serving(made, tokenizer=own, reply_parser="harmony") as h:
         stops = {"max_tokens": 500, "stop_strings": stop}
         [choice] = (await h.generate(chat(stop=stops))).choices
     assert (choice.text, calls_of(choice)) == (spelled, [("f", "{}")])
@@ -302,7 +302,7 @@ async def test_values_by_the_tools_schema() -> None:
     asked = {"messages": [{"role": pb.CHAT_ROLE_USER, "content": "hi"}], "tools": [tool]}
     values = "<parameter=n>5</parameter><parameter=s>5</parameter>"
     made = engine(f"<function=f>{values}</function>", of=own)
-    async with serving(made, tokenizer=own) as h:
+    async with serving(made, tokenizer=own, reply_parser="qwen3_coder") as h:
         [choice] = (await h.generate(chat(chat=asked))).choices
     assert calls_of(choice) == [("f", '{"n":5,"s":"5"}')]
 

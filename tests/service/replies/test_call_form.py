@@ -75,7 +75,7 @@ def replies(form: CallForm, mode: ToolMode, parallel: bool = True, words: str = 
 
 
 def test_plain_reasoning_has_no_form() -> None:
-    assert FORMATS["think"].call_form("") is None
+    assert FORMATS["think"].form is None
     assert {"hermes", "llama3_json", "mistral", "qwen3_coder", "deepseek", "harmony"} <= {
         param.values[0] for param in forms()
     }

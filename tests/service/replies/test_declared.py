@@ -14,7 +14,7 @@ from transformers.utils.chat_parsing import parse_response
 from engine.errors import ConfigError
 from engine.text import Tokenizer
 from service.replies import Context, Format, format_option
-from service.replies.declared import declared_format
+from service.replies.response_template import declared_format
 from tests.service.replies.cases import (
     BROKEN_ARGUMENTS,
     WHOLE_ARGUMENTS,

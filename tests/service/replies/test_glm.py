@@ -7,7 +7,7 @@ import json
 import pytest
 
 from service.replies import FORMATS, Context, tool_types
-from service.replies.typed_values import MAX_PARAMETERS
+from service.replies.calls import MAX_PARAMETERS
 from tests.service.replies.cases import Case, check, check_truncated, parse
 
 GLM = FORMATS["glm"]

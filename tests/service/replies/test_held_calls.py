@@ -44,7 +44,7 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
 
 
 def forms() -> list[Any]:
-    found = ((name, format.call_form("")) for name, format in FORMATS.items())
+    found = ((name, format.form) for name, format in FORMATS.items())
     return [pytest.param(name, form, id=name) for name, form in found if form is not None]
 
 

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from service.replies import FORMATS, Context
+from service.replies.calls import MAX_PARAMETERS
 from service.replies.json_scanner import MAX_DEPTH
 from service.replies.reader import MAX_HELD
-from service.replies.typed_values import MAX_PARAMETERS
 from tests.service.replies.cases import (
     BROKEN_ARGUMENTS,
     WHOLE_ARGUMENTS,

@@ -135,19 +135,6 @@ def _arguments(reader: Reader, out: PieceWriter) -> Steps:
     out.end(complete=False)
 
 
-def _form(template: str) -> CallForm:
-    return CallForm(
-        before=f"{_CHANNEL}commentary to=functions.",
-        after=f" {_CONSTRAIN}json{_MESSAGE}",
-        end="",
-        marks=tuple(_MARKS),
-        separator=None,
-        name_in_json=False,
-        text=f"{_CHANNEL}final{_MESSAGE}",
-        preamble=(f"{_CHANNEL}commentary{_MESSAGE}", f"<|end|>{_START}assistant"),
-    )
-
-
 FORMAT = Format(
     "harmony",
     frozenset(_MARKS),
@@ -155,6 +142,16 @@ FORMAT = Format(
         f"{_CHANNEL}analysis{_MESSAGE}", "<|end|>", then=f"{_START}assistant", in_prompt=False
     ),
     _read,
-    templates=((_CHANNEL, _MESSAGE),),
-    call_form=_form,
+    forms=(
+        CallForm(
+            before=f"{_CHANNEL}commentary to=functions.",
+            after=f" {_CONSTRAIN}json{_MESSAGE}",
+            end="",
+            marks=tuple(_MARKS),
+            separator=None,
+            name_in_json=False,
+            text=f"{_CHANNEL}final{_MESSAGE}",
+            preamble=(f"{_CHANNEL}commentary{_MESSAGE}", f"<|end|>{_START}assistant"),
+        ),
+    ),
 )

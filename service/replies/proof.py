@@ -1,0 +1,240 @@
+"""Proves which format a chat template writes: one is taken only if its parser reads back the tool
+calls that the template itself writes.
+
+    template, messages with calls ──▶ text ──▶ each format's parser ──▶ the same calls?
+
+The messages (`_PROBES`) have no call, one, two, one with nested and other than ASCII arguments, one
+behind reasoning and one behind text. What a template refuses or does not print proves nothing; all
+that it prints must be read back. Marks that merely occur in a template's source prove nothing
+either: templates speak of other families' marks, and put marks together of parts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, Protocol
+
+from engine.text import JsonObject
+from service.replies.call_form import CallForm
+from service.replies.format import Context, Format
+from service.replies.pieces import Reply, fold
+from service.replies.tool_types import tool_types
+
+_NAME = "headrace"
+_TEXT = "It is said by headrace."
+_THOUGHT = "This was thought by headrace."
+_USER: Mapping[str, Any] = {"role": "user", "content": "What does headrace ask?"}
+_PARAMETERS = {
+    "place": {"type": "string"},
+    "größe": {"type": "string"},
+    "at": {"type": "array", "items": {"type": "number"}},
+    "depth": {"type": "object"},
+    "open": {"type": "boolean"},
+    "n": {"type": "integer"},
+}
+_LOOK = ("headrace_look", {"place": "Ulm"})
+_NESTED = (
+    "headrace_look",
+    {"größe": '3 m\n"q" é水', "at": [0.5, 2], "depth": {"of": {"it": "x y"}}, "open": True, "n": 3},
+)
+_NOW: tuple[str, dict[str, object]] = ("headrace_now", {})
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Asks headrace.",
+            "parameters": {"type": "object", "properties": properties, "required": []},
+        },
+    }
+    for name, properties in ((_LOOK[0], _PARAMETERS), (_NOW[0], {}))
+]
+_TYPES = tool_types(_TOOLS)
+_IDS = ("abcDE123{index}", "functions.{name}:{index}")
+"""Forms of a call's id: some templates write nothing else where the name belongs."""
+
+
+class Template(Protocol):
+    """A chat template, which may be a stranger's."""
+
+    def attempt(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None,
+        add_generation_prompt: bool,
+    ) -> str | None:
+        """The text; None: the template refuses the messages or fails on them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Probe:
+    """A message of the assistant: what it is called, and what is in it."""
+
+    title: str
+    calls: tuple[tuple[str, Mapping[str, object]], ...] = ()
+    text: str = ""
+    thought: str = ""
+
+    def message(self, ids: str) -> dict[str, object]:
+        """It, as templates see it."""
+        message: dict[str, object] = {"role": "assistant", "content": self.text or None}
+        if self.thought:
+            message["reasoning_content"] = self.thought
+        if self.calls:
+            message["tool_calls"] = [
+                {
+                    "id": ids.format(name=name, index=index),
+                    "type": "function",
+                    "function": {
+                        "name": name,
+                        "arguments": JsonObject(given, json.dumps(given, ensure_ascii=False)),
+                    },
+                }
+                for index, (name, given) in enumerate(self.calls)
+            ]
+        return message
+
+
+_ONE = _Probe("one call", (_LOOK,))
+_SAID = _Probe("no call", text=_TEXT)
+_PROBES = (
+    _SAID,
+    _ONE,
+    _Probe("two calls", (_LOOK, _NOW)),
+    _Probe("nested arguments", (_NESTED,)),
+    _Probe("reasoning before a call", (_LOOK,), thought=_THOUGHT),
+    _Probe("text before a call", (_LOOK,), text=_TEXT),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What a format's parser read back of what a template wrote.
+
+    Attributes:
+        read: which messages, in words.
+        reasoning: whether reasoning that the template printed came apart; None: it printed none.
+        left: characters of the template's own that came as text; the fewer, the better it fits.
+        is_foreign: whether its marks of reasoning are a family's own, and not in what was written.
+        form: how the template writes calls; None: they cannot be held.
+    """
+
+    read: tuple[str, ...]
+    reasoning: bool | None
+    left: int
+    is_foreign: bool
+    form: CallForm | None
+
+    @property
+    def rank(self) -> tuple[bool, int, bool]:
+        """The least is the best."""
+        return self.reasoning is False, self.left, self.is_foreign
+
+
+class Writings:
+    """What a template writes for the probes.
+
+    Attributes:
+        has_calls: whether it prints tool calls at all.
+    """
+
+    def __init__(self, template: Template, special: Iterable[str] = ()) -> None:
+        """Let a template write. `special`: the texts of the model's special tokens."""
+        self._special = tuple(special)
+        for ids in _IDS:
+            self._let_write(template, ids)
+            self.has_calls = bool(self._printed(_ONE))
+            if self.has_calls:
+                break
+
+    def _let_write(self, template: Template, ids: str) -> None:
+        def written(*messages: Mapping[str, object], prompt: bool = False) -> str:
+            shown = [_USER, *messages]
+            return template.attempt(shown, tools=_TOOLS, add_generation_prompt=prompt) or ""
+
+        before = written()
+        self._prompt = written(prompt=True)
+        self._written: dict[_Probe, str] = {}
+        self._turns: dict[_Probe, str] = {}
+        for probe in _PROBES:
+            text = written(probe.message(ids))
+            self._written[probe] = text
+            same = takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False))
+            self._turns[probe] = text[sum(1 for _ in same) :]
+        header, told, self._end = self._written[_SAID].partition(_TEXT)
+        self._header = header if told else before
+
+    def _printed(self, probe: _Probe) -> list[tuple[str, Mapping[str, object]]]:
+        """The calls of a probe that the template prints."""
+        printed = [call for call in probe.calls if call[0] in self._turns[probe]]
+        return printed if printed[:1] == [*probe.calls[:1]] else []
+
+    def prove(self, format: Format) -> Proof | None:
+        """The proof that the template writes this format; None: it does not, or prints no calls."""
+        titles: list[str] = []
+        reasoning: bool | None = None
+        left = 0
+        for probe, text in self._written.items():
+            calls = self._printed(probe)
+            if not self.has_calls or not text or (probe.calls and not calls):
+                continue
+            costs = {
+                reply.reasoning.strip(): cost
+                for reply in self._replies(format, text)
+                if (cost := self._left(probe, calls, reply)) is not None
+            }
+            if not costs:
+                return None
+            titles.append(probe.title)
+            left += costs.get(probe.thought, min(costs.values()))
+            if probe.thought and probe.thought in self._turns[probe]:
+                reasoning = probe.thought in costs
+        if not titles:
+            return None
+        marks, every = format.reasoning, "".join(self._written.values())
+        is_foreign = marks.opening != "<think>" and marks.closing not in every
+        return Proof(tuple(titles), reasoning, left, is_foreign, self._form(format, every))
+
+    def _replies(self, format: Format, text: str) -> Iterator[Reply]:
+        """What a parser reads, where the reply may begin: behind the prompt that asks for it, or
+        behind the header of a turn, perhaps within reasoning that the prompt opens.
+        """
+        opened = format.opens_reasoning(self._prompt)
+        opening = format.reasoning.opening
+        unopened = self._prompt.rpartition(opening)[0] if opening else ""
+        for prompt, is_open in (
+            (self._prompt, opened),
+            (self._header, format.opens_reasoning(self._header)),
+            (self._header, opened),
+            (unopened or self._prompt, False),
+        ):
+            if text.startswith(prompt):
+                parser = format.begin(Context(_TYPES, is_open, "proof"))
+                yield fold([*parser.push(text[len(prompt) :]), *parser.finish()])
+
+    def _left(
+        self, probe: _Probe, calls: Sequence[tuple[str, Mapping[str, object]]], reply: Reply
+    ) -> int | None:
+        """How much came as text besides the message's; None: the reply is not the message."""
+        read = [(call.name, json.loads(call.arguments)) for call in reply.calls if call.complete]
+        text = reply.text
+        if read != calls or len(read) < len(reply.calls):
+            return None
+        if probe.text and probe.text in self._turns[probe]:
+            if probe.text not in (text + reply.reasoning):  # some have text beside calls there
+                return None
+            text = text.replace(probe.text, "", 1)
+        text = text.strip().removesuffix(self._end.strip()).strip()
+        return None if _NAME in text.replace(_THOUGHT, "") else len(text)
+
+    def _form(self, format: Format, written: str) -> CallForm | None:
+        """The form that the template writes, of those that a format has."""
+
+        def fits(form: CallForm) -> tuple[bool, bool]:
+            return form.begun(_LOOK[0]) in written, not form.text or form.text in written
+
+        return max(format.forms, key=fits, default=None)
