@@ -49,10 +49,18 @@ class ServiceConfig(NetworkOptions):
         "auto",
         "How the model writes reasoning and tool calls, so that they come apart from the text of "
         "[replies to conversations](chat.md): [a format](chat.md#what-replies-come-to), `auto` "
-        "(by the chat template), `response_template` (as the tokenizer declares it) or `none`; or "
-        "a format of your own, as `package.module:NAME`.",
+        "(the one that the chat template is proved to write), `response_template` (as the "
+        "tokenizer declares it) or `none`; or a format of your own, as `package.module:NAME`.",
         choices=("auto", "none", "response_template", *FORMATS),
         outside="NAME",
+        group=MODEL,
+    )
+    chat_template: str | None = option(
+        None,
+        "A file with the chat template (Jinja) that lays out [conversations](chat.md), in place of "
+        "the model's own.",
+        more="Its name is in the model card. Which format of replies it writes is proved as of any "
+        "template.",
         group=MODEL,
     )
     max_requests_per_identity: int = option(

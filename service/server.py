@@ -49,7 +49,7 @@ from engine.errors import ConfigError, HeadraceError
 from engine.logs.levels import replaced
 from engine.outputs import StepOutputs
 from engine.startup import Paced, Transfer
-from engine.text import Tokenizer, TokenizerMissingError
+from engine.text import Tokenizer, TokenizerMissingError, read_chat_template
 from service.address import Address, parse_address
 from service.admission import AdmissionControl, Limits
 from service.auth import Authenticator
@@ -73,7 +73,7 @@ from service.operator_control import Control
 from service.places import Places
 from service.reading import Reading
 from service.reflection import add_reflection
-from service.replies import format_option
+from service.replies import ModelFormat, format_option
 from service.results.flow import FlowOptions, WholeLimits
 from service.servicers.control_servicer import ControlServicer
 from service.servicers.generation_servicer import GenerationServicer
@@ -253,6 +253,7 @@ class HeadraceServer:
         self._client = client
         self._progress = progress or Paced(logger.info)
         self._format_of = format_option("none")
+        self._chat_template = ""
         self._load_tokenizer = tokenizer_loader
         self.instance_id = f"hr-{secrets.token_hex(8)}"
         self.state = ServerState(self.instance_id)
@@ -340,6 +341,8 @@ class HeadraceServer:
 
             check_packages()
         self._format_of = format_option(self._config.reply_parser)
+        if self._config.chat_template is not None:
+            self._chat_template = read_chat_template(self._config.chat_template)
         self._authenticator, self._tls = credentials_of(self._config, self._door_secret)
         self._telemetry = telemetry.set_up(self._telemetry_config, self._figures)
         self.recovery.watchers = self._telemetry.watchers
@@ -433,11 +436,11 @@ class HeadraceServer:
         began = time.monotonic()
         info = await self._client.start(self._on_step, self._on_progress)
         started = time.monotonic()
-        tokenizer = await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._load_tokenizer, info
+        text = await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._load_text, info
         )
         await self.control.engine_started()
-        self.state.loaded(self._front_end(info, tokenizer))
+        self.state.loaded(self._front_end(info, *text))
         measured = sum(seconds for _, seconds in info.startup)
         self._startup = {
             "process": max(started - began - measured, 0.0),
@@ -448,6 +451,20 @@ class HeadraceServer:
         self._progress(f"started in {sum(self._startup.values()):.1f} s: {told}")
         if self.state.phase is Phase.READY:
             self.health.set_ready(True)
+
+    def _load_text(self, info: ModelInfo) -> tuple[Tokenizer | None, ModelFormat | None]:
+        """The tokenizer of a model, and how the model writes; its chat template, a stranger's
+        program, is tried for that.
+        """
+        tokenizer = self._load_tokenizer(info)
+        if self._chat_template:
+            if tokenizer is None:
+                raise ConfigError(
+                    "chat_template",
+                    "needs the model's tokenizer.json, which its directory lacks",
+                )
+            tokenizer.use_chat_template(self._chat_template)
+        return tokenizer, self._format_of(tokenizer)
 
     def _on_progress(self, line: str) -> None:
         if isinstance(line, Transfer):
@@ -462,7 +479,9 @@ class HeadraceServer:
         if self._telemetry.spans is not None:
             self._telemetry.spans.on_step(step)
 
-    def _front_end(self, info: ModelInfo, tokenizer: Tokenizer | None) -> FrontEnd:
+    def _front_end(
+        self, info: ModelInfo, tokenizer: Tokenizer | None, reply: ModelFormat | None
+    ) -> FrontEnd:
         config = self._config
         encoder = None
         if tokenizer is not None:
@@ -484,7 +503,6 @@ class HeadraceServer:
                 max_send_bytes=config.max_send_bytes,
             ),
         )
-        reply = self._format_of(tokenizer)
         card = model_card(info, tokenizer, config, self.instance_id, reply)
         lacking = why_lacking(tokenizer, reply, config.reply_parser)
         names = (card.name, *card.aliases)

@@ -8,7 +8,7 @@ Importing this package costs `tokenizers` and `jinja2`, less than 0.1 s.
 
 from __future__ import annotations
 
-from engine.text.chat_template import ChatTemplate, ChatTemplates
+from engine.text.chat_template import ChatTemplate, ChatTemplates, read_chat_template
 from engine.text.conversation import JsonObject
 from engine.text.detokenizer import IncrementalDetokenizer, incremental_detokenizer
 from engine.text.stop_strings import StopMatch, StopMatcher, StopStrings
@@ -36,4 +36,5 @@ __all__ = [
     "TokenizerError",
     "TokenizerMissingError",
     "incremental_detokenizer",
+    "read_chat_template",
 ]

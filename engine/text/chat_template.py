@@ -18,12 +18,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Template, TemplateSyntaxError, UndefinedError
 from jinja2.exceptions import SecurityError
 
-from engine.errors import InvalidRequestError
+from engine.errors import ConfigError, InvalidRequestError
 from engine.text.conversation import (
     CALL_FORMS,
     CallForm,
@@ -44,6 +45,9 @@ MAX_SECONDS = 10.0
 """The longest time that it may take, checked whenever it writes something."""
 MAX_ATTEMPT_SECONDS = 1.0
 """The same, where it is only tried what a template makes of something."""
+MAX_SOURCE_BYTES = 1024 * 1024
+"""The longest file with a template."""
+_OPTION = "chat_template"
 _MAX_REASON = 500
 """The longest message of raise_exception that is passed on, in characters."""
 
@@ -323,6 +327,29 @@ class ChatTemplates:
         return {
             name: plain(value, f"template_arguments.{name}") for name, value in arguments.items()
         }
+
+
+def read_chat_template(path: str) -> str:
+    """The source of a chat template in a file.
+
+    Raises:
+        ConfigError: it cannot be read, is too long, or is no template.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            read = file.read(MAX_SOURCE_BYTES + 1)
+        source = read.decode()
+    except OSError as error:
+        raise ConfigError(_OPTION, f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(_OPTION, f"{path} is not UTF-8, at byte {error.start}") from error
+    if len(read) > MAX_SOURCE_BYTES:
+        raise ConfigError(_OPTION, f"{path} has more than {MAX_SOURCE_BYTES} bytes")
+    try:
+        ChatTemplate(source).compile()
+    except ChatTemplateUnavailableError as error:
+        raise ConfigError(_OPTION, f"{path} is no chat template in Jinja: {error}") from error
+    return source
 
 
 def _have_calls(messages: Iterable[object]) -> bool:

@@ -80,6 +80,7 @@ class Tokenizer:
         """
         self._backend = backend
         self.response_template = response_template
+        self._clock = clock
         self._special_tokens = dict(special_tokens or {})
         self._templates = ChatTemplates(
             dict(chat_templates or {}), self._special_tokens, clock=clock
@@ -255,6 +256,12 @@ class Tokenizer:
     def chat_template_source(self) -> str:
         """The Jinja sources of its chat templates, one behind the other."""
         return "\n".join(self._templates.sources)
+
+    def use_chat_template(self, source: str) -> None:
+        """Lay conversations out with this template alone, in place of the model's own."""
+        self._templates = ChatTemplates(
+            {"default": source}, self._special_tokens, clock=self._clock
+        )
 
     @property
     def chat_templates(self) -> ChatTemplates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from headrace.v1 import model_service_pb2
 
@@ -20,7 +21,7 @@ from service.convert.response import sampling_message
 from service.convert.values import to_duration
 from service.replies import ModelFormat
 
-SCHEMA_REVISION = 10
+SCHEMA_REVISION = 11
 """Grows with every change to the contract."""
 MINIMUM_CLIENT_REVISION = 7
 """The oldest revision of clients that this server supports."""
@@ -113,12 +114,14 @@ def _capabilities(
             chat=chat,
             tools=chat,
             content_parts=["text"] if chat else [],
+            chat_template="" if config.chat_template is None else Path(config.chat_template).name,
         ),
         output=model_service_pb2.OutputCapabilities(
             logprobs=True,
             prompt_logprobs=True,
             structured_output=FORMS if text else (),
             reply_parser=reply.format.name if chat and reply is not None else "",
+            reply_parser_proof=reply.proof if chat and reply is not None else "",
         ),
         scheduling=model_service_pb2.SchedulingCapabilities(
             priorities=info.heeds_priorities,

@@ -59,8 +59,8 @@ NO_MARKS = Model(BARE, "hermes")
 MUTE = Model(None)
 CASES = [
     *(
-        (UNKNOWN, name, "no parser here reads back what the model's chat template writes; its operator "
-         "may name the format that the model writes, such as --reply-parser hermes")
+        (UNKNOWN, name, "no parser here reads back what the model's chat template writes; its "
+         "operator may name the format that the model writes, such as --reply-parser hermes")
         for name in ("typed_replies", "tool_choice", "reasoning_budget")
     ),
     *(

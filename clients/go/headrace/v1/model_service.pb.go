@@ -384,7 +384,9 @@ type InputCapabilities struct {
 	// Tools in conversations.
 	Tools bool `protobuf:"varint,4,opt,name=tools,proto3" json:"tools,omitempty"`
 	// Kinds of parts that a message's content may have, by their names in ContentPart.
-	ContentParts  []string `protobuf:"bytes,5,rep,name=content_parts,json=contentParts,proto3" json:"content_parts,omitempty"`
+	ContentParts []string `protobuf:"bytes,5,rep,name=content_parts,json=contentParts,proto3" json:"content_parts,omitempty"`
+	// The name of the file whose chat template the server was given in place of the model's own. Empty: it is the model's.
+	ChatTemplate  string `protobuf:"bytes,6,opt,name=chat_template,json=chatTemplate,proto3" json:"chat_template,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -454,6 +456,13 @@ func (x *InputCapabilities) GetContentParts() []string {
 	return nil
 }
 
+func (x *InputCapabilities) GetChatTemplate() string {
+	if x != nil {
+		return x.ChatTemplate
+	}
+	return ""
+}
+
 // What may be asked of the output.
 type OutputCapabilities struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -465,9 +474,12 @@ type OutputCapabilities struct {
 	StructuredOutput []string `protobuf:"bytes,3,rep,name=structured_output,json=structuredOutput,proto3" json:"structured_output,omitempty"`
 	// The parser that takes reasoning and tool calls out of replies to conversations: the name of the format that the
 	// model writes, such as "hermes". Empty: replies are text.
-	ReplyParser   string `protobuf:"bytes,4,opt,name=reply_parser,json=replyParser,proto3" json:"reply_parser,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	ReplyParser string `protobuf:"bytes,4,opt,name=reply_parser,json=replyParser,proto3" json:"reply_parser,omitempty"`
+	// What shows that the model writes it, in words: which calls of the chat template's own it reads back, or that the
+	// operator chose it. Empty: replies are text.
+	ReplyParserProof string `protobuf:"bytes,5,opt,name=reply_parser_proof,json=replyParserProof,proto3" json:"reply_parser_proof,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *OutputCapabilities) Reset() {
@@ -524,6 +536,13 @@ func (x *OutputCapabilities) GetStructuredOutput() []string {
 func (x *OutputCapabilities) GetReplyParser() string {
 	if x != nil {
 		return x.ReplyParser
+	}
+	return ""
+}
+
+func (x *OutputCapabilities) GetReplyParserProof() string {
+	if x != nil {
+		return x.ReplyParserProof
 	}
 	return ""
 }
@@ -1073,18 +1092,20 @@ const file_headrace_v1_model_service_proto_rawDesc = "" +
 	"\x06output\x18\x03 \x01(\v2\x1f.headrace.v1.OutputCapabilitiesR\x06output\x12C\n" +
 	"\n" +
 	"scheduling\x18\x04 \x01(\v2#.headrace.v1.SchedulingCapabilitiesR\n" +
-	"scheduling\"\x93\x01\n" +
+	"scheduling\"\xb8\x01\n" +
 	"\x11InputCapabilities\x12\x12\n" +
 	"\x04text\x18\x01 \x01(\bR\x04text\x12\x1b\n" +
 	"\ttoken_ids\x18\x02 \x01(\bR\btokenIds\x12\x12\n" +
 	"\x04chat\x18\x03 \x01(\bR\x04chat\x12\x14\n" +
 	"\x05tools\x18\x04 \x01(\bR\x05tools\x12#\n" +
-	"\rcontent_parts\x18\x05 \x03(\tR\fcontentParts\"\xa9\x01\n" +
+	"\rcontent_parts\x18\x05 \x03(\tR\fcontentParts\x12#\n" +
+	"\rchat_template\x18\x06 \x01(\tR\fchatTemplate\"\xd7\x01\n" +
 	"\x12OutputCapabilities\x12\x1a\n" +
 	"\blogprobs\x18\x01 \x01(\bR\blogprobs\x12'\n" +
 	"\x0fprompt_logprobs\x18\x02 \x01(\bR\x0epromptLogprobs\x12+\n" +
 	"\x11structured_output\x18\x03 \x03(\tR\x10structuredOutput\x12!\n" +
-	"\freply_parser\x18\x04 \x01(\tR\vreplyParser\"[\n" +
+	"\freply_parser\x18\x04 \x01(\tR\vreplyParser\x12,\n" +
+	"\x12reply_parser_proof\x18\x05 \x01(\tR\x10replyParserProof\"[\n" +
 	"\x16SchedulingCapabilities\x12\x1e\n" +
 	"\n" +
 	"priorities\x18\x01 \x01(\bR\n" +

@@ -2696,6 +2696,9 @@ pub struct InputCapabilities {
     /// Kinds of parts that a message's content may have, by their names in ContentPart.
     #[prost(string, repeated, tag = "5")]
     pub content_parts: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// The name of the file whose chat template the server was given in place of the model's own. Empty: it is the model's.
+    #[prost(string, tag = "6")]
+    pub chat_template: ::prost::alloc::string::String,
 }
 /// What may be asked of the output.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -2713,6 +2716,10 @@ pub struct OutputCapabilities {
     /// model writes, such as "hermes". Empty: replies are text.
     #[prost(string, tag = "4")]
     pub reply_parser: ::prost::alloc::string::String,
+    /// What shows that the model writes it, in words: which calls of the chat template's own it reads back, or that the
+    /// operator chose it. Empty: replies are text.
+    #[prost(string, tag = "5")]
+    pub reply_parser_proof: ::prost::alloc::string::String,
 }
 /// What may be asked of the scheduler and the caches.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]

@@ -215,6 +215,7 @@ class InputCapabilities(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
     CONTENT_PARTS_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     text: _builtins.bool
     """Text: the server has the model's tokenizer. If not, prompts are token ids, and so is the output."""
     token_ids: _builtins.bool
@@ -223,6 +224,8 @@ class InputCapabilities(_message.Message):
     """Conversations: the tokenizer has a chat template."""
     tools: _builtins.bool
     """Tools in conversations."""
+    chat_template: _builtins.str
+    """The name of the file whose chat template the server was given in place of the model's own. Empty: it is the model's."""
     @_builtins.property
     def content_parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Kinds of parts that a message's content may have, by their names in ContentPart."""
@@ -235,10 +238,11 @@ class InputCapabilities(_message.Message):
         chat: _builtins.bool = ...,
         tools: _builtins.bool = ...,
         content_parts: _abc.Iterable[_builtins.str] | None = ...,
+        chat_template: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "content_parts", b"content_parts", "text", b"text", "token_ids", b"token_ids", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "chat_template", b"chat_template", "content_parts", b"content_parts", "text", b"text", "token_ids", b"token_ids", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -254,6 +258,7 @@ class OutputCapabilities(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     REPLY_PARSER_FIELD_NUMBER: _builtins.int
+    REPLY_PARSER_PROOF_FIELD_NUMBER: _builtins.int
     logprobs: _builtins.bool
     """Log-probabilities of the output's tokens."""
     prompt_logprobs: _builtins.bool
@@ -261,6 +266,10 @@ class OutputCapabilities(_message.Message):
     reply_parser: _builtins.str
     """The parser that takes reasoning and tool calls out of replies to conversations: the name of the format that the
     model writes, such as "hermes". Empty: replies are text.
+    """
+    reply_parser_proof: _builtins.str
+    """What shows that the model writes it, in words: which calls of the chat template's own it reads back, or that the
+    operator chose it. Empty: replies are text.
     """
     @_builtins.property
     def structured_output(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -273,10 +282,11 @@ class OutputCapabilities(_message.Message):
         prompt_logprobs: _builtins.bool = ...,
         structured_output: _abc.Iterable[_builtins.str] | None = ...,
         reply_parser: _builtins.str = ...,
+        reply_parser_proof: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reply_parser", b"reply_parser", "structured_output", b"structured_output"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reply_parser", b"reply_parser", "reply_parser_proof", b"reply_parser_proof", "structured_output", b"structured_output"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
