@@ -23,7 +23,6 @@ from service.replies.format import Context, Format
 from service.replies.pieces import Reply, fold
 from service.replies.tool_types import tool_types
 
-_NAME = "headrace"
 _TEXT = "It is said by headrace."
 _THOUGHT = "This was thought by headrace."
 _USER: Mapping[str, Any] = {"role": "user", "content": "What does headrace ask?"}
@@ -118,7 +117,7 @@ class Proof:
     Attributes:
         read: which messages, in words.
         reasoning: whether reasoning that the template printed came apart; None: it printed none.
-        left: characters of the template's own that came as text; the fewer, the better it fits.
+        left: characters of what ends a turn that came as text; the fewer, the better it fits.
         is_foreign: whether its marks of reasoning are a family's own, and not in what was written.
         form: how the template writes calls; None: they cannot be held.
     """
@@ -219,7 +218,9 @@ class Writings:
     def _left(
         self, probe: _Probe, calls: Sequence[tuple[str, Mapping[str, object]]], reply: Reply
     ) -> int | None:
-        """How much came as text besides the message's; None: the reply is not the message."""
+        """How much came as text besides the message's, which may only be what ends a turn; None:
+        the reply is not the message.
+        """
         read = [(call.name, json.loads(call.arguments)) for call in reply.calls if call.complete]
         text = reply.text
         if read != calls or len(read) < len(reply.calls):
@@ -228,8 +229,12 @@ class Writings:
             if probe.text not in (text + reply.reasoning):  # some have text beside calls there
                 return None
             text = text.replace(probe.text, "", 1)
-        text = text.strip().removesuffix(self._end.strip()).strip()
-        return None if _NAME in text.replace(_THOUGHT, "") else len(text)
+        if _THOUGHT in text:  # between marks that are not known
+            return 0
+        left = rest = text.strip()
+        for special in self._special:
+            rest = rest.replace(special, "")
+        return len(left) if self._end.rstrip().endswith(rest.strip()) else None
 
     def _form(self, format: Format, written: str) -> CallForm | None:
         """The form that the template writes, of those that a format has."""
