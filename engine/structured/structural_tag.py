@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from llguidance import LLMatcher
 
-from engine.structured.qwen_xml import xml_parameters
+from engine.structured.parameters import Marks, python_arguments, tagged_parameters
 from engine.structured.schema import SchemaChecks, SchemaError, read_json, schema_text
 from engine.structured.special_names import SpecialNames
 from engine.structured.tag_grammar import TagError, TagGrammar, excluding
@@ -46,6 +46,7 @@ MAX_REGEX_BYTES = 16 * 1024
 MAX_LARK_BYTES = 64 * 1024
 """The most bytes of all Lark grammars of a structural tag."""
 
+_MAX_MARK = 256
 MAX_SHOWN = 80
 """So much of how a tag begins is in messages about it."""
 
@@ -98,6 +99,8 @@ class _Reader:
             "const_string": self._const_string,
             "json_schema": self._json_schema,
             "qwen_xml_parameter": self._qwen_xml_parameter,
+            "tagged_parameters": self._tagged_parameters,
+            "python_arguments": self._python_arguments,
             "regex": self._regex,
             "grammar": self._grammar,
             "any_text": self._any_text,
@@ -182,8 +185,30 @@ class _Reader:
 
     def _qwen_xml_parameter(self, value: _Object, place: str, depth: int) -> Node:
         _check_members(value, place, {"json_schema"})
+        marks = Marks("<parameter=", ">\n", "\n</parameter>\n", self._literal)
         schema = self._schema(value, place)
-        return xml_parameters(schema, f"{place}.json_schema", self._one_line)
+        return tagged_parameters(schema, f"{place}.json_schema", self._one_line, marks)
+
+    def _tagged_parameters(self, value: _Object, place: str, depth: int) -> Node:
+        _check_members(value, place, {"json_schema", "before_name", "after_name", "after_value"})
+        before, end = (_mark(value, name, place) for name in ("before_name", "after_value"))
+        after = value.get("after_name")
+        if isinstance(after, dict):
+            for kind in after:
+                self._count()
+                _mark(after, kind, f"{place}.after_name")
+            if "other" not in after:
+                _refuse(f"{place}.after_name", "has no `other`, for types that it does not name")
+        else:
+            after = _mark(value, "after_name", place)
+        schema = self._schema(value, place)
+        marks = Marks(before, after, end, self._literal)
+        return tagged_parameters(schema, f"{place}.json_schema", self._one_line, marks)
+
+    def _python_arguments(self, value: _Object, place: str, depth: int) -> Node:
+        _check_members(value, place, {"json_schema"})
+        schema = self._schema(value, place)
+        return python_arguments(schema, f"{place}.json_schema", self._one_line)
 
     def _regex(self, value: _Object, place: str, depth: int) -> Node:
         _check_members(value, place, {"pattern"})
@@ -347,6 +372,13 @@ def _string(value: _Object, name: str, place: str) -> str:
     found = value.get(name)
     if type(found) is not str:
         _refuse(_at(place, name), f"is {_shown(found)}; it must be a string")
+    return found
+
+
+def _mark(value: _Object, name: str, place: str) -> str:
+    found = _string(value, name, place)
+    if not found.strip() or len(found) > _MAX_MARK:
+        _refuse(_at(place, name), f"must have 1 to {_MAX_MARK} characters, not only blanks")
     return found
 
 

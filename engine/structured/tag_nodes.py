@@ -1,7 +1,7 @@
 """What a structural tag comes to: a tree of few kinds of nodes, which `tag_grammar` writes down.
 
     const_string, begin, end  Literal     regex, any_text      Open
-    json_schema               Json        qwen_xml_parameter   Sequence of Literal, Value and Json
+    json_schema               Json        …_parameters         Sequence of Literal, Value and Json
     grammar                   Lark        or, ends             Choice
     sequence, tag             Sequence    triggered_tags       Triggered
     tags_with_separator       Sequence of Choice and Repeated

@@ -57,7 +57,8 @@ class CallForm:
         plain: marks within arguments that are written as text: a model that has one of them as a
             special token cannot be held.
         name_in_json: whether the name stands in a JSON string.
-        bare: whether calls have no mark, and are told by a brace at the reply's beginning.
+        bare: the bracket at the reply's beginning that tells calls without a mark; empty: they have
+            one.
         text: the text before an answer in words.
         preamble: the texts around what may be said before a call, if there are any.
     """
@@ -72,7 +73,7 @@ class CallForm:
     content: Mapping[str, object] = field(default_factory=lambda: _JSON, hash=False)
     plain: tuple[str, ...] = ()
     name_in_json: bool = True
-    bare: bool = False
+    bare: str = ""
     text: str = ""
     preamble: tuple[str, str] | None = None
 
@@ -141,7 +142,7 @@ class CallForm:
     def _words(self, barred: list[str]) -> _Node:
         """An answer in words, without these texts."""
         if self.bare:
-            words: _Node = {"type": "grammar", "grammar": _no_brace(barred)}
+            words: _Node = {"type": "grammar", "grammar": _no_bracket(self.bare, barred)}
         else:
             words = {"type": "any_text", "excludes": barred}
         return _sequence(self.text, words)
@@ -173,10 +174,10 @@ class CallForm:
         }
 
 
-def _no_brace(barred: Sequence[str]) -> str:
-    """A grammar of text that does not begin with a brace, and has none of these texts."""
+def _no_bracket(bracket: str, barred: Sequence[str]) -> str:
+    """A grammar of text that does not begin with a bracket, and has none of these texts."""
     texts = "|".join(map(_quoted, barred))
-    words = r"/[ \n\r\t]*([^{ \n\r\t](.|\n)*)?/"
+    words = rf"/[ \n\r\t]*([^\{bracket} \n\r\t](.|\n)*)?/"
     return f"start: WORDS\nWORDS: {words} & ~/(.|\\n)*({texts})(.|\\n)*/"
 
 

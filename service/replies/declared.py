@@ -15,8 +15,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Generator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from html import unescape
+from types import MappingProxyType
 
 from service.replies.call_form import CallForm
 from service.replies.calls import (
@@ -43,6 +44,7 @@ from service.replies.typed_values import TypedValue, as_json
 
 _FENCE = "```"
 _NAMED = '{"name"'
+_PYTHON = MappingProxyType({"type": "python_arguments"})
 _STRING = frozenset({"string"})
 _OTHERS = frozenset({"number", "integer", "boolean", "null", "object", "array"})
 
@@ -52,7 +54,7 @@ class JsonCalls:
     """Calls that are JSON objects with a name and arguments, or a list of them.
 
     Attributes:
-        marks: each begins a call or a list.
+        marks: each begins a call or a list, of which it may have the bracket.
         closing: the texts that may end it.
         first: what follows the mark: "{" an object, "[" a list, or either.
         name: the member with the tool's name; empty: the only member's key is the name.
@@ -60,6 +62,8 @@ class JsonCalls:
         fence: what stands between mark and JSON.
         bare: whether there may be no mark: an object at the beginning of the reply, in a block of
             code, or at the beginning of a line where a tool has that name; it needs arguments.
+        arguments: the member with the arguments, as it is written; both usual ones are read.
+        written: what is written around an object or a list; None: the first mark and closing text.
     """
 
     marks: tuple[str, ...]
@@ -69,11 +73,36 @@ class JsonCalls:
     between: str | None = None
     fence: str = ""
     bare: bool = False
+    arguments: str = "arguments"
+    written: tuple[str, str] | None = None
+
+    @property
+    def forms(self) -> tuple[CallForm, ...]:
+        """How calls are held."""
+        opening, closing = self.written or (self.marks[0], "".join(self.closing[:1]))
+        named, given = f'{{"{self.name}": "', f'", "{self.arguments}": '
+        form = CallForm(
+            before=named if self.name else '{"',
+            after=given if self.name else '": ',
+            end="}",
+            marks=self.marks,
+            opening=opening,
+            closing=closing,
+            bare="{" if self.bare else "",
+        )
+        if self.first[0] == "[":
+            form = replace(form, opening=opening + "[", closing="]" + closing, separator=", ")
+        elif self.bare:
+            form = replace(form, opening="", closing="", separator=f"{self.between} ")
+        elif self.between is None:
+            before, end = opening + form.before, form.end + closing
+            form = replace(form, before=before, end=end, opening="", closing="")
+        return (form,)
 
     @property
     def readers(self) -> Mapping[str, ReadCall]:
         """How to read what follows each mark that may stand in text."""
-        return dict.fromkeys(self.marks, self._read)
+        return {mark: self._read_items if mark.endswith("[") else self._read for mark in self.marks}
 
     @property
     def within(self) -> tuple[str, ...]:
@@ -102,6 +131,9 @@ class JsonCalls:
         else:
             yield from self._objects(reader, out, None)
         yield from past_any(reader, self.closing)
+
+    def _read_items(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
+        yield from call_items(reader, out, name=self.name)
 
     def _read_bare(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
         yield from reader.blanks()
@@ -153,6 +185,7 @@ class NamedCalls:
         fence: what stands between the name, which is only the call's kind then, and the arguments:
             the name itself, and the beginning of a block of code.
         or_list: whether a list of objects may follow the mark instead.
+        written: what is written around a name, besides.
     """
 
     call: str
@@ -164,6 +197,34 @@ class NamedCalls:
     name_in_id: re.Pattern[str] | None = None
     fence: str = ""
     or_list: bool = False
+    written: tuple[str, str] = ("", "")
+
+    @property
+    def forms(self) -> tuple[CallForm, ...]:
+        """How calls are held."""
+        before, after = self.written
+        form = CallForm(
+            before=self.call + before,
+            after=after + self.name_end,
+            end=self.call_end,
+            marks=tuple(filter(None, (self.section, self.call))),
+            opening=self.section,
+            closing=self.section_end,
+            # A number in an id grows with each call, so there is one.
+            separator=None if self.name_in_id is not None else "",
+            name_in_json=False,
+        )
+        forms = JsonCalls(marks=(self.call,)).forms if self.or_list else ()
+        if not self.fence:
+            return (*forms, form)
+        fenced = replace(
+            form,
+            before=f"{self.call}function{self.name_end}",
+            after=f"\n{self.fence}\n",
+            end=f"\n{_FENCE}{self.call_end}",
+            separator="\n",
+        )
+        return (form, fenced)
 
     @property
     def readers(self) -> Mapping[str, ReadCall]:
@@ -239,11 +300,17 @@ class TaggedCalls:
         value: what stands between key and value, behind blanks.
         value_end: what stands behind a value.
         attributes_end: what ends the attributes behind a name or a key; empty: there are none.
-        is_string: the attribute of a value that is text; others are JSON then.
+        attributes: the attribute of a key, by the type of its value, or "other"; a value is text
+            where it has that of "string", and else JSON.
+        name_attributes: the attributes of a name, as they are written.
+        each: whether each call is written in a section of its own.
         may_begin: whether a call may stand without a section.
         trimmed: a character that is left out at both ends of a value.
         key_again: whether the key stands once more behind value_end, and `>`.
         nests: whether values may be objects and lists of such tags.
+        gap: what is written between all these.
+        plain: whether the marks of keys and values are written as text, even where they are special
+            tokens.
     """
 
     call: str
@@ -256,11 +323,52 @@ class TaggedCalls:
     section: tuple[str, ...] = ()
     section_end: tuple[str, ...] = ()
     attributes_end: str = ""
-    is_string: str = ""
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    name_attributes: str = ""
+    each: bool = False
     may_begin: bool = False
     trimmed: str = ""
     key_again: bool = False
     nests: bool = False
+    gap: str = "\n"
+    plain: bool = False
+
+    @property
+    def forms(self) -> tuple[CallForm, ...]:
+        """How calls are held; those whose values need the key again, or nest, cannot be."""
+        if self.nests:
+            return ()
+        gap, trimmed = self.gap, self.trimmed
+        key_end = self.key_end + (gap + self.value if self.value else "") + trimmed
+        after: object = {
+            kind: self.key_end + attribute + self.attributes_end
+            for kind, attribute in self.attributes.items()
+        }
+        content = {
+            "type": "tagged_parameters",
+            "before_name": self.key,
+            "after_name": after if self.attributes else key_end,
+            "after_value": trimmed + self.value_end + gap,
+        }
+        forms = []
+        for index, section in enumerate(self.section or ("",)):
+            form = CallForm(
+                before=self.call,
+                after=self.name_end + self.name_attributes + self.attributes_end + gap,
+                end=self.call_end,
+                marks=(section, *self.section, self.call) if section else (self.call,),
+                opening=section + gap if section else "",
+                closing=gap + self.section_end[index] if section else "",
+                separator=None if self.name_attributes else gap,
+                content=MappingProxyType(content),
+                plain=(self.key, self.value_end) if self.plain else (),
+                name_in_json=False,
+            )
+            if self.each:
+                before, end = form.opening + form.before, form.end + form.closing
+                form = replace(form, before=before, end=end, opening="", closing="")
+            forms.append(form)
+        return tuple(forms)
 
     @property
     def readers(self) -> Mapping[str, ReadCall]:
@@ -333,7 +441,7 @@ class TaggedCalls:
             out.arguments(("," if keys else "") + json.dumps(key, ensure_ascii=False) + ":", "")
             keys.add(key)
             if attributes:
-                kind = _STRING if self.is_string in attributes else _OTHERS
+                kind = _STRING if self.attributes["string"].strip() in attributes else _OTHERS
             else:
                 kind = types.get(key, frozenset())
             ended = yield from self._value(reader, out, kind, types.keys() - keys)
@@ -441,6 +549,24 @@ class PythonCalls:
     bare: bool = False
 
     @property
+    def forms(self) -> tuple[CallForm, ...]:
+        """How calls are held."""
+        opening, closing = ("", "") if self.bare else (self.marks[0], self.closing)
+        form = CallForm(
+            before="",
+            after="(",
+            end=")",
+            marks=self.marks,
+            opening=opening + "[" if self.in_list else opening,
+            closing="]" + closing if self.in_list else closing,
+            separator=", " if self.in_list else "\n",
+            content=_PYTHON,
+            name_in_json=False,
+            bare="[" if self.bare else "",
+        )
+        return (form,)
+
+    @property
     def readers(self) -> Mapping[str, ReadCall]:
         """How to read what follows each mark that may stand in text."""
         return dict.fromkeys(self.marks, self._read)
@@ -501,9 +627,11 @@ def declared(
     reasoning: tuple[str, str] = ("<think>", "</think>"),
     silent: tuple[str, ...] = (),
     ends_reasoning: tuple[str, ...] = (),
-    forms: tuple[CallForm, ...] = (),
+    forms: tuple[CallForm, ...] | None = None,
 ) -> Format:
-    """A format of calls that are declared; see `marked` for the arguments."""
+    """A format of calls that are declared; see `marked` for the arguments. `forms`: instead of the
+    structures' own.
+    """
     readers: dict[str, ReadCall] = {}
     bare: dict[str, ReadCall] = {}
     lines: dict[str, ReadCall] = {}
@@ -523,5 +651,5 @@ def declared(
         marks=tuple(dict.fromkeys(within)),
         silent=silent,
         ends_reasoning=ends_reasoning,
-        forms=forms,
+        forms=tuple(form for one in calls for form in one.forms) if forms is None else forms,
     )

@@ -16,47 +16,7 @@ from service.replies.call_form import CallForm
 from service.replies.declared import JsonCalls, NamedCalls, PythonCalls, TaggedCalls, declared
 from service.replies.format import Format, marked
 
-
-def _list_form(opening: str, closing: str, *also: str) -> CallForm:
-    """A list of objects with `name` and `arguments` between two texts, of which the first is a
-    mark, as are the others.
-    """
-    return CallForm(
-        before='{"name": "',
-        after='", "arguments": ',
-        end="}",
-        marks=(opening, *also),
-        opening=opening + "[",
-        closing="]" + closing,
-        separator=", ",
-    )
-
-
-def _object_form(opening: str, closing: str) -> CallForm:
-    """An object with `name` and `arguments` between two texts, of which the first is a mark."""
-    return CallForm(
-        before=opening + '{"name": "',
-        after='", "arguments": ',
-        end="}" + closing,
-        marks=(opening.strip(),),
-    )
-
-
-def _named_form(
-    before: str, after: str, end: str, *marks: str, around: tuple[str, str] = ("", ""),
-    separator: str | None = "",
-) -> CallForm:  # fmt: skip
-    """A name and an object of arguments, between texts."""
-    return CallForm(
-        before=before,
-        after=after,
-        end=end,
-        marks=marks,
-        opening=around[0],
-        closing=around[1],
-        separator=separator,
-        name_in_json=False,
-    )
+_M3 = "]<]minimax[>["
 
 
 def _command_a_form(text: str) -> CallForm:
@@ -72,16 +32,19 @@ def _command_a_form(text: str) -> CallForm:
     )
 
 
-_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
-_DEEPSEEK_ENDS = ("<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>")
-_DEEPSEEK_NAME = "<｜tool▁sep｜>"
-_KIMI_K2 = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
-_KIMI_K2_ENDS = ("<|tool_calls_section_end|>", "<|tool_call_end|>")
-_KIMI_K2_NAME = "<|tool_call_argument_begin|>"
-_M3 = "]<]minimax[>["
+_COMMAND_R_FORM = CallForm(
+    before='    {\n        "tool_name": "',
+    after='",\n        "parameters": ',
+    end="\n    }",
+    marks=("Action:",),
+    opening="Action:\n```json\n[\n",
+    closing="\n]```",
+    separator=",\n",
+)
 
 
 def _hy3(suffix: str) -> TaggedCalls:
+    """Hunyuan's: published ones have a suffix in each mark."""
     return TaggedCalls(
         section=(f"<tool_calls{suffix}>",),
         section_end=(f"</tool_calls{suffix}>",),
@@ -100,23 +63,11 @@ _ROWS = (
         "apertus",
         JsonCalls(marks=("<|tools_prefix|>",), closing=("<|tools_suffix|>",), name=""),
         reasoning=("<|inner_prefix|>", "<|inner_suffix|>"),
-        forms=(
-            CallForm(
-                before='{"',
-                after='": ',
-                end="}",
-                marks=("<|tools_prefix|>",),
-                opening="<|tools_prefix|>[",
-                closing="]<|tools_suffix|>",
-                separator=", ",
-            ),
-        ),
     ),
     declared(
         "apriel",
         JsonCalls(marks=("<tool_calls>",), closing=("</tool_calls>",), first="[{"),
         reasoning=("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
-        forms=(_list_form("<tool_calls>", "</tool_calls>"),),
     ),
     declared(
         "command_a",
@@ -128,44 +79,17 @@ _ROWS = (
     declared(
         "command_r",
         JsonCalls(marks=("Action:",), fence="```json", closing=("```",), name="tool_name"),
-        forms=(
-            CallForm(
-                before='    {\n        "tool_name": "',
-                after='",\n        "parameters": ',
-                end="\n    }",
-                marks=("Action:",),
-                opening="Action:\n```json\n[\n",
-                closing="\n]```",
-                separator=",\n",
-            ),
-        ),
+        forms=(_COMMAND_R_FORM,),
     ),
     declared(
         "deepseek",
         NamedCalls(
-            section=_DEEPSEEK[0],
-            section_end=_DEEPSEEK_ENDS[0],
-            call=_DEEPSEEK[1],
-            name_end=_DEEPSEEK_NAME,
-            call_end=_DEEPSEEK_ENDS[1],
+            section="<｜tool▁calls▁begin｜>",
+            section_end="<｜tool▁calls▁end｜>",
+            call="<｜tool▁call▁begin｜>",
+            name_end="<｜tool▁sep｜>",
+            call_end="<｜tool▁call▁end｜>",
             fence="```json",
-        ),
-        forms=(
-            _named_form(
-                _DEEPSEEK[1],
-                _DEEPSEEK_NAME,
-                _DEEPSEEK_ENDS[1],
-                *_DEEPSEEK,
-                around=(_DEEPSEEK[0], _DEEPSEEK_ENDS[0]),
-            ),
-            _named_form(
-                f"{_DEEPSEEK[1]}function{_DEEPSEEK_NAME}",
-                "\n```json\n",
-                f"\n```{_DEEPSEEK_ENDS[1]}",
-                *_DEEPSEEK,
-                around=(_DEEPSEEK[0], _DEEPSEEK_ENDS[0]),
-                separator="\n",
-            ),
         ),
     ),
     declared(
@@ -180,14 +104,10 @@ _ROWS = (
             key_end='"',
             value_end="</｜DSML｜parameter>",
             attributes_end=">",
-            is_string='string="true"',
+            attributes={"string": ' string="true"', "other": ' string="false"'},
         ),
     ),
-    declared(
-        "functionary",
-        NamedCalls(call="<function=", name_end=">", call_end="</function>"),
-        forms=(_named_form("<function=", ">", "</function>", "<function="),),
-    ),
+    declared("functionary", NamedCalls(call="<function=", name_end=">", call_end="</function>")),
     functionary.FORMAT,
     gemma4.FORMAT,
     declared(
@@ -196,17 +116,9 @@ _ROWS = (
             marks=("function call<|role_sep|>", "<|function_call|>"),
             closing=("<|message_sep|>",),
             first="{",
+            written=("function call<|role_sep|>\n", ""),
         ),
         silent=("<|message_sep|>",),
-        forms=(
-            CallForm(
-                before='function call<|role_sep|>\n{"name": "',
-                after='", "arguments": ',
-                end="}",
-                marks=("function call<|role_sep|>", "<|function_call|>"),
-                separator=None,
-            ),
-        ),
     ),
     declared(
         "glm",
@@ -219,39 +131,30 @@ _ROWS = (
             value_end="</arg_value>",
         ),
     ),
-    declared(
-        "granite",
-        JsonCalls(marks=("<|tool_call|>", "<tool_call>")),
-        forms=(_list_form("<|tool_call|>", "", "<tool_call>"),),
-    ),
+    declared("granite", JsonCalls(marks=("<|tool_call|>", "<tool_call>"))),
     harmony.FORMAT,
     declared(
         "hermes",
-        JsonCalls(marks=("<tool_call>",), closing=("</tool_call>",), first="{"),
-        forms=(_object_form("<tool_call>\n", "\n</tool_call>"),),
+        JsonCalls(
+            marks=("<tool_call>",),
+            closing=("</tool_call>",),
+            first="{",
+            written=("<tool_call>\n", "\n</tool_call>"),
+        ),
     ),
     declared("hy3", _hy3(""), _hy3(":opensource")),
     declared(
         "kimi_k2",
         NamedCalls(
-            section=_KIMI_K2[0],
-            section_end=_KIMI_K2_ENDS[0],
-            call=_KIMI_K2[1],
-            name_end=_KIMI_K2_NAME,
-            call_end=_KIMI_K2_ENDS[1],
+            section="<|tool_calls_section_begin|>",
+            section_end="<|tool_calls_section_end|>",
+            call="<|tool_call_begin|>",
+            name_end="<|tool_call_argument_begin|>",
+            call_end="<|tool_call_end|>",
             name_in_id=re.compile(r"(?:functions\.)?([^\s:](?:.*[^\s])?):[0-9]+\Z"),
+            written=("functions.", ":0"),
         ),
-        ends_reasoning=_KIMI_K2[:1],
-        forms=(
-            _named_form(  # the number in an id grows with each call, so a form has one call
-                _KIMI_K2[1] + "functions.",
-                ":0" + _KIMI_K2_NAME,
-                _KIMI_K2_ENDS[1],
-                *_KIMI_K2,
-                around=(_KIMI_K2[0], _KIMI_K2_ENDS[0]),
-                separator=None,
-            ),
-        ),
+        ends_reasoning=("<|tool_calls_section_begin|>",),
     ),
     declared(
         "kimi_k3",
@@ -260,12 +163,17 @@ _ROWS = (
             section_end=("<|close|>tools<|sep|>",),
             call='<|open|>call tool="',
             name_end='"',
+            name_attributes=' index="1"',
             call_end="<|close|>call<|sep|>",
             key='<|open|>argument key="',
             key_end='"',
             value_end="<|close|>argument<|sep|>",
             attributes_end="<|sep|>",
-            is_string='type="string"',
+            attributes={
+                **{kind: f' type="{kind}"' for kind in ("string", "boolean", "null", "object")},
+                **{"array": ' type="array"', "other": ' type="number"'},
+            },
+            gap="",
         ),
         reasoning=("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
         silent=(
@@ -278,16 +186,8 @@ _ROWS = (
     declared("lfm2", PythonCalls(marks=("<|tool_call_start|>",), closing="<|tool_call_end|>")),
     declared(
         "llama3_json",
-        JsonCalls(marks=("<|python_tag|>",), first="{", between=";", bare=True),
-        forms=(
-            CallForm(
-                before='{"name": "',
-                after='", "parameters": ',
-                end="}",
-                marks=("<|python_tag|>",),
-                separator="; ",
-                bare=True,
-            ),
+        JsonCalls(
+            marks=("<|python_tag|>",), first="{", between=";", bare=True, arguments="parameters"
         ),
     ),
     declared(
@@ -309,17 +209,12 @@ _ROWS = (
     ),
     declared(
         "minimax_m1",
-        JsonCalls(marks=("<tool_calls>",), closing=("</tool_calls>",), first="[{", between=","),
-        forms=(
-            CallForm(
-                before='{"name": "',
-                after='", "arguments": ',
-                end="}",
-                marks=("<tool_calls>",),
-                opening="<tool_calls>\n",
-                closing="\n</tool_calls>",
-            ),
-            _list_form("<tool_calls>", "</tool_calls>"),
+        JsonCalls(
+            marks=("<tool_calls>",),
+            closing=("</tool_calls>",),
+            first="{[",
+            between=",",
+            written=("<tool_calls>\n", "\n</tool_calls>"),
         ),
     ),
     declared(
@@ -341,24 +236,15 @@ _ROWS = (
         "mistral",
         NamedCalls(call="[TOOL_CALLS]", name_end="[ARGS]", id="[CALL_ID]", or_list=True),
         reasoning=("[THINK]", "[/THINK]"),
-        forms=(
-            _list_form("[TOOL_CALLS]", ""),
-            _named_form("[TOOL_CALLS]", "[ARGS]", "", "[TOOL_CALLS]"),
-        ),
     ),
-    declared(
-        "nemotron",
-        JsonCalls(marks=("<TOOLCALL>",), closing=("</TOOLCALL>",)),
-        forms=(_list_form("<TOOLCALL>", "</TOOLCALL>"),),
-    ),
+    declared("nemotron", JsonCalls(marks=("<TOOLCALL>",), closing=("</TOOLCALL>",))),
     declared(
         "olmo3",
         PythonCalls(marks=("<function_calls>",), closing="</function_calls>", in_list=False),
     ),
     declared(
         "phi4_mini",
-        JsonCalls(marks=("<|tool_call|>", "functools"), closing=("<|/tool_call|>",), first="[{"),
-        forms=(_list_form("<|tool_call|>", "<|/tool_call|>", "functools["),),
+        JsonCalls(marks=("<|tool_call|>", "functools["), closing=("<|/tool_call|>",), first="[{"),
     ),
     declared(
         "qwen3_coder",
@@ -372,18 +258,9 @@ _ROWS = (
             key_end=">",
             value_end="</parameter>",
             trimmed="\n",
+            each=True,
             may_begin=True,
-        ),
-        forms=(
-            CallForm(
-                before="<tool_call>\n<function=",
-                after=">\n",
-                end="</function>\n</tool_call>",
-                marks=("<tool_call>", "<function="),
-                content=MappingProxyType({"type": "qwen_xml_parameter"}),
-                plain=("<parameter=", "</parameter>"),
-                name_in_json=False,
-            ),
+            plain=True,
         ),
     ),
     declared(
@@ -397,6 +274,7 @@ _ROWS = (
             key="<parameter=",
             key_end=">",
             value_end="</parameter>",
+            each=True,
         ),
         reasoning=("<seed:think>", "</seed:think>"),
     ),

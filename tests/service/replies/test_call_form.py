@@ -9,24 +9,16 @@ import pytest
 
 from service.replies import FORMATS, CallForm, Context, Reply, ToolMode, ToolSchema, fold
 
-TEMPLATES = {
-    "mistral array": ("mistral", ""),
-    "mistral named": ("mistral", "[TOOL_CALLS]{{ name }}[ARGS]"),
-    "deepseek plain": ("deepseek", ""),
-    "deepseek fenced": ("deepseek", "```json\n{{ arguments }}"),
-    **{name: (name, "") for name in FORMATS if name not in ("mistral", "deepseek")},
-}
 TOOLS = [ToolSchema("look", {"type": "object"}), ToolSchema("schauen_水", {"type": "object"})]
 TYPES: dict[str, dict[str, frozenset[str]]] = {tool.name: {} for tool in TOOLS}
 
 
 def forms() -> list[Any]:
-    found = []
-    for id, (name, template) in TEMPLATES.items():
-        form = FORMATS[name].call_form(template)
-        if form is not None:
-            found.append(pytest.param(name, form, id=id))
-    return found
+    return [
+        pytest.param(name, form, id=f"{name}-{index}")
+        for name, format in FORMATS.items()
+        for index, form in enumerate(format.forms)
+    ]
 
 
 def read(name: str, text: str, *, calls: bool = True) -> Reply:
@@ -45,7 +37,7 @@ def written(node: dict[str, Any], words: str = "") -> list[str]:
             return [words]
         case "json_schema":
             return ["{}"]
-        case "qwen_xml_parameter":
+        case "tagged_parameters" | "python_arguments":
             return [""]
         case "tag":
             return [f"{node['begin']}{text}{node['end']}" for text in written(node["content"])]

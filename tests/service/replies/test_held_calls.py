@@ -44,8 +44,11 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
 
 
 def forms() -> list[Any]:
-    found = ((name, format.form) for name, format in FORMATS.items())
-    return [pytest.param(name, form, id=name) for name, form in found if form is not None]
+    return [
+        pytest.param(name, form, id=f"{name}-{index}")
+        for name, format in FORMATS.items()
+        for index, form in enumerate(format.forms)
+    ]
 
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["one", "parallel"])

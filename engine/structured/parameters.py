@@ -1,10 +1,12 @@
-"""Arguments in Qwen3-coder's XML, held to the schema of their object:
+"""Arguments of a call that are written one by one, held to the schema of their object.
+
+tagged_parameters: keys and values between marks, as in Qwen3-coder's XML (qwen_xml_parameter):
 
     <parameter=key>
     value
     </parameter>
 
-The service reads them back without types (`service.replies.qwen_coder`): a value whose schema
+The service reads them back without types (`service.replies.typed_values`): a value whose schema
 allows strings alone, or does not say, is a string as it stands; another is JSON, if that is of a
 type which the schema allows, else it is a string. So what is generated here is
 
@@ -12,7 +14,11 @@ type which the schema allows, else it is a string. So what is generated here is
   refused;
 - JSON on one line, where no string is allowed;
 - one or the other, where both are. The text is then none that could be read as something else:
-  where numbers are allowed too, it does not begin with a digit, and so on.
+  where numbers are allowed too, it does not begin with a digit, and so on. Where the mark of a key
+  tells the value's type, any text will do.
+
+python_arguments: key="text", n=3, as in a call in Python. The values are JSON, which is read there,
+but for a word at the top: True, False, None.
 
 What cannot be held so is refused, with its place.
 """
@@ -20,21 +26,19 @@ What cannot be held so is refused, with its place.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from engine.json_types import allowed_types, own_types, referred, type_of
 from engine.structured.schema import schema_text
 from engine.structured.tag_grammar import TagError, excluding
-from engine.structured.tag_nodes import EMPTY, Choice, Json, Literal, Node, Sequence, Value
+from engine.structured.tag_nodes import EMPTY, Choice, Json, Literal, Node, Open, Sequence, Value
 
 MAX_PARAMETERS = 256
 """The most properties: the service reads no more of one call."""
 
 _MAX_REFERENCES = 8
-_END = "</parameter>"
-_CLOSE = f"\n{_END}\n"
 _NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly"}) | {
     "writeOnly", "$comment", "$schema", "$id", "$defs", "definitions",
 }  # fmt: skip
@@ -52,6 +56,7 @@ _WORDS = {"null": ("null", "None"), "boolean": ("true", "false", "True", "False"
 """For each type: what is read as one of its values, besides by its first character."""
 _FIRSTS = {"number": "\\-0-9", "integer": "\\-0-9", "object": "{", "array": "\\["}
 """For each type: with which characters its values begin."""
+_PYTHON = {"null": ("None",), "boolean": ("True", "False")}
 _BLANKS = " \t\r\n"
 
 _Schema = Mapping[str, Any]
@@ -68,18 +73,93 @@ class _Held:
     schemas: list[dict[str, Any]] = field(default_factory=list)
 
 
-def xml_parameters(schema: dict[str, Any], place: str, options: dict[str, object]) -> Node:
-    """The parameters of an object's schema, in its order; those that are not required may be left
-    out.
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What stands around keys and values.
+
+    Attributes:
+        before_name, after_value: before a key, and behind a value.
+        after_name: behind a key; or by the type of its value, where "other" is any other type.
+        literal: a text with its special tokens.
+    """
+
+    before_name: str
+    after_name: str | Mapping[str, str]
+    after_value: str
+    literal: Callable[[str], Literal]
+
+    @property
+    def tells_types(self) -> bool:
+        """Whether the mark of a key tells its value's type."""
+        return not isinstance(self.after_name, str)
+
+    @property
+    def end(self) -> str:
+        """What ends a value of text."""
+        return self.after_value.strip()
+
+    def after(self, kind: str) -> str:
+        """What stands behind the key of a value of this type."""
+        if isinstance(self.after_name, str):
+            return self.after_name
+        return self.after_name.get(kind) or self.after_name["other"]
+
+
+def tagged_parameters(
+    schema: dict[str, Any], place: str, options: dict[str, object], marks: Marks
+) -> Node:
+    """The parameters of an object's schema between marks, in its order; those that are not required
+    may be left out.
 
     Args:
         schema: the checked schema.
         place: where it is, for messages.
         options: llguidance's own, for values of JSON.
+        marks: what stands around keys and values.
 
     Raises:
         TagError: it cannot be held.
     """
+    nodes: list[Node] = []
+    listed, required, where = _listed(schema, place)
+    for name, inner in listed.items():
+        value = _Parameter(schema, options, f"{where}.properties.{name}", marks, name)
+        node = value.node(inner)
+        nodes.append(node if name in required else Choice((node, EMPTY)))
+    return Sequence(tuple(nodes))
+
+
+def python_arguments(schema: dict[str, Any], place: str, options: dict[str, object]) -> Node:
+    """The arguments of an object's schema as in a call in Python; see `tagged_parameters`."""
+    listed, required, where = _listed(schema, place)
+    first: Node = EMPTY  # from a parameter on, if nothing stands before it
+    more: Node = EMPTY  # the same behind others
+    for name, inner in reversed(list(listed.items())):
+        if not name.isidentifier():
+            _refuse(
+                f"{where}.properties",
+                f"has the name {name[:40]!r}, which is none in Python; use letters, digits and "
+                "underscores",
+            )
+        inner = {} if inner is True else inner
+        types = own_types(inner) if isinstance(inner, dict) else frozenset[str]()
+        value: Node = Json(
+            schema_text(_with_definitions(inner, schema), options), f"{where}.properties.{name}"
+        )
+        if types and types <= _PYTHON.keys() and not {"enum", "const"} & inner.keys():
+            words = [word for kind in sorted(types) for word in _PYTHON[kind]]
+            value = Choice(tuple(Literal((word,)) for word in words))
+        item = Sequence((Literal((f"{name}=",)), value, more))
+        behind = Sequence((Literal((", ",)), item))
+        if name in required:
+            first, more = item, behind
+        else:
+            first, more = Choice((item, first)), Choice((behind, more))
+    return first
+
+
+def _listed(schema: dict[str, Any], place: str) -> tuple[Mapping[str, Any], list[Any], str]:
+    """The properties of an object's schema, those that are required, and its place."""
     root = schema
     target, where = _resolved(schema, root, place)
     _check_keywords(target, _OF_OBJECTS, where, "an object's schema")
@@ -100,32 +180,28 @@ def xml_parameters(schema: dict[str, Any], place: str, options: dict[str, object
             listed[name] = others
     if len(listed) > MAX_PARAMETERS:
         _refuse(where, f"has {len(listed)} properties; at most {MAX_PARAMETERS} are allowed")
-    nodes: list[Node] = []
-    for name, inner in listed.items():
-        value = _Parameter(root, options, f"{where}.properties.{name}")
-        node = Sequence((_opening(name, where), value.node(inner)))
-        nodes.append(node if name in required else Choice((node, EMPTY)))
-    return Sequence(tuple(nodes))
-
-
-def _opening(name: str, where: str) -> Literal:
-    if not name or len(name) > 256 or not name.isprintable() or ">" in name or name != name.strip():
-        _refuse(
-            f"{where}.properties",
-            f"has the name {name[:40]!r}, which cannot be written in the parameter's mark; a name "
-            "has 1 to 256 printable characters, none of them >, and no blank at its ends",
-        )
-    return Literal((f"<parameter={name}>\n",))
+    return listed, required, where
 
 
 class _Parameter:
     """Makes the node of one parameter's value."""
 
-    def __init__(self, root: dict[str, Any], options: dict[str, object], place: str) -> None:
+    def __init__(
+        self,
+        root: dict[str, Any],
+        options: dict[str, object],
+        place: str,
+        marks: Marks,
+        name: str,
+    ) -> None:
+        self._marks = marks
+        self._name = name
         self._root = root
         self._options = options
         self._place = place
         self._types: frozenset[str] = frozenset()
+        # The mark of a key ends a value whose own mark was forgotten.
+        self._ends = [marks.end, marks.before_name.strip()]
 
     def node(self, schema: object) -> Node:
         if schema is True:
@@ -142,17 +218,52 @@ class _Parameter:
         return self._written(held)
 
     def _written(self, held: _Held) -> Node:
-        choices: list[Node] = []
-        if texts := [*held.texts, *map(json.dumps, held.words)]:
-            choices.append(Value(f"({' | '.join(texts)}) {json.dumps(_CLOSE)}"))
+        texts = held.texts
+        kinds = {"null": "null"}
+        choices: list[tuple[str, Node]] = []
+        if not self._marks.tells_types:
+            texts = [*texts, *map(json.dumps, held.words)]
+        else:
+            for word in held.words:
+                node = self._marks.literal(word + self._marks.after_value)
+                choices.append((kinds.get(word, "boolean"), node))
+        close = self._marks.literal(self._marks.after_value)
+        if texts and len(close.parts) == 1 and isinstance(close.parts[0], str):
+            text: Node = Value(f"({' | '.join(texts)}) {json.dumps(self._marks.after_value)}")
+            choices.append(("string", text))
+        elif texts:  # a special token ends it, which no text contains
+            choices.append(
+                ("string", Sequence((Open(" | ".join(texts), self._place, False), close)))
+            )
         for schema in held.schemas:
-            text = schema_text(self._with_definitions(schema), self._options)
-            choices.append(Sequence((Json(text, self._place), Literal((_CLOSE,)))))
-        return choices[0] if len(choices) == 1 else Choice(tuple(choices))
+            json_text = schema_text(_with_definitions(schema, self._root), self._options)
+            types = own_types(_resolved(schema, self._root, self._place)[0])
+            kind = next(iter(types)) if len(types) == 1 else "other"
+            choices.append((kind, Sequence((Json(json_text, self._place), close))))
+        if not self._marks.tells_types:
+            nodes = tuple(node for _, node in choices)
+            value = nodes[0] if len(nodes) == 1 else Choice(nodes)
+            return Sequence((self._opening("string"), value))
+        nodes = tuple(Sequence((self._opening(kind), node)) for kind, node in choices)
+        return nodes[0] if len(nodes) == 1 else Choice(nodes)
 
-    def _with_definitions(self, schema: dict[str, Any]) -> dict[str, Any]:
-        names = ("$defs", "definitions")
-        return schema | {name: self._root[name] for name in names if name in self._root}
+    def _opening(self, kind: str) -> Literal:
+        name, after = self._name, self._marks.after(kind)
+        barred = after[0] if after[0] != '"' else '"&'  # where & would begin an escape
+        if (
+            not name
+            or len(name) > 256
+            or not name.isprintable()
+            or any(character in name for character in barred)
+            or name != name.strip()
+        ):
+            _refuse(
+                self._place.removesuffix(f".{name}"),
+                f"has the name {name[:40]!r}, which cannot be written in the parameter's mark; a "
+                f"name has 1 to 256 printable characters, none of them {' or '.join(barred)}, and "
+                "no blank at its ends",
+            )
+        return self._marks.literal(self._marks.before_name + name + after)
 
     def _check_types(self, schema: _Schema) -> None:
         """Refuse branches that do not say their types: their values could be read as strings."""
@@ -252,7 +363,7 @@ class _Parameter:
                 held.words.append(json.dumps(value))
             elif kind != "string":
                 others.append(value)
-            elif _END in value or self._reads_as_other(value):
+            elif any(mark in value for mark in self._ends) or self._reads_as_other(value):
                 _refuse(place, f"has the value {value[:40]!r}, which would not be read as a string")
             else:
                 held.texts.append(json.dumps(value))
@@ -272,7 +383,9 @@ class _Parameter:
         terminal = "ANY"
         if least or most is not None:
             terminal = f"/(?s:.{{{least},{'' if most is None else most}}})/"
-        terminal = excluding(terminal, [_END])
+        terminal = excluding(terminal, self._ends)
+        if self._marks.tells_types:
+            return f"({terminal})"
         firsts = "".join(sorted({_FIRSTS[kind] for kind in self._types if kind in _FIRSTS}))
         if firsts:
             # Not as what it must not begin with: that takes 70 MB together with a length.
@@ -285,10 +398,19 @@ class _Parameter:
 
     def _reads_as_other(self, value: str) -> bool:
         """Whether the service could read a string as something else."""
+        if self._marks.tells_types:
+            return False
         text = value.strip(_BLANKS)
         is_word = any(text in _WORDS.get(kind, ()) for kind in self._types)
         begins = {"object": "{", "array": "[", "number": "-0123456789", "integer": "-0123456789"}
         return is_word or any(text[:1] in begins.get(kind, "") for kind in self._types if text)
+
+
+def _with_definitions(schema: object, root: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(schema, dict):
+        return {"not": {}}
+    names = ("$defs", "definitions")
+    return schema | {name: root[name] for name in names if name in root}
 
 
 def _resolved(schema: _Schema, root: dict[str, Any], place: str) -> tuple[_Schema, str]:
@@ -310,7 +432,7 @@ def _check_keywords(schema: _Schema, known: frozenset[str], place: str, what: st
     if unknown := sorted(schema.keys() - known):
         _refuse(
             f"{place}.{unknown[0]}",
-            f"cannot be held in qwen_xml_parameter for {what}; leave it out, or use json_schema",
+            f"cannot be held here for {what}; leave it out, or use json_schema",
         )
 
 
