@@ -445,8 +445,10 @@ class TaggedCalls:
             else:
                 kind = types.get(key, frozenset())
             ended = yield from self._value(reader, out, kind, types.keys() - keys)
-            if self.key_again and not (yield from reader.literal(key + ">")):
-                raise MalformedError
+            if self.key_again:
+                if not (yield from reader.literal(key + ">")):
+                    raise MalformedError
+                out.arguments("", reader.take())
             more = ended == self.key or (yield from self._more(reader))
 
     def _more(self, reader: Reader) -> Generator[None, None, bool]:

@@ -49,7 +49,8 @@ def _arguments(reader: Reader, out: PieceWriter) -> Steps:
         key = yield from _key(reader)
         if key in keys or len(keys) >= MAX_PARAMETERS:
             raise MalformedError
-        out.arguments(("," if keys else "") + json.dumps(key, ensure_ascii=False) + ":", "")
+        named = ("," if keys else "") + json.dumps(key, ensure_ascii=False) + ":"
+        out.arguments(named, reader.take())
         keys.add(key)
         if (yield from reader.literal(_QUOTE)):
             out.arguments('"', reader.take())

@@ -9,13 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from engine.json_types import allowed_types, referred
 
 ToolTypes = Mapping[str, Mapping[str, frozenset[str]]]
-"""Tool → parameter → the types that its schema allows, by JSON's names. What may be a string alone,
-or says nothing, is left out.
-"""
+"""Tool → parameter → the types that its schema allows, by JSON's names; none if it says none."""
 
 MAX_TYPED = 4_096
 """The most parameters, of all tools of a request, whose types are kept; others are strings."""
-_STRING = frozenset({"string"})
 
 
 def tool_types(tools: Iterable[Mapping[str, object]]) -> ToolTypes:
@@ -34,7 +31,7 @@ def tool_types(tools: Iterable[Mapping[str, object]]) -> ToolTypes:
         root = function.get("parameters")
         for key, schema in _properties(root):
             types = allowed_types(schema, root)
-            if left > 0 and not types <= _STRING:
+            if left > 0:
                 left -= 1
                 own[key] = seen.setdefault(types, types)
     return found

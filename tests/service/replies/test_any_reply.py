@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from types import FrameType
 
 import pytest
@@ -17,6 +16,7 @@ from service.replies import FORMATS, Context, Format, fold
 from service.replies.pieces import Mark
 from service.replies.reader import MAX_BLANKS, MAX_HELD, Marks, Reader, Steps
 from tests.service.replies.cases import parse, spelled
+from tests.service.replies.corpus import CORPORA
 
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
 TOOLS = {"f": {"n": frozenset({"integer"}), "o": frozenset({"object", "null"})}}
@@ -48,12 +48,14 @@ def test_any_text(format: Format, data: st.DataObject) -> None:
 @EVERY_FORMAT
 def test_what_spells_special_tokens_is_text(format: Format) -> None:
     """Where the marks are special tokens, no other tokens make one."""
-    cases = import_module(f"tests.service.replies.test_{format.name}").CASES
+    cases = CORPORA[format.name].CASES
     for case in cases:
         reply = spelled(format, case)
         assert reply.raw == case.raw
-        if format.name == "llama3_json" and case.tools:
+        if format.name.startswith("llama") and case.tools:
             continue  # a call without a mark is one
+        if format.name == "functionary_v3_2":
+            continue  # so is one at the beginning, and so is to whom text goes
         assert not reply.calls, case.id
         if not case.in_reasoning:
             assert (reply.text, reply.reasoning) == (case.raw, ""), case.id
@@ -172,8 +174,11 @@ def test_what_is_held_is_bounded(format: Format, kind: str) -> None:
 def test_a_long_answer_is_handed_on_as_it_comes() -> None:
     for format in FORMATS.values():
         parser = format.begin(Context())
-        if format.name == "harmony":
-            parser.push("<|channel|>final<|message|>")
+        parser.push(
+            {"harmony": "<|channel|>final<|message|>", "functionary_v3_2": "all\n"}.get(
+                format.name, ""
+            )
+        )
         for word in ["Hello", " world", " and", " more"]:
             assert "".join(p.raw for p in parser.push(word) if not isinstance(p, Mark)) == word
 
@@ -190,4 +195,4 @@ def test_marks_that_could_overlap_are_refused() -> None:
     with pytest.raises(ValueError, match="overlap"):
         Marks(["<a>", "<a><b>"])
     with pytest.raises(ValueError, match="overlap"):
-        Marks(["<a>", ">"])
+        Marks(["<a><b>c", "<b>"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,41 +11,15 @@ from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
 from engine.errors import ConfigError
+from engine.option_fields import options_of
 from engine.text import Tokenizer
-from service.config import FORMATS as NAMES
 from service.config import ServiceConfig
-from service.replies import FORMATS, choose, format_option, special_marks
-from tests.service.replies.cases import Case
-
-MIN_CASES = 30
-CORPORA = {name: import_module(f"tests.service.replies.test_{name}") for name in FORMATS}
-"""The file of each format's cases."""
-
-
-@pytest.mark.parametrize(
-    ("name", "template"),
-    [(name, text) for name, corpus in CORPORA.items() for text in corpus.TEMPLATES],
-)
-def test_a_template_tells_its_format(name: str, template: str) -> None:
-    assert choose(template) is FORMATS[name]
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_format_has_its_templates_and_cases(name: str) -> None:
-    assert FORMATS[name].name == name
-    assert CORPORA[name].TEMPLATES
-    assert all(isinstance(case, Case) for case in CORPORA[name].CASES)
-    assert len(CORPORA[name].CASES) >= MIN_CASES
-    assert len({case.id for case in CORPORA[name].CASES}) == len(CORPORA[name].CASES)
+from service.replies import FORMATS, format_option, special_marks
 
 
 def test_the_options_values_are_the_formats_names() -> None:
-    assert set(NAMES) == set(FORMATS)
-
-
-@pytest.mark.parametrize("template", ["", "{{ bos_token }}{{ message.content }}", "<tool_call>"])
-def test_no_format(template: str) -> None:
-    assert choose(template) is None
+    choices = options_of(ServiceConfig)["reply_parser"].choices
+    assert set(choices) == {"auto", "none", "response_template", *FORMATS}
 
 
 def test_special_marks_are_those_that_are_special_tokens() -> None:

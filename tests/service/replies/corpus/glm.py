@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-import json
+from service.replies import tool_types
+from tests.service.replies.cases import Case
 
-import pytest
-
-from service.replies import FORMATS, Context, tool_types
-from service.replies.calls import MAX_PARAMETERS
-from tests.service.replies.cases import Case, check, check_truncated, parse
-
-GLM = FORMATS["glm"]
-TEMPLATES = [
-    "<tool_call>{{ name }}\n<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value></tool_call>",
-    "<think></think><tool_call>{{ tool_call.arguments }}<arg_key></arg_key><arg_value>",
-]
 TOOLS = tool_types(
     [
         {
@@ -131,20 +121,4 @@ CASES = [
     ),
     Case("ended between", f"<tool_call>f\n{PAIR}", calls=[("f", '{"s":"x"', False)]),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_a_reply(case: Case) -> None:
-    check(GLM, case)
-
-
-def test_a_reply_that_ends_anywhere() -> None:
-    check_truncated(GLM, f"<think>hm</think>hi\n{wrap('f', s='a', n='12')}", Context(TOOLS))
-
-
-def test_arguments_are_bounded() -> None:
-    values = {f"k{index}": "x" for index in range(MAX_PARAMETERS)}
-    [call] = parse(GLM, [wrap("f", **values)]).calls
-    assert len(json.loads(call.arguments)) == MAX_PARAMETERS
-    [call] = parse(GLM, [wrap("f", **values, more="x")]).calls
-    assert not call.complete
+TRUNCATED = f"<think>hm</think>hi\n{wrap('f', s='a', n='12')}"

@@ -2,28 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
-from service.replies import FORMATS, Context
-from service.replies.calls import MAX_CALLS
-from service.replies.reader import MAX_BLANKS, MAX_HELD, MAX_NAME
 from tests.service.replies.cases import (
-    BROKEN_ARGUMENTS,
-    WHOLE_ARGUMENTS,
     Case,
-    check,
-    check_broken_arguments,
-    check_truncated,
-    check_whole_arguments,
-    parse,
 )
-
-HERMES = FORMATS["hermes"]
-TEMPLATES = [
-    '<|start_of_role|>{{ \'within <tool_call></tool_call>: {"name": …, "arguments": …}\' }}',
-    '{{ \'<tool_call>\\n{"name": "\' }}{{ call.name }}{{ \'", "arguments": \' }}',
-    "<think>{{ m.reasoning_content }}</think> <tool_call> {{ tool_call.arguments | tojson }}",
-]
 
 
 def wrap(name: str, arguments: str) -> str:
@@ -143,37 +124,5 @@ CASES = [
         calls=[("f", '{"a": ', False), CALLED],
     ),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_a_reply(case: Case) -> None:
-    check(HERMES, case)
-
-
-@pytest.mark.parametrize("arguments", WHOLE_ARGUMENTS.values(), ids=WHOLE_ARGUMENTS.keys())
-def test_arguments_are_as_they_were_written(arguments: str) -> None:
-    check_whole_arguments(HERMES, wrap, arguments)
-
-
-@pytest.mark.parametrize("arguments", BROKEN_ARGUMENTS.values(), ids=BROKEN_ARGUMENTS.keys())
-def test_what_is_no_json_comes_as_text(arguments: str) -> None:
-    check_broken_arguments(HERMES, wrap, arguments)
-
-
-def test_a_reply_that_ends_anywhere() -> None:
-    first = wrap("f", '{"a": [1, true]}')
-    raw = f"<think>\nhm\n</think>\n\nhi\n{first}\n{CALL}\n"
-    check_truncated(HERMES, raw, Context())
-
-
-def test_more_is_not_held_than_may_be() -> None:
-    blanks = " " * (MAX_BLANKS + 10)
-    assert parse(HERMES, [f"a{blanks}{CALL}"]).text == "a" + " " * 10
-    assert parse(HERMES, list(f"a{blanks}{CALL}")).text == "a" + " " * 10
-    long = f'<tool_call>{{"x": "{"y" * MAX_HELD}", "name": "f"}}</tool_call>'
-    assert parse(HERMES, [long]).text == parse(HERMES, list(long)).text == long
-    name = wrap("n" * (MAX_NAME + 1), "{}")
-    assert parse(HERMES, [name]).text == name
-    many = parse(HERMES, [CALL * MAX_CALLS + "\n" + CALL])
-    assert len(many.calls) == MAX_CALLS
-    assert many.text == CALL
+TRUNCATED = wrap("f", '{"a": [1, true]}')
+WRAPS = [wrap]

@@ -26,6 +26,7 @@ from tests.service.replies.cases import (
     check_whole_arguments,
     parse,
 )
+from tests.service.replies.test_proof import HERMES
 
 OBJECTS: dict[str, Any] = {
     "defaults": {"role": "assistant"},
@@ -197,7 +198,7 @@ def test_when_it_is_used() -> None:
     for chat_template, expected in (
         ("", "response_template"),
         ("</think>", "response_template"),
-        ("<tool_call>{{ arguments }}", "hermes"),
+        (HERMES, "hermes"),
     ):
         own = tokenizer(chat_template, OBJECTS)
         found, asked = auto(own), named(own)
@@ -222,4 +223,4 @@ def test_a_special_token_within_a_mark_is_shown() -> None:
     found = format_option("auto")(tokenizer("", template))
     assert found is not None
     assert set(found.shown.values()) == {"<call>", "<|im_end|>", "<x>"}
-    assert found.special == ("<call>", "<|im_end|>")
+    assert found.special == ("<call>", "<x>", "<|im_end|>")

@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
-from service.replies import FORMATS, Context
 from tests.service.replies.cases import (
-    BROKEN_ARGUMENTS,
-    WHOLE_ARGUMENTS,
     Case,
-    check,
-    check_broken_arguments,
-    check_truncated,
-    check_whole_arguments,
 )
-
-DEEPSEEK = FORMATS["deepseek"]
-TEMPLATES = [
-    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜></think>",
-]
-
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 ONE, ONE_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -86,28 +71,5 @@ CASES = [
     Case("ended in the name", f"{CALLS}{ONE}get_wea", f"{CALLS}{ONE}get_wea"),
     Case("ended in the arguments", f'{ONE}f{SEP}{{"a":', calls=[("f", '{"a":', False)]),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_a_reply(case: Case) -> None:
-    check(DEEPSEEK, case)
-
-
-@pytest.mark.parametrize("arguments", WHOLE_ARGUMENTS.values(), ids=WHOLE_ARGUMENTS.keys())
-def test_arguments_are_as_they_were_written(arguments: str) -> None:
-    check_whole_arguments(DEEPSEEK, wrap, arguments)
-
-
-@pytest.mark.parametrize("arguments", BROKEN_ARGUMENTS.values(), ids=BROKEN_ARGUMENTS.keys())
-def test_what_is_no_json_comes_as_text(arguments: str) -> None:
-    check_broken_arguments(DEEPSEEK, wrap, arguments)
-
-
-@pytest.mark.parametrize("arguments", WHOLE_ARGUMENTS.values(), ids=WHOLE_ARGUMENTS.keys())
-def test_arguments_in_a_fence(arguments: str) -> None:
-    check_whole_arguments(DEEPSEEK, lambda *call: CALLS + fenced(*call) + CALLS_END, arguments)
-
-
-def test_a_reply_that_ends_anywhere() -> None:
-    raw = f"<think>hm</think>\nhi\n{CALLS}{FENCED}\n{CALL}{CALLS_END}"
-    check_truncated(DEEPSEEK, raw, Context())
+TRUNCATED = f"<think>hm</think>\nhi\n{CALLS}{FENCED}\n{CALL}{CALLS_END}"
+WRAPS = [wrap, lambda *call: CALLS + fenced(*call) + CALLS_END]

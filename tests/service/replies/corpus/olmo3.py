@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
-import pytest
-
-from service.replies import FORMATS, Context
-from service.replies.calls import MAX_PARAMETERS
 from service.replies.json_scanner import MAX_DEPTH
-from service.replies.reader import MAX_HELD
 from tests.service.replies.cases import (
     BROKEN_ARGUMENTS,
     WHOLE_ARGUMENTS,
     Case,
-    check,
-    check_divided,
-    check_truncated,
     deep,
-    parse,
 )
 
-FORMAT = FORMATS["olmo3"]
-TEMPLATES = [
-    "{{ '<function_calls>' + message['function_calls'] + '</function_calls>' }}",
-    "<function_calls>{{ tool_call['function']['arguments'] }}<think>",
-]
 OPEN, CLOSE = "<function_calls>", "</function_calls>"
 
 
@@ -101,11 +85,6 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_a_reply(case: Case) -> None:
-    check(FORMAT, case)
-
-
 WHOLE = WHOLE_ARGUMENTS | {"deepest": deep(MAX_DEPTH - 1)}
 BROKEN = BROKEN_ARGUMENTS | {"too deep": deep(MAX_DEPTH)}
 """The arguments themselves are one level."""
@@ -115,42 +94,4 @@ PYTHON = {
     "trailing comma": '{"a": 1}',
 }
 """What is no JSON, but is so in Python."""
-
-
-@pytest.mark.parametrize("arguments", WHOLE.values(), ids=WHOLE.keys())
-def test_values_are_as_they_were_written(arguments: str) -> None:
-    check(FORMAT, value("", arguments, arguments))
-
-
-@pytest.mark.parametrize("name", PYTHON)
-def test_what_python_writes_becomes_json(name: str) -> None:
-    check(FORMAT, value("", BROKEN[name], PYTHON[name]))
-
-
-@pytest.mark.parametrize("arguments", [text for name, text in BROKEN.items() if name not in PYTHON])
-def test_what_is_no_value_comes_as_text(arguments: str) -> None:
-    raw = wrap(f"f(a={arguments})")
-    whole = parse(FORMAT, [raw])
-    [call] = whole.calls
-    assert not call.complete
-    value = call.arguments.removeprefix('{"a":')
-    assert arguments.startswith(value)
-    assert whole.text == f"{arguments[len(value) :]}){CLOSE}"
-    check_divided(FORMAT, raw, Context(), whole)
-
-
-def test_a_reply_that_ends_anywhere() -> None:
-    raw = f"<think>hm</think>hi\n{wrap('f(a=[1, true], b=None)', 'g(c=2)')}"
-    check_truncated(FORMAT, raw, Context())
-
-
-def test_arguments_are_bounded() -> None:
-    pairs = [f"k{index}=1" for index in range(MAX_PARAMETERS)]
-    [call] = parse(FORMAT, [wrap(f"f({', '.join(pairs)})")]).calls
-    assert len(json.loads(call.arguments)) == MAX_PARAMETERS
-    [call] = parse(FORMAT, [wrap(f"f({', '.join([*pairs, 'more=1'])})")]).calls
-    assert not call.complete
-    long = wrap(f"f(a='{'x' * MAX_HELD}')")
-    whole = parse(FORMAT, [long])
-    assert [call.complete for call in whole.calls] == [False]
-    assert parse(FORMAT, [long[:100], long[100:]]) == whole
+TRUNCATED = f"<think>hm</think>hi\n{wrap('f(a=[1, true], b=None)', 'g(c=2)')}"

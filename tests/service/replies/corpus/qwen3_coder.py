@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-import json
+from service.replies import tool_types
+from tests.service.replies.cases import Case
 
-import pytest
-
-from service.replies import FORMATS, Context, tool_types
-from service.replies.json_scanner import MAX_DEPTH
-from service.replies.reader import MAX_HELD
-from service.replies.tool_types import MAX_TYPED
-from tests.service.replies.cases import Case, check, check_truncated, deep, parse
-
-QWEN = FORMATS["qwen3_coder"]
-TEMPLATES = [
-    "<tool_call>\n<function={{ name }}>\n<parameter={{ tool_call.arguments }}",
-    "<think><tool_call><function=",
-]
 TOOLS = tool_types(
     [
         {
@@ -60,6 +48,16 @@ def value(id: str, key: str, text: str, as_json: str) -> Case:
 CALL = wrap("f", s="x")
 CALLED = ("f", '{"s":"x"}')
 CASES = [
+    Case(
+        "a forgotten end",
+        "<tool_call>\n<function=f>\n<parameter=s>\nx\n<parameter=n>\n2\n</parameter>\n</function>\n"
+        "</tool_call>",
+        calls=[("f", '{"s":"x","n":2}')],
+        tools=TOOLS,
+    ),
+    value("an integer written as a number", "n", "3.0", "3"),
+    value("a word for a boolean", "b", "FALSE", "false"),
+    value("one of two: a word", "sn", "3.0", '"3.0"'),
     Case("nothing", ""),
     Case("text", "Hello <you>.", "Hello <you>."),
     Case("a call", CALL, calls=[CALLED]),
@@ -102,7 +100,7 @@ CASES = [
     value("a mark within a list", "l", ' ["</parameter>", 1]', '["</parameter>", 1]'),
     value("an object that is not closed", "o", '{"a": "x', '"{\\"a\\": \\"x"'),
     value("no object", "o", "[1]", '"[1]"'),
-    value("Python's object", "o", "{'a': 1}", "\"{'a': 1}\""),
+    value("Python's object", "o", "{'a': 1}", '{"a": 1}'),
     value("an array", "l", "[1, {}]", "[1, {}]"),
     value("null", "on", "null", "null"),
     value("Python's None", "on", "None", "null"),
@@ -142,44 +140,4 @@ CASES = [
         calls=[("f", '{"s":"x"', False)],
     ),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_a_reply(case: Case) -> None:
-    check(QWEN, case)
-
-
-def test_a_value_too_long_to_hold_is_a_string() -> None:
-    context = Context(TOOLS)
-    numbers = "[" + "1," * (MAX_HELD // 2) + "1]"
-    fits = numbers[: MAX_HELD - 2] + "1]"
-    for text, kind in ((numbers, str), (fits, list)):
-        raw = wrap("f", l=text)
-        whole = parse(QWEN, [raw], context)
-        parts = [raw[start : start + 100] for start in range(0, len(raw), 100)]
-        assert parse(QWEN, parts, context) == whole
-        [call] = whole.calls
-        assert isinstance(json.loads(call.arguments)["l"], kind)
-
-
-def test_a_reply_that_ends_anywhere() -> None:
-    check_truncated(QWEN, f"<think>hm</think>hi\n{wrap('f', s='a', n='12')}", Context(TOOLS))
-
-
-def test_a_value_nested_as_deeply_as_arguments_may_be_is_a_string() -> None:
-    """The arguments themselves are one level."""
-    for levels, kind in ((MAX_DEPTH - 1, dict), (MAX_DEPTH, str)):
-        [call] = parse(QWEN, [wrap("f", o=deep(levels))], Context(TOOLS)).calls
-        assert isinstance(json.loads(call.arguments)["o"], kind)
-
-
-def test_what_is_kept_of_schemas_is_bounded() -> None:
-    assert TOOLS["f"].keys() == {"n", "x", "b", "o", "l", "on", "sn"}
-    assert tool_types([{"name": "g"}, {}, {"function": 1}, {"function": {"name": 2}}]) == {"g": {}}
-    properties = {str(i): {"type": "integer"} for i in range(MAX_TYPED)}
-    many = [{"name": name, "parameters": {"properties": properties}} for name in ("a", "b")]
-    assert [len(own) for own in tool_types(many).values()] == [MAX_TYPED, 0]
-    nested: object = {"type": "integer"}
-    for _ in range(50):
-        nested = {"anyOf": [nested]}
-    assert tool_types([{"name": "a", "parameters": {"properties": {"x": nested}}}]) == {"a": {}}
+TRUNCATED = f"<think>hm</think>hi\n{wrap('f', s='a', n='12')}"

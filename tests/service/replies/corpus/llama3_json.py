@@ -2,25 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
-from service.replies import FORMATS, Context
 from tests.service.replies.cases import (
-    BROKEN_ARGUMENTS,
-    WHOLE_ARGUMENTS,
     Case,
-    check,
-    check_broken_arguments,
-    check_truncated,
-    check_whole_arguments,
 )
-
-LLAMA = FORMATS["llama3_json"]
-TEMPLATES = [
-    "<|start_header_id|>ipython<|end_header_id|>{{ '<|python_tag|>' }}",
-    '<|start_header_id|>{{ \'{"name": "\' }}{{ name }}{{ \'", "parameters": \' }}',
-]
-
 
 TAG = "<|python_tag|>"
 TOOLS: dict[str, dict[str, frozenset[str]]] = {"f": {}}
@@ -33,6 +17,23 @@ def wrap(name: str, arguments: str) -> str:
 CALL = wrap("f", '{"a": 1}')
 CALLED = ("f", '{"a": 1}')
 CASES = [
+    Case("in a block of code", f"```json\n{CALL}\n```", calls=[CALLED], tools=TOOLS),
+    Case("in a plain block", f"```\n{CALL}\n```\n", calls=[CALLED], tools=TOOLS),
+    Case("a block behind text", f"So:\n```json\n{CALL}\n```", "So:", calls=[CALLED], tools=TOOLS),
+    Case("another block", "```json\n{}\n```", "```json\n{}\n```", tools=TOOLS),
+    Case(
+        "another tool in a block",
+        f"```json\n{wrap('g', '{}')}\n```",
+        f"```json\n{wrap('g', '{}')}\n```",
+        tools=TOOLS,
+    ),
+    Case("on its own line", f"I look.\n\n{CALL}", "I look.", calls=[CALLED], tools=TOOLS),
+    Case(
+        "another tool on its line",
+        f"I look.\n\n{wrap('g', '{}')}",
+        f"I look.\n\n{wrap('g', '{}')}",
+        tools=TOOLS,
+    ),
     Case("nothing", "", tools=TOOLS),
     Case("text", "Hello {you}.", "Hello {you}.", tools=TOOLS),
     Case("a call", CALL, calls=[CALLED], tools=TOOLS),
@@ -110,22 +111,5 @@ CASES = [
         tools=TOOLS,
     ),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_a_reply(case: Case) -> None:
-    check(LLAMA, case)
-
-
-@pytest.mark.parametrize("arguments", WHOLE_ARGUMENTS.values(), ids=WHOLE_ARGUMENTS.keys())
-def test_arguments_are_as_they_were_written(arguments: str) -> None:
-    check_whole_arguments(LLAMA, wrap, arguments)
-
-
-@pytest.mark.parametrize("arguments", BROKEN_ARGUMENTS.values(), ids=BROKEN_ARGUMENTS.keys())
-def test_what_is_no_json_comes_as_text(arguments: str) -> None:
-    check_broken_arguments(LLAMA, wrap, arguments)
-
-
-def test_a_reply_that_ends_anywhere() -> None:
-    check_truncated(LLAMA, f"<think>hm</think>{CALL}; {TAG}{CALL}", Context(TOOLS))
+TRUNCATED = f"<think>hm</think>{CALL}; {TAG}{CALL}"
+WRAPS = [wrap]

@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
-from service.replies import FORMATS, Context
 from tests.service.replies.cases import (
-    BROKEN_ARGUMENTS,
-    WHOLE_ARGUMENTS,
     Case,
-    check,
-    check_broken_arguments,
-    check_truncated,
-    check_whole_arguments,
 )
-
-HARMONY = FORMATS["harmony"]
-TEMPLATES = [
-    "<|start|>assistant<|channel|>analysis<|message|>",
-]
-
 
 START, CHANNEL, MESSAGE = "<|start|>assistant", "<|channel|>", "<|message|>"
 END, CALL_END, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -120,23 +105,5 @@ CASES = [
     ),
     Case("messages joined", f"{THOUGHT}{START}{THOUGHT}", "", "hmhm"),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_a_reply(case: Case) -> None:
-    check(HARMONY, case)
-
-
-@pytest.mark.parametrize("arguments", WHOLE_ARGUMENTS.values(), ids=WHOLE_ARGUMENTS.keys())
-def test_arguments_are_as_they_were_written(arguments: str) -> None:
-    check_whole_arguments(HARMONY, wrap, arguments)
-
-
-@pytest.mark.parametrize("arguments", BROKEN_ARGUMENTS.values(), ids=BROKEN_ARGUMENTS.keys())
-def test_what_is_no_json_comes_as_text(arguments: str) -> None:
-    check_broken_arguments(HARMONY, wrap, arguments)
-
-
-def test_a_reply_that_ends_anywhere() -> None:
-    raw = f"{THOUGHT}{START}{CALL}{START}{CHANNEL}final{MESSAGE}hi{RETURN}"
-    check_truncated(HARMONY, raw, Context())
+TRUNCATED = f"{THOUGHT}{START}{CALL}{START}{CHANNEL}final{MESSAGE}hi{RETURN}"
+WRAPS = [wrap]

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
-from service.replies import FORMATS, Context
 from tests.service.replies.cases import (
-    BROKEN_ARGUMENTS,
-    WHOLE_ARGUMENTS,
     Case,
-    check,
-    check_broken_arguments,
-    check_truncated,
-    check_whole_arguments,
-    parse,
 )
 
-FORMAT = FORMATS["kimi_k2"]
-TEMPLATES = [
-    "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|><think>",
-    "<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}",
-]
 CALLS, CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 BEGIN, ARGUMENTS, END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
@@ -101,29 +86,5 @@ CASES = [
         calls=[("f", '{"a": ', False), CALLED],
     ),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_a_reply(case: Case) -> None:
-    check(FORMAT, case)
-
-
-@pytest.mark.parametrize("arguments", WHOLE_ARGUMENTS.values(), ids=WHOLE_ARGUMENTS.keys())
-def test_arguments_are_as_they_were_written(arguments: str) -> None:
-    check_whole_arguments(FORMAT, wrap, arguments)
-
-
-@pytest.mark.parametrize("arguments", BROKEN_ARGUMENTS.values(), ids=BROKEN_ARGUMENTS.keys())
-def test_what_is_no_json_comes_as_text(arguments: str) -> None:
-    check_broken_arguments(FORMAT, wrap, arguments)
-
-
-def test_a_reply_that_ends_anywhere() -> None:
-    check_truncated(FORMAT, f"<think>hm</think>hi{CALLS}{ONE}{OTHER}{CALLS_END}", Context())
-
-
-def test_calls_have_the_models_ids() -> None:
-    raw = f"{CALLS}{one('functions.f:0', '{}')}{one('functions.f:1', '{}')}{ONE}"
-    ids = [call.id for call in parse(FORMAT, [raw]).calls]
-    assert ids[:2] == ["functions.f:0", "functions.f:1"]
-    assert ids[2] not in ids[:2]
+TRUNCATED = f"<think>hm</think>hi{CALLS}{ONE}{OTHER}{CALLS_END}"
+WRAPS = [wrap]

@@ -2,27 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
-from service.replies import FORMATS, Context
 from tests.service.replies.cases import (
-    BROKEN_ARGUMENTS,
-    WHOLE_ARGUMENTS,
     Case,
-    check,
-    check_broken_arguments,
-    check_truncated,
-    check_whole_arguments,
-    parse,
 )
-
-MISTRAL = FORMATS["mistral"]
-TEMPLATES = [
-    "[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]",
-    "[TOOL_CALLS]{{ name }}[ARGS]",
-    "[TOOL_CALLS]{{ name }}[ARGS]<think></think>",
-]
-
 
 MARK = "[TOOL_CALLS]"
 
@@ -81,39 +63,5 @@ CASES = [
     Case("ended in the arguments", f'{MARK}f[ARGS]{{"a"', calls=[("f", '{"a"', False)]),
     Case("a strange id", f"{MARK}f[CALL_ID]é é[ARGS]{{}}", calls=[("f", "{}")]),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_a_reply(case: Case) -> None:
-    check(MISTRAL, case)
-
-
-@pytest.mark.parametrize("arguments", WHOLE_ARGUMENTS.values(), ids=WHOLE_ARGUMENTS.keys())
-def test_arguments_are_as_they_were_written(arguments: str) -> None:
-    check_whole_arguments(MISTRAL, wrap, arguments)
-
-
-@pytest.mark.parametrize("arguments", BROKEN_ARGUMENTS.values(), ids=BROKEN_ARGUMENTS.keys())
-def test_what_is_no_json_comes_as_text(arguments: str) -> None:
-    check_broken_arguments(MISTRAL, wrap, arguments)
-
-
-@pytest.mark.parametrize("arguments", WHOLE_ARGUMENTS.values(), ids=WHOLE_ARGUMENTS.keys())
-def test_arguments_in_an_array(arguments: str) -> None:
-    check_whole_arguments(MISTRAL, lambda *call: f"{MARK}[{listed(*call)}]", arguments)
-
-
-def test_ids_are_the_models_where_it_writes_them_once() -> None:
-    raw = f"{MARK}f[CALL_ID]abcdefghi[ARGS]{{}}{MARK}f[CALL_ID]abcdefghi[ARGS]{{}}"
-    first, second = parse(MISTRAL, [raw]).calls
-    assert first.id == "abcdefghi"
-    assert second.id != first.id
-    assert len(second.id) == 9
-    assert second.id.isalnum()
-    before = f'{MARK}[{{"id": "123456789", "name": "f", "arguments": {{}}}}]'
-    assert parse(MISTRAL, [before]).calls[0].id == "123456789"
-
-
-def test_a_reply_that_ends_anywhere() -> None:
-    raw = f"[THINK]hm[/THINK]\nhi\n{MARK}[{ITEM}, {ITEM}]\n{CALL}"
-    check_truncated(MISTRAL, raw, Context())
+TRUNCATED = f"[THINK]hm[/THINK]\nhi\n{MARK}[{ITEM}, {ITEM}]\n{CALL}"
+WRAPS = [wrap, lambda *call: f"{MARK}[{listed(*call)}]"]

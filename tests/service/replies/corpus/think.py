@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
+from tests.service.replies.cases import Case
 
-from service.replies import FORMATS, Context
-from tests.service.replies.cases import Case, check, check_truncated
-
-THINK = FORMATS["think"]
-TEMPLATES = [
-    "{{ content.split('</think>')[-1] }}",
-    "<think>",
-]
 CASES = [
     Case("nothing", ""),
     Case("text", "hi", "hi"),
@@ -48,21 +40,4 @@ CASES = [
     Case("many blanks behind", "<think>a</think>" + "\n" * 70 + "b", "\n" * 6 + "b", "a"),
     Case("many blanks before", "<think>a" + "\n" * 70 + "</think>b", "b", "a" + "\n" * 6),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_a_reply(case: Case) -> None:
-    check(THINK, case)
-
-
-def test_a_reply_that_ends_anywhere() -> None:
-    check_truncated(THINK, "<think>\nhm </thin\n</think>\n\nhi <think>", Context())
-
-
-def test_whether_a_prompt_ends_within_reasoning() -> None:
-    assert THINK.opens_reasoning("<|im_start|>assistant\n<think>\n")
-    assert THINK.opens_reasoning("<think>")
-    assert not THINK.opens_reasoning("<think>\n\n</think>\n\n")
-    assert not THINK.opens_reasoning("")
-    assert FORMATS["mistral"].opens_reasoning("x[THINK]")
-    assert not FORMATS["harmony"].opens_reasoning("<|start|>assistant")
+TRUNCATED = "<think>\nhm </thin\n</think>\n\nhi <think>"

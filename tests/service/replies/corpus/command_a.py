@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
-from service.replies import FORMATS, Context
 from tests.service.replies.cases import (
-    BROKEN_ARGUMENTS,
-    WHOLE_ARGUMENTS,
     Case,
     cases_of_lists,
-    check,
-    check_broken_arguments,
-    check_truncated,
-    check_whole_arguments,
 )
 
-FORMAT = FORMATS["command_a"]
-TEMPLATES = [
-    """{{ '<|START_ACTION|>[{"tool_name": ' }}{{ '<|END_ACTION|>' }}<|START_RESPONSE|>""",
-    "<|START_THINKING|>Action: <|START_ACTION|> tool_name <|END_ACTION|> ```json",
-]
 OPEN, CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
 CALL = f'{OPEN}[{{"tool_call_id": "0", "tool_name": "f", "parameters": {{"a": 1}}}}]{CLOSE}'
 CALLED = ("f", '{"a": 1}')
@@ -55,26 +41,5 @@ CASES = [
     ),
     Case("ends alone", f"a{CLOSE}b", f"a{CLOSE}b"),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_a_reply(case: Case) -> None:
-    check(FORMAT, case)
-
-
-@pytest.mark.parametrize("arguments", WHOLE_ARGUMENTS.values(), ids=WHOLE_ARGUMENTS.keys())
-def test_arguments_are_as_they_were_written(arguments: str) -> None:
-    check_whole_arguments(FORMAT, wrap, arguments)
-
-
-@pytest.mark.parametrize("arguments", BROKEN_ARGUMENTS.values(), ids=BROKEN_ARGUMENTS.keys())
-def test_what_is_no_json_comes_as_text(arguments: str) -> None:
-    check_broken_arguments(FORMAT, wrap, arguments)
-
-
-def test_a_reply_that_ends_anywhere() -> None:
-    check_truncated(
-        FORMAT,
-        f"<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>hi<|END_RESPONSE|>{CALL}",
-        Context(),
-    )
+TRUNCATED = f"<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>hi<|END_RESPONSE|>{CALL}"
+WRAPS = [wrap]

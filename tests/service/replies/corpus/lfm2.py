@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
-import pytest
-
-from service.replies import FORMATS, Context
 from tests.service.replies.cases import (
-    WHOLE_ARGUMENTS,
     Case,
     cases_of_lists,
-    check,
-    check_truncated,
-    check_whole_arguments,
-    parse,
 )
 
-FORMAT = FORMATS["lfm2"]
-TEMPLATES = [
-    '{{- "<|tool_call_start|>[" + calls + "]<|tool_call_end|>" -}}',
-    "<|tool_list_start|>[{{ tools }}]<|tool_list_end|></think>",
-]
 OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 
 
@@ -61,32 +46,4 @@ CASES = [
     Case("the second is none", wrap("f(a='x')", "hello"), f", hello]{CLOSE}", calls=[CALLED]),
     Case("ended in a list", f"{OPEN}[f(a=['x', 'y", "['x', 'y", calls=[("f", '{"a":', False)]),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_a_reply(case: Case) -> None:
-    check(FORMAT, case)
-
-
-@pytest.mark.parametrize("arguments", WHOLE_ARGUMENTS.values(), ids=WHOLE_ARGUMENTS.keys())
-def test_arguments_are_as_they_were_written(arguments: str) -> None:
-    def objects(name: str, arguments: str) -> str:
-        return wrap(f'{{"name": "{name}", "arguments": {arguments}}}')
-
-    check_whole_arguments(FORMAT, objects, arguments)
-
-
-def test_a_reply_that_ends_anywhere() -> None:
-    raw = f"<think>hm</think>hi{wrap('f(a=[1, True], b=None)', 'g(c=2)')}"
-    check_truncated(FORMAT, raw, Context())
-
-
-@pytest.mark.parametrize("levels", [63, 64])
-def test_values_are_nested_as_deeply_as_arguments_may_be(levels: int) -> None:
-    raw = wrap(f"f(a={'[' * levels}'x'{']' * levels})")
-    whole = parse(FORMAT, [raw])
-    assert parse(FORMAT, list(raw)) == whole
-    [call] = whole.calls
-    assert call.complete == (levels == 63)
-    if call.complete:
-        assert str(json.loads(call.arguments)["a"]).count("[") == levels
+TRUNCATED = f"<think>hm</think>hi{wrap('f(a=[1, True], b=None)', 'g(c=2)')}"

@@ -1,0 +1,28 @@
+"""Hy3: each mark may have a suffix."""
+
+from __future__ import annotations
+
+from tests.service.replies.cases import TAGGED, Case, Tags
+
+TAGS = Tags(
+    opening="<tool_calls:opensource>\n",
+    closing="</tool_calls:opensource>",
+    call="<tool_call:opensource>",
+    name_end="<tool_sep:opensource>",
+    end="</tool_call:opensource>",
+    key="<arg_key:opensource>",
+    key_end="</arg_key:opensource><arg_value:opensource>",
+    value_end="</arg_value:opensource>",
+)
+TOOLS = TAGGED
+CASES = [
+    *TAGS.cases(),
+    Case(
+        "no suffix",
+        "<tool_calls><tool_call>f<tool_sep><arg_key>n</arg_key>\n<arg_value>2</arg_value>"
+        "</tool_call></tool_calls>",
+        calls=[("f", '{"n":2}')],
+        tools=TAGGED,
+    ),
+]
+TRUNCATED = f"{TAGS.reasoning[0]}hm{TAGS.reasoning[1]}hi{TAGS.wrap('f', s='a', n='12')}"
