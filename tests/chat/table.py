@@ -10,7 +10,7 @@ from pathlib import Path
 from service.replies import FORMATS
 from service.replies.proof import Writings
 from tests.chat.families import CONVERSATIONS, FAMILIES, Family
-from tests.chat.test_replies import templates
+from tests.chat.test_replies import SPECIAL, templates
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "chat.md"
 _BEGIN, _END = "<!-- families -->\n", "<!-- end of families -->\n"
@@ -37,7 +37,7 @@ def _row(name: str, family: Family) -> tuple[str, ...]:
     if not family.parser:
         return family.title, prompts, "none", "no", "no", "as text", "no"
     format = FORMATS[family.parser]
-    proof = Writings(templates(name)).prove(format)
+    proof = Writings(templates(name), SPECIAL).prove(format)
     form = None if proof is None else proof.form
     if form is None:
         required = "no"
