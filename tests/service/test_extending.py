@@ -105,7 +105,7 @@ async def test_the_formats_of_the_page_read_a_reply(
     (tmp_path / file).write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     text = section("A format of replies")
-    said = [re.search(r"model\nwrites `(.+)`", text), re.search(r"  # (=> .+)", text)][index]
+    said = [re.search(r"model writes `(.+?)`", text), re.search(r"  # (=> .+)", text)][index]
     assert said is not None
     assert "--reply-parser do_calls:FORMAT" in text
     tokenizer = byte_tokenizer(chat_template="{{ messages[0].content }}")
