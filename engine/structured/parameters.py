@@ -17,9 +17,6 @@ type which the schema allows, else it is a string. So what is generated here is
   where numbers are allowed too, it does not begin with a digit, and so on. Where the mark of a key
   tells the value's type, any text will do.
 
-python_arguments: key="text", n=3, as in a call in Python. The values are JSON, which is read there,
-but for a word at the top: True, False, None.
-
 What cannot be held so is refused, with its place.
 """
 
@@ -28,38 +25,48 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
-from engine.json_types import allowed_types, own_types, referred, type_of
+from engine.json_types import allowed_types, own_types, type_of
+from engine.structured.properties import (
+    BRANCHES,
+    MAX_REFERENCES,
+    NOTES,
+    check_keywords,
+    lengths,
+    listed,
+    refuse,
+    resolved,
+    with_definitions,
+)
 from engine.structured.schema import schema_text
-from engine.structured.tag_grammar import TagError, excluding
-from engine.structured.tag_nodes import EMPTY, Choice, Json, Literal, Node, Open, Sequence, Value
+from engine.structured.tag_grammar import excluding
+from engine.structured.tag_nodes import (
+    EMPTY,
+    Choice,
+    Json,
+    Literal,
+    Node,
+    Open,
+    Sequence,
+    Value,
+)
 
-MAX_PARAMETERS = 256
-"""The most properties: the service reads no more of one call."""
-
-_MAX_REFERENCES = 8
-_NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly"}) | {
-    "writeOnly", "$comment", "$schema", "$id", "$defs", "definitions",
-}  # fmt: skip
-"""Keywords that say nothing about a value."""
-_OF_OBJECTS = _NOTES | {"type", "properties", "required", "additionalProperties"}
-_OF_STRINGS = _NOTES | {"type", "enum", "const", "minLength", "maxLength"}
-_OF_OTHERS = _NOTES | {
+_OF_STRINGS = NOTES | {"type", "enum", "const", "minLength", "maxLength"}
+_OF_OTHERS = NOTES | {
     "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "properties",
     "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties",
     "items", "prefixItems", "additionalItems", "minItems", "maxItems",
 }  # fmt: skip
 """Keywords that say nothing about a string."""
-_BRANCHES = ("anyOf", "oneOf")
 _WORDS = {"null": ("null", "None"), "boolean": ("true", "false", "True", "False")}
 """For each type: what is read as one of its values, besides by its first character."""
 _FIRSTS = {"number": "\\-0-9", "integer": "\\-0-9", "object": "{", "array": "\\["}
 """For each type: with which characters its values begin."""
-_PYTHON = {"null": ("None",), "boolean": ("True", "False")}
 _BLANKS = " \t\r\n"
 
 _Schema = Mapping[str, Any]
+_ToLiteral = Callable[[str], Literal]
 
 
 @dataclass(slots=True)
@@ -78,7 +85,7 @@ class Marks:
     """What stands around keys and values.
 
     Attributes:
-        before_name, after_value: before a key, and behind a value.
+        before_name, after_value: before a key, and behind a value, where `{name}` is the key.
         after_name: behind a key; or by the type of its value, where "other" is any other type.
         literal: a text with its special tokens.
     """
@@ -86,17 +93,16 @@ class Marks:
     before_name: str
     after_name: str | Mapping[str, str]
     after_value: str
-    literal: Callable[[str], Literal]
+    literal: _ToLiteral
 
     @property
     def tells_types(self) -> bool:
         """Whether the mark of a key tells its value's type."""
         return not isinstance(self.after_name, str)
 
-    @property
-    def end(self) -> str:
-        """What ends a value of text."""
-        return self.after_value.strip()
+    def end(self, name: str) -> str:
+        """What stands behind the value of this key."""
+        return self.after_value.replace("{name}", name)
 
     def after(self, kind: str) -> str:
         """What stands behind the key of a value of this type."""
@@ -121,66 +127,12 @@ def tagged_parameters(
         TagError: it cannot be held.
     """
     nodes: list[Node] = []
-    listed, required, where = _listed(schema, place)
-    for name, inner in listed.items():
+    properties, required, where = listed(schema, place)
+    for name, inner in properties.items():
         value = _Parameter(schema, options, f"{where}.properties.{name}", marks, name)
         node = value.node(inner)
         nodes.append(node if name in required else Choice((node, EMPTY)))
     return Sequence(tuple(nodes))
-
-
-def python_arguments(schema: dict[str, Any], place: str, options: dict[str, object]) -> Node:
-    """The arguments of an object's schema as in a call in Python; see `tagged_parameters`."""
-    listed, required, where = _listed(schema, place)
-    first: Node = EMPTY  # from a parameter on, if nothing stands before it
-    more: Node = EMPTY  # the same behind others
-    for name, inner in reversed(list(listed.items())):
-        if not name.isidentifier():
-            _refuse(
-                f"{where}.properties",
-                f"has the name {name[:40]!r}, which is none in Python; use letters, digits and "
-                "underscores",
-            )
-        inner = {} if inner is True else inner
-        types = own_types(inner) if isinstance(inner, dict) else frozenset[str]()
-        value: Node = Json(
-            schema_text(_with_definitions(inner, schema), options), f"{where}.properties.{name}"
-        )
-        if types and types <= _PYTHON.keys() and not {"enum", "const"} & inner.keys():
-            words = [word for kind in sorted(types) for word in _PYTHON[kind]]
-            value = Choice(tuple(Literal((word,)) for word in words))
-        item = Sequence((Literal((f"{name}=",)), value, more))
-        behind = Sequence((Literal((", ",)), item))
-        if name in required:
-            first, more = item, behind
-        else:
-            first, more = Choice((item, first)), Choice((behind, more))
-    return first
-
-
-def _listed(schema: dict[str, Any], place: str) -> tuple[Mapping[str, Any], list[Any], str]:
-    """The properties of an object's schema, those that are required, and its place."""
-    root = schema
-    target, where = _resolved(schema, root, place)
-    _check_keywords(target, _OF_OBJECTS, where, "an object's schema")
-    if own_types(target) - {"object"}:
-        _refuse(f"{where}.type", "must be object, because it describes parameters")
-    properties = target.get("properties", {})
-    required = target.get("required", [])
-    if not isinstance(properties, dict) or not isinstance(required, list):
-        _refuse(where, "must have an object of `properties`, and a list of what is `required`")
-    others = target.get("additionalProperties", True)
-    listed: dict[str, Any] = dict(properties)
-    for name in required:
-        if isinstance(name, str) and name not in listed:
-            if others is False:
-                _refuse(f"{where}.required", f"has {name!r}, which is none of its properties")
-            if allowed_types(others, root) - {"string"}:  # the service looks at properties alone
-                _refuse(f"{where}.required", f"has {name!r}; describe it in `properties`")
-            listed[name] = others
-    if len(listed) > MAX_PARAMETERS:
-        _refuse(where, f"has {len(listed)} properties; at most {MAX_PARAMETERS} are allowed")
-    return listed, required, where
 
 
 class _Parameter:
@@ -201,13 +153,14 @@ class _Parameter:
         self._place = place
         self._types: frozenset[str] = frozenset()
         # The mark of a key ends a value whose own mark was forgotten.
-        self._ends = [marks.end, marks.before_name.strip()]
+        self._close = marks.end(name)
+        self._ends = [self._close.strip(), marks.before_name.strip()]
 
     def node(self, schema: object) -> Node:
         if schema is True:
             schema = {}
         if not isinstance(schema, dict):
-            _refuse(self._place, "is a schema that allows nothing")
+            refuse(self._place, "is a schema that allows nothing")
         self._types = allowed_types(schema, self._root)
         held = _Held()
         if not self._types or "string" in self._types:
@@ -225,19 +178,19 @@ class _Parameter:
             texts = [*texts, *map(json.dumps, held.words)]
         else:
             for word in held.words:
-                node = self._marks.literal(word + self._marks.after_value)
+                node = self._marks.literal(word + self._close)
                 choices.append((kinds.get(word, "boolean"), node))
-        close = self._marks.literal(self._marks.after_value)
+        close = self._marks.literal(self._close)
         if texts and len(close.parts) == 1 and isinstance(close.parts[0], str):
-            text: Node = Value(f"({' | '.join(texts)}) {json.dumps(self._marks.after_value)}")
+            text: Node = Value(f"({' | '.join(texts)}) {json.dumps(self._close)}")
             choices.append(("string", text))
         elif texts:  # a special token ends it, which no text contains
             choices.append(
                 ("string", Sequence((Open(" | ".join(texts), self._place, False), close)))
             )
         for schema in held.schemas:
-            json_text = schema_text(_with_definitions(schema, self._root), self._options)
-            types = own_types(_resolved(schema, self._root, self._place)[0])
+            json_text = schema_text(with_definitions(schema, self._root), self._options)
+            types = own_types(resolved(schema, self._root, self._place)[0])
             kind = next(iter(types)) if len(types) == 1 else "other"
             choices.append((kind, Sequence((Json(json_text, self._place), close))))
         if not self._marks.tells_types:
@@ -257,7 +210,7 @@ class _Parameter:
             or any(character in name for character in barred)
             or name != name.strip()
         ):
-            _refuse(
+            refuse(
                 self._place.removesuffix(f".{name}"),
                 f"has the name {name[:40]!r}, which cannot be written in the parameter's mark; a "
                 f"name has 1 to 256 printable characters, none of them {' or '.join(barred)}, and "
@@ -269,12 +222,12 @@ class _Parameter:
         """Refuse branches that do not say their types: their values could be read as strings."""
         for branch, where in self._branches(schema, self._place):
             if not allowed_types(branch, self._root):
-                _refuse(where, "does not say its type, as the other branches do")
+                refuse(where, "does not say its type, as the other branches do")
 
     def _typed(self, schema: dict[str, Any]) -> dict[str, Any]:
         """A schema without strings, which says its type."""
-        target, _ = _resolved(schema, self._root, self._place)
-        if own_types(target) or any(word in target for word in _BRANCHES):
+        target, _ = resolved(schema, self._root, self._place)
+        if own_types(target) or any(word in target for word in BRANCHES):
             return schema
         return {**target, "type": sorted(self._types)}
 
@@ -282,22 +235,22 @@ class _Parameter:
 
     def _add(self, held: _Held, schema: _Schema, place: str, depth: int) -> None:
         """Add the ways to write a value of a schema that allows strings, or does not say."""
-        target, place = _resolved(schema, self._root, place)
+        target, place = resolved(schema, self._root, place)
         branches = list(self._branches(target, place))
         if not branches:
             self._add_plain(held, target, place)
             return
-        _check_keywords(target, _NOTES | {"type", *_BRANCHES}, place, "a choice with strings")
-        if depth >= _MAX_REFERENCES:
-            _refuse(place, "is nested too deeply for a choice with strings")
+        check_keywords(target, NOTES | {"type", *BRANCHES}, place, "a choice with strings")
+        if depth >= MAX_REFERENCES:
+            refuse(place, "is nested too deeply for a choice with strings")
         if "oneOf" in target and not self._exclude_each_other(b for b, _ in branches):
-            _refuse(place, "has a oneOf whose branches may overlap; use anyOf")
+            refuse(place, "has a oneOf whose branches may overlap; use anyOf")
         for branch, where in branches:
             if not isinstance(branch, dict):
-                _refuse(where, "must be an object that says its type")
+                refuse(where, "must be an object that says its type")
             types = allowed_types(branch, self._root)
             if self._types and not types:
-                _refuse(where, "does not say its type, as the other branches do")
+                refuse(where, "does not say its type, as the other branches do")
             if not types or "string" in types or types <= _WORDS.keys():
                 self._add(held, branch, where, depth + 1)
             else:
@@ -322,7 +275,7 @@ class _Parameter:
         return len(set(listed)) == len(listed)
 
     def _branches(self, schema: _Schema, place: str) -> Iterator[tuple[Any, str]]:
-        for word in _BRANCHES:
+        for word in BRANCHES:
             if isinstance(listed := schema.get(word), list):
                 for index, branch in enumerate(listed):
                     yield branch, f"{place}.{word}[{index}]"
@@ -336,13 +289,13 @@ class _Parameter:
         listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if listed is not None:
             if not isinstance(listed, list):
-                _refuse(f"{place}.enum", "must be a list")
-            _check_keywords(schema, _OF_STRINGS, place, "a string")
+                refuse(f"{place}.enum", "must be a list")
+            check_keywords(schema, _OF_STRINGS, place, "a string")
             self._add_constants(held, listed, types, place)
             return
         rest = types - {"string"} - _WORDS.keys()
         if not types or "string" in types:
-            _check_keywords(schema, _OF_STRINGS | _OF_OTHERS, place, "a string")
+            check_keywords(schema, _OF_STRINGS | _OF_OTHERS, place, "a string")
             held.texts.append(self._text(schema, place))
         if "null" in types:
             held.words.append("null")
@@ -364,26 +317,17 @@ class _Parameter:
             elif kind != "string":
                 others.append(value)
             elif any(mark in value for mark in self._ends) or self._reads_as_other(value):
-                _refuse(place, f"has the value {value[:40]!r}, which would not be read as a string")
+                refuse(place, f"has the value {value[:40]!r}, which would not be read as a string")
             else:
                 held.texts.append(json.dumps(value))
         if others:
             held.schemas.append({"enum": others})
         if not (held.texts or held.words or held.schemas):
-            _refuse(place, "has no value that its type allows")
+            refuse(place, "has no value that its type allows")
 
     def _text(self, schema: _Schema, place: str) -> str:
         """The terminal of a string that is no constant."""
-        least, most = schema.get("minLength", 0), schema.get("maxLength")
-        for keyword, bound in (("minLength", least), ("maxLength", most or 0)):
-            if type(bound) is not int or bound < 0:
-                _refuse(f"{place}.{keyword}", "must be an integer, 0 or more")
-        if most is not None and most < least:
-            _refuse(f"{place}.maxLength", "is below its minLength")
-        terminal = "ANY"
-        if least or most is not None:
-            terminal = f"/(?s:.{{{least},{'' if most is None else most}}})/"
-        terminal = excluding(terminal, self._ends)
+        terminal = excluding(lengths(schema, place), self._ends)
         if self._marks.tells_types:
             return f"({terminal})"
         firsts = "".join(sorted({_FIRSTS[kind] for kind in self._types if kind in _FIRSTS}))
@@ -404,37 +348,3 @@ class _Parameter:
         is_word = any(text in _WORDS.get(kind, ()) for kind in self._types)
         begins = {"object": "{", "array": "[", "number": "-0123456789", "integer": "-0123456789"}
         return is_word or any(text[:1] in begins.get(kind, "") for kind in self._types if text)
-
-
-def _with_definitions(schema: object, root: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(schema, dict):
-        return {"not": {}}
-    names = ("$defs", "definitions")
-    return schema | {name: root[name] for name in names if name in root}
-
-
-def _resolved(schema: _Schema, root: dict[str, Any], place: str) -> tuple[_Schema, str]:
-    """What a schema's `$ref` leads to, and its place."""
-    num_followed = 0
-    while "$ref" in schema:
-        _check_keywords(schema, _NOTES | {"$ref"}, place, "a $ref")
-        target = referred(schema, root)
-        if not isinstance(target, dict):
-            _refuse(f"{place}.$ref", "names no schema within the tag's own schema")
-        num_followed += 1
-        if num_followed > _MAX_REFERENCES:
-            _refuse(f"{place}.$ref", f"leads to more than {_MAX_REFERENCES} others")
-        schema = target
-    return schema, place
-
-
-def _check_keywords(schema: _Schema, known: frozenset[str], place: str, what: str) -> None:
-    if unknown := sorted(schema.keys() - known):
-        _refuse(
-            f"{place}.{unknown[0]}",
-            f"cannot be held here for {what}; leave it out, or use json_schema",
-        )
-
-
-def _refuse(place: str, message: str) -> NoReturn:
-    raise TagError(f"{place} {message}")

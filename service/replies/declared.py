@@ -335,9 +335,7 @@ class TaggedCalls:
 
     @property
     def forms(self) -> tuple[CallForm, ...]:
-        """How calls are held; those whose values need the key again, or nest, cannot be."""
-        if self.nests:
-            return ()
+        """How calls are held; values that nest are held to JSON, which is read there."""
         gap, trimmed = self.gap, self.trimmed
         key_end = self.key_end + (gap + self.value if self.value else "") + trimmed
         after: object = {
@@ -348,7 +346,7 @@ class TaggedCalls:
             "type": "tagged_parameters",
             "before_name": self.key,
             "after_name": after if self.attributes else key_end,
-            "after_value": trimmed + self.value_end + gap,
+            "after_value": trimmed + self.value_end + ("{name}>" if self.key_again else "") + gap,
         }
         forms = []
         for index, section in enumerate(self.section or ("",)):

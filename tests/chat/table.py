@@ -15,25 +15,17 @@ from tests.chat.families import CONVERSATIONS, FAMILIES, Family
 from tests.chat.test_replies import SPECIAL, templates
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "chat.md"
-_ARGUMENTS = '{"key": "value"}'
-_UNHELD = {
-    "gemma4": '<|tool_call>call:name{key:<|"|>value<|"|>}<tool_call|>',
-    "minimax_m3": (
-        ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="name">]<]minimax[>[<key>value'
-        "]<]minimax[>[</key>]<]minimax[>[</invoke>]<]minimax[>[</tool_call>"
-    ),
-}
-"""What is written in formats without a form."""
 _COLUMNS = (
     "family", "prompts", "parser", "reasoning", "calls", "put back", "calls can be required"
 )  # fmt: skip
+_ARGUMENTS = '{"key": "value"}'
 
 
 def parsers() -> str:
     """The table of parsers, in Markdown."""
     lines = [("parser", "a call", "reasoning", "calls are held"), ("---",) * 4]
     for name, format in sorted(FORMATS.items()):
-        calls = [_call(form) for form in format.forms] or [_UNHELD.get(name, "")]
+        calls = [_call(form) for form in format.forms]
         marks = format.reasoning
         lines.append(
             (
@@ -53,10 +45,14 @@ def _call(form: CallForm) -> str:
             given = _ARGUMENTS
         case "python_arguments":
             given = 'key="value"'
+        case "bare_object":
+            quote = form.content["quote"]
+            given = f"key:{quote}value{quote}"
         case _:
             after: Any = form.content["after_name"]
             after = after if isinstance(after, str) else after["string"]
             given = f"{form.content['before_name']}key{after}value{form.content['after_value']}"
+            given = given.replace("{name}", "key")
     return f"{form.begun('name')}{given}{form.end}{form.closing}"
 
 
