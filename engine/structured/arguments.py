@@ -19,9 +19,12 @@ from typing import Any
 from engine.json_types import own_types
 from engine.structured.properties import (
     BRANCHES,
+    MAX_NAME,
     MAX_REFERENCES,
     NOTES,
+    PYTHON,
     check_keywords,
+    divided,
     lengths,
     listed,
     refuse,
@@ -32,7 +35,6 @@ from engine.structured.schema import schema_text
 from engine.structured.tag_grammar import excluding
 from engine.structured.tag_nodes import EMPTY, Choice, Json, Literal, Node, Open, Repeated, Sequence
 
-_PYTHON = {"null": ("None",), "boolean": ("True", "False")}
 _OF_STRINGS = NOTES | {"type", "minLength", "maxLength"}
 _OF_LISTS = NOTES | {"type", "items", "prefixItems", "minItems", "maxItems"}
 _MAX_ITEMS = 64
@@ -42,22 +44,21 @@ _ToLiteral = Callable[[str], Literal]
 def python_arguments(schema: dict[str, Any], place: str, options: dict[str, object]) -> Node:
     """The arguments of an object's schema as in a call in Python; see `tagged_parameters`."""
     properties, required, where = listed(schema, place)
-    items: dict[str, Node] = {}
+    written: dict[str, Node] = {}
     for name, inner in properties.items():
+        inside = f"{where}.properties.{name}"
         _check_name(name, where, "(),=<>[]{}'\"\n")
-        types = own_types(inner) if isinstance(inner, dict) else frozenset[str]()
-        if types and types <= _PYTHON.keys() and not {"enum", "const"} & inner.keys():
-            words = [word for kind in sorted(types) for word in _PYTHON[kind]]
-            value: Node = Choice(tuple(Literal((word,)) for word in words))
-        else:
-            text = schema_text(with_definitions(inner, schema), options)
-            value = Json(text, f"{where}.properties.{name}")
-        items[name] = Sequence((Literal((f"{name}=",)), value))
-    return _in_order(items, required, ", ")
+        words, kinds = divided(inner, schema, inside)
+        values: list[Node] = [Literal((PYTHON[word],)) for word in words]
+        if kinds:
+            typed = with_definitions({**inner, "type": kinds}, schema)
+            values.append(Json(schema_text(typed, options), inside))
+        written[name] = Sequence((Literal((f"{name}=",)), Choice(tuple(values))))
+    return _in_order(written, required, ", ")
 
 
 def _check_name(name: str, where: str, barred: str) -> None:
-    fits = name and len(name) <= 256 and name.isprintable() and name == name.strip()
+    fits = name and len(name) <= MAX_NAME and name.isprintable() and name == name.strip()
     if not fits or set(name) & set(barred):
         refuse(
             f"{where}.properties",
@@ -66,18 +67,18 @@ def _check_name(name: str, where: str, barred: str) -> None:
         )
 
 
-def _in_order(items: Mapping[str, Node], required: Listed[Any], separator: str) -> Node:
+def _in_order(written: Mapping[str, Node], required: Listed[Any], separator: str) -> Node:
     """These items in their order, divided; those that are not required may be left out."""
-    first: Node = EMPTY  # from an item on, if nothing stands before it
-    more: Node = EMPTY  # the same behind others
-    for name, node in reversed(list(items.items())):
-        item = Sequence((node, more))
+    ways: list[Node] = [EMPTY]  # from an item on, by which one is written first
+    more: list[Node] = []  # the same behind others
+    for name, item in reversed(list(written.items())):
         behind = Sequence((Literal((separator,)), item))
+        way = Sequence((item, *more))
         if name in required:
-            first, more = item, behind
+            ways, more = [way], [behind, *more]
         else:
-            first, more = Choice((item, first)), Choice((behind, more))
-    return first
+            ways, more = [way, *ways], [Choice((behind, EMPTY)), *more]
+    return Choice(tuple(ways))
 
 
 class BareObjects:

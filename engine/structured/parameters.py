@@ -27,12 +27,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.json_types import allowed_types, own_types, type_of
+from engine.json_types import (
+    allowed_types,
+    own_types,
+    type_of,
+)
 from engine.structured.properties import (
     BRANCHES,
+    MAX_NAME,
     MAX_REFERENCES,
     NOTES,
     check_keywords,
+    divided,
+    items,
     lengths,
     listed,
     refuse,
@@ -41,16 +48,7 @@ from engine.structured.properties import (
 )
 from engine.structured.schema import schema_text
 from engine.structured.tag_grammar import excluding
-from engine.structured.tag_nodes import (
-    EMPTY,
-    Choice,
-    Json,
-    Literal,
-    Node,
-    Open,
-    Sequence,
-    Value,
-)
+from engine.structured.tag_nodes import EMPTY, Choice, Json, Literal, Node, Open, Sequence, Value
 
 _OF_STRINGS = NOTES | {"type", "enum", "const", "minLength", "maxLength"}
 _OF_OTHERS = NOTES | {
@@ -66,7 +64,6 @@ _FIRSTS = {"number": "\\-0-9", "integer": "\\-0-9", "object": "{", "array": "\\[
 _BLANKS = " \t\r\n"
 
 _Schema = Mapping[str, Any]
-_ToLiteral = Callable[[str], Literal]
 
 
 @dataclass(slots=True)
@@ -93,7 +90,7 @@ class Marks:
     before_name: str
     after_name: str | Mapping[str, str]
     after_value: str
-    literal: _ToLiteral
+    literal: Callable[[str], Literal]
 
     @property
     def tells_types(self) -> bool:
@@ -104,11 +101,21 @@ class Marks:
         """What stands behind the value of this key."""
         return self.after_value.replace("{name}", name)
 
+    @property
+    def barred(self) -> str:
+        """The characters that no key may have."""
+        after = [self.after_name] if isinstance(self.after_name, str) else self.after_name.values()
+        firsts = "".join(sorted({text[0] for text in after}))
+        return firsts + "&" if '"' in firsts else firsts  # where & would begin an escape
+
     def after(self, kind: str) -> str:
         """What stands behind the key of a value of this type."""
         if isinstance(self.after_name, str):
             return self.after_name
-        return self.after_name.get(kind) or self.after_name["other"]
+        general = self.after_name["other"]
+        if kind == "integer":
+            general = self.after_name.get("number", general)
+        return self.after_name.get(kind, general)
 
 
 def tagged_parameters(
@@ -152,15 +159,11 @@ class _Parameter:
         self._options = options
         self._place = place
         self._types: frozenset[str] = frozenset()
-        # The mark of a key ends a value whose own mark was forgotten.
         self._close = marks.end(name)
+        # The mark of a key ends a value whose own mark was forgotten.
         self._ends = [self._close.strip(), marks.before_name.strip()]
 
-    def node(self, schema: object) -> Node:
-        if schema is True:
-            schema = {}
-        if not isinstance(schema, dict):
-            refuse(self._place, "is a schema that allows nothing")
+    def node(self, schema: dict[str, Any]) -> Node:
         self._types = allowed_types(schema, self._root)
         held = _Held()
         if not self._types or "string" in self._types:
@@ -171,52 +174,63 @@ class _Parameter:
         return self._written(held)
 
     def _written(self, held: _Held) -> Node:
-        texts = held.texts
-        kinds = {"null": "null"}
-        choices: list[tuple[str, Node]] = []
-        if not self._marks.tells_types:
-            texts = [*texts, *map(json.dumps, held.words)]
+        if self._marks.tells_types:
+            texts, choices = held.texts, self._typed_choices(held)
         else:
-            for word in held.words:
-                node = self._marks.literal(word + self._close)
-                choices.append((kinds.get(word, "boolean"), node))
-        close = self._marks.literal(self._close)
-        if texts and len(close.parts) == 1 and isinstance(close.parts[0], str):
-            text: Node = Value(f"({' | '.join(texts)}) {json.dumps(self._close)}")
-            choices.append(("string", text))
-        elif texts:  # a special token ends it, which no text contains
-            choices.append(
-                ("string", Sequence((Open(" | ".join(texts), self._place, False), close)))
-            )
+            texts = [*held.texts, *map(json.dumps, held.words)]
+            choices = [("string", self._json(schema)) for schema in held.schemas]
+        if texts:
+            choices.insert(0, ("string", self._free(" | ".join(texts))))
+        if self._marks.tells_types:
+            return Choice(tuple(Sequence((self._opening(kind), node)) for kind, node in choices))
+        nodes = tuple(node for _, node in choices)
+        return Sequence((self._opening("string"), nodes[0] if len(nodes) == 1 else Choice(nodes)))
+
+    def _typed_choices(self, held: _Held) -> list[tuple[str, Node]]:
+        """The values that are no text, by a type that tells the mark of each."""
+        words = [json.loads(word) for word in held.words]
+        choices: list[tuple[str, Node]] = []
         for schema in held.schemas:
-            json_text = schema_text(with_definitions(schema, self._root), self._options)
-            types = own_types(resolved(schema, self._root, self._place)[0])
-            kind = next(iter(types)) if len(types) == 1 else "other"
-            choices.append((kind, Sequence((Json(json_text, self._place), close))))
-        if not self._marks.tells_types:
-            nodes = tuple(node for _, node in choices)
-            value = nodes[0] if len(nodes) == 1 else Choice(nodes)
-            return Sequence((self._opening("string"), value))
-        nodes = tuple(Sequence((self._opening(kind), node)) for kind, node in choices)
-        return nodes[0] if len(nodes) == 1 else Choice(nodes)
+            found, kinds = divided(schema, self._root, self._place)
+            words += found
+            by_mark: dict[str, list[str]] = {}
+            for kind in kinds:
+                by_mark.setdefault(self._marks.after(kind), []).append(kind)
+            for alike in by_mark.values():
+                choices.append((alike[0], self._json({**schema, "type": alike})))
+        for word in words:
+            node = self._marks.literal(json.dumps(word) + self._close)
+            choices.append((type_of(word), node))
+        return choices
+
+    def _free(self, terminal: str) -> Node:
+        """Text, up to what ends it."""
+        close = self._marks.literal(self._close)
+        if len(close.parts) == 1 and isinstance(close.parts[0], str):
+            return Value(f"({terminal}) {json.dumps(self._close)}")
+        return Sequence((Open(terminal, self._place, False), close))  # no text has special tokens
+
+    def _json(self, schema: dict[str, Any]) -> Node:
+        text = schema_text(with_definitions(schema, self._root), self._options)
+        return Sequence((Json(text, self._place), self._marks.literal(self._close)))
 
     def _opening(self, kind: str) -> Literal:
-        name, after = self._name, self._marks.after(kind)
-        barred = after[0] if after[0] != '"' else '"&'  # where & would begin an escape
+        name, barred = self._name, self._marks.barred
         if (
             not name
-            or len(name) > 256
+            or len(name) > MAX_NAME
             or not name.isprintable()
             or any(character in name for character in barred)
             or name != name.strip()
+            or self._marks.literal(name).parts != (name,)
         ):
             refuse(
                 self._place.removesuffix(f".{name}"),
                 f"has the name {name[:40]!r}, which cannot be written in the parameter's mark; a "
-                f"name has 1 to 256 printable characters, none of them {' or '.join(barred)}, and "
-                "no blank at its ends",
+                f"name has 1 to {MAX_NAME} printable characters, none of them "
+                f"{' or '.join(barred)}, no special token, and no blank at its ends",
             )
-        return self._marks.literal(self._marks.before_name + name + after)
+        return self._marks.literal(self._marks.before_name + name + self._marks.after(kind))
 
     def _check_types(self, schema: _Schema) -> None:
         """Refuse branches that do not say their types: their values could be read as strings."""
@@ -286,11 +300,9 @@ class _Parameter:
         if types and "string" not in types and not types <= _WORDS.keys():
             held.schemas.append(dict(schema))
             return
-        listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        if listed is not None:
-            if not isinstance(listed, list):
-                refuse(f"{place}.enum", "must be a list")
+        if "enum" in schema or "const" in schema:
             check_keywords(schema, _OF_STRINGS, place, "a string")
+            listed = items(schema, "enum", place) if "enum" in schema else [schema["const"]]
             self._add_constants(held, listed, types, place)
             return
         rest = types - {"string"} - _WORDS.keys()

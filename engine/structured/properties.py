@@ -7,26 +7,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from engine.json_types import allowed_types, own_types, referred
+from engine.json_types import (
+    JSON_TYPES,
+    MAX_LOOKED_AT,
+    allowed_types,
+    own_types,
+    referred,
+    type_of,
+)
 from engine.structured.tag_grammar import TagError
 
 MAX_PARAMETERS = 256
 """The most properties: the service reads no more of one call."""
 
+MAX_NAME = 256
+"""The most characters of a property's name."""
+
+MAX_REFERENCES = 8
 NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly"}) | {
     "writeOnly", "$comment", "$schema", "$id", "$defs", "definitions",
 }  # fmt: skip
 """Keywords that say nothing about a value."""
 OF_OBJECTS = NOTES | {"type", "properties", "required", "additionalProperties"}
-MAX_REFERENCES = 8
 BRANCHES = ("anyOf", "oneOf")
+PYTHON = {None: "None", True: "True", False: "False"}
 
 Schema = Mapping[str, Any]
 
 
 def listed(
     schema: dict[str, Any], place: str, root: dict[str, Any] | None = None
-) -> tuple[Mapping[str, Any], list[Any], str]:
+) -> tuple[Mapping[str, dict[str, Any]], list[Any], str]:
     """The properties of an object's schema, those that are required, and its place."""
     root = schema if root is None else root
     target, where = resolved(schema, root, place)
@@ -48,6 +59,10 @@ def listed(
             found[name] = others
     if len(found) > MAX_PARAMETERS:
         refuse(where, f"has {len(found)} properties; at most {MAX_PARAMETERS} are allowed")
+    for name, inner in found.items():
+        found[name] = inner = {} if inner is True else inner
+        if not isinstance(inner, dict):
+            refuse(f"{where}.properties.{name}", "is a schema that allows nothing")
     return found, required, where
 
 
@@ -64,10 +79,59 @@ def lengths(schema: Schema, place: str) -> str:
     return "ANY"
 
 
-def with_definitions(schema: object, root: dict[str, Any]) -> dict[str, Any]:
-    """A schema with those of its root that it may refer to."""
-    if not isinstance(schema, dict):
-        return {"not": {}}
+def divided(
+    schema: dict[str, Any], root: dict[str, Any], place: str
+) -> tuple[list[bool | None], list[str]]:
+    """Which of null, true and false a schema allows, and of which other types its values may be."""
+    if "type" in schema and not own_types({"type": schema["type"]}):
+        refuse(f"{place}.type", f"names none of {', '.join(sorted(JSON_TYPES))}")
+    told = [allowed_types(part, root) for part in (schema, *items(schema, "allOf", place))]
+    listed = [*items(schema, "enum", place), *([schema["const"]] if "const" in schema else ())]
+    kinds = JSON_TYPES
+    for types in filter(None, (*told, frozenset(map(type_of, listed)))):
+        kinds &= types | {"integer"} if "number" in types else types
+    words = [w for w in PYTHON if type_of(w) in kinds and permits(schema, w, root, place)]
+    kinds -= {"null", "boolean", "integer"} if "number" in kinds else {"null", "boolean"}
+    if not (words or kinds):
+        refuse(place, "is a schema that allows nothing")
+    return words, sorted(kinds)
+
+
+def permits(schema: Schema, word: bool | None, root: Schema, place: str) -> bool:
+    """Whether a schema allows null, true or false."""
+    seen: dict[int, bool] = {}
+
+    def look(part: object) -> bool:
+        if not isinstance(part, Mapping):
+            return part is True
+        if id(part) not in seen:
+            if len(seen) >= MAX_LOOKED_AT:
+                refuse(place, "has too many branches beside null or a boolean; use fewer")
+            seen[id(part)] = False  # while what it refers to is looked at
+            types = own_types(part)
+            seen[id(part)] = (
+                (not types or type_of(word) in types)
+                and ("enum" not in part or any(v is word for v in items(part, "enum", place)))
+                and part.get("const", word) is word
+                and all(map(look, items(part, "allOf", place)))
+                and ("anyOf" not in part or any(map(look, items(part, "anyOf", place))))
+                and ("oneOf" not in part or sum(map(look, items(part, "oneOf", place))) == 1)
+                and not ("not" in part and look(part["not"]))
+                and ("$ref" not in part or look(referred(part, root)))
+            )
+        return seen[id(part)]
+
+    return look(schema)
+
+
+def items(schema: Schema, keyword: str, place: str) -> list[Any]:
+    found = schema.get(keyword, [])
+    if not isinstance(found, list):
+        refuse(f"{place}.{keyword}", "must be a list")
+    return found
+
+
+def with_definitions(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
     names = ("$defs", "definitions")
     return schema | {name: root[name] for name in names if name in root}
 
