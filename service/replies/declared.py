@@ -73,13 +73,17 @@ class JsonCalls:
     @property
     def forms(self) -> tuple[CallForm, ...]:
         """How calls are held."""
-        opening, closing = self.written or (self.marks[0], "".join(self.closing[:1]))
+        around = [(mark, "".join(self.closing[:1])) for mark in self.marks if mark[-1] != "["]
+        return tuple(map(self._form, (self.written or around[0], *around[1:]), self.marks))
+
+    def _form(self, around: tuple[str, str], mark: str) -> CallForm:
+        opening, closing = around
         named, given = f'{{"{self.name}": "', f'", "{self.arguments}": '
         form = CallForm(
             before=named if self.name else '{"',
             after=given if self.name else '": ',
             end="}",
-            marks=self.marks,
+            marks=(mark, *(other for other in self.marks if other != mark)),
             opening=opening,
             closing=closing,
             bare="{" if self.bare else "",
@@ -91,7 +95,7 @@ class JsonCalls:
         elif self.between is None:
             before, end = opening + form.before, form.end + closing
             form = replace(form, before=before, end=end, opening="", closing="")
-        return (form,)
+        return form
 
     @property
     def readers(self) -> Mapping[str, ReadCall]:

@@ -43,21 +43,6 @@ _COMMAND_R_FORM = CallForm(
 )
 
 
-def _hy3(suffix: str) -> TaggedCalls:
-    """Hunyuan's: published ones have a suffix in each mark."""
-    return TaggedCalls(
-        section=(f"<tool_calls{suffix}>",),
-        section_end=(f"</tool_calls{suffix}>",),
-        call=f"<tool_call{suffix}>",
-        name_end=f"<tool_sep{suffix}>",
-        call_end=f"</tool_call{suffix}>",
-        key=f"<arg_key{suffix}>",
-        key_end=f"</arg_key{suffix}>",
-        value=f"<arg_value{suffix}>",
-        value_end=f"</arg_value{suffix}>",
-    )
-
-
 _ROWS = (
     declared(
         "apertus",
@@ -114,7 +99,6 @@ _ROWS = (
         "gigachat3",
         JsonCalls(
             marks=("function call<|role_sep|>", "<|function_call|>"),
-            closing=("<|message_sep|>",),
             first="{",
             written=("function call<|role_sep|>\n", ""),
         ),
@@ -129,6 +113,7 @@ _ROWS = (
             key_end="</arg_key>",
             value="<arg_value>",
             value_end="</arg_value>",
+            gaps=("\n", ""),
         ),
     ),
     declared("granite", JsonCalls(marks=("<|tool_call|>", "<tool_call>"))),
@@ -142,7 +127,21 @@ _ROWS = (
             written=("<tool_call>\n", "\n</tool_call>"),
         ),
     ),
-    declared("hy3", _hy3(""), _hy3(":opensource")),
+    declared(
+        "hy3",
+        TaggedCalls(
+            section=("<tool_calls:opensource>",),
+            section_end=("</tool_calls:opensource>",),
+            call="<tool_call:opensource>",
+            name_end="<tool_sep:opensource>",
+            call_end="</tool_call:opensource>",
+            key="<arg_key:opensource>",
+            key_end="</arg_key:opensource>",
+            value="<arg_value:opensource>",
+            value_end="</arg_value:opensource>",
+        ),
+        reasoning=("<think:opensource>", "</think:opensource>"),
+    ),
     declared(
         "kimi_k2",
         NamedCalls(
@@ -173,7 +172,7 @@ _ROWS = (
                 **{kind: f' type="{kind}"' for kind in ("string", "boolean", "null", "object")},
                 **{"array": ' type="array"', "other": ' type="number"'},
             },
-            gap="",
+            gaps=("",),
         ),
         reasoning=("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
         silent=(
@@ -230,8 +229,10 @@ _ROWS = (
             value_end=_M3 + "</",
             key_again=True,
             nests=True,
-            gap="",
+            gaps=("",),
         ),
+        reasoning=("<mm:think>", "</mm:think>"),
+        silent=("</mm:think>",),  # alone where it does not think
     ),
     declared(
         "mistral",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import product, takewhile
 from typing import Any, Protocol
 
 from engine.text import JsonObject
@@ -30,7 +30,7 @@ _PARAMETERS = {
     "place": {"type": "string"},
     "größe": {"type": "string"},
     "at": {"type": "array", "items": {"type": "number"}},
-    "depth": {"type": "object"},
+    "depth": {"type": "object", "additionalProperties": {"type": "object"}},
     "open": {"type": "boolean"},
     "n": {"type": "integer"},
 }
@@ -100,13 +100,14 @@ class _Probe:
 
 _ONE = _Probe("one call", (_LOOK,))
 _SAID = _Probe("no call", text=_TEXT)
+_WITH_TEXT = _Probe("text before a call", (_LOOK,), text=_TEXT)
 _PROBES = (
     _SAID,
     _ONE,
     _Probe("two calls", (_LOOK, _NOW)),
     _Probe("nested arguments", (_NESTED,)),
     _Probe("reasoning before a call", (_LOOK,), thought=_THOUGHT),
-    _Probe("text before a call", (_LOOK,), text=_TEXT),
+    _WITH_TEXT,
 )
 
 
@@ -144,16 +145,18 @@ class Writings:
     def __init__(self, template: Template, special: Iterable[str] = ()) -> None:
         """Let a template write. `special`: the texts of the model's special tokens."""
         self._special = tuple(special)
-        for ids in _IDS:
-            self._let_write(template, ids)
+        for ids, tools in product(_IDS, (_TOOLS, None)):  # some fail on what tools may be
+            self._let_write(template, ids, tools)
             self.has_calls = bool(self._printed(_ONE))
             if self.has_calls:
                 break
 
-    def _let_write(self, template: Template, ids: str) -> None:
+    def _let_write(
+        self, template: Template, ids: str, tools: Sequence[Mapping[str, object]] | None
+    ) -> None:
         def written(*messages: Mapping[str, object], prompt: bool = False) -> str:
             shown = [_USER, *messages]
-            return template.attempt(shown, tools=_TOOLS, add_generation_prompt=prompt) or ""
+            return template.attempt(shown, tools=tools, add_generation_prompt=prompt) or ""
 
         before = written()
         self._prompt = written(prompt=True)
@@ -186,6 +189,8 @@ class Writings:
                 for reply in self._replies(format, text)
                 if (cost := self._left(probe, calls, reply)) is not None
             }
+            if not costs and probe is _WITH_TEXT:
+                continue  # some put the text where no model would
             if not costs:
                 return None
             titles.append(probe.title)
@@ -237,9 +242,12 @@ class Writings:
         return len(left) if self._end.rstrip().endswith(rest.strip()) else None
 
     def _form(self, format: Format, written: str) -> CallForm | None:
-        """The form that the template writes, of those that a format has."""
+        """The form that the template writes, of those that a format has; None: it writes the marks
+        of none, to which a model must not be held.
+        """
 
         def fits(form: CallForm) -> tuple[bool, bool]:
             return form.begun(_LOOK[0]) in written, not form.text or form.text in written
 
-        return max(format.forms, key=fits, default=None)
+        known = [form for form in format.forms if form.bare or form.marks[0] in written]
+        return max(known, key=fits, default=None)

@@ -40,7 +40,7 @@ class TaggedCalls:
         trimmed: a character that is left out at both ends of a value.
         key_again: whether the key stands once more behind value_end, and `>`.
         nests: whether values may be objects and lists of such tags.
-        gap: what is written between all these.
+        gaps: what is written between all these; several where models differ in it.
         plain: whether the marks of keys and values are written as text, even where they are special
             tokens.
     """
@@ -62,13 +62,20 @@ class TaggedCalls:
     trimmed: str = ""
     key_again: bool = False
     nests: bool = False
-    gap: str = "\n"
+    gaps: tuple[str, ...] = ("\n",)
     plain: bool = False
 
     @property
     def forms(self) -> tuple[CallForm, ...]:
         """How calls are held; values that nest are held to JSON, which is read there."""
-        gap, trimmed = self.gap, self.trimmed
+        return tuple(
+            self._form(gap, section, end)
+            for gap in self.gaps
+            for section, end in zip(self.section or ("",), self.section_end or ("",), strict=True)
+        )
+
+    def _form(self, gap: str, section: str, section_end: str) -> CallForm:
+        trimmed = self.trimmed
         key_end = self.key_end + (gap + self.value if self.value else "") + trimmed
         after: object = {
             kind: self.key_end + attribute + self.attributes_end
@@ -80,25 +87,22 @@ class TaggedCalls:
             "after_name": after if self.attributes else key_end,
             "after_value": trimmed + self.value_end + ("{name}>" if self.key_again else "") + gap,
         }
-        forms = []
-        for index, section in enumerate(self.section or ("",)):
-            form = CallForm(
-                before=self.call,
-                after=self.name_end + self.name_attributes + self.attributes_end + gap,
-                end=self.call_end,
-                marks=(section, *self.section, self.call) if section else (self.call,),
-                opening=section + gap if section else "",
-                closing=gap + self.section_end[index] if section else "",
-                separator=None if self.name_attributes else gap,
-                content=MappingProxyType(content),
-                plain=(self.key, self.value_end) if self.plain else (),
-                name_in_json=False,
-            )
-            if self.each:
-                before, end = form.opening + form.before, form.end + form.closing
-                form = replace(form, before=before, end=end, opening="", closing="")
-            forms.append(form)
-        return tuple(forms)
+        form = CallForm(
+            before=self.call,
+            after=self.name_end + self.name_attributes + self.attributes_end + gap,
+            end=self.call_end,
+            marks=(section, *self.section, self.call) if section else (self.call,),
+            opening=section + gap if section else "",
+            closing=gap + section_end if section else "",
+            separator=None if self.name_attributes else gap,
+            content=MappingProxyType(content),
+            plain=(self.key, self.value_end) if self.plain else (),
+            name_in_json=False,
+        )
+        if self.each:
+            before, end = form.opening + form.before, form.end + form.closing
+            form = replace(form, before=before, end=end, opening="", closing="")
+        return form
 
     @property
     def readers(self) -> Mapping[str, ReadCall]:

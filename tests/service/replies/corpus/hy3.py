@@ -1,8 +1,8 @@
-"""Hy3: each mark may have a suffix."""
+"""Hy3: each mark has a suffix."""
 
 from __future__ import annotations
 
-from tests.service.replies.cases import TAGGED, Case, Tags
+from tests.service.replies.cases import TAGGED, Tags
 
 TAGS = Tags(
     opening="<tool_calls:opensource>\n",
@@ -13,16 +13,10 @@ TAGS = Tags(
     key="<arg_key:opensource>",
     key_end="</arg_key:opensource><arg_value:opensource>",
     value_end="</arg_value:opensource>",
+    reasoning=("<think:opensource>", "</think:opensource>"),
 )
 TOOLS = TAGGED
 CASES = [
     *TAGS.cases(),
-    Case(
-        "no suffix",
-        "<tool_calls><tool_call>f<tool_sep><arg_key>n</arg_key>\n<arg_value>2</arg_value>"
-        "</tool_call></tool_calls>",
-        calls=[("f", '{"n":2}')],
-        tools=TAGGED,
-    ),
 ]
 TRUNCATED = f"{TAGS.reasoning[0]}hm{TAGS.reasoning[1]}hi{TAGS.wrap('f', s='a', n='12')}"

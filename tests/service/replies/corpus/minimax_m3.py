@@ -13,9 +13,11 @@ TAGS = Tags(
     key="]<]minimax[>[<",
     key_end=">",
     value_end="]<]minimax[>[</{key}>",
+    reasoning=("<mm:think>", "</mm:think>"),
 )
 TOOLS = TAGGED
 CASES = [
+    Case("no reasoning", f"</mm:think>hi{TAGS.wrap('f')}", "hi", calls=[("f", "{}")]),
     *TAGS.cases(forgotten=False),
     Case(
         "nested",
