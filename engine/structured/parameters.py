@@ -30,13 +30,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from engine.json_types import allowed_types, own_types, referred, type_of
+from engine.json_types import (
+    JSON_TYPES,
+    MAX_LOOKED_AT,
+    allowed_types,
+    own_types,
+    referred,
+    type_of,
+)
 from engine.structured.schema import schema_text
 from engine.structured.tag_grammar import TagError, excluding
 from engine.structured.tag_nodes import EMPTY, Choice, Json, Literal, Node, Open, Sequence, Value
 
 MAX_PARAMETERS = 256
 """The most properties: the service reads no more of one call."""
+
+MAX_NAME = 256
+"""The most characters of a property's name."""
 
 _MAX_REFERENCES = 8
 _NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly"}) | {
@@ -56,7 +66,7 @@ _WORDS = {"null": ("null", "None"), "boolean": ("true", "false", "True", "False"
 """For each type: what is read as one of its values, besides by its first character."""
 _FIRSTS = {"number": "\\-0-9", "integer": "\\-0-9", "object": "{", "array": "\\["}
 """For each type: with which characters its values begin."""
-_PYTHON = {"null": ("None",), "boolean": ("True", "False")}
+_PYTHON = {None: "None", True: "True", False: "False"}
 _BLANKS = " \t\r\n"
 
 _Schema = Mapping[str, Any]
@@ -94,15 +104,25 @@ class Marks:
         return not isinstance(self.after_name, str)
 
     @property
-    def end(self) -> str:
-        """What ends a value of text."""
-        return self.after_value.strip()
+    def ends(self) -> tuple[str, str]:
+        """What ends a value of text. The next key's mark does where a value's own was forgotten."""
+        return self.after_value.strip(), self.before_name.strip()
+
+    @property
+    def barred(self) -> str:
+        """The characters that no key may have."""
+        after = [self.after_name] if isinstance(self.after_name, str) else self.after_name.values()
+        firsts = "".join(sorted({text[0] for text in after}))
+        return firsts + "&" if '"' in firsts else firsts  # where & would begin an escape
 
     def after(self, kind: str) -> str:
         """What stands behind the key of a value of this type."""
         if isinstance(self.after_name, str):
             return self.after_name
-        return self.after_name.get(kind) or self.after_name["other"]
+        general = self.after_name["other"]
+        if kind == "integer":
+            general = self.after_name.get("number", general)
+        return self.after_name.get(kind, general)
 
 
 def tagged_parameters(
@@ -132,30 +152,38 @@ def tagged_parameters(
 def python_arguments(schema: dict[str, Any], place: str, options: dict[str, object]) -> Node:
     """The arguments of an object's schema as in a call in Python; see `tagged_parameters`."""
     listed, required, where = _listed(schema, place)
-    first: Node = EMPTY  # from a parameter on, if nothing stands before it
-    more: Node = EMPTY  # the same behind others
+    ways: list[Node] = [EMPTY]  # from a parameter on, by which one is written first
+    more: list[Node] = []  # the same behind others
     for name, inner in reversed(list(listed.items())):
-        if not name.isidentifier():
+        inside = f"{where}.properties.{name}"
+        if not name.isidentifier() or len(name) > MAX_NAME:
             _refuse(
                 f"{where}.properties",
                 f"has the name {name[:40]!r}, which is none in Python; use letters, digits and "
-                "underscores",
+                f"underscores, at most {MAX_NAME}, and no digit first",
             )
-        inner = {} if inner is True else inner
-        types = own_types(inner) if isinstance(inner, dict) else frozenset[str]()
-        value: Node = Json(
-            schema_text(_with_definitions(inner, schema), options), f"{where}.properties.{name}"
-        )
-        if types and types <= _PYTHON.keys() and not {"enum", "const"} & inner.keys():
-            words = [word for kind in sorted(types) for word in _PYTHON[kind]]
-            value = Choice(tuple(Literal((word,)) for word in words))
-        item = Sequence((Literal((f"{name}=",)), value, more))
+        value = _python_value({} if inner is True else inner, schema, inside, options)
+        item = Sequence((Literal((f"{name}=",)), value))
         behind = Sequence((Literal((", ",)), item))
+        way = Sequence((item, *more))
         if name in required:
-            first, more = item, behind
+            ways, more = [way], [behind, *more]
         else:
-            first, more = Choice((item, first)), Choice((behind, more))
-    return first
+            ways, more = [way, *ways], [Choice((behind, EMPTY)), *more]
+    return Choice(tuple(ways))
+
+
+def _python_value(
+    schema: object, root: dict[str, Any], place: str, options: dict[str, object]
+) -> Node:
+    if not isinstance(schema, dict):
+        _refuse(place, "is a schema that allows nothing")
+    words, kinds = _divided(schema, root, place)
+    nodes: list[Node] = [Literal((_PYTHON[word],)) for word in words]
+    if kinds:
+        typed = _with_definitions({**schema, "type": kinds}, root)
+        nodes.append(Json(schema_text(typed, options), place))
+    return Choice(tuple(nodes))
 
 
 def _listed(schema: dict[str, Any], place: str) -> tuple[Mapping[str, Any], list[Any], str]:
@@ -200,8 +228,6 @@ class _Parameter:
         self._options = options
         self._place = place
         self._types: frozenset[str] = frozenset()
-        # The mark of a key ends a value whose own mark was forgotten.
-        self._ends = [marks.end, marks.before_name.strip()]
 
     def node(self, schema: object) -> Node:
         if schema is True:
@@ -218,52 +244,63 @@ class _Parameter:
         return self._written(held)
 
     def _written(self, held: _Held) -> Node:
-        texts = held.texts
-        kinds = {"null": "null"}
-        choices: list[tuple[str, Node]] = []
-        if not self._marks.tells_types:
-            texts = [*texts, *map(json.dumps, held.words)]
+        if self._marks.tells_types:
+            texts, choices = held.texts, self._typed_choices(held)
         else:
-            for word in held.words:
-                node = self._marks.literal(word + self._marks.after_value)
-                choices.append((kinds.get(word, "boolean"), node))
-        close = self._marks.literal(self._marks.after_value)
-        if texts and len(close.parts) == 1 and isinstance(close.parts[0], str):
-            text: Node = Value(f"({' | '.join(texts)}) {json.dumps(self._marks.after_value)}")
-            choices.append(("string", text))
-        elif texts:  # a special token ends it, which no text contains
-            choices.append(
-                ("string", Sequence((Open(" | ".join(texts), self._place, False), close)))
-            )
+            texts = [*held.texts, *map(json.dumps, held.words)]
+            choices = [("string", self._json(schema)) for schema in held.schemas]
+        if texts:
+            choices.insert(0, ("string", self._free(" | ".join(texts))))
+        if self._marks.tells_types:
+            return Choice(tuple(Sequence((self._opening(kind), node)) for kind, node in choices))
+        nodes = tuple(node for _, node in choices)
+        return Sequence((self._opening("string"), nodes[0] if len(nodes) == 1 else Choice(nodes)))
+
+    def _typed_choices(self, held: _Held) -> list[tuple[str, Node]]:
+        """The values that are no text, by a type that tells the mark of each."""
+        words = [json.loads(word) for word in held.words]
+        choices: list[tuple[str, Node]] = []
         for schema in held.schemas:
-            json_text = schema_text(_with_definitions(schema, self._root), self._options)
-            types = own_types(_resolved(schema, self._root, self._place)[0])
-            kind = next(iter(types)) if len(types) == 1 else "other"
-            choices.append((kind, Sequence((Json(json_text, self._place), close))))
-        if not self._marks.tells_types:
-            nodes = tuple(node for _, node in choices)
-            value = nodes[0] if len(nodes) == 1 else Choice(nodes)
-            return Sequence((self._opening("string"), value))
-        nodes = tuple(Sequence((self._opening(kind), node)) for kind, node in choices)
-        return nodes[0] if len(nodes) == 1 else Choice(nodes)
+            found, kinds = _divided(schema, self._root, self._place)
+            words += found
+            by_mark: dict[str, list[str]] = {}
+            for kind in kinds:
+                by_mark.setdefault(self._marks.after(kind), []).append(kind)
+            for alike in by_mark.values():
+                choices.append((alike[0], self._json({**schema, "type": alike})))
+        for word in words:
+            node = self._marks.literal(json.dumps(word) + self._marks.after_value)
+            choices.append((type_of(word), node))
+        return choices
+
+    def _free(self, terminal: str) -> Node:
+        """Text, up to what ends it."""
+        close = self._marks.literal(self._marks.after_value)
+        if len(close.parts) == 1 and isinstance(close.parts[0], str):
+            return Value(f"({terminal}) {json.dumps(self._marks.after_value)}")
+        return Sequence((Open(terminal, self._place, False), close))  # no text has special tokens
+
+    def _json(self, schema: dict[str, Any]) -> Node:
+        text = schema_text(_with_definitions(schema, self._root), self._options)
+        return Sequence((Json(text, self._place), self._marks.literal(self._marks.after_value)))
 
     def _opening(self, kind: str) -> Literal:
-        name, after = self._name, self._marks.after(kind)
-        barred = after[0] if after[0] != '"' else '"&'  # where & would begin an escape
+        name, barred = self._name, self._marks.barred
         if (
             not name
-            or len(name) > 256
+            or len(name) > MAX_NAME
             or not name.isprintable()
             or any(character in name for character in barred)
             or name != name.strip()
+            or self._marks.literal(name).parts != (name,)
         ):
             _refuse(
                 self._place.removesuffix(f".{name}"),
                 f"has the name {name[:40]!r}, which cannot be written in the parameter's mark; a "
-                f"name has 1 to 256 printable characters, none of them {' or '.join(barred)}, and "
-                "no blank at its ends",
+                f"name has 1 to {MAX_NAME} printable characters, none of them "
+                f"{' or '.join(barred)}, no special token, and no blank at its ends",
             )
-        return self._marks.literal(self._marks.before_name + name + after)
+        return self._marks.literal(self._marks.before_name + name + self._marks.after(kind))
 
     def _check_types(self, schema: _Schema) -> None:
         """Refuse branches that do not say their types: their values could be read as strings."""
@@ -333,11 +370,9 @@ class _Parameter:
         if types and "string" not in types and not types <= _WORDS.keys():
             held.schemas.append(dict(schema))
             return
-        listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        if listed is not None:
-            if not isinstance(listed, list):
-                _refuse(f"{place}.enum", "must be a list")
+        if "enum" in schema or "const" in schema:
             _check_keywords(schema, _OF_STRINGS, place, "a string")
+            listed = _items(schema, "enum", place) if "enum" in schema else [schema["const"]]
             self._add_constants(held, listed, types, place)
             return
         rest = types - {"string"} - _WORDS.keys()
@@ -363,7 +398,7 @@ class _Parameter:
                 held.words.append(json.dumps(value))
             elif kind != "string":
                 others.append(value)
-            elif any(mark in value for mark in self._ends) or self._reads_as_other(value):
+            elif any(mark in value for mark in self._marks.ends) or self._reads_as_other(value):
                 _refuse(place, f"has the value {value[:40]!r}, which would not be read as a string")
             else:
                 held.texts.append(json.dumps(value))
@@ -383,7 +418,7 @@ class _Parameter:
         terminal = "ANY"
         if least or most is not None:
             terminal = f"/(?s:.{{{least},{'' if most is None else most}}})/"
-        terminal = excluding(terminal, self._ends)
+        terminal = excluding(terminal, self._marks.ends)
         if self._marks.tells_types:
             return f"({terminal})"
         firsts = "".join(sorted({_FIRSTS[kind] for kind in self._types if kind in _FIRSTS}))
@@ -404,6 +439,58 @@ class _Parameter:
         is_word = any(text in _WORDS.get(kind, ()) for kind in self._types)
         begins = {"object": "{", "array": "[", "number": "-0123456789", "integer": "-0123456789"}
         return is_word or any(text[:1] in begins.get(kind, "") for kind in self._types if text)
+
+
+def _divided(
+    schema: dict[str, Any], root: dict[str, Any], place: str
+) -> tuple[list[bool | None], list[str]]:
+    """Which of null, true and false a schema allows, and of which other types its values may be."""
+    if "type" in schema and not own_types({"type": schema["type"]}):
+        _refuse(f"{place}.type", f"names none of {', '.join(sorted(JSON_TYPES))}")
+    told = [allowed_types(part, root) for part in (schema, *_items(schema, "allOf", place))]
+    listed = [*_items(schema, "enum", place), *([schema["const"]] if "const" in schema else ())]
+    kinds = JSON_TYPES
+    for types in filter(None, (*told, frozenset(map(type_of, listed)))):
+        kinds &= types | {"integer"} if "number" in types else types
+    words = [w for w in _PYTHON if type_of(w) in kinds and _permits(schema, w, root, place)]
+    kinds -= {"null", "boolean", "integer"} if "number" in kinds else {"null", "boolean"}
+    if not (words or kinds):
+        _refuse(place, "is a schema that allows nothing")
+    return words, sorted(kinds)
+
+
+def _permits(schema: _Schema, word: bool | None, root: _Schema, place: str) -> bool:
+    """Whether a schema allows null, true or false."""
+    seen: dict[int, bool] = {}
+
+    def look(part: object) -> bool:
+        if not isinstance(part, Mapping):
+            return part is True
+        if id(part) not in seen:
+            if len(seen) >= MAX_LOOKED_AT:
+                _refuse(place, "has too many branches beside null or a boolean; use fewer")
+            seen[id(part)] = False  # while what it refers to is looked at
+            types = own_types(part)
+            seen[id(part)] = (
+                (not types or type_of(word) in types)
+                and ("enum" not in part or any(v is word for v in _items(part, "enum", place)))
+                and part.get("const", word) is word
+                and all(map(look, _items(part, "allOf", place)))
+                and ("anyOf" not in part or any(map(look, _items(part, "anyOf", place))))
+                and ("oneOf" not in part or sum(map(look, _items(part, "oneOf", place))) == 1)
+                and not ("not" in part and look(part["not"]))
+                and ("$ref" not in part or look(referred(part, root)))
+            )
+        return seen[id(part)]
+
+    return look(schema)
+
+
+def _items(schema: _Schema, keyword: str, place: str) -> list[Any]:
+    found = schema.get(keyword, [])
+    if not isinstance(found, list):
+        _refuse(f"{place}.{keyword}", "must be a list")
+    return found
 
 
 def _with_definitions(schema: object, root: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from llguidance import LLMatcher
 
+from engine.json_types import JSON_TYPES
 from engine.structured.parameters import Marks, python_arguments, tagged_parameters
 from engine.structured.schema import SchemaChecks, SchemaError, read_json, schema_text
 from engine.structured.special_names import SpecialNames
@@ -194,13 +195,13 @@ class _Reader:
         before, end = (_mark(value, name, place) for name in ("before_name", "after_value"))
         after = value.get("after_name")
         if isinstance(after, dict):
-            for kind in after:
-                self._count()
-                _mark(after, kind, f"{place}.after_name")
-            if "other" not in after:
-                _refuse(f"{place}.after_name", "has no `other`, for types that it does not name")
+            _check_typed(after, f"{place}.after_name")
         else:
             after = _mark(value, "after_name", place)
+        bare = end.strip()
+        if any(bare[:n] == bare[-n:] for n in range(1, len(bare))):
+            message = "ends as it begins, so it is not clear where a text ends; use another mark"
+            _refuse(f"{place}.after_value", message)
         schema = self._schema(value, place)
         marks = Marks(before, after, end, self._literal)
         return tagged_parameters(schema, f"{place}.json_schema", self._one_line, marks)
@@ -380,6 +381,19 @@ def _mark(value: _Object, name: str, place: str) -> str:
     if not found.strip() or len(found) > _MAX_MARK:
         _refuse(_at(place, name), f"must have 1 to {_MAX_MARK} characters, not only blanks")
     return found
+
+
+def _check_typed(marks: _Object, place: str) -> None:
+    """Check marks by the type of a value: that of a string is told from all others."""
+    if unknown := marks.keys() - JSON_TYPES - {"other"}:
+        known = ", ".join(sorted(JSON_TYPES))
+        _refuse(_at(place, min(unknown)[:40]), f"is no type; known here: {known}, other")
+    for kind in ("string", "other", *marks):
+        _mark(marks, kind, place)
+    text = marks["string"]
+    for kind, mark in marks.items():
+        if kind != "string" and (mark.startswith(text) or text.startswith(mark)):
+            _refuse(_at(place, kind), "and `string` begin alike to the end of one; use other text")
 
 
 def _flag(value: _Object, name: str, place: str) -> bool:
