@@ -380,14 +380,18 @@ KNOWN = ("no fixed text behind it", "ends it earlier", "is empty, so", "the empt
 
 
 def wander(
-    matcher: GrammarMatcher, tokenizer: Tokenizer, seed: int, hints: Sequence[list[int]]
+    matcher: GrammarMatcher,
+    tokenizer: Tokenizer,
+    seed: int,
+    hints: Sequence[list[int]],
+    most: int = 80,
 ) -> str | None:
-    """Draw tokens until the output may end; None: it became too long. Now and then a hint is
+    """Draw tokens until the output may end; None: it has more than `most`. Now and then a hint is
     written, as far as it may be, because random tokens hardly ever make up a word.
     """
     draw = random.Random(seed)
     end, output, hint = V - 1, bytearray(), list[int]()
-    for _ in range(80):
+    for _ in range(most):
         ids = allowed(matcher, V)
         assert ids, f"nothing may follow {bytes(output)!r}"
         if end in ids and draw.random() < 0.3:
