@@ -162,8 +162,12 @@ def python_arguments(schema: dict[str, Any], place: str, options: dict[str, obje
                 f"has the name {name[:40]!r}, which is none in Python; use letters, digits and "
                 f"underscores, at most {MAX_NAME}, and no digit first",
             )
-        value = _python_value({} if inner is True else inner, schema, inside, options)
-        item = Sequence((Literal((f"{name}=",)), value))
+        words, kinds = _divided(inner, schema, inside)
+        values: list[Node] = [Literal((_PYTHON[word],)) for word in words]
+        if kinds:
+            typed = _with_definitions({**inner, "type": kinds}, schema)
+            values.append(Json(schema_text(typed, options), inside))
+        item = Sequence((Literal((f"{name}=",)), Choice(tuple(values))))
         behind = Sequence((Literal((", ",)), item))
         way = Sequence((item, *more))
         if name in required:
@@ -173,20 +177,9 @@ def python_arguments(schema: dict[str, Any], place: str, options: dict[str, obje
     return Choice(tuple(ways))
 
 
-def _python_value(
-    schema: object, root: dict[str, Any], place: str, options: dict[str, object]
-) -> Node:
-    if not isinstance(schema, dict):
-        _refuse(place, "is a schema that allows nothing")
-    words, kinds = _divided(schema, root, place)
-    nodes: list[Node] = [Literal((_PYTHON[word],)) for word in words]
-    if kinds:
-        typed = _with_definitions({**schema, "type": kinds}, root)
-        nodes.append(Json(schema_text(typed, options), place))
-    return Choice(tuple(nodes))
-
-
-def _listed(schema: dict[str, Any], place: str) -> tuple[Mapping[str, Any], list[Any], str]:
+def _listed(
+    schema: dict[str, Any], place: str
+) -> tuple[Mapping[str, dict[str, Any]], list[Any], str]:
     """The properties of an object's schema, those that are required, and its place."""
     root = schema
     target, where = _resolved(schema, root, place)
@@ -208,6 +201,10 @@ def _listed(schema: dict[str, Any], place: str) -> tuple[Mapping[str, Any], list
             listed[name] = others
     if len(listed) > MAX_PARAMETERS:
         _refuse(where, f"has {len(listed)} properties; at most {MAX_PARAMETERS} are allowed")
+    for name, inner in listed.items():
+        listed[name] = inner = {} if inner is True else inner
+        if not isinstance(inner, dict):
+            _refuse(f"{where}.properties.{name}", "is a schema that allows nothing")
     return listed, required, where
 
 
@@ -229,11 +226,7 @@ class _Parameter:
         self._place = place
         self._types: frozenset[str] = frozenset()
 
-    def node(self, schema: object) -> Node:
-        if schema is True:
-            schema = {}
-        if not isinstance(schema, dict):
-            _refuse(self._place, "is a schema that allows nothing")
+    def node(self, schema: dict[str, Any]) -> Node:
         self._types = allowed_types(schema, self._root)
         held = _Held()
         if not self._types or "string" in self._types:
@@ -493,9 +486,7 @@ def _items(schema: _Schema, keyword: str, place: str) -> list[Any]:
     return found
 
 
-def _with_definitions(schema: object, root: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(schema, dict):
-        return {"not": {}}
+def _with_definitions(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
     names = ("$defs", "definitions")
     return schema | {name: root[name] for name in names if name in root}
 

@@ -38,7 +38,7 @@ def tagged(before: str, after: str | dict[str, str], close: str) -> Form:
 
 PYTHON: Form = {"type": "python_arguments"}
 GLM = tagged("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
-TYPED = ("string", "boolean", "null", "object", "array")
+TYPED = ("string", "boolean", "null", "object", "number")
 FORMS: dict[str, Form] = {
     "glm": GLM,
     "minimax": tagged('<parameter name="', '">', "</parameter>\n"),
@@ -50,7 +50,7 @@ FORMS: dict[str, Form] = {
     "special tokens": tagged("<|user|>", "<|system|>\n<|tool|>", "\n<|assistant|>\n"),
     "special tokens and types": tagged(
         '<|user|>key="',
-        {kind: f'" type="{kind}"<|system|>' for kind in TYPED} | {"other": '" type="n"<|system|>'},
+        {kind: f'" type="{kind}"<|system|>' for kind in TYPED} | {"other": '" type="x"<|system|>'},
         "<|assistant|>key<|system|>",
     ),
     "python": PYTHON,
@@ -160,10 +160,16 @@ def read_tagged(form: Form, text: str) -> Any:
             value, at = text[at:stop], stop
             if not kind:
                 value = typed(value, types)
-        assert not kind or kind == (type_of(value) if type_of(value) in marks else "other")
+        assert not kind or marks[kind] == mark_of(value, marks)
         assert text.startswith(close, at)
         at += len(close)
         yield name, value
+
+
+def mark_of(value: Any, marks: dict[str, str]) -> str:
+    """The mark that tells the type of a value; the schema's numbers are integers."""
+    kinds = ["number", "other"] if type_of(value) == "integer" else [type_of(value), "other"]
+    return next(marks[kind] for kind in kinds if kind in marks)
 
 
 def typed(text: str, types: frozenset[str]) -> Any:
@@ -186,7 +192,7 @@ def write(form: Form, arguments: dict[str, Any]) -> str:
             written.append(f"{name}={value if is_word else text}")
             continue
         after = form["after_name"]
-        mark = after if isinstance(after, str) else after.get(type_of(value), after["other"])
+        mark = after if isinstance(after, str) else mark_of(value, after)
         text = value if isinstance(value, str) else text
         written.append(form["before_name"] + name + mark + text + form["after_value"])
     return f"[{(', ' if form is PYTHON else '').join(written)}]"
@@ -271,6 +277,12 @@ CASES: list[tuple[str, Form, list[str], list[str]]] = [
         ["[a=False]", "[a=1]", '[a="True"]'],
     ),
     ("python", object_of({"a": {"allOf": [{"type": "boolean"}]}}, "a"), ["[a=True]"], ["[a=3]"]),
+    (
+        "python",
+        object_of({"a": {"type": ["number", "null"], "enum": [1, 2, None]}}, "a"),
+        ["[a=1]", "[a=2]", "[a=None]"],
+        ["[a=3]", "[a=null]"],
+    ),
     (
         "python",
         object_of({"a": {"type": ["integer", "null"], "enum": [1, 2]}}, "a"),
