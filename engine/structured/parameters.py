@@ -17,9 +17,6 @@ type which the schema allows, else it is a string. So what is generated here is
   where numbers are allowed too, it does not begin with a digit, and so on. Where the mark of a key
   tells the value's type, any text will do.
 
-python_arguments: key="text", n=3, as in a call in Python. The values are JSON, which is read there,
-but for a word at the top: True, False, None.
-
 What cannot be held so is refused, with its place.
 """
 
@@ -28,45 +25,42 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from engine.json_types import (
-    JSON_TYPES,
-    MAX_LOOKED_AT,
     allowed_types,
     own_types,
-    referred,
     type_of,
 )
+from engine.structured.properties import (
+    BRANCHES,
+    MAX_NAME,
+    MAX_REFERENCES,
+    NOTES,
+    check_keywords,
+    divided,
+    items,
+    lengths,
+    listed,
+    refuse,
+    resolved,
+    with_definitions,
+)
 from engine.structured.schema import schema_text
-from engine.structured.tag_grammar import TagError, excluding
+from engine.structured.tag_grammar import excluding
 from engine.structured.tag_nodes import EMPTY, Choice, Json, Literal, Node, Open, Sequence, Value
 
-MAX_PARAMETERS = 256
-"""The most properties: the service reads no more of one call."""
-
-MAX_NAME = 256
-"""The most characters of a property's name."""
-
-_MAX_REFERENCES = 8
-_NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly"}) | {
-    "writeOnly", "$comment", "$schema", "$id", "$defs", "definitions",
-}  # fmt: skip
-"""Keywords that say nothing about a value."""
-_OF_OBJECTS = _NOTES | {"type", "properties", "required", "additionalProperties"}
-_OF_STRINGS = _NOTES | {"type", "enum", "const", "minLength", "maxLength"}
-_OF_OTHERS = _NOTES | {
+_OF_STRINGS = NOTES | {"type", "enum", "const", "minLength", "maxLength"}
+_OF_OTHERS = NOTES | {
     "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "properties",
     "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties",
     "items", "prefixItems", "additionalItems", "minItems", "maxItems",
 }  # fmt: skip
 """Keywords that say nothing about a string."""
-_BRANCHES = ("anyOf", "oneOf")
 _WORDS = {"null": ("null", "None"), "boolean": ("true", "false", "True", "False")}
 """For each type: what is read as one of its values, besides by its first character."""
 _FIRSTS = {"number": "\\-0-9", "integer": "\\-0-9", "object": "{", "array": "\\["}
 """For each type: with which characters its values begin."""
-_PYTHON = {None: "None", True: "True", False: "False"}
 _BLANKS = " \t\r\n"
 
 _Schema = Mapping[str, Any]
@@ -88,7 +82,7 @@ class Marks:
     """What stands around keys and values.
 
     Attributes:
-        before_name, after_value: before a key, and behind a value.
+        before_name, after_value: before a key, and behind a value, where `{name}` is the key.
         after_name: behind a key; or by the type of its value, where "other" is any other type.
         literal: a text with its special tokens.
     """
@@ -103,10 +97,9 @@ class Marks:
         """Whether the mark of a key tells its value's type."""
         return not isinstance(self.after_name, str)
 
-    @property
-    def ends(self) -> tuple[str, str]:
-        """What ends a value of text. The next key's mark does where a value's own was forgotten."""
-        return self.after_value.strip(), self.before_name.strip()
+    def end(self, name: str) -> str:
+        """What stands behind the value of this key."""
+        return self.after_value.replace("{name}", name)
 
     @property
     def barred(self) -> str:
@@ -141,71 +134,12 @@ def tagged_parameters(
         TagError: it cannot be held.
     """
     nodes: list[Node] = []
-    listed, required, where = _listed(schema, place)
-    for name, inner in listed.items():
+    properties, required, where = listed(schema, place)
+    for name, inner in properties.items():
         value = _Parameter(schema, options, f"{where}.properties.{name}", marks, name)
         node = value.node(inner)
         nodes.append(node if name in required else Choice((node, EMPTY)))
     return Sequence(tuple(nodes))
-
-
-def python_arguments(schema: dict[str, Any], place: str, options: dict[str, object]) -> Node:
-    """The arguments of an object's schema as in a call in Python; see `tagged_parameters`."""
-    listed, required, where = _listed(schema, place)
-    ways: list[Node] = [EMPTY]  # from a parameter on, by which one is written first
-    more: list[Node] = []  # the same behind others
-    for name, inner in reversed(list(listed.items())):
-        inside = f"{where}.properties.{name}"
-        if not name.isidentifier() or len(name) > MAX_NAME:
-            _refuse(
-                f"{where}.properties",
-                f"has the name {name[:40]!r}, which is none in Python; use letters, digits and "
-                f"underscores, at most {MAX_NAME}, and no digit first",
-            )
-        words, kinds = _divided(inner, schema, inside)
-        values: list[Node] = [Literal((_PYTHON[word],)) for word in words]
-        if kinds:
-            typed = _with_definitions({**inner, "type": kinds}, schema)
-            values.append(Json(schema_text(typed, options), inside))
-        item = Sequence((Literal((f"{name}=",)), Choice(tuple(values))))
-        behind = Sequence((Literal((", ",)), item))
-        way = Sequence((item, *more))
-        if name in required:
-            ways, more = [way], [behind, *more]
-        else:
-            ways, more = [way, *ways], [Choice((behind, EMPTY)), *more]
-    return Choice(tuple(ways))
-
-
-def _listed(
-    schema: dict[str, Any], place: str
-) -> tuple[Mapping[str, dict[str, Any]], list[Any], str]:
-    """The properties of an object's schema, those that are required, and its place."""
-    root = schema
-    target, where = _resolved(schema, root, place)
-    _check_keywords(target, _OF_OBJECTS, where, "an object's schema")
-    if own_types(target) - {"object"}:
-        _refuse(f"{where}.type", "must be object, because it describes parameters")
-    properties = target.get("properties", {})
-    required = target.get("required", [])
-    if not isinstance(properties, dict) or not isinstance(required, list):
-        _refuse(where, "must have an object of `properties`, and a list of what is `required`")
-    others = target.get("additionalProperties", True)
-    listed: dict[str, Any] = dict(properties)
-    for name in required:
-        if isinstance(name, str) and name not in listed:
-            if others is False:
-                _refuse(f"{where}.required", f"has {name!r}, which is none of its properties")
-            if allowed_types(others, root) - {"string"}:  # the service looks at properties alone
-                _refuse(f"{where}.required", f"has {name!r}; describe it in `properties`")
-            listed[name] = others
-    if len(listed) > MAX_PARAMETERS:
-        _refuse(where, f"has {len(listed)} properties; at most {MAX_PARAMETERS} are allowed")
-    for name, inner in listed.items():
-        listed[name] = inner = {} if inner is True else inner
-        if not isinstance(inner, dict):
-            _refuse(f"{where}.properties.{name}", "is a schema that allows nothing")
-    return listed, required, where
 
 
 class _Parameter:
@@ -225,6 +159,9 @@ class _Parameter:
         self._options = options
         self._place = place
         self._types: frozenset[str] = frozenset()
+        self._close = marks.end(name)
+        # The mark of a key ends a value whose own mark was forgotten.
+        self._ends = [self._close.strip(), marks.before_name.strip()]
 
     def node(self, schema: dict[str, Any]) -> Node:
         self._types = allowed_types(schema, self._root)
@@ -254,7 +191,7 @@ class _Parameter:
         words = [json.loads(word) for word in held.words]
         choices: list[tuple[str, Node]] = []
         for schema in held.schemas:
-            found, kinds = _divided(schema, self._root, self._place)
+            found, kinds = divided(schema, self._root, self._place)
             words += found
             by_mark: dict[str, list[str]] = {}
             for kind in kinds:
@@ -262,20 +199,20 @@ class _Parameter:
             for alike in by_mark.values():
                 choices.append((alike[0], self._json({**schema, "type": alike})))
         for word in words:
-            node = self._marks.literal(json.dumps(word) + self._marks.after_value)
+            node = self._marks.literal(json.dumps(word) + self._close)
             choices.append((type_of(word), node))
         return choices
 
     def _free(self, terminal: str) -> Node:
         """Text, up to what ends it."""
-        close = self._marks.literal(self._marks.after_value)
+        close = self._marks.literal(self._close)
         if len(close.parts) == 1 and isinstance(close.parts[0], str):
-            return Value(f"({terminal}) {json.dumps(self._marks.after_value)}")
+            return Value(f"({terminal}) {json.dumps(self._close)}")
         return Sequence((Open(terminal, self._place, False), close))  # no text has special tokens
 
     def _json(self, schema: dict[str, Any]) -> Node:
-        text = schema_text(_with_definitions(schema, self._root), self._options)
-        return Sequence((Json(text, self._place), self._marks.literal(self._marks.after_value)))
+        text = schema_text(with_definitions(schema, self._root), self._options)
+        return Sequence((Json(text, self._place), self._marks.literal(self._close)))
 
     def _opening(self, kind: str) -> Literal:
         name, barred = self._name, self._marks.barred
@@ -287,7 +224,7 @@ class _Parameter:
             or name != name.strip()
             or self._marks.literal(name).parts != (name,)
         ):
-            _refuse(
+            refuse(
                 self._place.removesuffix(f".{name}"),
                 f"has the name {name[:40]!r}, which cannot be written in the parameter's mark; a "
                 f"name has 1 to {MAX_NAME} printable characters, none of them "
@@ -299,12 +236,12 @@ class _Parameter:
         """Refuse branches that do not say their types: their values could be read as strings."""
         for branch, where in self._branches(schema, self._place):
             if not allowed_types(branch, self._root):
-                _refuse(where, "does not say its type, as the other branches do")
+                refuse(where, "does not say its type, as the other branches do")
 
     def _typed(self, schema: dict[str, Any]) -> dict[str, Any]:
         """A schema without strings, which says its type."""
-        target, _ = _resolved(schema, self._root, self._place)
-        if own_types(target) or any(word in target for word in _BRANCHES):
+        target, _ = resolved(schema, self._root, self._place)
+        if own_types(target) or any(word in target for word in BRANCHES):
             return schema
         return {**target, "type": sorted(self._types)}
 
@@ -312,22 +249,22 @@ class _Parameter:
 
     def _add(self, held: _Held, schema: _Schema, place: str, depth: int) -> None:
         """Add the ways to write a value of a schema that allows strings, or does not say."""
-        target, place = _resolved(schema, self._root, place)
+        target, place = resolved(schema, self._root, place)
         branches = list(self._branches(target, place))
         if not branches:
             self._add_plain(held, target, place)
             return
-        _check_keywords(target, _NOTES | {"type", *_BRANCHES}, place, "a choice with strings")
-        if depth >= _MAX_REFERENCES:
-            _refuse(place, "is nested too deeply for a choice with strings")
+        check_keywords(target, NOTES | {"type", *BRANCHES}, place, "a choice with strings")
+        if depth >= MAX_REFERENCES:
+            refuse(place, "is nested too deeply for a choice with strings")
         if "oneOf" in target and not self._exclude_each_other(b for b, _ in branches):
-            _refuse(place, "has a oneOf whose branches may overlap; use anyOf")
+            refuse(place, "has a oneOf whose branches may overlap; use anyOf")
         for branch, where in branches:
             if not isinstance(branch, dict):
-                _refuse(where, "must be an object that says its type")
+                refuse(where, "must be an object that says its type")
             types = allowed_types(branch, self._root)
             if self._types and not types:
-                _refuse(where, "does not say its type, as the other branches do")
+                refuse(where, "does not say its type, as the other branches do")
             if not types or "string" in types or types <= _WORDS.keys():
                 self._add(held, branch, where, depth + 1)
             else:
@@ -352,7 +289,7 @@ class _Parameter:
         return len(set(listed)) == len(listed)
 
     def _branches(self, schema: _Schema, place: str) -> Iterator[tuple[Any, str]]:
-        for word in _BRANCHES:
+        for word in BRANCHES:
             if isinstance(listed := schema.get(word), list):
                 for index, branch in enumerate(listed):
                     yield branch, f"{place}.{word}[{index}]"
@@ -364,13 +301,13 @@ class _Parameter:
             held.schemas.append(dict(schema))
             return
         if "enum" in schema or "const" in schema:
-            _check_keywords(schema, _OF_STRINGS, place, "a string")
-            listed = _items(schema, "enum", place) if "enum" in schema else [schema["const"]]
+            check_keywords(schema, _OF_STRINGS, place, "a string")
+            listed = items(schema, "enum", place) if "enum" in schema else [schema["const"]]
             self._add_constants(held, listed, types, place)
             return
         rest = types - {"string"} - _WORDS.keys()
         if not types or "string" in types:
-            _check_keywords(schema, _OF_STRINGS | _OF_OTHERS, place, "a string")
+            check_keywords(schema, _OF_STRINGS | _OF_OTHERS, place, "a string")
             held.texts.append(self._text(schema, place))
         if "null" in types:
             held.words.append("null")
@@ -391,27 +328,18 @@ class _Parameter:
                 held.words.append(json.dumps(value))
             elif kind != "string":
                 others.append(value)
-            elif any(mark in value for mark in self._marks.ends) or self._reads_as_other(value):
-                _refuse(place, f"has the value {value[:40]!r}, which would not be read as a string")
+            elif any(mark in value for mark in self._ends) or self._reads_as_other(value):
+                refuse(place, f"has the value {value[:40]!r}, which would not be read as a string")
             else:
                 held.texts.append(json.dumps(value))
         if others:
             held.schemas.append({"enum": others})
         if not (held.texts or held.words or held.schemas):
-            _refuse(place, "has no value that its type allows")
+            refuse(place, "has no value that its type allows")
 
     def _text(self, schema: _Schema, place: str) -> str:
         """The terminal of a string that is no constant."""
-        least, most = schema.get("minLength", 0), schema.get("maxLength")
-        for keyword, bound in (("minLength", least), ("maxLength", most or 0)):
-            if type(bound) is not int or bound < 0:
-                _refuse(f"{place}.{keyword}", "must be an integer, 0 or more")
-        if most is not None and most < least:
-            _refuse(f"{place}.maxLength", "is below its minLength")
-        terminal = "ANY"
-        if least or most is not None:
-            terminal = f"/(?s:.{{{least},{'' if most is None else most}}})/"
-        terminal = excluding(terminal, self._marks.ends)
+        terminal = excluding(lengths(schema, place), self._ends)
         if self._marks.tells_types:
             return f"({terminal})"
         firsts = "".join(sorted({_FIRSTS[kind] for kind in self._types if kind in _FIRSTS}))
@@ -432,87 +360,3 @@ class _Parameter:
         is_word = any(text in _WORDS.get(kind, ()) for kind in self._types)
         begins = {"object": "{", "array": "[", "number": "-0123456789", "integer": "-0123456789"}
         return is_word or any(text[:1] in begins.get(kind, "") for kind in self._types if text)
-
-
-def _divided(
-    schema: dict[str, Any], root: dict[str, Any], place: str
-) -> tuple[list[bool | None], list[str]]:
-    """Which of null, true and false a schema allows, and of which other types its values may be."""
-    if "type" in schema and not own_types({"type": schema["type"]}):
-        _refuse(f"{place}.type", f"names none of {', '.join(sorted(JSON_TYPES))}")
-    told = [allowed_types(part, root) for part in (schema, *_items(schema, "allOf", place))]
-    listed = [*_items(schema, "enum", place), *([schema["const"]] if "const" in schema else ())]
-    kinds = JSON_TYPES
-    for types in filter(None, (*told, frozenset(map(type_of, listed)))):
-        kinds &= types | {"integer"} if "number" in types else types
-    words = [w for w in _PYTHON if type_of(w) in kinds and _permits(schema, w, root, place)]
-    kinds -= {"null", "boolean", "integer"} if "number" in kinds else {"null", "boolean"}
-    if not (words or kinds):
-        _refuse(place, "is a schema that allows nothing")
-    return words, sorted(kinds)
-
-
-def _permits(schema: _Schema, word: bool | None, root: _Schema, place: str) -> bool:
-    """Whether a schema allows null, true or false."""
-    seen: dict[int, bool] = {}
-
-    def look(part: object) -> bool:
-        if not isinstance(part, Mapping):
-            return part is True
-        if id(part) not in seen:
-            if len(seen) >= MAX_LOOKED_AT:
-                _refuse(place, "has too many branches beside null or a boolean; use fewer")
-            seen[id(part)] = False  # while what it refers to is looked at
-            types = own_types(part)
-            seen[id(part)] = (
-                (not types or type_of(word) in types)
-                and ("enum" not in part or any(v is word for v in _items(part, "enum", place)))
-                and part.get("const", word) is word
-                and all(map(look, _items(part, "allOf", place)))
-                and ("anyOf" not in part or any(map(look, _items(part, "anyOf", place))))
-                and ("oneOf" not in part or sum(map(look, _items(part, "oneOf", place))) == 1)
-                and not ("not" in part and look(part["not"]))
-                and ("$ref" not in part or look(referred(part, root)))
-            )
-        return seen[id(part)]
-
-    return look(schema)
-
-
-def _items(schema: _Schema, keyword: str, place: str) -> list[Any]:
-    found = schema.get(keyword, [])
-    if not isinstance(found, list):
-        _refuse(f"{place}.{keyword}", "must be a list")
-    return found
-
-
-def _with_definitions(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
-    names = ("$defs", "definitions")
-    return schema | {name: root[name] for name in names if name in root}
-
-
-def _resolved(schema: _Schema, root: dict[str, Any], place: str) -> tuple[_Schema, str]:
-    """What a schema's `$ref` leads to, and its place."""
-    num_followed = 0
-    while "$ref" in schema:
-        _check_keywords(schema, _NOTES | {"$ref"}, place, "a $ref")
-        target = referred(schema, root)
-        if not isinstance(target, dict):
-            _refuse(f"{place}.$ref", "names no schema within the tag's own schema")
-        num_followed += 1
-        if num_followed > _MAX_REFERENCES:
-            _refuse(f"{place}.$ref", f"leads to more than {_MAX_REFERENCES} others")
-        schema = target
-    return schema, place
-
-
-def _check_keywords(schema: _Schema, known: frozenset[str], place: str, what: str) -> None:
-    if unknown := sorted(schema.keys() - known):
-        _refuse(
-            f"{place}.{unknown[0]}",
-            f"cannot be held here for {what}; leave it out, or use json_schema",
-        )
-
-
-def _refuse(place: str, message: str) -> NoReturn:
-    raise TagError(f"{place} {message}")

@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 from llguidance import LLMatcher
 
 from engine.json_types import JSON_TYPES
-from engine.structured.parameters import Marks, python_arguments, tagged_parameters
+from engine.structured.arguments import BareObjects, python_arguments
+from engine.structured.parameters import Marks, tagged_parameters
 from engine.structured.schema import SchemaChecks, SchemaError, read_json, schema_text
 from engine.structured.special_names import SpecialNames
 from engine.structured.tag_grammar import TagError, TagGrammar, excluding
@@ -102,6 +103,7 @@ class _Reader:
             "qwen_xml_parameter": self._qwen_xml_parameter,
             "tagged_parameters": self._tagged_parameters,
             "python_arguments": self._python_arguments,
+            "bare_object": self._bare_object,
             "regex": self._regex,
             "grammar": self._grammar,
             "any_text": self._any_text,
@@ -210,6 +212,12 @@ class _Reader:
         _check_members(value, place, {"json_schema"})
         schema = self._schema(value, place)
         return python_arguments(schema, f"{place}.json_schema", self._one_line)
+
+    def _bare_object(self, value: _Object, place: str, depth: int) -> Node:
+        _check_members(value, place, {"json_schema", "quote"})
+        quote, schema = _mark(value, "quote", place), self._schema(value, place)
+        made = BareObjects(schema, self._one_line, quote, self._literal)
+        return made.members(schema, f"{place}.json_schema")
 
     def _regex(self, value: _Object, place: str, depth: int) -> Node:
         _check_members(value, place, {"pattern"})

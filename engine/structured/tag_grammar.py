@@ -49,7 +49,7 @@ class TagError(Exception):
     def __init__(self, text: str, *, is_within: bool = False) -> None:
         """`is_within`: whether the text has the beginning of its tag."""
         long = len(text) > _MAX_CHARACTERS
-        super().__init__(f"{text[:200]}…{text[-200:]}" if long else text)
+        super().__init__(f"{text[:160]}…{text[-259:]}" if long else text)
         self._is_within = is_within
 
     def within(self, begin: str) -> TagError:

@@ -230,6 +230,7 @@ _ROWS = (
             value_end=_M3 + "</",
             key_again=True,
             nests=True,
+            gap="",
         ),
     ),
     declared(

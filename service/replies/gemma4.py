@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator
+from types import MappingProxyType
 
+from service.replies.call_form import CallForm
 from service.replies.calls import MAX_PARAMETERS, begin
 from service.replies.format import Context, marked
 from service.replies.json_scanner import MAX_DEPTH, is_json
@@ -135,4 +137,15 @@ FORMAT = marked(
     {_CALL: _read},
     reasoning=("<|channel>thought", "<channel|>"),
     marks=(_CALL_END, _QUOTE),
+    forms=(
+        CallForm(
+            before=f"{_CALL}call:",
+            after="{",
+            end="}" + _CALL_END,
+            marks=(_CALL,),
+            separator="",
+            content=MappingProxyType({"type": "bare_object", "quote": _QUOTE}),
+            name_in_json=False,
+        ),
+    ),
 )

@@ -233,6 +233,12 @@ class Reader:
         yield from self.blanks()
         return (yield from self.literal(literal))
 
+    def past_any(self, *literals: str) -> Steps:
+        """Read blanks and one of these texts, if one comes next; an empty one never does."""
+        for literal in literals:
+            if literal and (yield from self.past(literal)):
+                return
+
     def name(self, stop: str) -> Generator[None, None, str]:
         """Read up to one of these characters: a tool's name, without the blanks around it.
 

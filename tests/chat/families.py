@@ -37,6 +37,8 @@ class Family:
         content: None where the template fails on a call without content, or loses it, unless the
             content is null. transformers leaves it out, so its renderer is asked itself.
         refuses: the conversations that the template fails on, or refuses.
+        empties: the conversations that transformers' renderer fails on because a call has no
+            content; ours gives it an empty one.
         title: what docs/chat.md calls it.
         parser: the format of its replies; empty: they are text.
         calls: how many calls of a message the template shows.
@@ -48,6 +50,7 @@ class Family:
     arguments_as_text: bool = False
     content: str | None = "left out"
     refuses: frozenset[str] = field(default_factory=frozenset)
+    empties: frozenset[str] = field(default_factory=frozenset)
     title: str = ""
     parser: str = ""
     calls: int = 100
@@ -88,7 +91,8 @@ FAMILIES: Mapping[str, Family] = {
         refuses=frozenset({"parts"}), title="gpt-oss", parser="harmony", calls=1
     ),
     "hermes": Family(
-        refuses=frozenset({"call_without_tools", "parts"}),
+        refuses=frozenset({"parts"}),
+        empties=frozenset({"call_without_tools"}),
         title="Hermes", parser="hermes", reasoning="no",
     ),
     "kimi_k2": Family(
@@ -120,6 +124,24 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_coder": Family(
         refuses=frozenset({"parts"}), title="Qwen 3 Coder", parser="qwen3_coder", reasoning="no"
     ),
+    "apertus": Family(title="Apertus", parser="apertus"),
+    "apriel": Family(title="Apriel 1.6", parser="apriel"),
+    "deepseek_v3_2": Family(title="DeepSeek V3.2, V4", parser="dsml"),
+    "functionary_v3_1": Family(
+        arguments_as_text=True, title="Functionary 3.1", parser="functionary", reasoning="no"
+    ),
+    "functionary_v3_2": Family(
+        arguments_as_text=True, title="Functionary 3.2", parser="functionary_v3_2", reasoning="no"
+    ),
+    "gemma4": Family(title="Gemma 4", parser="gemma4", reasoning="no"),
+    "gigachat3": Family(title="GigaChat 3", parser="gigachat3", calls=1, reasoning="no"),
+    "hy3": Family(title="Hy3", parser="hy3"),
+    "kimi_k3": Family(title="Kimi K3", parser="kimi_k3"),
+    "llama4": Family(title="Llama 4, with Python's calls", parser="llama_python", reasoning="no"),
+    "minimax_m1": Family(title="MiniMax M1", parser="minimax_m1"),
+    "minimax_m3": Family(title="MiniMax M3", parser="minimax_m3"),
+    "seed_oss": Family(title="Seed-OSS", parser="seed_oss"),
+    "smollm3": Family(title="SmolLM3", parser="", reasoning="no"),
 }  # fmt: skip
 
 
@@ -307,6 +329,8 @@ def reference(directory: Path, conversation: Conversation) -> list[int] | None:
     if options.get("continue_final_message"):
         options["add_generation_prompt"] = False
     messages = [_shown(message, family) for message in conversation.messages]
+    if conversation in [CONVERSATIONS[name] for name in family.empties]:
+        messages = [{**m, "content": m["content"] or ""} for m in messages]
     with patch.object(rendering, "datetime", _Clock):
         try:
             if family.content is not None or None not in (m["content"] for m in messages):

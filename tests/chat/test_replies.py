@@ -21,13 +21,15 @@ from tests.service.replies.cases import check_divided, parse
 
 TURN_ENDS = re.compile(
     r"(<\|im_end\|>|<\|eot_id\|>|<\|eom_id\|>|</s>|<｜end▁of▁sentence｜>|<\|call\|>|<\|end\|>"
-    r"|<\|END\|>|<\|end_of_text\|>|<\|END_OF_TURN_TOKEN\|>|\n<SPECIAL_12>\n\n|\[e~\[\n)+\s*\Z"
+    r"|<\|END\|>|<\|end_of_text\|>|<\|END_OF_TURN_TOKEN\|>|\n<SPECIAL_12>\n\n|\[e~\[\n"
+    r"|\n<\|end\|>\n|<\|assistant_end\|>|<\|hy_eos:opensource\|>|<\|eot\|>|<end_of_sentence>|<seed:eos>|<turn\|>)+\s*\Z"
 )
 TOOLS = [GAUGE, BARE]
 USER = {"role": "user", "content": "How high is it?"}
 VALUES = {"zulu": 2**53 + 1, "größe": 'm\n"q" \\ é', "at": [0.5, 2**70], "水": {"z": True}}
 
 
+SPECIAL = ("<|eot_id|>", "<|eom_id|>")
 PUT_BACK = [name for name, family in FAMILIES.items() if family.parser and family.put_back]
 
 
@@ -79,7 +81,7 @@ MARKS = {
 @cache
 def proved(family: str) -> Format | None:
     """The format that a family's template is proved to write."""
-    found = choose(Writings(templates(family)))
+    found = choose(Writings(templates(family), SPECIAL))
     return None if found is None else found[0]
 
 
@@ -101,9 +103,10 @@ def test_a_reply_that_is_put_back_gives_the_templates_own_text(family: str, name
     except ChatTemplateError:
         assert (family, name) == ("llama3_1", "two calls")
         return
-    opened = format.opens_reasoning(prompt)
-    if opened and not full.startswith(prompt):  # without reasoning, the template does not open it
-        prompt, opened = prompt[: prompt.rindex(format.reasoning.opening)], False
+    opened, marks = format.opens_reasoning(prompt), format.reasoning
+    if not full.startswith(prompt):  # the prompt has reasoning that this turn does not have
+        prompt = prompt[: prompt.rindex(marks.opening)]
+        opened = opened and marks.closing in full[len(prompt) :]
     assert full.startswith(prompt)
     raw = TURN_ENDS.sub("", full[len(prompt) :])
     context = Context(tool_types(TOOLS), opened, "seed")

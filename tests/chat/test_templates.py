@@ -61,8 +61,8 @@ def test_the_families_and_the_conversations_show_something(folder: Path, expecte
         refused = {name for name, prompt in prompts.items() if prompt is None}
         assert refused == FAMILIES[family].refuses, family
         read = Tokenizer.load(folder / family)
-        if family == "gemma":
-            continue  # it has no tools
+        if family in ("gemma", "smollm3"):
+            continue  # they show no calls
         [shown] = [read.decode(prompts[n] or (), skip_special_tokens=False) for n in ("call",)]
         assert "read_gauge" in shown
         assert str(2**53 + 1) in shown

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import os
 import re
 import shutil
@@ -95,31 +96,33 @@ async def test_the_policy_of_the_page_orders_the_servers_requests(tmp_path: Path
     assert ended == ["third", "second", "first"]
 
 
-async def test_the_format_of_the_page_reads_a_reply(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("index", [0, 1])
+async def test_the_formats_of_the_page_read_a_reply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: int
 ) -> None:
-    [(file, code)] = blocks("A format of replies", "python")
+    file, code = blocks("A format of replies", "python")[index]
+    name = Path(file).stem
     (tmp_path / file).write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
-    name = re.search(r"--reply-parser (\w+:\w+)", section("A format of replies"))
-    said = re.search(r"model writes\n`(.+)`", section("A format of replies"))
-    assert name is not None
+    text = section("A format of replies")
+    said = [re.search(r"model writes `(.+?)`", text), re.search(r"  # (=> .+)", text)][index]
     assert said is not None
+    assert "--reply-parser do_calls:FORMAT" in text
     tokenizer = byte_tokenizer(chat_template="{{ messages[0].content }}")
     engine = FakeEngine(script=lambda *_: [*tokenizer.encode(said[1]), EOS])
     try:
         async with (
-            helpers.serving(engine, tokenizer=tokenizer, reply_parser=name[1]) as h,
+            helpers.serving(engine, tokenizer=tokenizer, reply_parser=f"{name}:FORMAT") as h,
             headrace.AsyncClient(h.server.addresses[0]) as client,
         ):
             result = await client.generate([{"role": "user", "content": "hi"}], max_tokens=99)
             card = await client.model()
     finally:
-        sys.modules.pop(file.removesuffix(".py"), None)
-    assert [(call.name, call.arguments) for call in result.tool_calls] == [
-        ("read_gauge", '{"at": "Ulm"}')
-    ]
-    assert card.capabilities.output.reply_parser == "arrow_calls"
+        sys.modules.pop(name, None)
+    [call] = result.tool_calls
+    assert (call.name, json.loads(call.arguments)) == ("read_gauge", {"at": "Ulm"})
+    assert card.capabilities.output.reply_parser == name
+    assert ("tool_choice" in card.capabilities.names) == (index == 0)
 
 
 @pytest.fixture

@@ -226,7 +226,7 @@ async def test_what_is_called_by_choice_is_held_too(client: tuple[str, AsyncClie
     assert form is not None
     bias = {}
     if not form.text:  # else a call is one way of a few to begin
-        begin = form.before if form.bare else form.marks[0]
+        begin = form.begun("") if form.bare else form.marks[0]
         bias = {(await caller.tokenize(begin)).token_ids[0 if form.bare else -1]: 6.0}
     results = await asyncio.gather(
         *(

@@ -37,7 +37,7 @@ def written(node: dict[str, Any], words: str = "") -> list[str]:
             return [words]
         case "json_schema":
             return ["{}"]
-        case "tagged_parameters" | "python_arguments":
+        case "tagged_parameters" | "python_arguments" | "bare_object":
             return [""]
         case "tag":
             return [f"{node['begin']}{text}{node['end']}" for text in written(node["content"])]

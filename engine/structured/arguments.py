@@ -1,0 +1,178 @@
+"""Arguments of a call that are written in another notation than JSON, held to the schema of their
+object; see `parameters` for those between marks.
+
+python_arguments: key="text", n=3, as in a call in Python. The values are JSON, which is read there,
+but for a word at the top: True, False, None.
+
+bare_object: key:<|"|>text<|"|>,n:3, as Gemma 4 writes, at every depth.
+
+What cannot be held so is refused, with its place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Listed
+from typing import Any
+
+from engine.json_types import own_types
+from engine.structured.properties import (
+    BRANCHES,
+    MAX_NAME,
+    MAX_REFERENCES,
+    NOTES,
+    PYTHON,
+    check_keywords,
+    divided,
+    lengths,
+    listed,
+    refuse,
+    resolved,
+    with_definitions,
+)
+from engine.structured.schema import schema_text
+from engine.structured.tag_grammar import excluding
+from engine.structured.tag_nodes import EMPTY, Choice, Json, Literal, Node, Open, Repeated, Sequence
+
+_OF_STRINGS = NOTES | {"type", "minLength", "maxLength"}
+_OF_LISTS = NOTES | {"type", "items", "prefixItems", "minItems", "maxItems"}
+_MAX_ITEMS = 64
+_ToLiteral = Callable[[str], Literal]
+
+
+def python_arguments(schema: dict[str, Any], place: str, options: dict[str, object]) -> Node:
+    """The arguments of an object's schema as in a call in Python; see `tagged_parameters`."""
+    properties, required, where = listed(schema, place)
+    written: dict[str, Node] = {}
+    for name, inner in properties.items():
+        inside = f"{where}.properties.{name}"
+        _check_name(name, where, "(),=<>[]{}'\"\n")
+        words, kinds = divided(inner, schema, inside)
+        values: list[Node] = [Literal((PYTHON[word],)) for word in words]
+        if kinds:
+            typed = with_definitions({**inner, "type": kinds}, schema)
+            values.append(Json(schema_text(typed, options), inside))
+        written[name] = Sequence((Literal((f"{name}=",)), Choice(tuple(values))))
+    return _in_order(written, required, ", ")
+
+
+def _check_name(name: str, where: str, barred: str) -> None:
+    fits = name and len(name) <= MAX_NAME and name.isprintable() and name == name.strip()
+    if not fits or set(name) & set(barred):
+        refuse(
+            f"{where}.properties",
+            f"has the name {name[:40]!r}, which cannot stand without quotation marks; use letters, "
+            "digits and underscores",
+        )
+
+
+def _in_order(written: Mapping[str, Node], required: Listed[Any], separator: str) -> Node:
+    """These items in their order, divided; those that are not required may be left out."""
+    ways: list[Node] = [EMPTY]  # from an item on, by which one is written first
+    more: list[Node] = []  # the same behind others
+    for name, item in reversed(list(written.items())):
+        behind = Sequence((Literal((separator,)), item))
+        way = Sequence((item, *more))
+        if name in required:
+            ways, more = [way], [behind, *more]
+        else:
+            ways, more = [way, *ways], [Choice((behind, EMPTY)), *more]
+    return Choice(tuple(ways))
+
+
+class BareObjects:
+    """Values as Gemma 4 writes them: {key:value,…} with bare keys, and strings between marks that
+    have no escapes.
+    """
+
+    def __init__(
+        self, root: dict[str, Any], options: dict[str, object], quote: str, literal: _ToLiteral
+    ) -> None:
+        """`quote`: what stands around a string; `root`: the schema that others may refer to."""
+        self._root = root
+        self._options = options
+        self._quote = quote
+        self._literal = literal
+
+    def members(self, schema: dict[str, Any], place: str) -> Node:
+        """The members of an object's schema, without the braces; see `tagged_parameters`."""
+        properties, required, where = listed(schema, place, self._root)
+        items: dict[str, Node] = {}
+        for name, inner in properties.items():
+            _check_name(name, where, ",{}[]:\n")
+            value = self._value(inner, f"{where}.properties.{name}", 0)
+            items[name] = Sequence((Literal((f"{name}:",)), value))
+        return _in_order(items, required, ",")
+
+    def _value(self, schema: object, place: str, depth: int) -> Node:
+        if schema is True:
+            schema = {"type": "string"}
+        if not isinstance(schema, dict) or depth > MAX_REFERENCES:
+            refuse(place, "is a schema that allows nothing, or is nested too deeply")
+        target, place = resolved(schema, self._root, place)
+        for word in BRANCHES:
+            if isinstance(branches := target.get(word), list):
+                check_keywords(target, NOTES | {word}, place, "a choice")
+                return Choice(tuple(self._value(one, place, depth + 1) for one in branches))
+        constants = target.get("enum", [target["const"]] if "const" in target else None)
+        if isinstance(constants, list):
+            return Choice(tuple(self._constant(value, place) for value in constants))
+        kinds = sorted(own_types(target)) or ["string"]
+        nodes = tuple(self._of_type(kind, target, place, depth) for kind in kinds)
+        return nodes[0] if len(nodes) == 1 else Choice(nodes)
+
+    def _of_type(self, kind: str, schema: Mapping[str, Any], place: str, depth: int) -> Node:
+        match kind:
+            case "string":
+                check_keywords(
+                    schema, NOTES | {"type", "minLength", "maxLength"}, place, "a string"
+                )
+                quote = self._literal(self._quote)
+                text = lengths(schema, place)
+                if all(isinstance(part, str) for part in quote.parts):  # no text has a token
+                    text = excluding(text, [self._quote])
+                return Sequence((quote, Open(text, place, True), quote))
+            case "object":
+                if schema.get("additionalProperties") is not False and not schema.get("properties"):
+                    refuse(place, "is an object whose properties are not described; list them")
+                members = self.members(dict(schema), place)
+                return Sequence((Literal(("{",)), members, Literal(("}",))))
+            case "array":
+                return self._list(schema, place, depth)
+            case _:
+                return Json(schema_text({**schema, "type": kind}, self._options), place)
+
+    def _list(self, schema: Mapping[str, Any], place: str, depth: int) -> Node:
+        check_keywords(schema, _OF_LISTS, place, "a list")
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if type(least) is not int or not (most is None or type(most) is int):
+            refuse(f"{place}.minItems", "must be an integer, as must maxItems")
+        if not 0 <= least <= (least if most is None else most) <= _MAX_ITEMS:
+            refuse(
+                place,
+                f"has bounds for its items that are none, or above {_MAX_ITEMS}; leave them out",
+            )
+        firsts = schema.get("prefixItems")
+        if isinstance(firsts, list) and firsts:
+            if schema.get("items", True) is not False or least != len(firsts):
+                refuse(place, "must have `items` false and all of its prefixItems (minItems)")
+            values = [self._value(one, f"{place}.prefixItems", depth + 1) for one in firsts]
+            behind = [node for value in values[1:] for node in (Literal((",",)), value)]
+            return Sequence((Literal(("[",)), values[0], *behind, Literal(("]",))))
+        item = self._value(schema.get("items", True), f"{place}.items", depth + 1)
+        again = Sequence((Literal((",",)), item))
+        node: Node = Repeated(again) if most is None else EMPTY
+        for count in range(max(least, most or 1), 0, -1):  # from the last item on
+            node = Sequence((item if count == 1 else again, node))
+            node = node if count <= least else Choice((node, EMPTY))
+        return Sequence((Literal(("[",)), EMPTY if most == 0 else node, Literal(("]",))))
+
+    def _constant(self, value: object, place: str) -> Node:
+        if not isinstance(value, str):
+            if isinstance(value, dict | list):
+                refuse(place, "has a constant that is an object or a list; describe it instead")
+            return Literal((json.dumps(value),))
+        if self._quote in value:
+            refuse(place, f"has a value with {self._quote}, which ends a string")
+        return self._literal(f"{self._quote}{value}{self._quote}")
