@@ -16,11 +16,10 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Listed
 from typing import Any
 
-from engine.json_types import own_types
+from engine.json_types import own_types, type_of
 from engine.structured.properties import (
     BRANCHES,
     MAX_NAME,
-    MAX_REFERENCES,
     NOTES,
     PYTHON,
     check_keywords,
@@ -38,6 +37,9 @@ from engine.structured.tag_nodes import EMPTY, Choice, Json, Literal, Node, Open
 _OF_STRINGS = NOTES | {"type", "minLength", "maxLength"}
 _OF_LISTS = NOTES | {"type", "items", "prefixItems", "minItems", "maxItems"}
 _MAX_ITEMS = 64
+_MAX_VALUES = 4096
+"""The most values of an object: what a `$ref` names counts wherever it is named."""
+_MAX_DEPTH = 16
 _ToLiteral = Callable[[str], Literal]
 
 
@@ -94,22 +96,30 @@ class BareObjects:
         self._options = options
         self._quote = quote
         self._literal = literal
+        self._num_values = 0
 
-    def members(self, schema: dict[str, Any], place: str) -> Node:
+    def members(self, schema: dict[str, Any], place: str, depth: int = 0) -> Node:
         """The members of an object's schema, without the braces; see `tagged_parameters`."""
         properties, required, where = listed(schema, place, self._root)
         items: dict[str, Node] = {}
         for name, inner in properties.items():
             _check_name(name, where, ",{}[]:\n")
-            value = self._value(inner, f"{where}.properties.{name}", 0)
+            value = self._value(inner, f"{where}.properties.{name}", depth + 1)
             items[name] = Sequence((Literal((f"{name}:",)), value))
         return _in_order(items, required, ",")
 
     def _value(self, schema: object, place: str, depth: int) -> Node:
         if schema is True:
             schema = {"type": "string"}
-        if not isinstance(schema, dict) or depth > MAX_REFERENCES:
-            refuse(place, "is a schema that allows nothing, or is nested too deeply")
+        if not isinstance(schema, dict):
+            refuse(place, "is a schema that allows nothing")
+        self._num_values += 1
+        if depth > _MAX_DEPTH or self._num_values > _MAX_VALUES:
+            refuse(
+                place,
+                f"is deeper than {_MAX_DEPTH} values, or one of more than {_MAX_VALUES}, where "
+                "each is written out; use no $ref to itself, and fewer of them",
+            )
         target, place = resolved(schema, self._root, place)
         for word in BRANCHES:
             if isinstance(branches := target.get(word), list):
@@ -117,6 +127,13 @@ class BareObjects:
                 return Choice(tuple(self._value(one, place, depth + 1) for one in branches))
         constants = target.get("enum", [target["const"]] if "const" in target else None)
         if isinstance(constants, list):
+            check_keywords(target, NOTES | {"type", "enum", "const"}, place, "a constant")
+            types = own_types(target)
+            types |= {"integer"} if "number" in types else set()
+            constants = [value for value in constants if type_of(value) in types]
+            self._num_values += len(constants)
+            if not constants:
+                refuse(place, "has no value that its type allows")
             return Choice(tuple(self._constant(value, place) for value in constants))
         kinds = sorted(own_types(target)) or ["string"]
         nodes = tuple(self._of_type(kind, target, place, depth) for kind in kinds)
@@ -136,7 +153,7 @@ class BareObjects:
             case "object":
                 if schema.get("additionalProperties") is not False and not schema.get("properties"):
                     refuse(place, "is an object whose properties are not described; list them")
-                members = self.members(dict(schema), place)
+                members = self.members(dict(schema), place, depth)
                 return Sequence((Literal(("{",)), members, Literal(("}",))))
             case "array":
                 return self._list(schema, place, depth)

@@ -37,6 +37,7 @@ def tagged(before: str, after: str | dict[str, str], close: str) -> Form:
 
 
 PYTHON: Form = {"type": "python_arguments"}
+BARE: Form = {"type": "bare_object", "quote": "<|user|>"}
 GLM = tagged("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
 TYPED = ("string", "boolean", "null", "object", "number")
 FORMS: dict[str, Form] = {
@@ -316,6 +317,13 @@ CASES: list[tuple[str, Form, list[str], list[str]]] = [
 ]
 
 
+def test_bare_objects_have_constants_of_their_type_alone(takes: Taker) -> None:
+    schema = object_of({"a": {"type": ["number", "string"], "enum": [1, 2.5, "x", None]}}, "a")
+    form = held(BARE, schema)
+    assert all(takes(form, f"[a:{value}]") for value in ("1", "2.5", "<|user|>x<|user|>"))
+    assert not any(takes(form, f"[a:{value}]") for value in ("null", "3", "x", "<|user|>1<|user|>"))
+
+
 @pytest.mark.parametrize(("name", "schema", "good", "bad"), CASES)
 def test_texts(takes: Taker, name: str, schema: Form, good: list[str], bad: list[str]) -> None:
     for text in good:
@@ -366,6 +374,18 @@ def python(value: object) -> Form:
     return {**PYTHON, "json_schema": {"properties": {"a": value}}}
 
 
+def bare(num_names: int, num_more: int) -> Form:
+    """An object with so many names of another one, and that of the next, up to the first again."""
+    names = [str(index) for index in range(num_more)]
+    definitions: dict[str, Any] = {
+        name: {"type": "object"}
+        | object_of({f"p{i}": {"$ref": f"#/$defs/{after}"} for i in range(num_names)})
+        for name, after in zip(names, [*names[1:], names[0]], strict=True)
+    }
+    schema = object_of({"a": {"$ref": "#/$defs/0"}}) | {"$defs": definitions}
+    return {**BARE, "json_schema": schema}
+
+
 REFUSED: list[tuple[Form, str]] = [
     (glm_but(before_name=None), "before_name is missing; it must be a string"),
     (glm_but(before_name=""), "before_name must have 1 to 256 characters, not only blanks"),
@@ -398,6 +418,10 @@ REFUSED: list[tuple[Form, str]] = [
     (python({"type": "x"}), "properties.a.type names none of array, boolean"),
     (python({"anyOf": {}}), "properties.a.anyOf must be a list"),
     (python({"anyOf": [{"const": n} for n in (*range(300), None)]}), "a has too many branches"),
+    ({**BARE, "json_schema": object_of({"a": {"type": "null", "enum": [1]}})}, "has no value that"),
+    ({**BARE, "json_schema": object_of({"a": {"enum": [3], "maximum": 2}})}, "a.maximum cannot"),
+    (bare(2, 3), "is deeper than 16 values, or one of more than 4096"),
+    (bare(100, 1), "is deeper than 16 values, or one of more than 4096"),
     (python({"type": "array", "if": {}}), "properties.a uses keywords that are not supported"),
 ]
 
