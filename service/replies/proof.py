@@ -23,6 +23,8 @@ from service.replies.format import Context, Format
 from service.replies.pieces import Reply, fold
 from service.replies.tool_types import tool_types
 
+MAX_WRITTEN = 65_536
+"""The longest text of a probe; a template that writes more proves nothing, and costs no more."""
 _TEXT = "It is said by headrace."
 _THOUGHT = "This was thought by headrace."
 _USER: Mapping[str, Any] = {"role": "user", "content": "What does headrace ask?"}
@@ -156,7 +158,8 @@ class Writings:
     ) -> None:
         def written(*messages: Mapping[str, object], prompt: bool = False) -> str:
             shown = [_USER, *messages]
-            return template.attempt(shown, tools=tools, add_generation_prompt=prompt) or ""
+            text = template.attempt(shown, tools=tools, add_generation_prompt=prompt) or ""
+            return text if len(text) <= MAX_WRITTEN else ""
 
         before = written()
         self._prompt = written(prompt=True)
