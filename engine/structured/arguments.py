@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Listed
 from typing import Any
 
-from engine.json_types import own_types, type_of
+from engine.json_types import allowed_types, own_types, type_of
 from engine.structured.properties import (
     BRANCHES,
     MAX_NAME,
@@ -124,19 +124,22 @@ class BareObjects:
         for word in BRANCHES:
             if isinstance(branches := target.get(word), list):
                 check_keywords(target, NOTES | {word}, place, "a choice")
+                kinds = [kind for one in branches for kind in allowed_types(one, self._root)]
+                if word == "oneOf" and len(set(kinds)) < max(len(kinds), len(branches)):
+                    refuse(place, "has a oneOf whose branches may overlap; use anyOf")
                 return Choice(tuple(self._value(one, place, depth + 1) for one in branches))
         constants = target.get("enum", [target["const"]] if "const" in target else None)
         if isinstance(constants, list):
             check_keywords(target, NOTES | {"type", "enum", "const"}, place, "a constant")
-            types = own_types(target)
-            types |= {"integer"} if "number" in types else set()
-            constants = [value for value in constants if type_of(value) in types]
+            fits = own_types(target)
+            fits |= {"integer"} if "number" in fits else set()
+            constants = [value for value in constants if type_of(value) in fits]
             self._num_values += len(constants)
             if not constants:
                 refuse(place, "has no value that its type allows")
             return Choice(tuple(self._constant(value, place) for value in constants))
-        kinds = sorted(own_types(target)) or ["string"]
-        nodes = tuple(self._of_type(kind, target, place, depth) for kind in kinds)
+        types = sorted(own_types(target)) or ["string"]
+        nodes = tuple(self._of_type(kind, target, place, depth) for kind in types)
         return nodes[0] if len(nodes) == 1 else Choice(nodes)
 
     def _of_type(self, kind: str, schema: Mapping[str, Any], place: str, depth: int) -> Node:

@@ -84,6 +84,15 @@ class JsonScanner:
         self.done = False
         self.failed = False
 
+    @property
+    def container(self) -> str | None:
+        """Within a string: the type of the value of which it is a part; None: the text so far does
+        not end there.
+        """
+        if self.failed or not self._stack or self._at not in (_At.STRING, _At.ESCAPE, _At.HEX):
+            return None
+        return "object" if self._stack[0] == "}" else "array"
+
     def feed(self, text: str, start: int, end: int) -> int:
         """Scan text[start:end]; returns the index after the last accepted character. It stops early
         only if the value is complete, or before a character that cannot follow.

@@ -19,7 +19,7 @@ import json
 import re
 from collections.abc import Generator
 
-from service.replies.json_scanner import BLANKS, is_json
+from service.replies.json_scanner import BLANKS, JsonScanner, is_json
 from service.replies.pieces import PieceWriter
 from service.replies.python_calls import python_value
 from service.replies.reader import MAX_HELD, MalformedError, Marks, Reader
@@ -47,8 +47,7 @@ class TypedValue:
         self._size = 0
         self._began = False
         self._is_string = types <= {"string"}
-        self._is_quoted = self._is_escaped = False  # where its text so far ends, if it is JSON
-        self._first = ""  # its first character that is no blank
+        self._json = JsonScanner(around=1)
 
     def read(
         self, reader: Reader, ends: Marks, *, trimmed: str = ""
@@ -82,24 +81,15 @@ class TypedValue:
         """Whether a mark is a part of a string of an object or a list: these strings have no line
         breaks, so one before the mark tells that it ends the value.
         """
-        if self._is_string or "string" in self._types or raw[:1].isspace():
-            return False
-        return self._is_quoted and self._first in ("{", "[")
+        within = self._json.container
+        return within is not None and within in self._types and not raw[:1].isspace()
 
     def add(self, text: str) -> None:
         """Add text to it."""
         if self._is_string:
             self._out.arguments(_escaped(text), text)
             return
-        for character in text:
-            if self._is_escaped:
-                self._is_escaped = False
-            elif character == "\\":
-                self._is_escaped = True
-            elif character == '"':
-                self._is_quoted = not self._is_quoted
-            if not self._first and character not in BLANKS:
-                self._first = character
+        self._json.feed(text, 0, len(text))
         self._parts.append(text)
         self._size += len(text)
         if self._size > MAX_HELD:

@@ -420,6 +420,15 @@ REFUSED: list[tuple[Form, str]] = [
     (python({"anyOf": [{"const": n} for n in (*range(300), None)]}), "a has too many branches"),
     ({**BARE, "json_schema": object_of({"a": {"type": "null", "enum": [1]}})}, "has no value that"),
     ({**BARE, "json_schema": object_of({"a": {"enum": [3], "maximum": 2}})}, "a.maximum cannot"),
+    (
+        {
+            **BARE,
+            "json_schema": object_of(
+                {"a": {"oneOf": [{"type": "string", "maxLength": 1}, {"type": "string"}]}}
+            ),
+        },
+        "oneOf whose branches may overlap",
+    ),
     (bare(2, 3), "is deeper than 16 values, or one of more than 4096"),
     (bare(100, 1), "is deeper than 16 values, or one of more than 4096"),
     (python({"type": "array", "if": {}}), "properties.a uses keywords that are not supported"),

@@ -57,6 +57,18 @@ CASES = [
     ),
     value("an integer written as a number", "n", "3.0", "3"),
     value("a word for a boolean", "b", "FALSE", "false"),
+    Case(
+        "a mark within a list, where a text may be",
+        '<function=f><parameter=sl>["</parameter>"]</parameter></function>',
+        calls=[("f", '{"sl":["</parameter>"]}')],
+        tools={"f": {"sl": frozenset({"string", "array"})}},
+    ),
+    Case(
+        "a text like a list, with a quote",
+        '<function=f><parameter=sl>[it "is</parameter></function>',
+        calls=[("f", '{"sl":"[it \\"is"}')],
+        tools={"f": {"sl": frozenset({"string", "array"})}},
+    ),
     value("one of two: a word", "sn", "3.0", '"3.0"'),
     Case("nothing", ""),
     Case("text", "Hello <you>.", "Hello <you>."),
