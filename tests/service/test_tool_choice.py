@@ -118,13 +118,24 @@ VALIDATORS = {
     )
     for tool in TOOLS
 }
-CALLING = [name for name in FORMATS if FORMATS[name].form is not None]
 FEW = ("harmony", "mistral", "qwen3_coder")
 """Formats that differ most: special tokens alone, one list of calls, no JSON. `make test` has
-these, `make test-slow` all.
+these, `make test-slow` one of each kind.
 """
 GROUP = 6
 MESSAGES = [{"role": "user", "content": "How high is the river?"}]
+
+
+def calling() -> list[str]:
+    """A format of each kind of form; `test_held_calls.py` walks through those of all."""
+    found: dict[tuple[object, ...], str] = {}
+    for name, format in reversed(FORMATS.items()):
+        if (form := format.form) is not None:
+            kind = form.content["type"], isinstance(form.content.get("after_name"), dict)
+            found[*kind, form.bare, form.text == "", form.opening == "", form.separator is None] = (
+                name
+            )
+    return sorted({*found.values(), *FEW})
 
 
 def groups() -> list[list[dict[str, Any]]]:
@@ -135,7 +146,7 @@ def groups() -> list[list[dict[str, Any]]]:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=() if name in FEW else (pytest.mark.slow,)) for name in CALLING
+        pytest.param(name, marks=() if name in FEW else (pytest.mark.slow,)) for name in calling()
     ],
 )
 def directory(
