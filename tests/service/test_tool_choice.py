@@ -126,10 +126,10 @@ GROUP = 6
 MESSAGES = [{"role": "user", "content": "How high is the river?"}]
 
 
-def calling() -> list[str]:
+def one_of_each_kind() -> list[str]:
     """A format of each kind of form; `test_held_calls.py` walks through those of all."""
     found: dict[tuple[object, ...], str] = {}
-    for name, format in reversed(FORMATS.items()):
+    for name, format in reversed(list(FORMATS.items())):
         if (form := format.form) is not None:
             kind = form.content["type"], isinstance(form.content.get("after_name"), dict)
             found[*kind, form.bare, form.text == "", form.opening == "", form.separator is None] = (
@@ -146,7 +146,8 @@ def groups() -> list[list[dict[str, Any]]]:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=() if name in FEW else (pytest.mark.slow,)) for name in calling()
+        pytest.param(name, marks=() if name in FEW else (pytest.mark.slow,))
+        for name in one_of_each_kind()
     ],
 )
 def directory(
