@@ -14,6 +14,8 @@ from headrace.v1 import generation_service_pb2 as rpc
 
 from service.lacking import why_lacking
 from service.replies import FORMATS, format_option
+from service.replies.calls import call_object
+from service.replies.format import marked
 from tests.service.fake_engine import byte_tokenizer
 from tests.service.helpers import refused, serving, spec
 
@@ -53,7 +55,8 @@ class Model:
 UNKNOWN = Model(BARE)
 UNPARSED = Model(BARE + "<tool_call>arguments</think>", "none")
 NO_CALLS = Model(BARE, "think")
-NOT_HELD = Model(BARE, "glm")
+SPOKEN = marked("spoken", {"=>": call_object})  # type: ignore[dict-item]
+NOT_HELD = Model(BARE, f"{__name__}:SPOKEN")
 SPECIAL = Model(BARE, "qwen3_coder", ("<parameter=",))
 NO_MARKS = Model(BARE, "hermes")
 MUTE = Model(None)
@@ -73,7 +76,7 @@ CASES = [
      "--reply-parser hermes"),
     (NO_CALLS, "reasoning_budget", "neither the model's chat template nor its vocabulary has the "
      "marks of reasoning (<think> and </think> in the format think)"),
-    (NOT_HELD, "tool_choice", "format (glm) cannot be held to a choice, and no option changes"),
+    (NOT_HELD, "tool_choice", "format (spoken) cannot be held to a choice, and no option changes"),
     (SPECIAL, "tool_choice", "vocabulary has <parameter= as special tokens, and in its format "
      "(qwen3_coder) they are held as text alone; no option changes that"),
     (NO_MARKS, "reasoning_budget", "neither the model's chat template nor its vocabulary has the "

@@ -596,6 +596,7 @@ async def test_an_answer_far_too_large_is_not_made() -> None:
     engine = FakeEngine(info=model_info(max_context_tokens=1 << 21))
     limits = {"max_send_bytes": 4 << 20, "max_receive_bytes": 4 << 20}
     async with serving(engine, tokenizer=tokenizer, **limits) as h:
+        tokenizer.in_main.clear()  # of the special tokens, when it was loaded
         large = spec("x" * 1_100_000, n=16, stop={"max_tokens": 3}, output={"echo": True})
         error = await refused(h.generate(large))
         assert error.reason == "ANSWER_TOO_LARGE"
