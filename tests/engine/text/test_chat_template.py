@@ -288,6 +288,8 @@ def test_names_need_not_be_ascii() -> None:
         ),
         # It has no calls: as transformers would show it.
         ("", "{{ m.content is defined }}", "<False>"),
+        # It has none and needs a content: the first form that renders.
+        ("", "{{ m.content + '' }}", "<>"),
     ],
 )
 def test_tool_calls_are_shown_in_the_form_that_the_template_takes(
