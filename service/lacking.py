@@ -93,6 +93,11 @@ def _no_calls(reply: ModelFormat) -> str:
             "option changes that"
         )
     barred = ", ".join(mark for mark in plain if mark in reply.special)
+    if not barred:
+        return (
+            f"the model's chat template writes calls with other marks than those in which the "
+            f"format {format.name} can be held, and no option changes that"
+        )
     return (
         f"the model's vocabulary has {barred} as special tokens, and in its format ({format.name}) "
         "they are held as text alone; no option changes that"

@@ -13,11 +13,12 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 
 from service.lacking import why_lacking
-from service.replies import FORMATS, format_option
+from service.replies import FORMATS, CallForm, format_option
 from service.replies.calls import call_object
 from service.replies.format import marked
 from tests.service.fake_engine import byte_tokenizer
 from tests.service.helpers import refused, serving, spec
+from tests.service.replies.test_proof import HERMES
 
 BARE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 CHAT: dict[str, Any] = {
@@ -55,9 +56,18 @@ class Model:
 UNKNOWN = Model(BARE)
 UNPARSED = Model(BARE + "<tool_call>arguments</think>", "none")
 NO_CALLS = Model(BARE, "think")
+OTHER = marked(
+    "other",
+    {"<|tool_call|>": lambda reader, out, _: call_object(reader, out)},  # type: ignore[arg-type,return-value]
+    forms=(CallForm(before="", after="", end="", marks=("<call>",)),),
+)
 SPOKEN = marked("spoken", {"=>": call_object})  # type: ignore[dict-item]
 NOT_HELD = Model(BARE, f"{__name__}:SPOKEN")
 SPECIAL = Model(BARE, "qwen3_coder", ("<parameter=",))
+OTHER_MARKS = Model(
+    HERMES.replace("<tool_call>\n", "<|tool_call|>").replace("\n</tool_call>", ""),
+    f"{__name__}:OTHER",
+)
 NO_MARKS = Model(BARE, "hermes")
 MUTE = Model(None)
 CASES = [
@@ -79,6 +89,8 @@ CASES = [
     (NOT_HELD, "tool_choice", "format (spoken) cannot be held to a choice, and no option changes"),
     (SPECIAL, "tool_choice", "vocabulary has <parameter= as special tokens, and in its format "
      "(qwen3_coder) they are held as text alone; no option changes that"),
+    (OTHER_MARKS, "tool_choice", "template writes calls with other marks than those in which the "
+     "format other can be held"),
     (NO_MARKS, "reasoning_budget", "neither the model's chat template nor its vocabulary has the "
      "marks of reasoning (<think> and </think> in the format hermes), and no option adds them"),
 ]  # fmt: skip
