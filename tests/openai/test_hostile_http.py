@@ -450,7 +450,10 @@ def test_an_attack_leaves_the_door_and_its_neighbours_as_they_were(there: There,
     neighbour = Neighbour(port, "neighbour")
     neighbour.start()
     try:
-        answers = attacked(name, port, 1.0, "attacker")
+        answers: dict[str, int] = {}
+        for _ in range(20):  # on a busy machine a second may pass without an answer
+            if sum((answers := attacked(name, port, 1.0, "attacker")).values()):
+                break
     finally:
         neighbour.close()
     assert sum(answers.values()) > 0
