@@ -253,7 +253,7 @@ class HeadraceServer:
         self._client = client
         self._progress = progress or Paced(logger.info)
         self._format_of = format_option("none")
-        self._chat_template = ""
+        self._chat_template: str | None = None
         self._load_tokenizer = tokenizer_loader
         self.instance_id = f"hr-{secrets.token_hex(8)}"
         self.state = ServerState(self.instance_id)
@@ -457,7 +457,7 @@ class HeadraceServer:
         program, is tried for that.
         """
         tokenizer = self._load_tokenizer(info)
-        if self._chat_template:
+        if self._chat_template is not None:
             if tokenizer is None:
                 raise ConfigError(
                     "chat_template",

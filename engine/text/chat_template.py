@@ -338,13 +338,15 @@ def read_chat_template(path: str) -> str:
     try:
         with Path(path).open("rb") as file:
             read = file.read(MAX_SOURCE_BYTES + 1)
+        if len(read) > MAX_SOURCE_BYTES:
+            raise ConfigError(_OPTION, f"{path} has more than {MAX_SOURCE_BYTES} bytes")
         source = read.decode()
     except OSError as error:
         raise ConfigError(_OPTION, f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(_OPTION, f"{path} is not UTF-8, at byte {error.start}") from error
-    if len(read) > MAX_SOURCE_BYTES:
-        raise ConfigError(_OPTION, f"{path} has more than {MAX_SOURCE_BYTES} bytes")
+    if not source:
+        raise ConfigError(_OPTION, f"{path} is empty; leave the option out for the model's own")
     try:
         ChatTemplate(source).compile()
     except ChatTemplateUnavailableError as error:

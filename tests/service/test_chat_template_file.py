@@ -43,6 +43,9 @@ async def test_without_it_the_card_names_no_file() -> None:
         (b"{% if %}", "is no chat template in Jinja: the model's chat template has a syntax error"),
         (b"\xff\xfe", "is not UTF-8, at byte 0"),
         (b"x" * (MAX_SOURCE_BYTES + 1), f"has more than {MAX_SOURCE_BYTES} bytes"),
+        # A character that the bound divides is no fault of the file.
+        (b"x" * MAX_SOURCE_BYTES + "ß".encode(), f"has more than {MAX_SOURCE_BYTES} bytes"),
+        (b"", "is empty; leave the option out for the model's own"),
     ],
 )
 async def test_what_is_no_template_is_refused_before_the_model_is_loaded(
