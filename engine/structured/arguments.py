@@ -22,6 +22,7 @@ from engine.structured.properties import (
     MAX_NAME,
     NOTES,
     PYTHON,
+    Schema,
     check_keywords,
     divided,
     lengths,
@@ -142,12 +143,10 @@ class BareObjects:
         nodes = tuple(self._of_type(kind, target, place, depth) for kind in types)
         return nodes[0] if len(nodes) == 1 else Choice(nodes)
 
-    def _of_type(self, kind: str, schema: Mapping[str, Any], place: str, depth: int) -> Node:
+    def _of_type(self, kind: str, schema: Schema, place: str, depth: int) -> Node:
         match kind:
             case "string":
-                check_keywords(
-                    schema, NOTES | {"type", "minLength", "maxLength"}, place, "a string"
-                )
+                check_keywords(schema, _OF_STRINGS, place, "a string")
                 quote = self._literal(self._quote)
                 text = lengths(schema, place)
                 if all(isinstance(part, str) for part in quote.parts):  # no text has a token
@@ -163,7 +162,7 @@ class BareObjects:
             case _:
                 return Json(schema_text({**schema, "type": kind}, self._options), place)
 
-    def _list(self, schema: Mapping[str, Any], place: str, depth: int) -> Node:
+    def _list(self, schema: Schema, place: str, depth: int) -> Node:
         check_keywords(schema, _OF_LISTS, place, "a list")
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if type(least) is not int or not (most is None or type(most) is int):

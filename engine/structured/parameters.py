@@ -27,16 +27,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.json_types import (
-    allowed_types,
-    own_types,
-    type_of,
-)
+from engine.json_types import allowed_types, own_types, type_of
 from engine.structured.properties import (
     BRANCHES,
     MAX_NAME,
     MAX_REFERENCES,
     NOTES,
+    Schema,
     check_keywords,
     divided,
     items,
@@ -62,8 +59,6 @@ _WORDS = {"null": ("null", "None"), "boolean": ("true", "false", "True", "False"
 _FIRSTS = {"number": "\\-0-9", "integer": "\\-0-9", "object": "{", "array": "\\["}
 """For each type: with which characters its values begin."""
 _BLANKS = " \t\r\n"
-
-_Schema = Mapping[str, Any]
 
 
 @dataclass(slots=True)
@@ -232,7 +227,7 @@ class _Parameter:
             )
         return self._marks.literal(self._marks.before_name + name + self._marks.after(kind))
 
-    def _check_types(self, schema: _Schema) -> None:
+    def _check_types(self, schema: Schema) -> None:
         """Refuse branches that do not say their types: their values could be read as strings."""
         for branch, where in self._branches(schema, self._place):
             if not allowed_types(branch, self._root):
@@ -247,7 +242,7 @@ class _Parameter:
 
     # ---- strings, and unions with them -----------------------------------------------------------
 
-    def _add(self, held: _Held, schema: _Schema, place: str, depth: int) -> None:
+    def _add(self, held: _Held, schema: Schema, place: str, depth: int) -> None:
         """Add the ways to write a value of a schema that allows strings, or does not say."""
         target, place = resolved(schema, self._root, place)
         branches = list(self._branches(target, place))
@@ -288,13 +283,13 @@ class _Parameter:
             return num_open == 1 and not listed
         return len(set(listed)) == len(listed)
 
-    def _branches(self, schema: _Schema, place: str) -> Iterator[tuple[Any, str]]:
+    def _branches(self, schema: Schema, place: str) -> Iterator[tuple[Any, str]]:
         for word in BRANCHES:
             if isinstance(listed := schema.get(word), list):
                 for index, branch in enumerate(listed):
                     yield branch, f"{place}.{word}[{index}]"
 
-    def _add_plain(self, held: _Held, schema: _Schema, place: str) -> None:
+    def _add_plain(self, held: _Held, schema: Schema, place: str) -> None:
         """Add the ways to write a value of a schema without branches."""
         types = own_types(schema)
         if types and "string" not in types and not types <= _WORDS.keys():
@@ -337,7 +332,7 @@ class _Parameter:
         if not (held.texts or held.words or held.schemas):
             refuse(place, "has no value that its type allows")
 
-    def _text(self, schema: _Schema, place: str) -> str:
+    def _text(self, schema: Schema, place: str) -> str:
         """The terminal of a string that is no constant."""
         terminal = excluding(lengths(schema, place), self._ends)
         if self._marks.tells_types:

@@ -125,6 +125,7 @@ def permits(schema: Schema, word: bool | None, root: Schema, place: str) -> bool
 
 
 def items(schema: Schema, keyword: str, place: str) -> list[Any]:
+    """The members of a keyword that takes a list; none if it is missing."""
     found = schema.get(keyword, [])
     if not isinstance(found, list):
         refuse(f"{place}.{keyword}", "must be a list")
@@ -132,6 +133,7 @@ def items(schema: Schema, keyword: str, place: str) -> list[Any]:
 
 
 def with_definitions(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
+    """A part of a schema, to stand alone: with the definitions that its `$ref` may name."""
     names = ("$defs", "definitions")
     return schema | {name: root[name] for name in names if name in root}
 
@@ -152,6 +154,7 @@ def resolved(schema: Schema, root: dict[str, Any], place: str) -> tuple[Schema, 
 
 
 def check_keywords(schema: Schema, known: frozenset[str], place: str, what: str) -> None:
+    """Refuse a keyword that is none of these, in a schema of what is named."""
     if unknown := sorted(schema.keys() - known):
         refuse(
             f"{place}.{unknown[0]}",
@@ -160,4 +163,5 @@ def check_keywords(schema: Schema, known: frozenset[str], place: str, what: str)
 
 
 def refuse(place: str, message: str) -> NoReturn:
+    """Raise a TagError for a place in a schema."""
     raise TagError(f"{place} {message}")

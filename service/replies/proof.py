@@ -15,9 +15,9 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product, takewhile
-from typing import Any, Protocol
+from typing import Any
 
-from engine.text import JsonObject
+from engine.text import ChatTemplates, JsonObject
 from service.replies.call_form import CallForm
 from service.replies.format import Context, Format
 from service.replies.pieces import Reply, fold
@@ -56,19 +56,6 @@ _TOOLS = [
 _TYPES = tool_types(_TOOLS)
 _IDS = ("abcDE123{index}", "functions.{name}:{index}")
 """Forms of a call's id: some templates write nothing else where the name belongs."""
-
-
-class Template(Protocol):
-    """A chat template, which may be a stranger's."""
-
-    def attempt(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        tools: Sequence[Mapping[str, object]] | None,
-        add_generation_prompt: bool,
-    ) -> str | None:
-        """The text; None: the template refuses the messages or fails on them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,21 +131,21 @@ class Writings:
         has_calls: whether it prints tool calls at all.
     """
 
-    def __init__(self, template: Template, special: Iterable[str] = ()) -> None:
+    def __init__(self, templates: ChatTemplates, special: Iterable[str] = ()) -> None:
         """Let a template write. `special`: the texts of the model's special tokens."""
         self._special = tuple(special)
         for ids, tools in product(_IDS, (_TOOLS, None)):  # some fail on what tools may be
-            self._let_write(template, ids, tools)
+            self._let_write(templates, ids, tools)
             self.has_calls = bool(self._printed(_ONE))
             if self.has_calls:
                 break
 
     def _let_write(
-        self, template: Template, ids: str, tools: Sequence[Mapping[str, object]] | None
+        self, templates: ChatTemplates, ids: str, tools: Sequence[Mapping[str, object]] | None
     ) -> None:
         def written(*messages: Mapping[str, object], prompt: bool = False) -> str:
             shown = [_USER, *messages]
-            text = template.attempt(shown, tools=tools, add_generation_prompt=prompt) or ""
+            text = templates.attempt(shown, tools=tools, add_generation_prompt=prompt) or ""
             return text if len(text) <= MAX_WRITTEN else ""
 
         before = written()
