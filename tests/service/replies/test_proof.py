@@ -70,6 +70,15 @@ def test_calls_are_read_behind_reasoning_whose_marks_are_not_known() -> None:
     assert (found[0], found[1].reasoning) == ("hermes", False)
 
 
+def test_marks_of_reasoning_that_are_not_written_speak_against_a_format() -> None:
+    """Apriel's calls are these too, and its name is first."""
+    reasoning = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    assert reasoning in LISTED
+    found = proved(LISTED.replace(reasoning, ""))
+    assert found is not None
+    assert (found[0], found[1].reasoning, found[1].is_foreign) == ("minimax_m1", None, False)
+
+
 @pytest.mark.parametrize(
     "template",
     [MUTE, NAMES_HERMES + MUTE, UNKNOWN, NAMES_HERMES + UNKNOWN, RENAMED, REFUSES, "", "{% x"],
