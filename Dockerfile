@@ -130,6 +130,6 @@ EXPOSE 50051 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
     CMD ["python3", "/opt/headrace/healthcheck.py"]
 # Exec form: the command is PID 1 and gets the signals itself; it is an init to its server, too
-# (service/entry.py). SIGTERM drains.
+# (service/command/entry.py). SIGTERM drains.
 ENTRYPOINT ["headrace-server"]
 CMD ["serve"]

@@ -71,7 +71,7 @@ test-versions: $(DEV) $(NATIVE) ## Run the tests of models at the lowest and new
 
 .PHONY: test-telemetry
 test-telemetry: $(DEV) $(NATIVE) ## Run tests of sessions, faults, ends and shutdown again, with spans and metrics on.
-	$(PYTEST) -m 'not slow' --with-telemetry $(addprefix tests/service/test_,sessions.py faults.py ends.py shutdown.py) $(ARGS)
+	$(PYTEST) -m 'not slow' --with-telemetry $(addprefix tests/service/,servicers/test_sessions.py test_faults.py delivery/test_ends.py test_shutdown.py) $(ARGS)
 
 .PHONY: test-clients
 test-clients: $(DEV) ## Run the conformance suite of the client libraries (ARGS='--language go --vector resume'; REQUIRE=1: all).

@@ -145,7 +145,7 @@ def serve(
     port: int, log: Path, model: Path = DEMO
 ) -> contextlib.AbstractContextManager[Popen[bytes]]:
     """A server of the demo model, with one thread."""
-    start = "from service.cli import main; main()"
+    start = "from service.command.cli import main; main()"
     options = ["--gateway", "--device", "cpu", "--threads", "1", "--listen", f"127.0.0.1:{port}"]
     options += ["--model", str(model), "--served-name", "demo"]
     return process([sys.executable, "-c", start, "serve", *options], log)

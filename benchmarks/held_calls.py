@@ -29,15 +29,15 @@ from benchmarks.processes import ROOT
 from benchmarks.records import commit, machine_record, rounded
 from benchmarks.workloads import Lengths, make_prompts
 from engine.assembly import build_core
-from engine.config import ContinuousBatchingConfig, LoadConfig
-from engine.core import EngineCore, MatcherFactory
+from engine.contract.config import ContinuousBatchingConfig, LoadConfig
+from engine.contract.request import GenerationRequest
+from engine.contract.sampling_params import GrammarKind, GrammarParams, SamplingParams, StopParams
+from engine.contract.types import RequestId, TokenId
+from engine.core.engine_core import EngineCore, MatcherFactory
+from engine.core.threads import call_on_own_thread
 from engine.loading.loader import load_model
-from engine.request import GenerationRequest
-from engine.sampling_params import GrammarKind, GrammarParams, SamplingParams, StopParams
 from engine.structured import GrammarCompiler
 from engine.text import Tokenizer
-from engine.threads import call_on_own_thread
-from engine.types import RequestId, TokenId
 from service.replies import FORMATS, ToolMode, ToolSchema
 
 STREAMS = 64

@@ -26,8 +26,8 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import generation_service_pb2_grpc
 
-from engine.client import Admission, EngineClient, ModelInfo, ProgressSink, StepSink
-from engine.outputs import (
+from engine.contract.engine_client import Admission, EngineClient, ModelInfo, ProgressSink, StepSink
+from engine.contract.outputs import (
     Finish,
     FinishReason,
     RequestOutput,
@@ -36,15 +36,15 @@ from engine.outputs import (
     Timings,
     Usage,
 )
-from engine.process.client import ProcessEngineClient
-from engine.request import GenerationRequest
-from engine.sampling_params import SamplingParams
-from engine.stats import EngineStats
+from engine.contract.request import GenerationRequest
+from engine.contract.sampling_params import SamplingParams
+from engine.contract.stats import EngineStats
+from engine.contract.types import RequestId, TokenId
+from engine.process.process_client import ProcessEngineClient
 from engine.text import Tokenizer
-from engine.types import RequestId, TokenId
+from service.command.process import run_to_the_end
 from service.config import ServiceConfig
 from service.logs.output import Output
-from service.process import run_to_the_end
 
 DEMO = Path(__file__).parents[1] / "models" / "demo"
 _VOCAB_SIZE = 4096

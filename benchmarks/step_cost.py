@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from engine.assembly import build_core
-from engine.config import ContinuousBatchingConfig, LoadConfig
-from engine.core import EngineCore
+from engine.contract.config import ContinuousBatchingConfig, LoadConfig
+from engine.contract.request import GenerationRequest
+from engine.contract.sampling_params import SamplingParams, StopParams
+from engine.contract.types import RequestId, TokenId
+from engine.core.engine_core import EngineCore
+from engine.core.threads import call_on_own_thread
 from engine.loading.loader import load_model
 from engine.loading.verified import VerifiedModel
-from engine.request import GenerationRequest
-from engine.sampling_params import SamplingParams, StopParams
-from engine.threads import call_on_own_thread
-from engine.types import RequestId, TokenId
 
 _PROMPT = 128
 _WARM_STEPS = 20

@@ -36,14 +36,14 @@ from benchmarks.processes import ROOT
 from benchmarks.records import commit, machine_record, rounded
 from benchmarks.workloads import FIRST_TOKEN, WORKLOADS, make_prompts
 from engine.assembly import build_core
-from engine.config import CPU_TARGET_STEP_TIME, ContinuousBatchingConfig, LoadConfig
-from engine.core import EngineCore
+from engine.contract.config import CPU_TARGET_STEP_TIME, ContinuousBatchingConfig, LoadConfig
+from engine.contract.request import GenerationRequest
+from engine.contract.sampling_params import SamplingParams, StopParams
+from engine.contract.types import RequestId, TokenId
+from engine.core.engine_core import EngineCore
+from engine.core.threads import call_on_own_thread
 from engine.loading.loader import load_model
-from engine.request import GenerationRequest
-from engine.sampling_params import SamplingParams, StopParams
 from engine.scheduler.pace import StepPace
-from engine.threads import call_on_own_thread
-from engine.types import RequestId, TokenId
 
 _BLOCK = 32
 _STREAMS = 8
@@ -116,9 +116,9 @@ def w2_turn(engine: CoreEngine, turn: int, vocab_size: int) -> dict[str, float]:
         for prompt, one in zip(prompts, lengths, strict=True)
     ]
     running = Turn(requests)
-    before = engine.core.stats()
+    before = engine.core.engine_core.stats()
     drive(engine, running)
-    after = engine.core.stats()
+    after = engine.core.engine_core.stats()
     found = turn_figures([one.prompt for one in lengths], running.reply())
     decode_steps = after.num_decode_steps - before.num_decode_steps
     return {
@@ -144,8 +144,8 @@ def long_turn(engine: CoreEngine, turn: int, vocab_size: int, length: int) -> di
         for index, tokens, _ in engine.step():
             times[index] += [time.perf_counter()] * len(tokens)
     for index in range(len(lengths)):
-        engine.core.cancel(RequestId(f"{engine.turn}/{index}"))
-    engine.core.take_outputs()
+        engine.core.engine_core.cancel(RequestId(f"{engine.turn}/{index}"))
+    engine.core.engine_core.take_outputs()
     gaps = [
         later - earlier
         for own in times[:_STREAMS]

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from engine.api.manager import ContinuousBatchingManager
     from engine.api.offline import LoadedModel, from_model, load
     from engine.api.results import GenerationOutput, choice_name
-    from engine.config import ContinuousBatchingConfig, LoadConfig
-    from engine.errors import HeadraceError
-    from engine.outputs import FinishReason
-    from engine.request import RequestStatus
-    from engine.telemetry.observer import Telemetry
+    from engine.contract.config import ContinuousBatchingConfig, LoadConfig
+    from engine.contract.errors import HeadraceError
+    from engine.contract.outputs import FinishReason
+    from engine.contract.request import RequestStatus
+    from engine.telemetry.engine_telemetry import Telemetry
 
 __all__ = [
     "ContinuousBatchingConfig",
@@ -37,15 +37,15 @@ __all__ = [
 ]
 
 _MODULES = {
-    "ContinuousBatchingConfig": "config",
+    "ContinuousBatchingConfig": "contract.config",
     "ContinuousBatchingManager": "api.manager",
-    "FinishReason": "outputs",
+    "FinishReason": "contract.outputs",
     "GenerationOutput": "api.results",
-    "HeadraceError": "errors",
-    "LoadConfig": "config",
+    "HeadraceError": "contract.errors",
+    "LoadConfig": "contract.config",
     "LoadedModel": "api.offline",
-    "RequestStatus": "request",
-    "Telemetry": "telemetry.observer",
+    "RequestStatus": "contract.request",
+    "Telemetry": "telemetry.engine_telemetry",
     "choice_name": "api.results",
     "from_model": "api.offline",
     "load": "api.offline",

@@ -10,24 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from engine.admission import AdmissionLimits
 from engine.api.generation_options import GenerationDefaults
 from engine.api.manager import ContinuousBatchingManager, ManagerKeeper
 from engine.api.observer import Observer
 from engine.api.results import StopFinder
-from engine.config import ContinuousBatchingConfig, target_step_time
-from engine.core import EngineCore
-from engine.errors import InsufficientMemoryError
-from engine.kv_cache.manager import KVCacheManager
+from engine.contract.admission import AdmissionLimits
+from engine.contract.config import ContinuousBatchingConfig, target_step_time
+from engine.contract.errors import InsufficientMemoryError
+from engine.contract.startup import VOCABULARY, enter
+from engine.contract.types import TokenId
+from engine.core.engine_core import EngineCore
+from engine.core.loop import EngineLoop, StepSink
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.loading.memory import CachePlan
 from engine.loading.running import build_runner
 from engine.loading.verified import VerifiedModel
-from engine.loop import EngineLoop, StepSink
 from engine.scheduler.pace import StepPace
-from engine.scheduler.registry import scheduler_class
-from engine.startup import VOCABULARY, enter
+from engine.scheduler.policies import scheduler_class
 from engine.text import TextStream, Tokenizer
-from engine.types import TokenId
 
 if TYPE_CHECKING:
     from engine.structured import GrammarCompiler

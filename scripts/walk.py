@@ -5,11 +5,9 @@
 A real server with the demo model runs in this process; one client opens a session and sends one
 `add`. Every call of a function of ours on the event loop is noted, from the first interceptor to
 the inbox, and each is in a room: a folder of the package (service/delivery), or a module beside
-such folders (service/admission.py). Where one call is in another room than the call before, that
-is a change of room. A reader who follows the request opens as many doors.
+such folders (service/server.py). Where one call is in another room than the call before, that is a
+change of room. A reader who follows the request opens as many doors.
 
-- Modules that do one thing together are one room (`JOINED`).
-- A module that moved without a change of what it does keeps its old room (`MOVED`).
 - Methods of data classes are in no room.
 - A function of a class counts as a call of its module, as does a coroutine that goes on; what
   Python makes (a comprehension, a lambda) belongs to the function that it stands in.
@@ -40,22 +38,6 @@ DEMO = ROOT / "models" / "demo"
 PACKAGES = ("engine", "service")
 PROMPT = "Once upon a time there was a mill by the river"
 
-JOINED = {
-    "engine/local_client.py": "engine/loop.py",
-    "engine/inbox.py": "engine/loop.py",
-    "engine/model_window.py": "engine/loop.py",
-    "engine/threads.py": "engine/loop.py",
-    "engine/endings.py": "engine/core.py",
-    "engine/step_results.py": "engine/core.py",
-}
-MOVED = {
-    "service/operator_control.py": "service/control.py",
-    "service/flags.py": "service/options.py",
-    "service/call_errors.py": "service/errors.py",
-    "service/status_table.py": "service/errors.py",
-}
-"""Of a module that moved: the room that it was in before."""
-
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -72,9 +54,6 @@ class Call:
 
 def room_of(file: str) -> str:
     """The room of a file, which is given from the root."""
-    file = JOINED.get(file, file)
-    if file in MOVED:
-        return MOVED[file]
     package, inner, *deeper = file.split("/")
     return f"{package}/{inner}" if deeper else file
 
@@ -156,8 +135,8 @@ async def walk() -> list[Call]:
     from headrace.v1 import generation_service_pb2 as rpc
     from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-    from engine.config import ContinuousBatchingConfig, LoadConfig
-    from engine.local_client import LocalEngineClient
+    from engine.contract.config import ContinuousBatchingConfig, LoadConfig
+    from engine.process.local_client import LocalEngineClient
     from service.config import ServiceConfig
     from service.server import HeadraceServer
 

@@ -1,9 +1,9 @@
 """The service's options: what each means, its default and its bounds.
 
 Every option is a flag of `headrace-server serve`, an environment variable HEADRACE_… (only
-`service.cli` reads them) and a key of a config file (`service.config_file`). The engine's options
-are in `engine.config`. Configs are immutable and checked when they are created, so every config is
-valid.
+`service.command.cli` reads them) and a key of a config file (`service.command.config_file`). The
+engine's options are in `engine.contract.config`. Configs are immutable and checked when they are
+created, so every config is valid.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.errors import ConfigError
-from engine.option_fields import check_bounds, option
-from engine.sampling_params import MAX_CHOICES
+from engine.contract.errors import ConfigError
+from engine.contract.option_fields import check_bounds, option
+from engine.contract.sampling_params import MAX_CHOICES
+from service.door.network_config import DAY_S, MIB, NetworkOptions
 from service.logs.form import LOG_FORMATS
-from service.network_config import DAY_S, MIB, NetworkOptions
 from service.replies.families import FORMATS
 
 SCHEDULERS = ("fair", "priority", "fifo", "prefill_first")

@@ -1,5 +1,5 @@
 """The server: wiring, start and ordered shutdown. `HeadraceServer` can be embedded (tests do);
-`service.process` runs it as a process with signals.
+`service.command.process` runs it as a process with signals.
 
 Start: the port opens first, so that probes see a live process. While the model loads, everything
 but health, reflection and ControlService is refused. Then the front end is made and the services
@@ -44,53 +44,53 @@ from headrace.v1 import (
     model_service_pb2_grpc,
 )
 
-from engine.client import EngineClient, ModelInfo, ProgressSink
-from engine.errors import ConfigError, HeadraceError
+from engine.contract.engine_client import EngineClient, ModelInfo, ProgressSink
+from engine.contract.errors import ConfigError, HeadraceError
+from engine.contract.outputs import StepOutputs
+from engine.contract.startup import Paced, Transfer
 from engine.logs.levels import replaced
-from engine.outputs import StepOutputs
-from engine.startup import Paced, Transfer
 from engine.text import Tokenizer, TokenizerMissingError, read_chat_template
-from service.address import Address, parse_address
-from service.admission import AdmissionControl, Limits
-from service.auth import Authenticator
-from service.bounds import Kind
+from service.admission.admission_control import AdmissionControl, Limits
+from service.admission.bounds import Kind
+from service.admission.freed_memory import GivingBack
+from service.admission.places import Places
+from service.admission.text_pool import THREADS, TextPool
 from service.config import ServiceConfig
+from service.convert.converter import Converter, RequestLimits
 from service.convert.inputs import InputEncoder
+from service.convert.lacking import why_lacking
 from service.convert.model import model_card
-from service.convert.request import Converter, RequestLimits
 from service.convert.response import Responder
 from service.delivery.kept import Retention
+from service.delivery.load_watch import LoadWatch
 from service.delivery.registry import Registry
-from service.figures import Figures
-from service.health import HealthServicer
-from service.health_listener import make_health_server
-from service.interceptors import Entrance, Recovery
-from service.lacking import why_lacking
-from service.listening import UnixSockets, bind, bind_door, wait_ended
-from service.load import LoadWatch
-from service.memory import GivingBack
-from service.operator_control import Control
-from service.places import Places
-from service.reading import Reading
-from service.reflection import add_reflection
+from service.door.address import Address, parse_address
+from service.door.auth import Authenticator
+from service.door.health import HealthServicer
+from service.door.health_listener import make_health_server
+from service.door.interceptors import Entrance, Recovery
+from service.door.listening import UnixSockets, bind, bind_door, wait_ended
+from service.door.reading import Reading
+from service.door.reflection import add_reflection
+from service.door.thread_pool import started_pool
+from service.door.tls import Tls
+from service.door.transport import grpc_options, most_received
+from service.door.unknown_methods import make_server
 from service.replies import ModelFormat, format_option
 from service.results.flow import FlowOptions, WholeLimits
 from service.servicers.control_servicer import ControlServicer
 from service.servicers.generation_servicer import GenerationServicer
 from service.servicers.model_servicer import ModelServicer
+from service.servicers.operator_control import Control
+from service.servicers.supervision import RESTART_DELAY_S, Supervisor
 from service.state import Drain, FrontEnd, Phase, ServerState
-from service.summary import Summary
-from service.supervision import RESTART_DELAY_S, Supervisor
 from service.telemetry import setup as telemetry
-from service.telemetry.config import TelemetryConfig
-from service.text_pool import THREADS, TextPool
-from service.threads import started_pool
-from service.tls import Tls
-from service.transport import grpc_options, most_received
-from service.unknown_methods import make_server
+from service.telemetry.figures import Figures
+from service.telemetry.summary import Summary
+from service.telemetry.telemetry_config import TelemetryConfig
 
 if TYPE_CHECKING:
-    from service.openai_door import Door
+    from service.door.openai_door import Door
 
 logger = logging.getLogger(__name__)
 
@@ -337,7 +337,7 @@ class HeadraceServer:
                 door are missing.
         """
         if self._config.openai is not None:
-            from service.openai_door import Door, check_packages
+            from service.door.openai_door import Door, check_packages
 
             check_packages()
         self._format_of = format_option(self._config.reply_parser)

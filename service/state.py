@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING
 
 from headrace.v1 import model_service_pb2
 
-from engine.client import ModelInfo
-from engine.startup import Transfer, size_text
-from service.call_errors import NotReadyError, WrongInstanceError
+from engine.contract.engine_client import ModelInfo
+from engine.contract.startup import Transfer, size_text
+from service.admission.text_pool import TextPool
+from service.convert.converter import Converter
 from service.convert.incoming import IncomingCheck
 from service.convert.inputs import InputEncoder
-from service.convert.request import Converter
 from service.convert.response import Responder
+from service.delivery.load_watch import LoadWatch
 from service.delivery.registry import Registry
-from service.load import LoadWatch
-from service.refusals import Refusals
-from service.text_pool import TextPool
+from service.errors.call_errors import NotReadyError, WrongInstanceError
+from service.errors.refusals import Refusals
 
 if TYPE_CHECKING:
     from service.telemetry.metrics import Metrics
-    from service.telemetry.spans import Spans
+    from service.telemetry.request_spans import Spans
 
 
 class Phase(enum.Enum):

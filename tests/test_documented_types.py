@@ -20,7 +20,7 @@ APART = ("README.md", "clients/python/README.md", "docs/chat.md", "docs/extendin
 """Documents whose blocks are a program each."""
 GIVEN = {
     "docs/extending.md": """\
-from engine.option_fields import option
+from engine.contract.option_fields import option
 from service.config import PROCESS
 """,
     "docs/fleet.md": "import headrace\n",

@@ -202,7 +202,7 @@ BLOCKS: dict[Path, tuple[Pasted, ...]] = {
         ),
         run("from transformers import AutoModel", NOTHING),
         run("with model.continuous_batching", r"^\[\d+(, \d+)*\]\n(\[\d+(, \d+)*\]\n)+$"),
-        run("from engine.sampling_params", NOTHING),
+        run("from engine.contract.sampling_params", NOTHING),
         run("from opentelemetry.sdk.metrics", r"headrace\.step\.tokens"),
     ),
 }  # fmt: skip

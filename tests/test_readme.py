@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from service import flags
+from service.command import flags
 from tests.service.readme import README, ROOT, code_blocks
 from tests.service.real_server import WAIT_S, RealServer, demo_server
 
@@ -90,7 +90,7 @@ def table_of_options() -> dict[str, tuple[str, str]]:
 def test_the_tables_of_options_are_those_of_the_fields() -> None:
     for document, (name, text) in flags.TABLES.items():
         page = (ROOT / "docs" / document).read_text(encoding="utf-8")
-        assert flags.with_table(page, name, text()) == page, "run `python -m service.flags`"
+        assert flags.with_table(page, name, text()) == page, "run `python -m service.command.flags`"
     assert set(table_of_options()) == {f"--{flag.name}" for flag in flags.flags().values()}
 
 

@@ -31,7 +31,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 
 import engine
-from engine.config import ContinuousBatchingConfig
+from engine.contract.config import ContinuousBatchingConfig
 from scripts.real_model import SMOLLM2, NotMadeError, Source, made
 from tests.tiny_models import greedy_reference, make_model
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from scripts.audit import CONSTRAINTS, audit, pins
-from service import callers
+from service.door import callers_file as callers
 
 ROOT = Path(__file__).resolve().parents[1]
 SECURITY = (ROOT / "SECURITY.md").read_text()

@@ -19,7 +19,7 @@ import torch
 import engine
 from benchmarks.adapters.loop import Turn, main
 from engine.api.offline import LoadedModel
-from engine.config import ContinuousBatchingConfig
+from engine.contract.config import ContinuousBatchingConfig
 
 NEW = 24
 LENGTHS = (1, 2, 31, 100, 150)

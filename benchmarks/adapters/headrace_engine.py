@@ -24,9 +24,9 @@ from benchmarks.adapters.loop import Turn, main, versions
 from benchmarks.instructions import limit
 from engine.api.offline import LoadedModel
 from engine.api.results import GenerationOutput
-from engine.config import CPU_BLOCK_SIZE, CUDA_BLOCK_SIZE, LoadConfig
+from engine.contract.config import CPU_BLOCK_SIZE, CUDA_BLOCK_SIZE, LoadConfig
+from engine.core.threads import call_on_own_thread
 from engine.loading.loader import prepare_model
-from engine.threads import call_on_own_thread
 
 LOAD_OPTIONS = {field.name for field in dataclasses.fields(LoadConfig)}
 

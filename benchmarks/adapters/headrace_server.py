@@ -17,10 +17,10 @@ from typing import Any
 import headrace
 
 from benchmarks.adapters.loop import Turn, main, versions
-from engine.config import CPU_BLOCK_SIZE, CUDA_BLOCK_SIZE
+from engine.contract.config import CPU_BLOCK_SIZE, CUDA_BLOCK_SIZE
 
 READY_S = 300.0
-SERVER = "from service.cli import main; main()"
+SERVER = "from service.command.cli import main; main()"
 """What `headrace-server` is, where it is not installed too."""
 
 

@@ -24,11 +24,11 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, cast
 
 from benchmarks.processes import ROOT
-from engine.request import GenerationRequest
-from engine.types import TokenId
+from engine.contract.request import GenerationRequest
+from engine.contract.types import TokenId
+from service.command.process import run_to_the_end
 from service.config import ServiceConfig
 from service.logs.output import Output
-from service.process import run_to_the_end
 from tests.service.fake_engine import FakeEngine, byte_tokenizer, default_script, model_info
 
 PREFIX = 256

@@ -279,7 +279,10 @@ def grpc(session: Session, cache: Path) -> None:
 
 def _server_missing() -> str | None:
     """Why the service cannot run here; None: it can."""
-    code = "import headrace, service.cli, service.server, engine.process.worker, engine.structured"
+    names = (
+        "headrace, service.command.cli, service.server, engine.process.worker, engine.structured"
+    )
+    code = f"import {names}"
     found = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -17,11 +17,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from engine.outputs import RequestOutput
-from engine.request import GenerationRequest
+from engine.contract.outputs import RequestOutput
+from engine.contract.request import GenerationRequest
+from service.command.process import run_to_the_end
 from service.config import ServiceConfig
 from service.logs.output import Output
-from service.process import run_to_the_end
 from tests.service.fake_engine import EOS, FakeEngine, byte_tokenizer, model_info
 
 STEP_S = 0.02

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clients.conformance.proxy import Proxy
-from engine.request import GenerationRequest
+from engine.contract.request import GenerationRequest
 from service.config import ServiceConfig
 from service.server import HeadraceServer
 from tests.service.fake_engine import FakeEngine, byte_tokenizer, model_info

@@ -2,5 +2,5 @@
 
 load, from_model ─▶ LoadedModel ─▶ generate_batch, or a manager: add_request, get_result, handlers
 
-A manager is a loop (`engine.loop`) with a router of results; the service takes neither.
+A manager is a loop (`engine.core.loop`) with a router of results; the service takes neither.
 """

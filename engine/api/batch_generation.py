@@ -13,15 +13,15 @@ from tqdm import tqdm
 from engine.api.manager import ContinuousBatchingManager
 from engine.api.request_builder import token_ids
 from engine.api.results import GenerationOutput, Mailbox, choice_name
-from engine.errors import (
+from engine.contract.errors import (
     CompileQueueFullError,
     EngineUnavailableError,
     HeadraceError,
     InvalidRequestError,
     QueueFullError,
 )
-from engine.outputs import FinishReason
-from engine.request import RequestStatus
+from engine.contract.outputs import FinishReason
+from engine.contract.request import RequestStatus
 
 _FULL_QUEUE_WAIT_S = 0.05
 

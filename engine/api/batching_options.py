@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.api.generation_options import REQUEST_KEYS
-from engine.config import ContinuousBatchingConfig
-from engine.errors import ConfigError, InvalidRequestError
+from engine.contract.config import ContinuousBatchingConfig
+from engine.contract.errors import ConfigError, InvalidRequestError
 
 logger = logging.getLogger(__name__)
 

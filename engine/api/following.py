@@ -7,10 +7,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from engine.config import LoadConfig
-from engine.environment import RankPlace
-from engine.startup import Paced
-from engine.threads import call_on_own_thread
+from engine.contract.config import LoadConfig
+from engine.contract.environment import RankPlace
+from engine.contract.startup import Paced
+from engine.core.threads import call_on_own_thread
 
 logger = logging.getLogger(__name__)
 

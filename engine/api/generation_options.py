@@ -16,10 +16,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.errors import InvalidRequestError, UnsupportedFeatureError
-from engine.request import GenerationRequest
-from engine.sampling.random import derived_seed
-from engine.sampling_params import (
+from engine.contract.errors import InvalidRequestError, UnsupportedFeatureError
+from engine.contract.request import GenerationRequest
+from engine.contract.sampling_params import (
     DEFAULT_TOP_K,
     MAX_CHOICES,
     SCALARS,
@@ -29,8 +28,9 @@ from engine.sampling_params import (
     StopParams,
     check_stop_strings,
 )
-from engine.token_ids import TokenIds, TokenValues
-from engine.types import NO_CALLER, CallerKey, RequestId, TokenId
+from engine.contract.token_ids import TokenIds, TokenValues
+from engine.contract.types import NO_CALLER, CallerKey, RequestId, TokenId
+from engine.sampling.random import derived_seed
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
-from engine.admission import AdmissionLimits
 from engine.api.generation_options import GenerationDefaults
 from engine.api.observer import Observer, observed
 from engine.api.request_builder import PreparedRequest, RequestBuilder, StopFinderFactory
@@ -32,13 +31,14 @@ from engine.api.results import (
     ResultHandler,
     ResultRouter,
 )
-from engine.core import EngineCore
-from engine.errors import InvalidRequestError, UnsupportedFeatureError
-from engine.loop import EngineLoop, GrammarCompile
-from engine.model_window import Pause
-from engine.request import GenerationRequest
-from engine.stats import EngineStats
-from engine.types import RequestId
+from engine.contract.admission import AdmissionLimits
+from engine.contract.errors import InvalidRequestError, UnsupportedFeatureError
+from engine.contract.request import GenerationRequest
+from engine.contract.stats import EngineStats
+from engine.contract.types import RequestId
+from engine.core.engine_core import EngineCore
+from engine.core.loop import EngineLoop, GrammarCompile
+from engine.core.model_pause import Pause
 
 logger = logging.getLogger(__name__)
 

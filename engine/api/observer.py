@@ -6,16 +6,16 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from engine.loop import StepSink
-from engine.outputs import StepOutputs
-from engine.request import GenerationRequest
-from engine.stats import EngineStats
+from engine.contract.outputs import StepOutputs
+from engine.contract.request import GenerationRequest
+from engine.contract.stats import EngineStats
+from engine.core.loop import StepSink
 
 logger = logging.getLogger(__name__)
 
 
 class Observer(Protocol):
-    """Is told what a manager does (`engine.telemetry.observer`). None of it may block or raise."""
+    """Is told what a manager does (`engine.telemetry`). None of it may block or raise."""
 
     def started(self, stats: Callable[[], EngineStats]) -> None:
         """The manager's thread was started; `stats` may be called from any thread."""

@@ -27,23 +27,23 @@ from engine.api.generation_options import GenerationDefaults
 from engine.api.manager import ContinuousBatchingManager
 from engine.api.results import GenerationOutput
 from engine.assembly import build_manager
-from engine.config import ContinuousBatchingConfig, LoadConfig
-from engine.errors import (
+from engine.contract.config import ContinuousBatchingConfig, LoadConfig
+from engine.contract.errors import (
     ConfigError,
     EngineUnavailableError,
     ModelRefusedError,
     WeightsRefusedError,
 )
+from engine.contract.startup import Paced
+from engine.core.threads import call_on_own_thread
 from engine.loading.exchange import Weights, exchange_weights
 from engine.loading.loader import load_model, verify_model
 from engine.loading.verified import VerifiedModel
 from engine.models.held_layer import held_layers
-from engine.startup import Paced
 from engine.text import Tokenizer, TokenizerError
-from engine.threads import call_on_own_thread
 
 if TYPE_CHECKING:
-    from engine.telemetry.observer import Telemetry
+    from engine.telemetry.engine_telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 

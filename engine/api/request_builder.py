@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from engine.admission import AdmissionLimits
 from engine.api.generation_options import REQUEST_KEYS, GenerationDefaults
 from engine.api.results import StopFinder
-from engine.errors import InvalidRequestError, UnsupportedFeatureError
-from engine.request import GenerationRequest, MatcherFactory
-from engine.types import TokenId
+from engine.contract.admission import AdmissionLimits
+from engine.contract.errors import InvalidRequestError, UnsupportedFeatureError
+from engine.contract.request import GenerationRequest, MatcherFactory
+from engine.contract.types import TokenId
 
 _FREE_KEYS = frozenset(
     {

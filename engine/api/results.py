@@ -20,17 +20,17 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.endings import STATUS_OF, new_error_id
-from engine.errors import (
+from engine.contract.errors import (
     DuplicateRequestError,
     RequestNotFoundError,
     TooManyHandlersError,
     UnreadResultsError,
 )
-from engine.outputs import Finish, FinishReason, RequestOutput, StepOutputs, TokenLogprobs
-from engine.request import GenerationRequest, RequestStatus
-from engine.sampling_params import MAX_CHOICES
-from engine.types import RequestId, TokenId
+from engine.contract.outputs import Finish, FinishReason, RequestOutput, StepOutputs, TokenLogprobs
+from engine.contract.request import GenerationRequest, RequestStatus
+from engine.contract.sampling_params import MAX_CHOICES
+from engine.contract.types import RequestId, TokenId
+from engine.core.endings import STATUS_OF, new_error_id
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.attention.base import (
+from engine.attention.interface import (
     AttentionBackend,
     AttentionMetadata,
     AttentionParams,

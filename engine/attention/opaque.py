@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from engine.attention.base import AttentionContext, AttentionParams
+from engine.attention.interface import AttentionContext, AttentionParams
 
 CALLS: dict[int, AttentionContext] = {}
 """The contexts of the model calls in progress, by id. There is no other way to pass an object that

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from engine.attention.base import AttentionBackend, AttentionContext, AttentionParams
+from engine.attention.interface import AttentionBackend, AttentionContext, AttentionParams
 from engine.attention.native_backend import DTYPES, NativeAttentionBackend
 from engine.attention.opaque import attend_by_call_id
 from engine.attention.torch_backend import TorchAttentionBackend
-from engine.errors import ConfigError, NoStepError
+from engine.contract.errors import ConfigError, NoStepError
+from engine.contract.plugins import is_outside, outside_class
 from engine.native.library import NativeUnavailableError, load_library
-from engine.plugins import is_outside, outside_class
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from engine.attention.base import AttentionBackend, BatchLayout, StaticShape
+from engine.attention.interface import AttentionBackend, BatchLayout, StaticShape
 from engine.attention.torch_layout import slots_of
 
 

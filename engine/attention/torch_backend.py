@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.attention.base import (
+from engine.attention.interface import (
     AttentionBackend,
     AttentionMetadata,
     AttentionParams,

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.attention.base import AttentionMetadata, BatchLayout
-from engine.transfer import to_device
+from engine.attention.interface import AttentionMetadata, BatchLayout
+from engine.native.device_copy import to_device
 
 _MIN_BUCKET = 4
 """Fewer requests than this do not form a bucket of their own."""

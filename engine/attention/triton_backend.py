@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.attention.base import (
+from engine.attention.interface import (
     AttentionMetadata,
     AttentionParams,
     BatchLayout,
@@ -22,7 +22,7 @@ from engine.attention.base import (
 )
 from engine.attention.step_arrays import StepArraysBackend, array_sizes, fill_arrays
 from engine.attention.triton_launch import triton_attention
-from engine.transfer import to_device
+from engine.native.device_copy import to_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The types that the kernels support. All sums are float32."""

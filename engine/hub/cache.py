@@ -26,7 +26,7 @@ from huggingface_hub import constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound, HFValidationError
 from huggingface_hub.utils import HFCacheInfo, validate_repo_id
 
-from engine.errors import DownloadError, ModelInUseError
+from engine.contract.errors import DownloadError, ModelInUseError
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REVISION = re.compile(r"[\w][\w.+/-]{0,199}", re.ASCII)

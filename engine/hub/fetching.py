@@ -29,7 +29,8 @@ from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-from engine.errors import DownloadError
+from engine.contract.errors import DownloadError
+from engine.contract.startup import DOWNLOAD, Transfer, enter, size_text
 from engine.hub import cache
 from engine.hub.cache import HubId
 from engine.hub.repository import (
@@ -42,7 +43,6 @@ from engine.hub.repository import (
     small_files,
     weight_files,
 )
-from engine.startup import DOWNLOAD, Transfer, enter, size_text
 
 _AT_ONCE = 4
 _CHUNK = 1 << 18

@@ -26,7 +26,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from engine.errors import DownloadError
+from engine.contract.errors import DownloadError
 from engine.hub.cache import HubId, cache_folder
 
 INDEX = "model.safetensors.index.json"

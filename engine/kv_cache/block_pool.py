@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from engine.contract.types import BlockId
 from engine.kv_cache.prefix_index import PrefixIndex
-from engine.types import BlockId
 
 NULL_BLOCK = BlockId(0)
 """The block that is never allocated."""

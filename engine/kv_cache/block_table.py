@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from engine.contract.types import BlockId
 from engine.kv_cache.block_pool import NULL_BLOCK
-from engine.types import BlockId
 
 _INITIAL_CAPACITY = 8
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.types import GroupId, RequestKey
+from engine.contract.types import GroupId, RequestKey
 
 
 @dataclass(frozen=True, slots=True)

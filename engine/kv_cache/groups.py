@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.types import GroupId
+from engine.contract.types import GroupId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

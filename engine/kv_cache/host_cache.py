@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.contract.types import BlockId, GroupId, RequestKey
 from engine.kv_cache.copies import BlockCopy
-from engine.types import BlockId, GroupId, RequestKey
 
 
 @dataclass(frozen=True, slots=True)

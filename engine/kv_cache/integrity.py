@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from engine.contract.types import BlockId, RequestKey
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.block_table import BlockTable
 from engine.kv_cache.copies import BlockCopy
-from engine.types import BlockId, RequestKey
 
 
 def check_tables(

@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.contract.request import Request
+from engine.contract.types import BlockId, RequestKey
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.groups import LayerGroup
 from engine.kv_cache.prefix_index import PrefixIndex, PrefixWatch, extend_block_hashes
-from engine.request import Request
-from engine.types import BlockId, RequestKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 The KV of a full block depends on its tokens and on all tokens before them. So digests are chained:
 
-    root   = H(salt), or H(H(salt) ‖ the rope group) if that is not 0 (see `engine.rope`)
+    root   = H(salt), or H(H(salt) ‖ the rope group) if that is not 0 (see `engine.contract.rope`)
     digest = H(the digest of the block before it, or the root ‖ the block's token ids)
 
 H is BLAKE2b with 16 bytes (RFC 7693). The salt separates tenants, so no tenant may be able to make
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from engine.request import Request
-from engine.types import BlockId
+from engine.contract.request import Request
+from engine.contract.types import BlockId
 
 _DIGEST_BYTES = 16
 

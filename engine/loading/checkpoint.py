@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from engine.errors import DownloadError, ModelRefusedError
+from engine.contract.errors import DownloadError, ModelRefusedError
 from engine.loading.gate import check_config
 
 _GGUF = (

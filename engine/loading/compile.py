@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from engine.config import ContinuousBatchingConfig
-from engine.errors import ConfigError
+from engine.contract.config import ContinuousBatchingConfig
+from engine.contract.errors import ConfigError
 from engine.runner.forward import CausalModel, one_line
 from engine.runner.runner_options import StepPath
 

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.errors import ModelRefusedError
-from engine.types import TokenId
+from engine.contract.errors import ModelRefusedError
+from engine.contract.types import TokenId
 
 _NAME = "eager_attention_forward"
 _LIBRARY = "transformers."

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.errors import WeightsRefusedError
+from engine.contract.errors import WeightsRefusedError
 from engine.models.held_layer import HeldLayer, held_layers, why_not_taken
 
 Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from engine.attention.base import (
+from engine.attention.interface import (
     AttentionBackend,
     AttentionParams,
     BatchLayout,
@@ -35,21 +35,21 @@ from engine.attention.registry import (
     ATTENTION_NAME,
     AttentionUnavailableError,
 )
-from engine.batch import ScheduledBatch, ScheduledRequest
-from engine.errors import ModelRefusedError, NoStepError
-from engine.kv_cache.manager import KVCacheManager
+from engine.contract.errors import ModelRefusedError, NoStepError
+from engine.contract.request import GenerationRequest, Request
+from engine.contract.sampling_params import SamplingParams, StopParams
+from engine.contract.token_ids import TokenIds
+from engine.contract.types import RequestId, RequestKey, TokenId
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.loading.eager import check_users_own, eager_attention, eager_forward, is_users_own
 from engine.loading.kv_memory import allocate_caches, make_groups
 from engine.loading.mask_rules import MaskWatch
 from engine.loading.watching import LayerWatch, masks_of
-from engine.request import GenerationRequest, Request
 from engine.runner.forward import CausalModel, ModelForward
 from engine.runner.kv_tensors import KVTensors
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampler import Sampler
-from engine.sampling_params import SamplingParams, StopParams
-from engine.token_ids import TokenIds
-from engine.types import RequestId, RequestKey, TokenId
+from engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledRequest
 
 _PROBE_NAME = "headrace_probe"
 _PROBE_TOKENS = (43, 11)

@@ -13,11 +13,11 @@ from typing import Protocol
 
 import torch
 
-from engine.attention.base import LayerCache, LayerShape
+from engine.attention.interface import LayerCache, LayerShape
+from engine.contract.types import GroupId
 from engine.kv_cache.groups import LayerGroup
 from engine.loading.pinned import pinned_zeros
 from engine.runner.kv_tensors import KVTensors
-from engine.types import GroupId
 
 
 def make_groups(shapes: Sequence[LayerShape], dtype: torch.dtype) -> tuple[LayerGroup, ...]:
@@ -147,7 +147,7 @@ def _zeros_on_demand(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
     `torch.zeros` would write all of it, which takes many seconds for gigabytes, and memory that a
     server with few requests never needs. It would also start OpenMP workers for this thread, which
-    slow down those of the engine's own thread (see `engine.threads`).
+    slow down those of the engine's own thread (see `engine.core.threads`).
     """
     count = math.prod(size)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

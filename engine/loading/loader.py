@@ -24,18 +24,20 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from engine.attention.base import AttentionBackend
+from engine.attention.interface import AttentionBackend
 from engine.attention.registry import (
     AttentionUnavailableError,
     choose_backend,
     fall_back,
     register,
 )
-from engine.config import (
+from engine.contract.config import (
     LoadConfig,
 )
-from engine.environment import RankPlace
-from engine.errors import InsufficientMemoryError, ModelRefusedError
+from engine.contract.environment import RankPlace
+from engine.contract.errors import InsufficientMemoryError, ModelRefusedError
+from engine.contract.startup import KERNELS, VERIFY, WEIGHTS, enter
+from engine.contract.types import TokenId
 from engine.loading.checkpoint import Checkpoint, read_checkpoint, resolve_path
 from engine.loading.gate import (
     ModelProbe,
@@ -45,7 +47,7 @@ from engine.loading.gate import (
     probe_layers,
     self_check,
 )
-from engine.loading.joining import join_linears, shared_inputs
+from engine.loading.joined_linears import join_linears, shared_inputs
 from engine.loading.memory import GIB, HostLimits
 from engine.loading.model_defaults import context_length, default_sampling, eos_token_ids
 from engine.loading.model_watch import ModelWatch
@@ -59,6 +61,7 @@ from engine.loading.packing import (
 )
 from engine.loading.pages import trim
 from engine.loading.rotary import replaces_itself
+from engine.loading.sharding import check_plan, sharding, whole_logits
 from engine.loading.verified import VerifiedModel, make_view
 from engine.loading.weights import read_weights
 from engine.models import choosing
@@ -71,9 +74,6 @@ from engine.models.choosing import (
 )
 from engine.models.experts import choose_experts
 from engine.models.held_layer import HeldLayer
-from engine.parallel.sharding import check_plan, sharding, whole_logits
-from engine.startup import KERNELS, VERIFY, WEIGHTS, enter
-from engine.types import TokenId
 
 if TYPE_CHECKING:
     from engine.parallel.leader import Leader

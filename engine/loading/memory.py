@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from engine.config import ContinuousBatchingConfig, block_size_on
-from engine.errors import InsufficientMemoryError
+from engine.contract.config import ContinuousBatchingConfig, block_size_on
+from engine.contract.errors import InsufficientMemoryError
 from engine.kv_cache.groups import LayerGroup, sliding_group_blocks, window_blocks
 
 logger = logging.getLogger(__name__)

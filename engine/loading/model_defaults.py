@@ -10,10 +10,10 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from engine.errors import InvalidRequestError
-from engine.rope import RopeLengths
-from engine.sampling_params import DEFAULT_TOP_K, SamplingParams
-from engine.types import TokenId
+from engine.contract.errors import InvalidRequestError
+from engine.contract.rope import RopeLengths
+from engine.contract.sampling_params import DEFAULT_TOP_K, SamplingParams
+from engine.contract.types import TokenId
 
 logger = logging.getLogger(__name__)
 

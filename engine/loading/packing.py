@@ -20,8 +20,8 @@ from typing import Literal
 import torch
 from torch.nn.functional import linear as torch_linear
 
-from engine.config import LoadConfig, Quantization
-from engine.errors import ConfigError, ModelRefusedError
+from engine.contract.config import LoadConfig, Quantization
+from engine.contract.errors import ConfigError, ModelRefusedError
 from engine.loading.checkpoint import Checkpoint
 from engine.loading.memory import GIB
 from engine.loading.pages import Pages

@@ -19,15 +19,17 @@ from typing import Protocol
 
 import torch
 
-from engine.attention.base import AttentionBackend
-from engine.batch import ScheduledBatch, ScheduledRequest
-from engine.errors import InsufficientMemoryError
+from engine.attention.interface import AttentionBackend
+from engine.contract.errors import InsufficientMemoryError
+from engine.contract.request import GenerationRequest, Request
+from engine.contract.sampling_params import SamplingParams, StopParams
+from engine.contract.token_ids import TokenIds
+from engine.contract.types import RequestId, RequestKey, TokenId
 from engine.kv_cache.groups import LayerGroup
-from engine.kv_cache.manager import KVCacheManager
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.loading.gate import ModelProbe
 from engine.loading.kv_memory import allocate_caches
 from engine.loading.memory import GIB, HostLimits, StepLimits
-from engine.request import GenerationRequest, Request
 from engine.runner.captured import CapturedSteps
 from engine.runner.device import step_device
 from engine.runner.forward import CausalModel, ModelForward
@@ -35,9 +37,7 @@ from engine.runner.kv_tensors import KVTensors
 from engine.runner.model_runner import ModelRunner
 from engine.runner.runner_options import RunnerOptions
 from engine.sampling.sampler import Sampler
-from engine.sampling_params import SamplingParams, StopParams
-from engine.token_ids import TokenIds
-from engine.types import RequestId, RequestKey, TokenId
+from engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledRequest
 
 _SAMPLING = SamplingParams(temperature=1.0, top_k=1000, top_p=0.9, repetition_penalty=1.1)
 """The usual sampling that needs the most memory: whole rows are looked at, and tokens counted. Its

@@ -1,4 +1,4 @@
-"""Lets each token of a step be rotated for the length of its own request (see `engine.rope`).
+"""Lets each token of a step be rotated for the length of its own request (`engine.contract.rope`).
 
     positions [T] ── tokens beyond the original length carry their length in the upper half
         ─▶ model ─▶ its rotary module ─▶ each token by the frequencies of its length ─▶ cos, sin
@@ -23,8 +23,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.models.lengths import FROM, LengthTable, table_name
-from engine.rope import LENGTH_SHIFT, POSITION_MASK, RopeLengths
+from engine.contract.rope import LENGTH_SHIFT, POSITION_MASK, RopeLengths
+from engine.models.length_table import FROM, LengthTable, table_name
 
 _DYNAMIC, _LONG = "dynamic", "longrope"
 _OF_LENGTHS = frozenset({_DYNAMIC, _LONG})

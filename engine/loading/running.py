@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from engine.attention.registry import (
     check_block_size,
 )
-from engine.config import (
+from engine.contract.config import (
     ContinuousBatchingConfig,
     block_size_on,
 )
+from engine.contract.startup import CACHE, enter
 from engine.kv_cache.groups import LayerGroup
 from engine.loading.compile import compile_model, compile_options
 from engine.loading.kv_memory import allocate_kv, make_groups
@@ -37,7 +38,6 @@ from engine.runner.kv_tensors import KVTensors
 from engine.runner.model_runner import ModelRunner
 from engine.runner.runner_options import resolve_options
 from engine.sampling.sampler import Sampler
-from engine.startup import CACHE, enter
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention.base import AttentionBackend
+from engine.attention.interface import AttentionBackend
 from engine.attention.registry import AttentionUnavailableError
-from engine.errors import ModelChangedError, ModelRefusedError, WeightsRefusedError
+from engine.contract.errors import ModelChangedError, ModelRefusedError, WeightsRefusedError
+from engine.contract.rope import RopeLengths
+from engine.contract.sampling_params import SamplingParams
+from engine.contract.types import TokenId
 from engine.loading.gate import ModelProbe, probe_layers, self_check
 from engine.loading.memory import StepLimits
 from engine.loading.model_watch import Changes, ModelWatch, Noticed
@@ -31,11 +34,8 @@ from engine.loading.view import ModelView
 from engine.models.choosing import CausalDecoder, exact_sums
 from engine.models.held_layer import held_layers
 from engine.models.table import NotDescribedError, describe
-from engine.rope import RopeLengths
 from engine.runner.forward import CausalModel
 from engine.runner.runner_options import RunnerOptions
-from engine.sampling_params import SamplingParams
-from engine.types import TokenId
 
 if TYPE_CHECKING:
     from engine.parallel.leader import Leader

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from engine.errors import ModelChangedError
+from engine.contract.errors import ModelChangedError
 from engine.loading.rotary import replaces_itself
 
 _OWN = frozenset({"_modules", "_buffers", "_non_persistent_buffers_set", "training"})

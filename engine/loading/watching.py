@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention.base import LayerShape
-from engine.errors import ModelRefusedError
+from engine.attention.interface import LayerShape
+from engine.contract.errors import ModelRefusedError
 from engine.loading.mask_rules import MaskWatch, UnknownMaskError
 from engine.loading.rotary import read_rope
 
@@ -58,7 +58,7 @@ class LayerWatch:
 
         Args:
             module: the attention layer.
-            query, key, value: [1, H, T, D], see `engine.attention.base`.
+            query, key, value: [1, H, T, D], see `engine.attention.interface`.
             mask: the attention mask.
             window: the window that the layer passes to attention, if any.
 

@@ -13,16 +13,16 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention.base import AttentionBackend
+from engine.attention.interface import AttentionBackend
 from engine.attention.native_backend import NativeAttentionBackend
 from engine.attention.registry import choose_backend
-from engine.errors import ConfigError
+from engine.contract.errors import ConfigError
 from engine.models.comparison import compare
 from engine.models.description import Decoder
+from engine.models.layer_parts import UnboundError
 from engine.models.native_decoder import NativeDecoder
 from engine.models.native_layer import DTYPES
 from engine.models.operations import Operations, TorchOperations
-from engine.models.parts import UnboundError
 from engine.models.recording import Record, record
 from engine.models.table import NotDescribedError, describe
 from engine.models.torch_decoder import TORCH_DTYPES, TorchDecoder

@@ -25,15 +25,15 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from engine.attention.base import (
+from engine.attention.interface import (
     AttentionContext,
     AttentionMetadata,
     AttentionParams,
     BatchLayout,
     LayerCache,
 )
-from engine.errors import ModelRefusedError
-from engine.models.parts import Kind, LayerParts, OurDecoder, Tables, walk
+from engine.contract.errors import ModelRefusedError
+from engine.models.layer_parts import Kind, LayerParts, OurDecoder, Tables, walk
 from engine.models.recording import MAGNITUDES, LayerRecord, Record
 
 _MOST_NEIGHBOURS = 0.01
@@ -207,7 +207,7 @@ class _Prompts:
             self._steps.append((torch.from_numpy(rows).to(decoder.device), metadata))
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Attention alone; see `engine.models.parts.Attend`."""
+        """Attention alone; see `engine.models.layer_parts.Attend`."""
         one, made = self._layer.description.attention, torch.empty_like(query)
         params = AttentionParams(one.scaling, one.softcap)
         # [copies, kv heads, heads of a group, T, head_dim] and [copies, kv heads, 1, T, head_dim]
@@ -222,7 +222,7 @@ class _Prompts:
         return made
 
     def mix(self, x: torch.Tensor) -> torch.Tensor:
-        """Experts, whose results may depend on the rows beside; see `engine.models.parts.Mix`."""
+        """Experts, whose results may depend on the rows beside; see `layer_parts.Mix`."""
         made = torch.empty_like(x)
         for rows, _ in self._steps:
             made[rows] = self._layer.mix(x[rows])

@@ -52,7 +52,7 @@ class Rotary:
         module: the path of the module that has the frequencies.
         frequencies: its buffer of them, float32 [dim / 2].
         lengths: its buffer of those of each length, if they depend on it; see
-            `engine.models.lengths`. Where steps do not follow lengths, there is none, and no
+            `engine.models.length_table`. Where steps do not follow lengths, there is none, and no
             request is so long.
         dim: how many elements of a head are rotated, the first ones.
         scaling: multiplies cosines and sines.

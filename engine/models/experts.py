@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from engine.attention.base import AttentionBackend
+from engine.attention.interface import AttentionBackend
 
 EXPERTS_NAME = "headrace_experts"
 _REPLACED = "grouped_mm"

@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from engine.attention.base import AttentionContext
+from engine.attention.interface import AttentionContext
 from engine.attention.native_backend import NativeAttentionBackend, NativeMetadata
 from engine.attention.registry import CONTEXT_KEYWORD
 from engine.models import description as described
-from engine.models.frame import DecoderFrame, DecoderOutput
+from engine.models.decoder_frame import DecoderFrame, DecoderOutput
+from engine.models.layer_parts import Kind, Tables
 from engine.models.native_layer import BoundLayer, Held
 from engine.models.packed import PackedLinear, multiply, native_library
-from engine.models.parts import Kind, Tables
 from engine.native.library import LayersCall
 
 

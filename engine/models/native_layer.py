@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from engine.models import description as described
-from engine.models.joined import join_parts
+from engine.models.joined_tensors import join_parts
+from engine.models.layer_parts import Tables, UnboundError
 from engine.models.packed import PANEL, PackedLinear, linear_weight, native_library, type_of
-from engine.models.parts import Tables, UnboundError
 from engine.native.library import (
     BFLOAT16,
     CENTERED,

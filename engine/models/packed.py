@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from engine.errors import NoGradientsError
+from engine.contract.errors import NoGradientsError
 from engine.models.held_layer import HeldLayer
 from engine.native.library import BFLOAT16, FLOAT32, LinearWeight, NativeLibrary, load_library
 

@@ -43,7 +43,7 @@ class LayerRecord:
 
     Attributes:
         x: its input, [M * T, K].
-        parts: results by the names of `engine.models.parts.walk`, [M * T, width].
+        parts: results by the names of `engine.models.layer_parts.walk`, [M * T, width].
         options: what attention was given besides tensors.
     """
 

@@ -31,7 +31,7 @@ from engine.models.description import (
     Rotary,
 )
 from engine.models.digests import DIGESTS
-from engine.models.lengths import LengthTable, table_name
+from engine.models.length_table import LengthTable, table_name
 from engine.models.packed import PackedEmbedding
 
 _ACTIVATIONS: dict[str, Activation] = {

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from engine.attention.base import AttentionBackend, AttentionContext, AttentionParams
+from engine.attention.interface import AttentionBackend, AttentionContext, AttentionParams
 from engine.attention.registry import CONTEXT_KEYWORD
 from engine.models import description as described
-from engine.models.frame import DecoderFrame, DecoderOutput
-from engine.models.joined import join_tensors
+from engine.models.decoder_frame import DecoderFrame, DecoderOutput
+from engine.models.joined_tensors import join_tensors
+from engine.models.layer_parts import Kind, UnboundError
 from engine.models.operations import BoundNorm, Heads, Operations, Places, Tables
-from engine.models.parts import Kind, UnboundError
 
 TORCH_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 """The types of models that it computes."""
@@ -81,7 +81,7 @@ class TorchLayer:
     params: AttentionParams
     operations: Operations
 
-    # ---- part by part, for a comparison: see `engine.models.parts.LayerParts`
+    # ---- part by part, for a comparison: see `engine.models.layer_parts.LayerParts`
 
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """See LayerParts."""

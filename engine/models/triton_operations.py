@@ -1,4 +1,4 @@
-"""Launches the kernels of `engine.models.triton_kernels`, each as one torch operation
+"""Launches the kernels of `engine.models.decoder_kernels`, each as one torch operation
 (`headrace::add_norm`, `headrace::turn`, `headrace::gate`), so that a stand-in for CUDA graphs sees
 a single call and what it writes.
 
@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from engine.models import description as described
-from engine.models.operations import BoundNorm, Heads, Places, Tables, TorchOperations
-from engine.models.triton_kernels import (
+from engine.models.decoder_kernels import (
     CENTERED,
     FROM_ONE,
     GELU_TANH,
@@ -29,6 +28,7 @@ from engine.models.triton_kernels import (
     gate_kernel,
     turn_kernel,
 )
+from engine.models.operations import BoundNorm, Heads, Places, Tables, TorchOperations
 
 _FORMS: dict[described.NormForm, int] = {
     "plain": PLAIN.value,

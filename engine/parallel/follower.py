@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.errors import RanksLostError
+from engine.contract.errors import RanksLostError
 from engine.loading.kv_memory import allocate_kv, make_groups
 from engine.loading.running import free_memory
 from engine.loading.verified import VerifiedModel

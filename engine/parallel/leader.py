@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from engine.attention.base import AttentionBackend
-from engine.config import ContinuousBatchingConfig
-from engine.errors import ConfigError, InsufficientMemoryError, RanksLostError
+from engine.attention.interface import AttentionBackend
+from engine.contract.config import ContinuousBatchingConfig
+from engine.contract.errors import ConfigError, InsufficientMemoryError, RanksLostError
 from engine.kv_cache.copies import StepCopies
 from engine.loading.memory import CachePlan
 from engine.parallel.rank_messages import Begin, Copies, End, Message, Plan, Step

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engine.attention.base import BatchLayout
+from engine.attention.interface import BatchLayout
 from engine.kv_cache.copies import StepCopies
 from engine.loading.memory import CachePlan
 from engine.runner.input_batch import InputBatch

@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from engine.config import LoadConfig
-from engine.environment import RankPlace
-from engine.errors import ConfigError, HeadraceError, ModelRefusedError, RanksLostError
+from engine.contract.config import LoadConfig
+from engine.contract.environment import RankPlace
+from engine.contract.errors import ConfigError, HeadraceError, ModelRefusedError, RanksLostError
 from engine.parallel.rank_messages import Message
 
 logger = logging.getLogger(__name__)

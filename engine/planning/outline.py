@@ -24,9 +24,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from engine.attention.base import LayerShape
-from engine.config import LoadConfig
-from engine.errors import ConfigError, ModelRefusedError
+from engine.attention.interface import LayerShape
+from engine.contract.config import LoadConfig
+from engine.contract.errors import ConfigError, ModelRefusedError
 from engine.kv_cache.groups import LayerGroup
 from engine.loading.checkpoint import Checkpoint, read_checkpoint
 from engine.loading.gate import num_embeddings
@@ -38,7 +38,7 @@ from engine.loading.rotary import read_rope
 from engine.loading.watching import LayerWatch, masks_of
 from engine.models.choosing import TORCH_DEVICES, computed_dtypes
 from engine.models.table import NotDescribedError, describe
-from engine.planning.operations import Operations
+from engine.planning.operation_count import Operations
 
 _NAME = "headrace_outline"
 CALLED_WITH = 16

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from engine.config import ContinuousBatchingConfig, LoadConfig, block_size_on
-from engine.errors import ConfigError, ModelRefusedError
+from engine.contract.config import ContinuousBatchingConfig, LoadConfig, block_size_on
+from engine.contract.errors import ConfigError, ModelRefusedError
 from engine.loading.checkpoint import resolve_path
 from engine.loading.loader import set_threads
 from engine.loading.memory import CachePlan
-from engine.planning.memory import MemoryPlan, Room, blocks_for, plan_memory, room
+from engine.planning.expected_times import Rates, StepTimes
+from engine.planning.memory_plan import MemoryPlan, Room, blocks_for, plan_memory, room
 from engine.planning.outline import Outline, read_outline
+from engine.planning.plan_request import DEFAULT_OUTPUT, DEFAULT_PROMPT, Wanted
 from engine.planning.rehearsal import Rehearsal
-from engine.planning.times import Rates, StepTimes
-from engine.planning.wanted import DEFAULT_OUTPUT, DEFAULT_PROMPT, Wanted
 
 DECODES = (1, 16, 64)
 """Requests in the steps whose times are told."""

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention.base import AttentionBackend, AttentionParams, LayerCache
+from engine.attention.interface import AttentionBackend, AttentionParams, LayerCache
 from engine.attention.registry import (
     ATTENTION_NAME,
     AttentionUnavailableError,
@@ -29,28 +29,28 @@ from engine.attention.registry import (
     fall_back,
     register,
 )
-from engine.batch import ScheduledBatch, ScheduledRequest
-from engine.config import LoadConfig
-from engine.core import EngineCore
-from engine.errors import ModelRefusedError
-from engine.kv_cache.manager import KVCacheManager
+from engine.contract.config import LoadConfig
+from engine.contract.errors import ModelRefusedError
+from engine.contract.request import GenerationRequest
+from engine.contract.sampling_params import SamplingParams, StopParams
+from engine.contract.token_ids import TokenIds
+from engine.contract.types import RequestId, RequestKey, TokenId
+from engine.core.engine_core import EngineCore
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.loading.kv_memory import allocate_caches
 from engine.loading.memory import HostLimits
 from engine.models.choosing import bind, describe_steps
-from engine.models.parts import UnboundError
-from engine.planning.made_up import Numbers, Rings, TooLargeError, make_up
-from engine.planning.memory import blocks_for
+from engine.models.layer_parts import UnboundError
+from engine.planning.memory_plan import blocks_for
 from engine.planning.outline import FAILURES, Outline, model_without_weights
-from engine.request import GenerationRequest
+from engine.planning.synthetic_weights import Numbers, Rings, TooLargeError, make_up
 from engine.runner.forward import CausalModel, ModelForward
 from engine.runner.kv_tensors import KVTensors
 from engine.runner.model_runner import ModelRunner
-from engine.runner_protocol import PendingStep, SampledTokens
 from engine.sampling.sampler import Sampler
-from engine.sampling_params import SamplingParams, StopParams
 from engine.scheduler.fifo import FIFOScheduler
-from engine.token_ids import TokenIds
-from engine.types import RequestId, RequestKey, TokenId
+from engine.scheduler.runner_protocol import PendingStep, SampledTokens
+from engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledRequest
 
 _LAYER_BYTES = 256 << 20
 """The most of one layer's KV cache."""

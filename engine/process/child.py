@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import engine
-from engine.environment import engine_environ
+from engine.contract.environment import engine_environ
 from engine.logs import records
 from engine.logs.lines import LineReader, open_pipe
 

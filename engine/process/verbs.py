@@ -1,5 +1,5 @@
 """Derives how each verb is sent over the socket from the signatures of
-`engine.client.EngineVerbs`.
+`engine.contract.engine_client.EngineVerbs`.
 
     front end        EngineVerbs.finish, ("a", 3, 0) ──Call "finish"──▶ engine process
     engine process   decodes the arguments as (RequestId, int, int), and calls its engine's `finish`
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from engine.client import EngineVerbs
+from engine.contract.engine_client import EngineVerbs
 
 T = TypeVar("T")
 

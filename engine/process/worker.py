@@ -21,15 +21,16 @@ from typing import NoReturn
 
 import msgspec
 
-from engine.client import Admission, EngineClient
-from engine.config import LoadConfig
-from engine.errors import EngineUnavailableError, HeadraceError
-from engine.local_client import LocalEngineClient
+from engine.contract.config import LoadConfig
+from engine.contract.engine_client import Admission, EngineClient
+from engine.contract.errors import EngineUnavailableError, HeadraceError
+from engine.contract.outputs import StepOutputs
+from engine.contract.request import GenerationRequest
+from engine.contract.types import RequestId
 from engine.logs import hooks, records
 from engine.logs.levels import set_levels
 from engine.logs.queue import LogQueue
-from engine.outputs import StepOutputs
-from engine.process.messages import (
+from engine.process.engine_messages import (
     Answer,
     Call,
     Command,
@@ -42,10 +43,9 @@ from engine.process.messages import (
     batching_config,
     to_wire,
 )
+from engine.process.local_client import LocalEngineClient
 from engine.process.verbs import VERBS, Verb, raw
 from engine.process.wire import FrameReader, FrameWriter
-from engine.request import GenerationRequest
-from engine.types import RequestId
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from engine.attention.base import LayerCache
+from engine.attention.interface import LayerCache
 from engine.kv_cache.copies import BlockCopy, StepCopies
 from engine.kv_cache.groups import LayerGroup
-from engine.transfer import to_device
+from engine.native.device_copy import to_device
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 """One tensor of a layer, keys or values, with one row for each block: on the device, and on the

@@ -25,7 +25,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.attention.base import StaticShape
+from engine.attention.interface import StaticShape
+from engine.contract.startup import CAPTURE, enter
+from engine.native.device_copy import to_device
 from engine.runner.buckets import (
     MOST_MIXED_TOKENS,
     decode_sizes,
@@ -40,8 +42,6 @@ from engine.runner.input_batch import InputBatch
 from engine.runner.runner_options import RunnerOptions, StepPath
 from engine.runner.static_inputs import InputMemory, StaticInputs
 from engine.sampling.plain import PlainChoice, choose_most_likely
-from engine.startup import CAPTURE, enter
-from engine.transfer import to_device
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from typing import Protocol
 
 import torch
 
-from engine.attention.base import AttentionBackend, AttentionContext, AttentionMetadata
+from engine.attention.interface import AttentionBackend, AttentionContext, AttentionMetadata
 from engine.attention.opaque import calling, new_call_id
 from engine.attention.registry import CONTEXT_KEYWORD
+from engine.native.device_copy import to_device
 from engine.runner.input_batch import InputBatch
 from engine.runner.kv_tensors import KVTensors
 from engine.runner.runner_options import StepPath
-from engine.transfer import to_device
 
 
 class CausalModel(Protocol):

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from engine.attention.base import BatchLayout
-from engine.batch import ScheduledBatch, ScheduledRequest
+from engine.attention.interface import BatchLayout
+from engine.contract.request import PENDING_TOKEN, Request
+from engine.contract.rope import RopeLengths, with_lengths
+from engine.contract.types import RequestKey, TokenId
 from engine.kv_cache.block_table import BlockTable
-from engine.request import PENDING_TOKEN, Request
-from engine.rope import RopeLengths, with_lengths
 from engine.runner.runner_options import RunnerOptions, StepPath
-from engine.types import RequestKey, TokenId
+from engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class InputBatch:
         path: the path that computes it.
         num_tokens: its tokens, without padding.
         token_ids, positions: int64 [T], padding included: token 0 at position 0. Positions may
-            carry a length (see `engine.rope`).
+            carry a length (see `engine.contract.rope`).
         logit_rows: int64 [S + P], the tokens of which the logits are needed: those of the S
             requests that sample, then P prompt tokens.
         wants_all_rows: whether these are all tokens in order, so that no rows need to be selected.

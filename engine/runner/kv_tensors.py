@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention.base import LayerCache
+from engine.attention.interface import LayerCache
 from engine.kv_cache.groups import LayerGroup
 
 

@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from engine.request import Request
+from engine.contract.request import Request
+from engine.native.device_copy import to_device
 from engine.runner.device import DeviceEvent, StepDevice
 from engine.runner.input_batch import InputBatch
 from engine.runner.prompt_logprobs import PromptReport
-from engine.runner_protocol import SampledTokens
 from engine.sampling.sampler import SampledRows
-from engine.transfer import to_device
+from engine.scheduler.runner_protocol import SampledTokens
 
 
 class InputBuffers:
@@ -86,7 +86,7 @@ class CarriedTokens:
 
 
 class LaunchedStep:
-    """A step that was launched; see `engine.runner_protocol.PendingStep`."""
+    """A step that was launched; see `engine.scheduler.runner_protocol.PendingStep`."""
 
     def __init__(
         self,

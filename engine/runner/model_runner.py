@@ -18,11 +18,13 @@ from typing import NamedTuple
 
 import torch
 
-from engine.batch import ScheduledBatch, ScheduledRequest
-from engine.errors import ConfigError
-from engine.kv_cache.manager import KVCacheManager
-from engine.request import GenerationRequest, Request
-from engine.rope import RopeLengths
+from engine.contract.errors import ConfigError
+from engine.contract.request import GenerationRequest, Request
+from engine.contract.rope import RopeLengths
+from engine.contract.sampling_params import SamplingParams, StopParams
+from engine.contract.token_ids import TokenIds
+from engine.contract.types import RequestId, RequestKey
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.runner.block_copies import BlockCopier
 from engine.runner.captured import CapturedSteps
 from engine.runner.cuda_graph import GraphBackend
@@ -32,11 +34,9 @@ from engine.runner.input_batch import InputBatch, InputBatchBuilder
 from engine.runner.launched import CarriedTokens, InputBuffers, LaunchedStep
 from engine.runner.prompt_logprobs import report_prompts
 from engine.runner.runner_options import PLAIN, RunnerOptions, StepPath
-from engine.runner_protocol import PendingStep, SampledTokens
 from engine.sampling.sampler import SampledRows, Sampler
-from engine.sampling_params import SamplingParams, StopParams
-from engine.token_ids import TokenIds
-from engine.types import RequestId, RequestKey
+from engine.scheduler.runner_protocol import PendingStep, SampledTokens
+from engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledRequest
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class _NothingSampled:
 
 
 class ModelRunner:
-    """The runner for real models. See `engine.runner_protocol.Runner`.
+    """The runner for real models. See `engine.scheduler.runner_protocol.Runner`.
 
     Attributes:
         kv: the cache.
@@ -185,7 +185,7 @@ class ModelRunner:
         self._sampler.release(key)
 
     def forget_model(self) -> None:
-        """See `engine.runner_protocol.Runner`. The next `warmup` captures steps again."""
+        """See `engine.scheduler.runner_protocol.Runner`. The next `warmup` captures steps again."""
         if self._captured is not None and self._captured.steps:
             self._captured.steps = []
             self._progress("captured steps are forgotten: they computed the model as it was")

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from engine.outputs import TokenLogprobs
+from engine.contract.outputs import TokenLogprobs
+from engine.contract.types import RequestKey
 from engine.runner.input_batch import PromptRows
 from engine.sampling.logprobs import GivenLogprobs
 from engine.sampling.sampler import Sampler
-from engine.types import RequestKey
 
 
 class PromptReport:

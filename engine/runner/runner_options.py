@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from engine.config import ContinuousBatchingConfig
-from engine.errors import ConfigError
+from engine.contract.config import ContinuousBatchingConfig
+from engine.contract.errors import ConfigError
 from engine.runner.buckets import Sizes, mixed_sizes
 
 DEFAULT_MAX_GRAPHS = 32

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.attention.base import AttentionBackend, AttentionMetadata, StaticShape
+from engine.attention.interface import AttentionBackend, AttentionMetadata, StaticShape
 from engine.kv_cache.groups import LayerGroup
 from engine.runner.device import StepDevice
 from engine.runner.input_batch import InputBatch

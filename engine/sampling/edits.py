@@ -10,13 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from engine.request import Request
+from engine.contract.request import Request
+from engine.contract.sampling_params import SamplingSteps
+from engine.contract.types import RequestKey
+from engine.native.device_copy import to_device
 from engine.sampling import ops
 from engine.sampling.penalties import choose_penalties
-from engine.sampling.plan import ChoiceState, Row, has_lists, holds_back_endings
-from engine.sampling_params import SamplingSteps
-from engine.transfer import to_device
-from engine.types import RequestKey
+from engine.sampling.sampling_rows import ChoiceState, Row, has_lists, holds_back_endings
 
 _FORBIDDEN = float("-inf")
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 
 from engine.native.library import NativeLibrary, NativeUnavailableError, load_library
-from engine.runner_protocol import INVALID_TOKEN
 from engine.sampling import ops
+from engine.scheduler.runner_protocol import INVALID_TOKEN
 
 Greedy = Callable[[torch.Tensor], torch.Tensor]
 """Logits [R, V] to tokens, int64 [R] on the same device: the first of a row's largest entries;

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.outputs import TokenLogprobs
+from engine.contract.outputs import TokenLogprobs
+from engine.contract.token_ids import NO_VALUES, TokenIds, TokenValues
+from engine.contract.types import TokenId
 from engine.sampling import ops
-from engine.token_ids import NO_VALUES, TokenIds, TokenValues
-from engine.types import TokenId
 
 
 def _packed(ids: TokenIds, values: npt.NDArray[np.float64]) -> TokenValues:

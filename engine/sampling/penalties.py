@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.request import Request
+from engine.contract.request import Request
+from engine.contract.types import RequestKey
+from engine.native.device_copy import to_device
 from engine.sampling import ops
 from engine.sampling.history import TokenCounts
-from engine.sampling.plan import Row
-from engine.transfer import to_device
-from engine.types import RequestKey
+from engine.sampling.sampling_rows import Row
 
 _LEAST_REPETITION_PENALTY = 1e-30
 """A smaller one has the same effect, and divided by it a logit is no finite float32."""

@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.request import Request
+from engine.contract.request import Request
 from engine.sampling import ops
 from engine.sampling.filters import TOPK_LIMIT, Filters, filtered_weights
 from engine.sampling.greedy import valid
-from engine.sampling.plan import Row, chance, steps_of
+from engine.sampling.sampling_rows import Row, chance, steps_of
 from engine.sampling.selection import LeastBound
 
 COLUMNS = 5

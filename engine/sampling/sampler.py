@@ -22,8 +22,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.outputs import TokenLogprobs
-from engine.request import Request
+from engine.contract.outputs import TokenLogprobs
+from engine.contract.request import Request
+from engine.contract.sampling_params import LogprobParams, SamplingParams, SamplingSteps
+from engine.contract.types import RequestKey, TokenId
+from engine.native.device_copy import to_device
 from engine.sampling import ops
 from engine.sampling.drawing import choose_draw
 from engine.sampling.edits import LogitEdits
@@ -31,11 +34,8 @@ from engine.sampling.filters import Filters, filtered_weights
 from engine.sampling.greedy import choose_greedy, valid
 from engine.sampling.logprobs import GivenLogprobs, RowLogprobs, row_logprobs
 from engine.sampling.plain import PlainChoice, plain_choice
-from engine.sampling.plan import ARGMAX, DRAW, Row, chance, steps_of
+from engine.sampling.sampling_rows import ARGMAX, DRAW, Row, chance, steps_of
 from engine.sampling.selection import choose_bound
-from engine.sampling_params import LogprobParams, SamplingParams, SamplingSteps
-from engine.transfer import to_device
-from engine.types import RequestKey, TokenId
 
 _CHUNK_ON_CPU = 1 << 19
 """How many logits are processed at a time on a CPU, so that they fit in its caches."""

@@ -6,7 +6,7 @@ import torch
 import triton
 
 from engine.sampling.selection import DIGITS, INFINITY
-from engine.sampling.triton_kernels import add_up, choose_digit
+from engine.sampling.selection_kernels import add_up, choose_digit
 
 _CUT = 4096
 """Entries that one program adds up."""

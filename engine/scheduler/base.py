@@ -31,14 +31,14 @@ from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
 from typing import ClassVar, NotRequired, TypedDict
 
-from engine.batch import ScheduledBatch, ScheduledRequest
+from engine.contract.request import Request, RequestStatus
+from engine.contract.types import RequestKey
 from engine.kv_cache.groups import growth_blocks
-from engine.kv_cache.manager import KVCacheManager
-from engine.request import Request, RequestStatus
-from engine.scheduler.callers import Callers
+from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.scheduler.live_callers import Callers
 from engine.scheduler.pace import StepPace
-from engine.scheduler.plan import StepPendingError, StepPlan
-from engine.types import RequestKey
+from engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledRequest
+from engine.scheduler.step_plan import StepPendingError, StepPlan
 
 __all__ = [
     "Scheduler",

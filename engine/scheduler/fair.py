@@ -8,13 +8,13 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, Unpack
 
-from engine.kv_cache.manager import KVCacheManager
-from engine.request import Request
+from engine.contract.request import Request
+from engine.contract.types import RequestKey
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.scheduler.base import Scheduler, SchedulerLimits, StepPlan
-from engine.scheduler.callers import OUTPUT_COST, service_of
-from engine.scheduler.shares import Order, Share, Shares
+from engine.scheduler.live_callers import OUTPUT_COST, service_of
 from engine.scheduler.time_limits import TimeLimits
-from engine.types import RequestKey
+from engine.scheduler.token_counters import Order, Share, Shares
 
 LEAD = 16 * OUTPUT_COST
 """How much more service a caller within its share of the places gets before it gives up a place to
@@ -27,7 +27,7 @@ _DECODES, _PREFILLS, _QUEUE = 0, 1, 2
 
 
 class FairScheduler(Scheduler):
-    """Virtual token counters (see `engine.scheduler.shares`), with chunks and preemption.
+    """Virtual token counters (see `engine.scheduler.token_counters`), with chunks and preemption.
 
     1. Decoding requests come first if that leaves a quarter of the token budget for prompts;
       otherwise they take turns with the prompts. The rest of the budget goes to prompts, those of

@@ -4,7 +4,7 @@ still prefill.
 
 from __future__ import annotations
 
-from engine.request import Request
+from engine.contract.request import Request
 from engine.scheduler.base import Scheduler, StepPlan
 
 

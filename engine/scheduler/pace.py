@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from engine.batch import ScheduledBatch, ScheduledRequest
-from engine.request import Request
+from engine.contract.request import Request
+from engine.contract.types import RequestKey
+from engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledRequest
 from engine.scheduler.step_cost import StepCost, StepCosts, StepShape, pairs
-from engine.types import RequestKey
 
 _AIM = 0.9
 """The fraction of the target time for which steps are planned."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from engine.kv_cache.manager import KVCacheManager
-from engine.request import Request
+from engine.contract.request import Request
+from engine.contract.types import RequestKey
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.scheduler.base import Scheduler, SchedulerLimits, StepPlan
-from engine.types import RequestKey
 
 PATIENCE = 8
 """How many steps in a row may leave out a decoding request."""

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import ClassVar, Unpack
 
-from engine.kv_cache.manager import KVCacheManager
-from engine.request import Request
+from engine.contract.request import Request
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.scheduler.base import Scheduler, SchedulerLimits, StepPlan
 from engine.scheduler.request_heap import RequestHeap
 from engine.scheduler.time_limits import TimeLimits

@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 
-from engine.request import Request
-from engine.types import RequestKey
+from engine.contract.request import Request
+from engine.contract.types import RequestKey
 
 
 class RequestHeap:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from engine.kv_cache.manager import KVCacheManager
-from engine.request import Request
+from engine.contract.request import Request
+from engine.contract.types import RequestKey
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.scheduler.request_heap import RequestHeap
 from engine.scheduler.step_times import StepTimes
-from engine.types import RequestKey
 
 _CHECKS_PER_STEP = 16
 """How many waiting requests are checked after each step."""

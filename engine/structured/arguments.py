@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Listed
 from typing import Any
 
-from engine.json_types import allowed_types, own_types, type_of
+from engine.contract.json_types import allowed_types, own_types, type_of
 from engine.structured.properties import (
     BRANCHES,
     MAX_NAME,

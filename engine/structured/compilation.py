@@ -13,10 +13,10 @@ from functools import partial
 
 from llguidance import LLMatcher, LLParserLimits
 
-from engine.errors import InvalidRequestError
-from engine.sampling_params import GrammarParams
+from engine.contract.errors import InvalidRequestError
+from engine.contract.sampling_params import GrammarParams
+from engine.structured.grammar_errors import explain
 from engine.structured.matcher import CompiledGrammar
-from engine.structured.messages import explain
 from engine.structured.root import Root
 from engine.structured.source import Source, translate
 from engine.structured.trial import try_out
@@ -101,8 +101,8 @@ def _limits(has_lark: bool) -> LLParserLimits:
     return LLParserLimits(
         initial_lexer_fuel=_LARK_LEXER_FUEL if has_lark else _LEXER_FUEL,
         # Because the steps are taken on the engine's thread: some milliseconds each, with few
-        # exceptions. `engine.form_budget` limits their sum. All of the fuel was seen to last 8 ms
-        # at most (500,000 units 33 ms, and 2,000,000 units 170 ms).
+        # exceptions. `engine.core.grammar_budget` limits their sum. All of the fuel was seen to
+        # last 8 ms at most (500,000 units 33 ms, and 2,000,000 units 170 ms).
         step_lexer_fuel=200_000,
         step_max_items=5_000,
         max_lexer_states=50_000,

@@ -17,7 +17,7 @@ the checks of `source`, keep a compilation to seconds. If one takes longer than 
 requests that wait for it are refused. It still runs to its end on its thread, which is not replaced
 meanwhile, so no more than `workers` ever run. Grammars that wait behind it are refused when their
 own time is up, or at once if the queue is full. The refusal says when to try again, by the rate at
-which grammars recently left the queue (`engine.drain_rate`).
+which grammars recently left the queue (`engine.fairness.drain_rate`).
 
 The threads have large stacks (`root.start_with_stack`) and live as long as there is something to
 compile. On Linux they give way to the engine's threads: with few CPUs, each step would otherwise
@@ -40,16 +40,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from engine.drain_rate import DrainRate
-from engine.errors import (
+from engine.contract.errors import (
     CompileQueueFullError,
     EngineUnavailableError,
     HeadraceError,
     InvalidRequestError,
     UnsupportedFeatureError,
 )
-from engine.request import MatcherFactory
-from engine.sampling_params import GrammarKind, GrammarParams, ReasoningParams
+from engine.contract.request import MatcherFactory
+from engine.contract.sampling_params import GrammarKind, GrammarParams, ReasoningParams
+from engine.contract.types import NO_CALLER, CallerKey, TokenId
+from engine.fairness.drain_rate import DrainRate
 from engine.structured.compilation import CompiledRoot, compile_grammar
 from engine.structured.matcher import CompiledGrammar, GrammarMatcher
 from engine.structured.reasoning import hold_reasoning
@@ -57,7 +58,6 @@ from engine.structured.reasoning_marks import Marks, MarkTables
 from engine.structured.root import start_with_stack
 from engine.structured.vocabulary import Vocabulary, read_vocabulary
 from engine.text import Tokenizer
-from engine.types import NO_CALLER, CallerKey, TokenId
 
 logger = logging.getLogger(__name__)
 

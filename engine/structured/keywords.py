@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from engine.json_types import referred, type_of
+from engine.contract.json_types import referred, type_of
 from engine.structured.complement import PatternError
 from engine.structured.patterns import REMEDY, LookArounds, exact, has_look_around
 

@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-from engine.sampling_params import GrammarKind
-from engine.structured.messages import too_complex
+from engine.contract.sampling_params import GrammarKind
+from engine.contract.types import TokenId
+from engine.structured.grammar_errors import too_complex
 from engine.structured.root import Root, is_lexer_error
-from engine.types import TokenId
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class CompiledGrammar:
 
 
 class GrammarMatcher:
-    """See `engine.request.TokenMatcher`.
+    """See `engine.contract.request.TokenMatcher`.
 
     A mask allows every token with a text that fits, in any tokenization. It allows the request's
     ending ids only if the output may end here, even if their text would fit elsewhere, or if the

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.json_types import allowed_types, own_types, type_of
+from engine.contract.json_types import allowed_types, own_types, type_of
 from engine.structured.properties import (
     BRANCHES,
     MAX_NAME,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from engine.json_types import (
+from engine.contract.json_types import (
     JSON_TYPES,
     MAX_LOOKED_AT,
     allowed_types,

@@ -26,13 +26,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from engine.sampling_params import ReasoningParams
+from engine.contract.sampling_params import ReasoningParams
+from engine.contract.types import TokenId
 from engine.structured.matcher import BITS, GrammarMatcher, ids_of, num_words, words_of
 from engine.structured.reasoning_marks import Bits, MarkTables
 from engine.structured.special_names import SpecialNames
 from engine.structured.token_spellings import BLANKS
 from engine.structured.vocabulary import Vocabulary
-from engine.types import TokenId
 
 Row = npt.NDArray[np.int32]
 
@@ -111,7 +111,7 @@ def _ids_of(names: tuple[str, ...], special: SpecialNames) -> frozenset[TokenId]
 
 
 class ReasoningMatcher:
-    """See `engine.request.TokenMatcher`. The time of the marks, some microseconds a token, is not
+    """See TokenMatcher. The time of the marks, some microseconds a token, is not
     counted as the form's.
     """
 

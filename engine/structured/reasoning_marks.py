@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engine.errors import InvalidRequestError
+from engine.contract.errors import InvalidRequestError
+from engine.contract.types import TokenId
 from engine.structured.matcher import words_of
 from engine.structured.token_spellings import BLANKS, TokenSpellings
-from engine.types import TokenId
 
 Bits = tuple[npt.NDArray[np.intp], npt.NDArray[np.int32]]
 """Tokens as words of a mask, each once, and the bits in each."""

@@ -30,8 +30,8 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
-from engine.errors import InvalidRequestError
-from engine.sampling_params import MAX_GRAMMAR_BYTES
+from engine.contract.errors import InvalidRequestError
+from engine.contract.sampling_params import MAX_GRAMMAR_BYTES
 from engine.structured.keywords import KeywordError, Rewriter, add_pattern, check_wrapper
 from engine.structured.numbers import (
     BOUNDS,

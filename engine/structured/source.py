@@ -19,8 +19,8 @@ from typing import NamedTuple, NoReturn
 
 from llguidance import LLMatcher
 
-from engine.errors import InvalidRequestError
-from engine.sampling_params import GrammarKind, GrammarParams
+from engine.contract.errors import InvalidRequestError
+from engine.contract.sampling_params import GrammarKind, GrammarParams
 from engine.structured.schema import JSON_ESCAPES, prepare_schema, schema_text
 from engine.structured.special_names import SpecialNames
 from engine.structured.structural_tag import read_structural_tag

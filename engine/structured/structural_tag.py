@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from llguidance import LLMatcher
 
-from engine.json_types import JSON_TYPES
+from engine.contract.json_types import JSON_TYPES
 from engine.structured.arguments import BareObjects, python_arguments
 from engine.structured.parameters import Marks, tagged_parameters
 from engine.structured.schema import SchemaChecks, SchemaError, read_json, schema_text

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engine.sampling_params import GrammarKind, GrammarParams
-from engine.structured.messages import too_complex
+from engine.contract.sampling_params import GrammarKind, GrammarParams
+from engine.structured.grammar_errors import too_complex
 from engine.structured.root import Root
 from engine.structured.vocabulary import Vocabulary
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 
 from llguidance import LLTokenizer
 
-from engine.errors import UnsupportedFeatureError
+from engine.contract.errors import UnsupportedFeatureError
 from engine.structured.special_names import SpecialNames
 from engine.structured.token_spellings import TokenSpellings
 from engine.text import Tokenizer

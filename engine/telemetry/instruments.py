@@ -16,8 +16,8 @@ from typing import Final
 
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
-from engine.outputs import Finish, RequestOutput, StepOutputs
-from engine.stats import EngineStats
+from engine.contract.outputs import Finish, RequestOutput, StepOutputs
+from engine.contract.stats import EngineStats
 
 TEXT, CHAT = "text_completion", "chat"
 """The conventions' names of what is asked for."""

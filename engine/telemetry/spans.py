@@ -19,9 +19,9 @@ from typing import Final
 
 from opentelemetry.trace import Span, Status, StatusCode
 
-from engine.outputs import Finish, FinishReason, RequestOutput, StepOutputs
-from engine.request import GenerationRequest
-from engine.types import RequestId, TokenId
+from engine.contract.outputs import Finish, FinishReason, RequestOutput, StepOutputs
+from engine.contract.request import GenerationRequest
+from engine.contract.types import RequestId, TokenId
 
 MAX_CONTENT_TOKENS = 16_384
 """At most this many tokens of a prompt, and of each output, are on a span."""

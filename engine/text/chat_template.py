@@ -24,7 +24,7 @@ from typing import Any
 from jinja2 import Template, TemplateSyntaxError, UndefinedError
 from jinja2.exceptions import SecurityError
 
-from engine.errors import ConfigError, InvalidRequestError
+from engine.contract.errors import ConfigError, InvalidRequestError
 from engine.text.conversation import (
     CALL_FORMS,
     CallForm,

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import InvalidRequestError
+from engine.contract.errors import InvalidRequestError
 from engine.text.text_errors import ChatTemplateError
 
 MAX_DEPTH = 64

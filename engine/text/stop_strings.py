@@ -62,7 +62,7 @@ class StopStrings:
     __slots__ = ("first", "root")
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
-        """`stop_strings`: none of them empty (`engine.sampling_params.check_stop_strings`)."""
+        """`stop_strings`: none of them empty (`sampling_params.check_stop_strings`)."""
         self.root = _automaton(stop_strings)
         self.first = frozenset(self.root.next)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.errors import HeadraceError, InvalidRequestError
+from engine.contract.errors import HeadraceError, InvalidRequestError
 
 
 class TokenizerError(HeadraceError):

@@ -20,10 +20,10 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from engine.errors import InvalidRequestError
+from engine.contract.errors import InvalidRequestError
 from engine.text.chat_template import ChatTemplates
 from engine.text.files import read_tokenizer_files
-from engine.text.pieces import PieceRules, encode_utf8, read_decoder
+from engine.text.token_bytes import PieceRules, encode_utf8, read_decoder
 
 _FEW_IDS = 256
 """Decoding this many ids takes less time than waiting for another thread to give the lock back."""

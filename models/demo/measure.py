@@ -61,7 +61,7 @@ HERE = Path(__file__).resolve().parent
 HELD_OUT = HERE / "heldout.jsonl"
 CARD = HERE / "README.md"
 BEGIN, END = "<!-- measured -->\n", "<!-- end of measured -->"
-SERVER = "from service.entry import main; main()"
+SERVER = "from service.command.entry import main; main()"
 """What `headrace-server` is, also where this Python is not first on PATH."""
 READY_S = 120.0
 

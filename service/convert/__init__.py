@@ -1,11 +1,12 @@
 """Converts between protobuf and the plain dataclasses of the engine and of delivery. No other
 package knows both.
 
-    GenerationSpec ──▶ incoming, unsupported, inputs, sampling, request.Converter ──▶ Submission
+    GenerationSpec ──▶ incoming, unsupported, inputs, sampling, Converter ──▶ Submission
     ResultEvent ◀── response.Responder ◀── delivery.events
 
 `incoming` checks the size of a message and the capabilities that it requires, `unsupported` refuses
 fields that this server does not support yet, `inputs` makes token ids, `sampling` the sampling
-parameters and the output's form, and `request` the rest. `model` describes the model. Errors name
-fields by their path in the spec; `service.status_table` adds the path of the spec in its message.
+parameters and the output's form, and `converter` the rest. `model` describes the model. Errors name
+fields by their path in the spec; `service.errors.status_table` adds the path of the spec in its
+message.
 """

@@ -15,11 +15,16 @@ from dataclasses import dataclass, replace
 
 from headrace.v1 import generation_pb2
 
-from engine.sampling_params import MAX_GRAMMAR_BYTES, GrammarKind, GrammarParams, ReasoningParams
-from service.call_errors import FieldError, UnsupportedFieldError
-from service.convert.replies import comes_apart
+from engine.contract.sampling_params import (
+    MAX_GRAMMAR_BYTES,
+    GrammarKind,
+    GrammarParams,
+    ReasoningParams,
+)
+from service.convert.reply_texts import comes_apart
 from service.convert.sampling import grammar_params
 from service.convert.values import check_enum
+from service.errors.call_errors import FieldError, UnsupportedFieldError
 from service.replies import Context, ModelFormat, ToolMode, ToolSchema, fold
 
 MAX_STRICT_TOOLS = 128

@@ -18,8 +18,8 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from service.call_errors import CapabilityMissingError, FieldError
-from service.lacking import INSTEAD
+from service.convert.lacking import INSTEAD
+from service.errors.call_errors import CapabilityMissingError, FieldError
 
 MAX_PARTS = 16_384
 """The most messages within a message, at any depth: a chat's messages and their parts, tools and
@@ -44,7 +44,7 @@ class IncomingCheck:
 
     Attributes:
         capabilities: the names that a message may require; none before the model is loaded.
-        lacking: why others are missing, where that depends on the model (`service.lacking`).
+        lacking: why others are missing, where that depends on the model (`convert.lacking`).
         unknown: how many messages had fields that this server does not know.
     """
 

@@ -1,9 +1,9 @@
 """Converts a request's input (text, tokens or a conversation) to token ids, and truncates it.
 
 Tokenizing takes about a second per megabyte, so only short texts are tokenized on the event loop;
-others go to `service.text_pool`, which divides its time among the callers. A text is refused before
-it is tokenized if it could not fit the model's context even with the longest tokens of the
-vocabulary.
+others go to `service.admission.text_pool`, which divides its time among the callers. A text is
+refused before it is tokenized if it could not fit the model's context even with the longest tokens
+of the vocabulary.
 
 Tokenizing also takes memory: about 100 bytes for each byte of the text, and as much for each token.
 So all texts have a size limit derived from the model's context, and if a text could have far more
@@ -20,12 +20,12 @@ from dataclasses import dataclass, field, replace
 from headrace.v1 import generation_pb2
 
 from engine.text import JsonObject, Tokenizer
-from service.accounts import Account
-from service.call_errors import FieldError, UnsupportedFieldError
+from service.admission.accounts import Account
+from service.admission.text_pool import SHORT_BYTES, TextPool
 from service.convert.json_text import JsonReader
 from service.convert.values import check_enum
+from service.errors.call_errors import FieldError, UnsupportedFieldError
 from service.replies import ToolTypes, tool_types
-from service.text_pool import SHORT_BYTES, TextPool
 
 INLINE_CHARACTERS = 1024
 """Texts up to this length are tokenized at once, on the event loop: at worst about 1 ms."""

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from engine.text import JsonObject
 from engine.text.conversation import MAX_DEPTH
-from service.call_errors import FieldError
+from service.errors.call_errors import FieldError
 
 MAX_JSON_BYTES = 256 << 10
 """The longest text, in bytes of UTF-8: parsed in some milliseconds."""

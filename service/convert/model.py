@@ -7,8 +7,8 @@ from pathlib import Path
 
 from headrace.v1 import model_service_pb2
 
-from engine.client import ModelInfo
-from engine.sampling_params import (
+from engine.contract.engine_client import ModelInfo
+from engine.contract.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP_STRING_BYTES,

@@ -12,16 +12,16 @@ from typing import Any
 from google.protobuf import duration_pb2, timestamp_pb2
 from headrace.v1 import generation_pb2, generation_service_pb2
 
-from engine.outputs import Finish, FinishReason, TokenLogprobs
-from engine.outputs import Usage as EngineUsage
-from engine.sampling_params import SCALARS, SamplingParams
-from engine.stats import EngineStats
+from engine.contract.outputs import Finish, FinishReason, TokenLogprobs
+from engine.contract.outputs import Usage as EngineUsage
+from engine.contract.sampling_params import SCALARS, SamplingParams
+from engine.contract.stats import EngineStats
 from engine.text import Tokenizer
 from service.convert.values import to_duration
 from service.delivery.session import Batch
-from service.replies.parts import Apart, CallPart
+from service.errors.status_table import failure_status, to_status
+from service.replies.reply_text import Apart, CallPart
 from service.results import events
-from service.status_table import failure_status, to_status
 
 _REASONS = {
     FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,

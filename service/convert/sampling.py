@@ -12,8 +12,8 @@ from typing import Any
 
 from headrace.v1 import generation_pb2
 
-from engine.client import ModelInfo
-from engine.sampling_params import (
+from engine.contract.engine_client import ModelInfo
+from engine.contract.sampling_params import (
     MAX_LOGIT_BIAS,
     SCALARS,
     GrammarKind,
@@ -21,9 +21,9 @@ from engine.sampling_params import (
     SamplingParams,
     StopParams,
 )
-from engine.token_ids import TokenIds, TokenValues
-from service.call_errors import FieldError
+from engine.contract.token_ids import TokenIds, TokenValues
 from service.convert.values import check_ids
+from service.errors.call_errors import FieldError
 
 MAX_CHOICE_STRINGS = 16_384
 """The most strings in StructuredOutput.choice."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from headrace.v1 import generation_pb2
 
-from service.call_errors import UnsupportedFieldError
+from service.errors.call_errors import UnsupportedFieldError
 
 _NOT_YET = "is not supported by this server yet; leave it out"
 

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from google.protobuf import duration_pb2
 from headrace.v1 import generation_pb2
 
-from engine.token_ids import TokenIds
-from service.call_errors import FieldError
+from engine.contract.token_ids import TokenIds
+from service.errors.call_errors import FieldError
 
 MIN_INTERVAL_S = 0.1
 MAX_INTERVAL_S = 3600.0

@@ -11,7 +11,7 @@ from sys import getsizeof
 
 from headrace.v1 import generation_pb2
 
-from service.footprint import Footprint
+from service.admission.footprint import Footprint
 
 _ID = 9
 """Each token id of the input, in addition to the message itself."""

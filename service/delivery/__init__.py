@@ -2,7 +2,7 @@
 
 The journey of a result:
 1. The engine hands all outputs of one step to `registry.Registry.on_step`, on the event loop.
-2. Each output goes to its `request.ServedRequest`, into that one's `log.EventLog`, and there into
+2. Each output goes to its `ServedRequest`, into that one's `log.EventLog`, and there into
    its choice (`choice.ChoiceLog`): tokens become text, stop strings are found, and everything that
    was not taken yet is merged into one pending delta.
 3. The request puts itself into its stream (`session.ResultStream`, a mailbox, one per RPC), which
@@ -20,6 +20,7 @@ them into messages.
 
 Memory is bounded. `results.flow` limits the pending output of a request (the request is held, then
 ended), or its whole length, if that must have room. `charges` charges unread output to its caller
-as it comes and goes; `service.admission` limits what all may have (beyond that, new requests are
-refused, and those that run are held, or end). `kept` limits what is kept to be read again.
+as it comes and goes; `service.admission.admission_control` limits what all may have (beyond that,
+new requests are refused, and those that run are held, or end). `kept` limits what is kept to be
+read again.
 """

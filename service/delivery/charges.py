@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from engine.types import CallerKey
-from service.accounts import Account
-from service.admission import AdmissionControl
+from engine.contract.types import CallerKey
+from service.admission.accounts import Account
+from service.admission.admission_control import AdmissionControl
 
 UNIT = 2 << 10
 """The unit, in bytes; parts of it are not charged."""

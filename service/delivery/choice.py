@@ -19,10 +19,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from engine.outputs import Finish, FinishReason, TokenLogprobs
+from engine.contract.outputs import Finish, FinishReason, TokenLogprobs
+from engine.contract.types import TokenId
 from engine.text import StopMatch, TextStream
-from engine.types import TokenId
-from service.replies.parts import Part, ReplyText, together
+from service.replies.reply_text import Part, ReplyText, together
 from service.results.events import (
     EVENT_BYTES,
     HELD_EVENT_BYTES,

@@ -1,10 +1,10 @@
 """What is kept of results, limited in number and in bytes: those of ended requests, and what was
 read of live ones, which a stream that attaches may ask for again.
 
-Beyond a limit, something is dropped: from the group of accounts (`service.accounts`) with the most
-requests or bytes, whichever limit it is; in that group, from the caller with the most. So a group
-or caller that keeps much pushes out its own results, never those of others that keep less. Of that
-caller's results go, in this order, each time the oldest:
+Beyond a limit, something is dropped: from the group of accounts (`service.admission.accounts`) with
+the most requests or bytes, whichever limit it is; in that group, from the caller with the most. So
+a group or caller that keeps much pushes out its own results, never those of others that keep less.
+Of that caller's results go, in this order, each time the oldest:
 
 1. what a live request's reader has had, if more than LONG bytes of it are kept: down to half of
    that, because the last of it may still be on its way to the client;
@@ -22,8 +22,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine.types import CallerKey
-    from service.delivery.request import ServedRequest
+    from engine.contract.types import CallerKey
+    from service.delivery.served_request import ServedRequest
 
 
 LONG = 1 << 20

@@ -12,7 +12,7 @@ A request ends with one Finished for each of its choices, or with one Failed. It
 engine marks its last output (`ends_request`); after that, `push` and `fail` do nothing.
 
 The log is only data: it has no access to streams, timers or the engine. It belongs to a
-`request.ServedRequest`, which acts on it.
+`served_request.ServedRequest`, which acts on it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
-from engine.errors import HeadraceError
-from engine.outputs import Finish, FinishReason, RequestFailure, RequestOutput, Timings, Usage
+from engine.contract.errors import HeadraceError
+from engine.contract.outputs import (
+    Finish,
+    FinishReason,
+    RequestFailure,
+    RequestOutput,
+    Timings,
+    Usage,
+)
+from engine.contract.token_ids import NO_IDS, TokenIds
+from engine.contract.types import TokenId
 from engine.text import StopMatch, TextStream
-from engine.token_ids import NO_IDS, TokenIds
-from engine.types import TokenId
 from service.delivery.choice import ChoiceLog
-from service.delivery.result_errors import RequestFailedError, ResultGoneError
-from service.replies.parts import ReplyText
+from service.errors.result_errors import RequestFailedError, ResultGoneError
+from service.replies.reply_text import ReplyText
 from service.results.events import (
     HELD_EVENT_BYTES,
     Accepted,

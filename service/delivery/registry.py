@@ -1,7 +1,7 @@
 """Finds all requests that run or have kept results, by identity and request id.
 
-Each request changes its own state (`request`, by the table of `states`). This module has the tables
-to find requests, their counts and limits, and the timers. All methods run on one event loop.
+Each request changes its own state (`served_request`, by the table of `states`). This module has the
+tables to find requests, their counts and limits, and the timers. All methods run on one event loop.
 """
 
 from __future__ import annotations
@@ -15,21 +15,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from engine.client import EngineClient
-from engine.errors import DuplicateRequestError, EngineUnavailableError, RequestNotFoundError
-from engine.outputs import StepOutputs
-from engine.types import RequestId
-from service.accounts import Account
-from service.admission import AdmissionControl, Holding
-from service.delivery.calls import EngineCalls
+from engine.contract.engine_client import EngineClient
+from engine.contract.errors import (
+    DuplicateRequestError,
+    EngineUnavailableError,
+    RequestNotFoundError,
+)
+from engine.contract.outputs import StepOutputs
+from engine.contract.types import RequestId
+from service.admission.accounts import Account
+from service.admission.admission_control import AdmissionControl, Holding
 from service.delivery.charges import AnswerCharges, StreamCharge
+from service.delivery.engine_calls import EngineCalls
+from service.delivery.joining import join
 from service.delivery.kept import KeptResults, Retention
-from service.delivery.request import ServedRequest
-from service.delivery.result_errors import OtherContentError, ResultDroppedError
+from service.delivery.served_request import ServedRequest
 from service.delivery.session import ResultStream
 from service.delivery.states import State
 from service.delivery.timers import Timer
-from service.joining import join
+from service.errors.result_errors import OtherContentError, ResultDroppedError
 from service.results.events import ALREADY_FINISHED, CANCELLED, NOT_FOUND, Accepted, ReadResult
 from service.results.flow import FlowOptions
 from service.results.submission import Submission

@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from service.delivery.charges import StreamCharge
-from service.delivery.result_errors import RequestMovedError, ResultsNotReadError
+from service.errors.result_errors import RequestMovedError, ResultsNotReadError
 from service.results.events import Detached, NumberedEvent, Reply, in_flight
 
 if TYPE_CHECKING:
-    from service.delivery.request import ServedRequest
-    from service.load import LoadReport
+    from service.delivery.load_watch import LoadReport
+    from service.delivery.served_request import ServedRequest
 
 MAX_BATCH_BYTES = 2 << 20
 """About the largest message; the rest goes into the next one."""

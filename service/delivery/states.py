@@ -1,5 +1,5 @@
 """The states of a request in the front end, and one table of the transitions between them. Only
-`request.ServedRequest` changes states; docs/sessions.md shows them.
+`ServedRequest` changes states; docs/sessions.md shows them.
 """
 
 from __future__ import annotations

@@ -20,18 +20,18 @@ import grpc
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from engine.errors import EngineUnavailableError
-from engine.stats import EngineStats
-from service.auth import current_permit
-from service.call_errors import FieldError, MethodNotServedError, NoTokenizerError
+from engine.contract.errors import EngineUnavailableError
+from engine.contract.stats import EngineStats
 from service.convert.model import server_version
-from service.gateway.fields import SPEC, named_for_gateway
-from service.gateway.incoming import generation
-from service.gateway.outgoing import Answers
+from service.delivery.joining import join
+from service.door.auth import current_permit
+from service.errors.call_errors import FieldError, MethodNotServedError, NoTokenizerError
+from service.gateway.gateway_fields import SPEC, named_for_gateway
+from service.gateway.generate_request import generation
+from service.gateway.generate_response import Answers
 from service.gateway.throughput import Throughput
 from service.gateway.tokenizer_archive import TokenizerArchive
-from service.joining import join
-from service.operator_control import Control, Snapshot
+from service.servicers.operator_control import Control, Snapshot
 from service.servicers.submit import start_request
 from service.state import FrontEnd, current_front
 

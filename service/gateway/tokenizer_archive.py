@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from service.joining import join
+from service.delivery.joining import join
 
 CHUNK_BYTES = 64 << 10
 """How much of the archive one message carries."""

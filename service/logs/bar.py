@@ -1,5 +1,5 @@
 """How a person sees bytes come: on a terminal in one line that is drawn again, elsewhere by a line
-every few seconds (`engine.startup`).
+every few seconds (`engine.contract.startup`).
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from engine.startup import Paced, Transfer
+from engine.contract.startup import Paced, Transfer
 
 _USUAL_COLUMNS = 80
 _CLEAR = "\x1b[K"

@@ -2,7 +2,7 @@
 end.
 
     TextStream ──▶ text, with the format's marks ──▶ ReplyParser ──▶ pieces ──▶ parts of deltas
-                                                     by a Format               (`parts`)
+                                                     by a Format               (`reply_text`)
 
 Each family of models has its own marks for reasoning and tool calls. Such a format is a row of data
 (`families`, `declared`), and it is a model's if its parser reads back what the model's chat
@@ -17,8 +17,9 @@ used: the front end does not import it, a template's regular expressions are a s
 text is kept and copied again and again, arguments are written anew at a call's end, and what cannot
 be parsed is dropped or raises.
 
-Nothing here depends on the engine's work or on gRPC, and only `parts` on tokens: it counts them,
-and tells the parser where special tokens stand, because text that spells such a token is no mark.
+Nothing here depends on the engine's work or on gRPC, and only `reply_text` on tokens: it counts
+them, and tells the parser where special tokens stand, because text that spells such a token is no
+mark.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from __future__ import annotations
 from service.replies.call_form import CallForm, ToolMode, ToolSchema
 from service.replies.families import FORMATS
 from service.replies.format import Context, Format, ReplyParser
+from service.replies.model_format import ModelFormat, choose, format_option, special_marks
 from service.replies.pieces import (
     Arguments,
     CallBegin,
@@ -38,7 +40,6 @@ from service.replies.pieces import (
     ToolCall,
     fold,
 )
-from service.replies.registry import ModelFormat, choose, format_option, special_marks
 from service.replies.tool_types import ToolTypes, tool_types
 
 __all__ = [

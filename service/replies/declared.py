@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from service.replies.call_form import CallForm
-from service.replies.calls import (
+from service.replies.format import Context, Format, ReadCall, marked
+from service.replies.json_calls import (
     arguments,
     begin,
     call_items,
     call_object,
     keyed_object,
 )
-from service.replies.format import Context, Format, ReadCall, marked
 from service.replies.pieces import PieceWriter
 from service.replies.python_calls import python_call
 from service.replies.reader import (

@@ -11,8 +11,8 @@ A part to nobody that is known is text, and so is a reply that names nobody.
 from __future__ import annotations
 
 from service.replies.call_form import CallForm
-from service.replies.calls import arguments, begin
 from service.replies.format import Context, Format, ReasoningMarks
+from service.replies.json_calls import arguments, begin
 from service.replies.pieces import PieceWriter
 from service.replies.reader import MalformedError, Marks, Reader, Steps
 

@@ -13,8 +13,8 @@ from collections.abc import Generator
 from types import MappingProxyType
 
 from service.replies.call_form import CallForm
-from service.replies.calls import MAX_PARAMETERS, begin
 from service.replies.format import Context, marked
+from service.replies.json_calls import MAX_PARAMETERS, begin
 from service.replies.json_scanner import MAX_DEPTH, is_json
 from service.replies.pieces import PieceWriter
 from service.replies.reader import MAX_HELD, MalformedError, Marks, Reader, Steps

@@ -19,8 +19,8 @@ import re
 from collections.abc import Generator
 
 from service.replies.call_form import CallForm
-from service.replies.calls import arguments, begin
 from service.replies.format import Context, Format, ReasoningMarks
+from service.replies.json_calls import arguments, begin
 from service.replies.pieces import PieceWriter
 from service.replies.reader import MAX_BLANKS, MalformedError, Marks, Reader, Steps, checked_name
 

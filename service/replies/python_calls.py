@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Container, Generator
 
-from service.replies.calls import MAX_PARAMETERS, begin, json_value
+from service.replies.json_calls import MAX_PARAMETERS, begin, json_value
 from service.replies.json_scanner import MAX_DEPTH, is_json
 from service.replies.pieces import PieceWriter
 from service.replies.reader import MalformedError, Reader, Steps

@@ -9,8 +9,8 @@ from html import unescape
 from types import MappingProxyType
 
 from service.replies.call_form import CallForm
-from service.replies.calls import MAX_PARAMETERS, begin
 from service.replies.format import Context, ReadCall
+from service.replies.json_calls import MAX_PARAMETERS, begin
 from service.replies.json_scanner import MAX_DEPTH
 from service.replies.pieces import PieceWriter
 from service.replies.reader import MAX_NAME, MalformedError, Marks, Reader, Steps

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from engine.json_types import allowed_types, referred
+from engine.contract.json_types import allowed_types, referred
 
 ToolTypes = Mapping[str, Mapping[str, frozenset[str]]]
 """Tool → parameter → the types that its schema allows, by JSON's names; none if it says none."""

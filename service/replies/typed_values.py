@@ -10,7 +10,7 @@ A value becomes
   characters is a string.
 
 Where a schema allows strings and something else, what can be the other is. What a schema allows is
-told by `engine.json_types`.
+told by `engine.contract.json_types`.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ from typing import ClassVar
 
 import msgspec
 
-from engine.errors import HeadraceError
-from engine.outputs import Finish, FinishReason, TokenLogprobs, Usage
-from engine.sampling_params import SamplingParams, StopParams
-from engine.token_ids import NO_IDS, TokenIds
-from engine.types import TokenId
-from service.call_errors import FieldError
-from service.replies.parts import Apart
+from engine.contract.errors import HeadraceError
+from engine.contract.outputs import Finish, FinishReason, TokenLogprobs, Usage
+from engine.contract.sampling_params import SamplingParams, StopParams
+from engine.contract.token_ids import NO_IDS, TokenIds
+from engine.contract.types import TokenId
+from service.errors.call_errors import FieldError
+from service.replies.reply_text import Apart
 
 MAX_DELTA_BYTES = 1 << 20
 """A delta larger than about this is split, so that clients can receive the messages."""

@@ -21,7 +21,7 @@ instead of the stream.
 If a request has ended and its stream is out of credit for it, the rest is sent without credit after
 max_hold.
 
-This module has the limits; `request.ServedRequest` applies them.
+This module has the limits; `ServedRequest` applies them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from service.call_errors import FieldError
+from service.errors.call_errors import FieldError
 from service.results.events import DeliveryOptions
 from service.results.submission import LivesBy
 

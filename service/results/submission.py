@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from engine.request import GenerationRequest
+from engine.contract.request import GenerationRequest
 from engine.text import TextStream
-from service.accounts import Account
-from service.footprint import Footprint
-from service.replies.parts import ReplyText
+from service.admission.accounts import Account
+from service.admission.footprint import Footprint
+from service.replies.reply_text import ReplyText
 from service.results.events import DeliveryOptions
 
 NO_LABELS: Mapping[str, str] = MappingProxyType({})

@@ -1,3 +1,3 @@
 """The RPC methods: they check and convert, call delivery, and raise domain errors
-(`service.status_table` maps them).
+(`service.errors.status_table` maps them).
 """

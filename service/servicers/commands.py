@@ -21,12 +21,12 @@ from typing import Any
 
 from headrace.v1 import generation_service_pb2
 
-from service.auth import PermissionDeniedError, Permit, UnauthenticatedError
-from service.call_errors import FieldError, PreconditionError
-from service.convert.request import Draft, check_request_id
+from service.convert.converter import Draft, check_request_id
 from service.convert.values import interval_seconds, seconds
 from service.delivery.session import ResultStream
-from service.reading import parsed
+from service.door.auth import PermissionDeniedError, Permit, UnauthenticatedError
+from service.door.reading import parsed
+from service.errors.call_errors import FieldError, PreconditionError
 from service.results.events import Attached, CancelAnswered, Opened, Rejected
 from service.servicers.submit import start_request
 from service.state import NO_NEW_WORK, ServerState, current_front

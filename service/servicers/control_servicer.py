@@ -1,5 +1,5 @@
 """ControlService: what operators see and control. Served in every phase; without an engine,
-`service.operator_control` refuses the operations that need it.
+`service.servicers.operator_control` refuses the operations that need it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 from headrace.v1 import control_service_pb2 as pb
 from headrace.v1 import control_service_pb2_grpc
 
-from service.auth import current_permit
+from service.admission.places import Places
 from service.convert import control_messages as convert
-from service.operator_control import Control
-from service.places import Places
+from service.door.auth import current_permit
+from service.servicers.operator_control import Control
 
 logger = logging.getLogger(__name__)
 

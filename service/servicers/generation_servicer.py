@@ -19,14 +19,14 @@ from typing import Any
 
 from headrace.v1 import generation_service_pb2, generation_service_pb2_grpc
 
-from service.auth import current_permit
-from service.call_errors import AnswerTooLargeError, FieldError
-from service.convert.request import check_request_id
+from service.admission.places import Places
+from service.convert.converter import check_request_id
 from service.convert.response import cancel_result
 from service.convert.values import seconds
 from service.delivery.session import Batch, ResultStream
 from service.delivery.states import State
-from service.places import Places
+from service.door.auth import current_permit
+from service.errors.call_errors import AnswerTooLargeError, FieldError
 from service.results.events import in_flight
 from service.results.submission import LivesBy
 from service.servicers.commands import read_commands

@@ -6,21 +6,25 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
-from engine.errors import DuplicateRequestError, InvalidRequestError, UnsupportedFeatureError
-from engine.types import RequestId
-from service.admission import Charge
-from service.auth import Permit
-from service.call_errors import FieldError
-from service.convert.fields import field_error
-from service.convert.request import Draft
-from service.delivery.request import ServedRequest
+from engine.contract.errors import (
+    DuplicateRequestError,
+    InvalidRequestError,
+    UnsupportedFeatureError,
+)
+from engine.contract.types import RequestId
+from service.admission.admission_control import Charge
+from service.convert.converter import Draft
+from service.delivery.served_request import ServedRequest
 from service.delivery.session import ResultStream
+from service.door.auth import Permit
+from service.errors.call_errors import FieldError
+from service.errors.contract_fields import field_error
 from service.logs.context import current_request
 from service.results.submission import LivesBy
 from service.state import FrontEnd
 
 if TYPE_CHECKING:
-    from service.telemetry.spans import ServedSpan
+    from service.telemetry.request_spans import ServedSpan
 
 
 @asynccontextmanager

@@ -1,7 +1,7 @@
 """What operators see from outside: metrics and traces, by OpenTelemetry.
 
-    OTEL_… variables ──▶ config ──▶ setup ──▶ one provider of metrics ──▶ OTLP, console, page
-                                        └───▶ one provider of spans ────▶ OTLP, console
+    OTEL_… variables ─▶ telemetry_config ─▶ setup ──▶ one provider of metrics ─▶ OTLP, console, page
+                                               └───▶ one provider of spans ───▶ OTLP, console
     engine's steps, statistics ──▶ metrics
     ends of calls, refusals ─────▶ metrics
 

@@ -25,15 +25,15 @@ from typing import Final
 import grpc
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
-from engine.client import EngineClient
-from engine.errors import HeadraceError
-from engine.outputs import StepOutputs
-from engine.stats import CallerStats, EngineStats
+from engine.contract.engine_client import EngineClient
+from engine.contract.errors import HeadraceError
+from engine.contract.outputs import StepOutputs
+from engine.contract.stats import CallerStats, EngineStats
+from engine.contract.types import CallerKey, RequestId
 from engine.telemetry.instruments import StepInstruments, counts, observe_stats
-from engine.types import CallerKey, RequestId
-from service.figures import Figures
-from service.interceptors import SERVER_FAULTS, CallEnd
+from service.door.interceptors import SERVER_FAULTS, CallEnd
 from service.state import Phase
+from service.telemetry.figures import Figures
 
 logger = logging.getLogger(__name__)
 

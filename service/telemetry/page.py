@@ -31,8 +31,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 
-from engine.errors import ConfigError
-from engine.stats import EngineStats
+from engine.contract.errors import ConfigError
+from engine.contract.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from engine.stats import EngineStats
-from service.figures import Figures
-from service.interceptors import Watcher
-from service.telemetry.config import CONSOLE, GRPC, OTLP, PROMETHEUS, TelemetryConfig
+from engine.contract.stats import EngineStats
+from service.door.interceptors import Watcher
+from service.telemetry.figures import Figures
 from service.telemetry.metrics import Metrics
-from service.telemetry.spans import Spans
+from service.telemetry.request_spans import Spans
+from service.telemetry.telemetry_config import CONSOLE, GRPC, OTLP, PROMETHEUS, TelemetryConfig
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics import MeterProvider
@@ -65,7 +65,7 @@ class Telemetry:
         if self.spans is None:
             return ()
         # Not needed by those who do not trace.
-        from service.telemetry.calls import CallSpans
+        from service.telemetry.call_spans import CallSpans
 
         return (CallSpans(self.spans),)
 

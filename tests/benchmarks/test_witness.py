@@ -22,8 +22,8 @@ from benchmarks.witness.memory import Watched, resident
 from benchmarks.witness.probes import TICK_S
 from benchmarks.witness.process import Witness
 from benchmarks.witness.report import Memory, Report, Timer, Waits, Watch, WitnessError
-from engine.errors import QueueFullError
-from engine.request import GenerationRequest
+from engine.contract.errors import QueueFullError
+from engine.contract.request import GenerationRequest
 from tests.service.fake_engine import FakeEngine, default_script, says
 from tests.service.helpers import DEADLINE_S, Harness, serving
 

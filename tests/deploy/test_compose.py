@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from service.flags import flags
+from service.command.flags import flags
 from tests.deploy.shutdown import REST_S
 from tests.deploy.valid import check_compose
 from tests.service.readme import ROOT

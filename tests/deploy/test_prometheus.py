@@ -24,9 +24,9 @@ import pytest
 import yaml
 from headrace.v1 import generation_service_pb2 as rpc
 
-from engine.client import Admission
-from engine.errors import QueueFullError
-from engine.outputs import (
+from engine.contract.engine_client import Admission
+from engine.contract.errors import QueueFullError
+from engine.contract.outputs import (
     Finish,
     FinishReason,
     RequestFailure,
@@ -36,10 +36,10 @@ from engine.outputs import (
     Timings,
     Usage,
 )
-from engine.request import GenerationRequest
-from engine.stats import CallerStats, EngineStats
-from engine.types import CallerKey, RequestId
-from service.telemetry.config import TelemetryConfig
+from engine.contract.request import GenerationRequest
+from engine.contract.stats import CallerStats, EngineStats
+from engine.contract.types import CallerKey, RequestId
+from service.telemetry.telemetry_config import TelemetryConfig
 from tests.deploy.chart import HELM, only, rendered
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import DEADLINE_S, Harness, refused, serving, spec, until

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from service.command.config_file import filled
+from service.command.flags import Given
 from service.config import ServiceConfig
-from service.config_file import filled
-from service.flags import Given
 from tests.service.readme import ROOT, code_blocks
 
 UNIT = ROOT / "deploy" / "headrace.service"

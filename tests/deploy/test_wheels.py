@@ -71,7 +71,7 @@ def test_the_packages_without_kernels_and_again_the_same_bytes(tmp_path: Path) -
     names, about = contents(wheel)
     assert "Root-Is-Purelib: true" in about
     assert about.split("Tag: ")[1:] == ["py3-none-any\n\n"]
-    assert {"service/cli.py", "engine/native/src/library.cpp"} < names
+    assert {"service/command/cli.py", "engine/native/src/library.cpp"} < names
     assert not [name for name in names if name.endswith(".so") or "demo/train" in name]
     assert in_demo(names) == DEMO
     with tarfile.open(source) as archive:

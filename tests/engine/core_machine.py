@@ -10,8 +10,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.outputs import FinishReason
-from engine.types import RequestId, RequestKey
+from engine.contract.outputs import FinishReason
+from engine.contract.types import RequestId, RequestKey
 from tests.engine.fake_runner import VOCAB, Clock, make_core, make_request
 from tests.engine.ledger import Ledger, drain
 

@@ -22,19 +22,19 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from engine.batch import ScheduledBatch, ScheduledRequest
-from engine.core import EngineCore
+from engine.contract.outputs import TokenLogprobs
+from engine.contract.request import PENDING_TOKEN, GenerationRequest, Request
+from engine.contract.sampling_params import LogprobParams, SamplingParams, StopParams
+from engine.contract.types import CallerKey, GroupId, RequestId, RequestKey, TokenId
+from engine.core.engine_core import EngineCore
 from engine.kv_cache.block_pool import NULL_BLOCK
 from engine.kv_cache.copies import BlockCopy, StepCopies
 from engine.kv_cache.groups import LayerGroup
-from engine.kv_cache.manager import KVCacheManager
-from engine.outputs import TokenLogprobs
-from engine.request import PENDING_TOKEN, GenerationRequest, Request
-from engine.runner_protocol import INVALID_TOKEN, SampledTokens
-from engine.sampling_params import LogprobParams, SamplingParams, StopParams
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.scheduler.pace import StepPace
-from engine.scheduler.registry import scheduler_class
-from engine.types import CallerKey, GroupId, RequestId, RequestKey, TokenId
+from engine.scheduler.policies import scheduler_class
+from engine.scheduler.runner_protocol import INVALID_TOKEN, SampledTokens
+from engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledRequest
 
 VOCAB = 101
 POISON = TokenId(VOCAB + 13)

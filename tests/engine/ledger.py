@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from engine.core import EngineCore
-from engine.outputs import Finish, FinishReason, RequestOutput, StepOutputs
-from engine.request import GenerationRequest
+from engine.contract.outputs import Finish, FinishReason, RequestOutput, StepOutputs
+from engine.contract.request import GenerationRequest
+from engine.contract.types import RequestId
+from engine.core.engine_core import EngineCore
 from engine.scheduler.prefill_first import PATIENCE, PrefillFirstScheduler
-from engine.types import RequestId
 from tests.engine.fake_runner import expected_tokens, prompt_logprob
 
 Choice = tuple[RequestId, int]

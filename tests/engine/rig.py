@@ -6,12 +6,12 @@ import threading
 import time
 from typing import Any
 
-from engine.admission import AdmissionLimits
 from engine.api.manager import ContinuousBatchingManager
 from engine.api.results import GenerationOutput
-from engine.batch import ScheduledBatch
-from engine.core import EngineCore
-from engine.loop import EngineLoop
+from engine.contract.admission import AdmissionLimits
+from engine.core.engine_core import EngineCore
+from engine.core.loop import EngineLoop
+from engine.scheduler.scheduled_batch import ScheduledBatch
 from tests.engine.fake_runner import VOCAB, make_core
 
 WAIT = 20.0

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import engine
-from engine.config import ContinuousBatchingConfig
+from engine.contract.config import ContinuousBatchingConfig
 from tests.near_ties import check_greedy
 from tests.tiny_models import make_prompts
 

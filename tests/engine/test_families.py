@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 
 from engine.api.manager import ContinuousBatchingManager
 from engine.api.offline import LoadedModel, from_model
-from engine.config import ContinuousBatchingConfig
-from engine.errors import ModelRefusedError
+from engine.contract.config import ContinuousBatchingConfig
+from engine.contract.errors import ModelRefusedError
+from engine.contract.request import RequestStatus
+from engine.contract.stats import EngineStats
 from engine.kv_cache.groups import window_blocks
 from engine.loading.loader import verify_model
 from engine.models.table import FAMILIES as DESCRIBED
-from engine.request import RequestStatus
-from engine.stats import EngineStats
 from tests.families import EVERY_FAMILY
 from tests.model_recipes import MODES, RECIPES, REFUSALS, WINDOW, Recipe
 from tests.tiny_models import greedy_reference, make_model, make_prompts

@@ -12,15 +12,15 @@ import torch
 from engine.api.manager import ContinuousBatchingManager
 from engine.api.offline import LoadedModel
 from engine.api.results import GenerationOutput
-from engine.config import ContinuousBatchingConfig
-from engine.errors import (
+from engine.contract.config import ContinuousBatchingConfig
+from engine.contract.errors import (
     DuplicateRequestError,
     InvalidRequestError,
     QueueFullError,
     UnsupportedFeatureError,
 )
-from engine.outputs import FinishReason
-from engine.request import RequestStatus
+from engine.contract.outputs import FinishReason
+from engine.contract.request import RequestStatus
 from tests.tiny_models import CONTEXT, VOCAB, greedy_reference, make_prompts
 
 WAIT = 60.0

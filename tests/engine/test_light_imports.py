@@ -10,16 +10,16 @@ import pytest
 
 LIGHT = (
     "engine",
-    "engine.client",
+    "engine.contract.engine_client",
     "engine.scheduler.fifo",
-    "engine.kv_cache.manager",
-    "engine.core",
+    "engine.kv_cache.kv_cache_manager",
+    "engine.core.engine_core",
     "engine.api.manager",
-    "engine.config",
+    "engine.contract.config",
     "engine.api.generation_options",
-    "engine.request",
-    "engine.outputs",
-    "engine.sampling_params",
+    "engine.contract.request",
+    "engine.contract.outputs",
+    "engine.contract.sampling_params",
     "engine.text",
 )
 

@@ -12,14 +12,14 @@ import torch
 
 from engine.api.offline import LoadedModel, from_model, load
 from engine.api.results import GenerationOutput
-from engine.config import ContinuousBatchingConfig
+from engine.contract.config import ContinuousBatchingConfig
+from engine.contract.outputs import FinishReason
+from engine.contract.request import RequestStatus
+from engine.contract.rope import LENGTH_SHIFT
 from engine.loading.verified import VerifiedModel
 from engine.models import choosing
 from engine.models.native_decoder import NativeDecoder
 from engine.models.torch_decoder import TorchDecoder
-from engine.outputs import FinishReason
-from engine.request import RequestStatus
-from engine.rope import LENGTH_SHIFT
 from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.engine.runner.steps import build, make_core, make_request, run, tokens_of
 from tests.long_rope import MODELS, ORIGINAL, alone, make_lengthened

@@ -10,14 +10,14 @@ import pytest
 
 from engine.api.offline import LoadedModel, from_model
 from engine.api.results import GenerationOutput
-from engine.config import ContinuousBatchingConfig
-from engine.errors import ModelRefusedError
+from engine.contract.config import ContinuousBatchingConfig
+from engine.contract.errors import ModelRefusedError
+from engine.contract.request import GenerationRequest, Request, RequestStatus
+from engine.contract.sampling_params import SamplingParams, StopParams
+from engine.contract.token_ids import TokenIds
+from engine.contract.types import CallerKey, RequestId
 from engine.kv_cache.groups import window_blocks
-from engine.request import GenerationRequest, Request, RequestStatus
-from engine.sampling_params import SamplingParams, StopParams
-from engine.scheduler.plan import StepPlan
-from engine.token_ids import TokenIds
-from engine.types import CallerKey, RequestId
+from engine.scheduler.step_plan import StepPlan
 from tests.tiny_models import (
     FAMILIES,
     WINDOW,

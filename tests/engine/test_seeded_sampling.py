@@ -11,8 +11,8 @@ import torch
 from engine.api.manager import ContinuousBatchingManager
 from engine.api.offline import LoadedModel
 from engine.api.results import GenerationOutput
-from engine.config import ContinuousBatchingConfig
-from engine.outputs import FinishReason
+from engine.contract.config import ContinuousBatchingConfig
+from engine.contract.outputs import FinishReason
 from tests.tiny_models import VOCAB, greedy_reference, make_prompts
 
 PROMPT = make_prompts((30,), seed=77)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from tests.engine.core_machine import ENDING
 from tests.engine.fake_runner import FakeRunner, make_request
 from tests.engine.ledger import Ledger

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.attention.base import AttentionParams, BatchLayout, LayerCache, StaticShape
+from engine.attention.interface import AttentionParams, BatchLayout, LayerCache, StaticShape
 from engine.attention.triton_backend import TritonAttentionBackend
 
 # Weights and outputs are rounded to the dtype once each; sums are float32.

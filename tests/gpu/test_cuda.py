@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.contract.types import GroupId
 from engine.kv_cache.copies import BlockCopy, StepCopies
 from engine.loading.loader import verify_model
 from engine.loading.verified import VerifiedModel
-from engine.types import GroupId
 from tests.engine.runner.steps import build_verified, make_core, make_request, run, tokens_of
 from tests.tiny_models import FAMILIES, greedy_reference, make_model, make_prompts
 

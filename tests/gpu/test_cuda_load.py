@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from engine.attention.triton_backend import TritonAttentionBackend
-from engine.config import ContinuousBatchingConfig
+from engine.contract.config import ContinuousBatchingConfig
 from engine.loading.loader import verify_model
 from engine.loading.profiling import CudaMemory
 from engine.loading.running import build_runner

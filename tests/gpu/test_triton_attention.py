@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl
 
 from engine.attention import triton_launch
-from engine.attention.base import BatchLayout
+from engine.attention.interface import BatchLayout
 from engine.attention.triton_kernels import decode
 from tests.gpu.attention_cases import TOLERANCES, Case, Layer, make_layout, shape_for
 from tests.gpu.conftest import INTERPRETED

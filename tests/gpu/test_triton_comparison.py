@@ -13,10 +13,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.attention.base import AttentionMetadata, BatchLayout
+from engine.attention.interface import AttentionMetadata, BatchLayout
 from engine.attention.registry import register
 from engine.attention.triton_backend import TritonAttentionBackend
-from engine.errors import ModelRefusedError
+from engine.contract.errors import ModelRefusedError
 from engine.models import choosing
 from engine.models.torch_decoder import TorchDecoder
 from engine.models.triton_operations import TritonOperations

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 pytest.importorskip("triton")
 
 from engine.attention.triton_backend import TritonAttentionBackend
+from engine.contract.request import GenerationRequest
 from engine.loading.loader import verify_model
 from engine.loading.verified import VerifiedModel
 from engine.models.experts import EXPERTS_NAME
-from engine.request import GenerationRequest
 from engine.runner.runner_options import StepPath
 from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.engine.runner.steps import build_verified, make_core, make_request, run, tokens_of

@@ -1,4 +1,4 @@
-"""Each kernel of `engine.models.triton_kernels` against its plain counterpart: what has no sum is
+"""Each kernel of `engine.models.decoder_kernels` against its plain counterpart: what has no sum is
 equal bit by bit, a norm or an activation differs by one neighbouring number in 1 % of places.
 """
 

@@ -10,12 +10,12 @@ import grpc
 import httpx2
 import pytest
 
-from engine.errors import QueueFullError
-from engine.outputs import RequestFailure
+from engine.contract.errors import QueueFullError
+from engine.contract.outputs import RequestFailure
 from tests.openai.doors import USER, data_of, open_door
+from tests.service.door.test_auth import TOKENS, entry, replace
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import serving, until
-from tests.service.test_auth import TOKENS, entry, replace
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TOOL = {"type": "function", "function": {"name": "f"}}

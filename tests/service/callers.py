@@ -16,8 +16,8 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from engine.config import ContinuousBatchingConfig, LoadConfig
-from engine.local_client import LocalEngineClient
+from engine.contract.config import ContinuousBatchingConfig, LoadConfig
+from engine.process.local_client import LocalEngineClient
 from service.config import ServiceConfig
 from service.replies import FORMATS
 from service.server import HeadraceServer

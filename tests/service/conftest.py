@@ -12,9 +12,9 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 
-from service.figures import Figures
 from service.telemetry import setup
-from service.telemetry.config import OTLP, TelemetryConfig
+from service.telemetry.figures import Figures
+from service.telemetry.telemetry_config import OTLP, TelemetryConfig
 from tests.service.real_server import RealServer, demo_server
 
 EVERYTHING = TelemetryConfig(traces=(OTLP,), metrics=(OTLP,), content=True)

@@ -33,14 +33,14 @@ from dataclasses import dataclass, field
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from engine.client import Admission, ModelInfo, ProgressSink, StepSink
-from engine.errors import (
+from engine.contract.engine_client import Admission, ModelInfo, ProgressSink, StepSink
+from engine.contract.errors import (
     DuplicateRequestError,
     EngineUnavailableError,
     InvalidRequestError,
     QueueFullError,
 )
-from engine.outputs import (
+from engine.contract.outputs import (
     Finish,
     FinishReason,
     RequestFailure,
@@ -52,12 +52,12 @@ from engine.outputs import (
     Usage,
     end_of_lost,
 )
-from engine.request import GenerationRequest
-from engine.sampling_params import GrammarKind, GrammarParams, SamplingParams
-from engine.stats import EngineStats
+from engine.contract.request import GenerationRequest
+from engine.contract.sampling_params import GrammarKind, GrammarParams, SamplingParams
+from engine.contract.stats import EngineStats
+from engine.contract.token_ids import TokenValues
+from engine.contract.types import RequestId, TokenId
 from engine.text import Tokenizer
-from engine.token_ids import TokenValues
-from engine.types import RequestId, TokenId
 
 EOS = 256
 BOS = 257

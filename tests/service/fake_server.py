@@ -10,11 +10,11 @@ import asyncio
 import sys
 from typing import NoReturn
 
-from engine.client import ModelInfo, ProgressSink, StepSink
-from engine.errors import ModelRefusedError
+from engine.contract.engine_client import ModelInfo, ProgressSink, StepSink
+from engine.contract.errors import ModelRefusedError
+from service.command.process import run_to_the_end
 from service.config import ServiceConfig
 from service.logs.output import Output
-from service.process import run_to_the_end
 from tests.service.fake_engine import FakeEngine, byte_tokenizer, model_info, says
 
 

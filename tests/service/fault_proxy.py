@@ -28,7 +28,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from service.address import Address, parse_address
+from service.door.address import Address, parse_address
 
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 """Options of a channel that shares its connection with no other channel of this process."""

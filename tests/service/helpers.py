@@ -21,7 +21,7 @@ from headrace.v1.model_service_pb2_grpc import ModelServiceStub
 from engine.text import Tokenizer
 from service.config import ServiceConfig
 from service.server import NO_TELEMETRY, HeadraceServer
-from service.telemetry.config import TelemetryConfig
+from service.telemetry.telemetry_config import TelemetryConfig
 from tests.service.fake_engine import FakeEngine, byte_tokenizer
 
 DEADLINE_S = 30.0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from service.address import parse_address
+from service.door.address import parse_address
 from tests.service.raw_http2 import PREFACE, Header, all_headers, frame, literal, send_at_once
 
 WAIT_S = 30.0

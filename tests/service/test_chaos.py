@@ -35,10 +35,10 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 from transformers import AutoModelForCausalLM
 
-from engine.client import ModelInfo, ProgressSink, StepSink
-from engine.config import ContinuousBatchingConfig, LoadConfig
-from engine.outputs import StepOutputs
-from engine.process.client import ProcessEngineClient
+from engine.contract.config import ContinuousBatchingConfig, LoadConfig
+from engine.contract.engine_client import ModelInfo, ProgressSink, StepSink
+from engine.contract.outputs import StepOutputs
+from engine.process.process_client import ProcessEngineClient
 from service.config import ServiceConfig
 from service.server import HeadraceServer
 from tests.service.fault_proxy import OWN_CONNECTION, fault_proxy

@@ -20,12 +20,12 @@ from headrace import FinishReason, Message
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 import engine
-from engine.config import ContinuousBatchingConfig
-from engine.sampling_params import GrammarKind, GrammarParams
+from engine.contract.config import ContinuousBatchingConfig
+from engine.contract.sampling_params import GrammarKind, GrammarParams
+from engine.contract.types import TokenId
 from engine.structured import GrammarCompiler
 from engine.structured.matcher import ids_of, num_words
 from engine.text import Tokenizer
-from engine.types import TokenId
 from tests.near_ties import check_greedy
 from tests.service.real_server import RealServer, real_server
 

@@ -14,11 +14,11 @@ import msgspec
 import pytest
 from headrace.v1 import generation_service_pb2 as rpc
 
-from engine.client import ModelInfo, ProgressSink, StepSink
-from engine.errors import EngineUnavailableError
-from engine.outputs import StepOutputs
-from engine.process import messages
-from engine.process.client import ProcessEngineClient
+from engine.contract.engine_client import ModelInfo, ProgressSink, StepSink
+from engine.contract.errors import EngineUnavailableError
+from engine.contract.outputs import StepOutputs
+from engine.process import engine_messages as messages
+from engine.process.process_client import ProcessEngineClient
 from engine.process.wire import FrameReader, FrameWriter
 from engine.process.worker import Worker
 from tests.service.fake_engine import FakeEngine

@@ -26,10 +26,10 @@ from headrace.cli.control import app as control_commands
 from headrace.v1 import control_service_pb2, control_service_pb2_grpc
 from typer.testing import CliRunner
 
-from engine.client import EngineVerbs
-from engine.config import ContinuousBatchingConfig, LoadConfig
-from engine.local_client import LocalEngineClient
-from engine.loop import EngineLoop
+from engine.contract.config import ContinuousBatchingConfig, LoadConfig
+from engine.contract.engine_client import EngineVerbs
+from engine.core.loop import EngineLoop
+from engine.process.local_client import LocalEngineClient
 from engine.process.verbs import VERBS, Verb
 from service.config import ServiceConfig
 from service.server import HeadraceServer
@@ -186,9 +186,9 @@ def generated(messages: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
 
 
 OWNERS: dict[str, type[Any]] = {
-    "engine/client.py": EngineVerbs,
-    "engine/loop.py": EngineLoop,
-    "engine/local_client.py": LocalEngineClient,
+    "engine/contract/engine_client.py": EngineVerbs,
+    "engine/core/loop.py": EngineLoop,
+    "engine/process/local_client.py": LocalEngineClient,
     "service/servicers/control_servicer.py": ControlServicer,
     "clients/python/src/headrace/control.py": headrace.control.Control,
     "clients/python/src/headrace/async_control.py": headrace.async_control.AsyncControl,
@@ -216,7 +216,7 @@ def extended(generated: None, monkeypatch: pytest.MonkeyPatch) -> None:
             [made] = set(space) - before - {"annotations"}
             if file in OWNERS:
                 monkeypatch.setattr(OWNERS[file], made, space[made], raising=False)
-            if file == "engine/client.py":
+            if file == "engine/contract/engine_client.py":
                 monkeypatch.setitem(VERBS, space[made], Verb(space[made]))
     assert done == written
 

@@ -16,8 +16,8 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.control_service_pb2_grpc import ControlServiceStub
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-from engine.config import ContinuousBatchingConfig, LoadConfig
-from engine.local_client import LocalEngineClient
+from engine.contract.config import ContinuousBatchingConfig, LoadConfig
+from engine.process.local_client import LocalEngineClient
 from service.config import ServiceConfig
 from service.server import HeadraceServer
 

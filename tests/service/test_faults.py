@@ -21,8 +21,8 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-from engine.client import Admission
-from engine.request import GenerationRequest
+from engine.contract.engine_client import Admission
+from engine.contract.request import GenerationRequest
 from service.delivery.session import MAX_REPLIES
 from tests.service.fake_engine import EOS, FakeEngine, default_script, model_info
 from tests.service.fault_proxy import OWN_CONNECTION, SeededSchedule, fault_proxy

@@ -15,12 +15,12 @@ import pytest
 
 from tests.clients.go_ts.tool_server import ask_then_tell
 from tests.service.certificates import make_certificate, needs_openssl
+from tests.service.door.test_auth import entry, replace
 from tests.service.fake_engine import VOCAB_SIZE, FakeEngine, model_info
 from tests.service.helpers import serving
 from tests.service.readme import shell_commands
 from tests.service.real_server import ROOT, WAIT_S, RealServer, real_server
-from tests.service.test_auth import entry, replace
-from tests.service.test_typed_replies import tokenizer
+from tests.service.replies.test_typed_replies import tokenizer
 
 GRPCURL = shutil.which("grpcurl")
 pytestmark = pytest.mark.skipif(GRPCURL is None, reason="needs grpcurl on the PATH")

@@ -28,8 +28,8 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 from transformers import PreTrainedModel
 
-from engine.config import ContinuousBatchingConfig, LoadConfig
-from engine.local_client import LocalEngineClient
+from engine.contract.config import ContinuousBatchingConfig, LoadConfig
+from engine.process.local_client import LocalEngineClient
 from service.config import ServiceConfig
 from service.server import HeadraceServer
 from tests.service.fake_engine import BOS, CHAT_TEMPLATE, EOS, VOCAB_SIZE, byte_tokenizer

@@ -14,7 +14,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.outputs import (
+from engine.contract.outputs import (
     Finish,
     FinishReason,
     RequestFailure,
@@ -22,10 +22,10 @@ from engine.outputs import (
     Timings,
     Usage,
 )
-from engine.request import GenerationRequest
-from engine.sampling_params import SamplingParams, StopParams
+from engine.contract.request import GenerationRequest
+from engine.contract.sampling_params import SamplingParams, StopParams
+from engine.contract.types import RequestId, TokenId
 from engine.text import TextStream
-from engine.types import RequestId, TokenId
 from service.delivery.log import EventLog
 from service.results.events import (
     Accepted,

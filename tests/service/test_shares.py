@@ -12,21 +12,21 @@ import grpc
 import pytest
 from headrace.v1 import generation_service_pb2 as rpc
 
-from engine.config import ContinuousBatchingConfig, LoadConfig
-from engine.local_client import LocalEngineClient
-from service.accounts import ON_BEHALF_OF, Account, account_of
+from engine.contract.config import ContinuousBatchingConfig, LoadConfig
+from engine.process.local_client import LocalEngineClient
+from service.admission.accounts import ON_BEHALF_OF, Account, account_of
+from service.admission.text_pool import SHORT_BYTES, TextPool
 from service.config import ServiceConfig
 from service.results.events import DeliveryOptions
 from service.server import HeadraceServer
-from service.text_pool import SHORT_BYTES, TextPool
 from tests.engine.crowd import Clock
+from tests.service.admission.test_text_pool import Hands, settle
+from tests.service.delivery.test_flow import step
+from tests.service.door.test_auth import TOKENS, bearer, callers, entry, guarded, replace  # noqa: F401
 from tests.service.fake_engine import FakeEngine, model_info, says
 from tests.service.helpers import DEADLINE_S, Harness, Refused, Session, refused, until
 from tests.service.helpers import spec as spec_of
 from tests.service.real_server import ROOT
-from tests.service.test_auth import TOKENS, bearer, callers, entry, guarded, replace  # noqa: F401
-from tests.service.test_flow import step
-from tests.service.test_text_pool import Hands, settle
 
 DEMO = ROOT / "models" / "demo"
 

@@ -25,8 +25,8 @@ SLOW_S = 1.0
 STATS_S = 0.5
 POOL = 200
 INSTRUMENTED = (
-    "service.convert", "service.replies", "service.callers", "service.status_table",
-    "engine.text", "engine.structured", "engine.process", "engine.sampling_params",
+    "service.convert", "service.replies", "service.door.callers_file", "service.errors",
+    "engine.text", "engine.structured", "engine.process", "engine.contract.sampling_params",
 )  # fmt: skip
 
 

@@ -27,25 +27,26 @@ from benchmarks.trust.bytes.mutating import (
     mutate_message,
     mutate_text,
 )
-from engine.errors import ConfigError, EngineUnavailableError, HeadraceError
-from engine.outputs import RequestOutput, StepOutputs
-from engine.process import messages, verbs
-from engine.request import GenerationRequest
-from engine.sampling_params import GrammarKind, GrammarParams, SamplingParams, StopParams
+from engine.contract.errors import ConfigError, EngineUnavailableError, HeadraceError
+from engine.contract.outputs import RequestOutput, StepOutputs
+from engine.contract.request import GenerationRequest
+from engine.contract.sampling_params import GrammarKind, GrammarParams, SamplingParams, StopParams
+from engine.contract.types import RequestId, TokenId
+from engine.process import engine_messages as messages
+from engine.process import verbs
 from engine.structured import GrammarCompiler
 from engine.text import TextStream
-from engine.types import RequestId, TokenId
-from service.accounts import account_of
-from service.callers import parse_callers
+from service.admission.accounts import account_of
+from service.admission.text_pool import THREADS, TextPool
+from service.convert.converter import Converter, RequestLimits
 from service.convert.incoming import IncomingCheck
 from service.convert.inputs import InputEncoder
-from service.convert.request import Converter, RequestLimits
-from service.delivery.request import LivesBy
-from service.lacking import why_lacking
+from service.convert.lacking import why_lacking
+from service.delivery.served_request import LivesBy
+from service.door.callers_file import parse_callers
+from service.errors.status_table import to_status
 from service.replies import FORMATS, Context, format_option
 from service.results.flow import WholeLimits
-from service.status_table import to_status
-from service.text_pool import THREADS, TextPool
 from tests.service.fake_engine import VOCAB_SIZE, byte_tokenizer, model_info
 from tests.service.replies.cases import parse
 

@@ -23,7 +23,7 @@ from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 from benchmarks.trust.ends.engine import Gate, ScriptedEngine
 from benchmarks.trust.ends.play import left_at_last
-from engine.batch import ScheduledBatch
+from engine.scheduler.scheduled_batch import ScheduledBatch
 from service.delivery.states import State
 from tests.engine.fake_runner import expected_tokens
 from tests.service.fault_proxy import OWN_CONNECTION, FaultProxy, fault_proxy

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import ROOT
-from engine.admission import AdmissionLimits
-from engine.batch import ScheduledBatch
-from engine.client import ModelInfo, ProgressSink
-from engine.core import EngineCore
-from engine.kv_cache.manager import KVCacheManager
-from engine.local_client import LocalEngineClient
-from engine.loop import EngineLoop
-from engine.process.client import ProcessEngineClient
+from engine.contract.admission import AdmissionLimits
+from engine.contract.engine_client import ModelInfo, ProgressSink
+from engine.core.engine_core import EngineCore
+from engine.core.loop import EngineLoop
+from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.process.local_client import LocalEngineClient
+from engine.process.process_client import ProcessEngineClient
+from engine.scheduler.scheduled_batch import ScheduledBatch
 from tests.engine.fake_runner import FakeRunner, make_core
 from tests.service.fake_engine import VOCAB_SIZE, model_info
 

@@ -25,7 +25,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from benchmarks.trust.ends.stage import Stage
 from service.logs.output import Output
 from service.telemetry import setup as telemetry
-from service.telemetry.config import OTLP, TelemetryConfig
+from service.telemetry.telemetry_config import OTLP, TelemetryConfig
 from tests.service.ends import NAME
 
 OWN_ERROR, DEATH, CUT = "its own error", "engine dies", "connection lost"

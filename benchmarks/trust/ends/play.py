@@ -20,7 +20,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 
 from benchmarks.trust.ends.faults import ALL, DEATH, Fault
 from benchmarks.trust.ends.stage import LIMIT_S, OTHERS_TOKENS, Stage, oracle, stage
-from engine.errors import RanksLostError
+from engine.contract.errors import RanksLostError
 from service.delivery.states import State
 from tests.engine.fake_runner import expected_tokens
 from tests.service.ends import (

@@ -55,7 +55,7 @@ def plant(
 
 @plant(1, what="a request whose step failed is not told so", caught_by=CHANCE)
 def no_end() -> None:
-    from engine.endings import LiveRequests
+    from engine.core.endings import LiveRequests
 
     def fail(self: Any, live: Any, failure: Any) -> None:
         for request in list(live.choices.values()):
@@ -67,12 +67,12 @@ def no_end() -> None:
 @plant(
     1,
     what="the end of a choice is told twice",
-    caught_by="tests/engine/test_core.py::test_every_end_in_every_state",
+    caught_by="tests/engine/core/test_core.py::test_every_end_in_every_state",
 )
 def two_ends() -> None:
     from dataclasses import replace
 
-    from engine.core import EngineCore
+    from engine.core.engine_core import EngineCore
 
     take = EngineCore.take_outputs
 
@@ -118,7 +118,7 @@ def a_gap_after_attach() -> None:
 
 @plant(3, what=f"the event loop stands still for {STALL_S} s at one input", caught_by=WITNESS)
 def a_stall() -> None:
-    from service.convert.request import Converter
+    from service.convert.converter import Converter
 
     draft = Converter.draft
 
@@ -136,7 +136,7 @@ def a_stall() -> None:
     caught_by="tests/benchmarks/test_trust.py::test_a_cell_beside_a_fault[sampler]",
 )
 def an_error_that_spreads() -> None:
-    from engine.endings import LiveRequests
+    from engine.core.endings import LiveRequests
 
     fail = LiveRequests.fail_at_token
 
@@ -202,10 +202,10 @@ def a_lost_block() -> None:
 @plant(
     6,
     what="a cancelled request goes on to its end",
-    caught_by="tests/engine/test_core.py::test_every_end_in_every_state",
+    caught_by="tests/engine/core/test_core.py::test_every_end_in_every_state",
 )
 def a_cancel_that_does_nothing() -> None:
-    from engine.core import EngineCore
+    from engine.core.engine_core import EngineCore
 
     def cancel(self: EngineCore, request_id: Any) -> bool:
         return request_id in self._live.by_id
@@ -240,7 +240,7 @@ def a_leak() -> None:
 def a_share_that_is_ignored() -> None:
     from dataclasses import replace
 
-    from engine.shares import Shares
+    from engine.fairness.shares import Shares
 
     right = Shares._due
 
@@ -267,13 +267,13 @@ def an_open_gate() -> None:
 @plant(
     9,
     what="the text of an unexpected exception reaches the caller",
-    caught_by="tests/service/test_calls.py tests/service/test_hard_inputs.py"
-    " tests/service/test_generate.py",
+    caught_by="tests/service/delivery/test_engine_calls.py tests/service/test_hard_inputs.py"
+    " tests/service/servicers/test_generate.py",
 )
 def a_frank_error() -> None:
     from dataclasses import replace
 
-    from service import status_table
+    from service.errors import status_table
 
     public = status_table._public
 
@@ -286,11 +286,11 @@ def a_frank_error() -> None:
 @plant(
     10,
     what="every known caller may call everything",
-    caught_by="tests/service/test_auth.py::test_the_right_token_and_the_wrong_service",
+    caught_by="tests/service/door/test_auth.py::test_the_right_token_and_the_wrong_service",
     in_cut=True,
 )
 def a_grant_for_all() -> None:
-    from service.callers import Caller
+    from service.door.callers_file import Caller
 
     Caller.may_call = lambda self, method: True  # type: ignore[method-assign]
 
@@ -298,10 +298,10 @@ def a_grant_for_all() -> None:
 @plant(
     10,
     what="all identities share cached prefixes",
-    caught_by="tests/service/test_auth.py::test_identities_share_no_cached_prefixes",
+    caught_by="tests/service/door/test_auth.py::test_identities_share_no_cached_prefixes",
 )
 def a_shared_prefix() -> None:
-    from service.convert import request
+    from service.convert import converter as request
 
     request.cache_salt = lambda identity, salt: b"the same"
 
@@ -309,10 +309,10 @@ def a_shared_prefix() -> None:
 @plant(
     10,
     what="a session whose token was revoked goes on",
-    caught_by="tests/service/test_revoked.py::test_every_command_is_refused_and_the_session_ends",
+    caught_by="tests/service/door/test_revoked.py::test_every_command_is_refused_and_the_session_ends",
 )
 def a_revoked_token() -> None:
-    from service.auth import Permit
+    from service.door.auth import Permit
 
     Permit.check = lambda self: None  # type: ignore[method-assign]
 
@@ -323,13 +323,13 @@ def a_revoked_token() -> None:
     caught_by=LOG,
 )
 def a_token_in_the_log() -> None:
-    from service.auth import Authenticator
+    from service.door.auth import Authenticator
 
     by_token = Authenticator.by_token
 
     def telling(self: Authenticator, method: str, metadata: Any) -> Any:
         token = dict(metadata).get("authorization", "").removeprefix("Bearer ")
-        logging.getLogger("service.auth").warning("a call with %s", token)
+        logging.getLogger("service.door.auth").warning("a call with %s", token)
         return by_token(self, method, metadata)
 
     Authenticator.by_token = telling  # type: ignore[method-assign]
@@ -341,7 +341,7 @@ def a_token_in_the_log() -> None:
     caught_by="tests/engine/scheduler/test_fair.py::test_weights_are_heeded",
 )
 def a_weight_that_is_ignored() -> None:
-    from engine.scheduler.shares import Shares
+    from engine.scheduler.token_counters import Shares
 
     Shares.weight = lambda self, share: 1.0  # type: ignore[method-assign]
 
@@ -349,7 +349,7 @@ def a_weight_that_is_ignored() -> None:
 @plant(
     13,
     what="the same call again starts another request",
-    caught_by="tests/service/test_retries.py::test_addrequest_again_gets_the_first_answer",
+    caught_by="tests/service/delivery/test_retries.py::test_addrequest_again_gets_the_first_answer",
 )
 def a_retry_that_is_forgotten() -> None:
     from service.delivery.registry import Registry
@@ -398,11 +398,11 @@ def a_reply_that_loses_blanks() -> None:
     10,
     what="an error about the callers' file shows a digest",
     caught_by="tests/benchmarks/test_trust.py::test_a_target_takes_its_seeds_and_what_becomes_of_them"
-    " tests/service/test_auth.py::test_an_error_does_not_end_in_the_callers_file",
+    " tests/service/door/test_auth.py::test_an_error_does_not_end_in_the_callers_file",
 )
 def a_digest_in_an_error() -> None:
-    from engine.errors import ConfigError
-    from service import callers
+    from engine.contract.errors import ConfigError
+    from service.door import callers_file as callers
 
     def telling(*arguments: Any) -> ConfigError:
         return ConfigError(

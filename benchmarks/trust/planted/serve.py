@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks.trust.planted.plants import PLANTS
-from service.cli import main
+from service.command.cli import main
 
 if __name__ == "__main__":
     PLANTS[sys.argv.pop(1)].apply()

@@ -11,7 +11,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 
-from engine.request import GenerationRequest
+from engine.contract.request import GenerationRequest
 from service.config import ServiceConfig
 from service.server import HeadraceServer
 from tests.service.fake_engine import FakeEngine, byte_tokenizer, model_info

@@ -11,11 +11,11 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from engine.request import GenerationRequest
+from engine.contract.request import GenerationRequest
 from service.config import ServiceConfig
 from service.server import HeadraceServer
 from tests.service.fake_engine import EOS, VOCAB_SIZE, FakeEngine, model_info
-from tests.service.test_typed_replies import tokenizer
+from tests.service.replies.test_typed_replies import tokenizer
 
 PLACES = ("Ulm", "Köln")
 _CALL = '<tool_call>\n{{"name": "read_gauge", "arguments": {{"place": "{}"}}}}\n</tool_call>'

@@ -11,7 +11,7 @@ import headrace
 import pytest
 from headrace import AsyncClient, CancelStatus, FinishReason, HealthStatus, Message
 
-from engine.outputs import RequestFailure
+from engine.contract.outputs import RequestFailure
 from service.config import ServiceConfig
 from service.server import HeadraceServer
 from tests.service.fake_engine import EOS, FakeEngine, byte_tokenizer, says

@@ -23,9 +23,10 @@ from headrace.cli import tour as module
 from headrace.cli.app import app
 from typer.testing import CliRunner, Result
 
-from engine.errors import QueueFullError
+from engine.contract.errors import QueueFullError
 from tests.clients.python.talking import ENDLESS, call, talking
 from tests.service.certificates import make_certificate, needs_openssl
+from tests.service.door.test_auth import entry, replace
 from tests.service.fake_engine import FakeEngine, byte_tokenizer
 from tests.service.helpers import Harness, serving, until
 from tests.service.real_server import (
@@ -35,7 +36,6 @@ from tests.service.real_server import (
     demo_server,
     real_server,
 )
-from tests.service.test_auth import entry, replace
 
 COMMAND = [sys.executable, "-c", "from headrace_command import main; main()"]
 FORM = '{"name": "Anna", "age": 36, "city": "Ulm"}'

@@ -13,9 +13,9 @@ from headrace.cli.app import app
 from typer.testing import CliRunner
 
 from tests.service.certificates import make_certificate, needs_openssl
+from tests.service.door.test_auth import TOKENS, callers, entry, guarded, replace
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import Harness, serving
-from tests.service.test_auth import TOKENS, callers, entry, guarded, replace
 
 __all__ = ["callers"]  # a fixture
 

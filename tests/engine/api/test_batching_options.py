@@ -9,8 +9,8 @@ from transformers import CompileConfig, GenerationConfig
 from transformers.generation import ContinuousBatchingConfig as TransformersConfig
 
 from engine.api.batching_options import resolve_config
-from engine.config import ContinuousBatchingConfig
-from engine.errors import ConfigError, InvalidRequestError
+from engine.contract.config import ContinuousBatchingConfig
+from engine.contract.errors import ConfigError, InvalidRequestError
 
 DEFAULT = ContinuousBatchingConfig(block_size=8, num_blocks=7)
 

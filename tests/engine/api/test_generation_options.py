@@ -11,17 +11,17 @@ import pytest
 from transformers import GenerationConfig
 
 from engine.api.generation_options import _NEUTRAL, REQUEST_KEYS, GenerationDefaults
-from engine.errors import InvalidRequestError, UnsupportedFeatureError
-from engine.request import GenerationRequest
-from engine.sampling.random import derived_seed
-from engine.sampling_params import (
+from engine.contract.errors import InvalidRequestError, UnsupportedFeatureError
+from engine.contract.request import GenerationRequest
+from engine.contract.sampling_params import (
     GrammarKind,
     GrammarParams,
     LogprobParams,
     SamplingParams,
     StopParams,
 )
-from engine.types import CallerKey, RequestId, TokenId
+from engine.contract.types import CallerKey, RequestId, TokenId
+from engine.sampling.random import derived_seed
 
 EOS = (TokenId(2),)
 

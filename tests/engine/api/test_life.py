@@ -13,7 +13,7 @@ from pathlib import Path
 from engine.api.manager import ContinuousBatchingManager
 from engine.api.offline import from_model
 from engine.api.results import GenerationOutput
-from engine.config import ContinuousBatchingConfig
+from engine.contract.config import ContinuousBatchingConfig
 from tests.engine.fake_runner import expected_tokens
 from tests.engine.rig import WAIT, Rig
 from tests.tiny_models import FAMILIES, make_model
@@ -182,7 +182,7 @@ def test_a_pause_that_nobody_ends_does_not_keep_the_process() -> None:
 
 FORK = """
     import os, sys, threading, time
-    from engine.errors import EngineUnavailableError
+    from engine.contract.errors import EngineUnavailableError
     from tests.engine.rig import Rig
 
     rig = Rig()

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from engine.api.results import choice_name
-from engine.batch import ScheduledBatch
-from engine.errors import (
+from engine.contract.errors import (
     DuplicateRequestError,
     EngineUnavailableError,
     InvalidRequestError,
     QueueFullError,
     UnsupportedFeatureError,
 )
-from engine.outputs import FinishReason
-from engine.request import RequestStatus
-from engine.types import RequestId
+from engine.contract.outputs import FinishReason
+from engine.contract.request import RequestStatus
+from engine.contract.types import RequestId
+from engine.scheduler.scheduled_batch import ScheduledBatch
 from tests.engine.fake_runner import (
     VOCAB,
     FakeRunner,

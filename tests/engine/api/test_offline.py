@@ -15,16 +15,16 @@ from transformers import GenerationConfig
 
 import engine
 from engine.api.offline import LoadedModel, from_model
-from engine.config import ContinuousBatchingConfig
-from engine.errors import (
+from engine.contract.config import ContinuousBatchingConfig
+from engine.contract.errors import (
     ConfigError,
     HeadraceError,
     InsufficientMemoryError,
     InvalidRequestError,
     UnsupportedFeatureError,
 )
-from engine.outputs import FinishReason
-from engine.request import RequestStatus
+from engine.contract.outputs import FinishReason
+from engine.contract.request import RequestStatus
 from tests.tiny_models import FAMILIES, greedy_reference, make_model, make_prompts
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"

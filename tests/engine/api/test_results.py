@@ -13,7 +13,7 @@ import pytest
 
 from engine.api.request_builder import PreparedRequest
 from engine.api.results import GenerationOutput, Mailbox, ResultRouter, choice_name
-from engine.errors import (
+from engine.contract.errors import (
     DuplicateRequestError,
     EngineUnavailableError,
     InvalidRequestError,
@@ -22,9 +22,9 @@ from engine.errors import (
     TooManyHandlersError,
     UnreadResultsError,
 )
-from engine.outputs import FinishReason, StepOutputs
-from engine.request import RequestStatus
-from engine.types import RequestId
+from engine.contract.outputs import FinishReason, StepOutputs
+from engine.contract.request import RequestStatus
+from engine.contract.types import RequestId
 from tests.engine.fake_runner import (
     VOCAB,
     expected_tokens,

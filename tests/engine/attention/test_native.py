@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention import registry
-from engine.attention.base import AttentionBackend, AttentionParams, BatchLayout, LayerCache
+from engine.attention.interface import AttentionBackend, AttentionParams, BatchLayout, LayerCache
 from engine.attention.native_backend import NativeAttentionBackend
 from engine.attention.torch_backend import TorchAttentionBackend
-from engine.config import LoadConfig
-from engine.errors import ConfigError
+from engine.contract.config import LoadConfig
+from engine.contract.errors import ConfigError
 from engine.loading import packing
 from engine.loading.loader import load_model
 from engine.native import build, library

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.base import AttentionParams, BatchLayout, LayerCache
+from engine.attention.interface import AttentionParams, BatchLayout, LayerCache
 from engine.attention.torch_backend import TorchAttentionBackend
 
 SIZE, BLOCKS = 4, 8

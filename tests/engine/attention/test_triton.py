@@ -18,7 +18,7 @@ import torch
 
 from engine.attention import registry
 from engine.attention.torch_backend import TorchAttentionBackend
-from engine.errors import ConfigError
+from engine.contract.errors import ConfigError
 
 triton = pytest.importorskip("triton")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.attention.base import AttentionParams, BatchLayout, LayerCache
+from engine.attention.interface import AttentionParams, BatchLayout, LayerCache
 from engine.models.description import Activation, NormForm
 from engine.models.operations import BoundNorm, Heads, Places
 from tests.engine.cuda.kernels import Found

@@ -19,11 +19,11 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from engine.attention.base import BatchLayout, LayerShape
+from engine.attention.interface import BatchLayout, LayerShape
 from engine.attention.registry import ATTENTION_NAME, register
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.loading.gate import probe_layers
-from engine.loading.joining import join_linears, shared_inputs
+from engine.loading.joined_linears import join_linears, shared_inputs
 from engine.loading.kv_memory import allocate_caches, make_groups
 from engine.loading.rotary import follow_lengths, keep_frequencies, read_rope
 from engine.loading.view import ModelView

@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.batch import ScheduledBatch
-from engine.config import ContinuousBatchingConfig
-from engine.core import EngineCore
+from engine.contract.config import ContinuousBatchingConfig
+from engine.contract.outputs import RequestOutput
+from engine.contract.request import GenerationRequest
+from engine.contract.types import TokenId
+from engine.core.engine_core import EngineCore
 from engine.loading.loader import verify_model
 from engine.loading.running import build_runner
 from engine.loading.verified import VerifiedModel
 from engine.models.experts import choose_experts
-from engine.outputs import RequestOutput
-from engine.request import GenerationRequest
 from engine.runner.cuda_graph import CapturingBackend
-from engine.runner_protocol import PendingStep, SampledTokens
-from engine.types import TokenId
+from engine.scheduler.runner_protocol import PendingStep, SampledTokens
+from engine.scheduler.scheduled_batch import ScheduledBatch
 from tests.engine.cuda.watch import CUDA, HOPPER, Properties, Watch, fake_cuda, to_fake_cuda
 from tests.engine.runner.steps import make_core
 from tests.model_recipes import RECIPES

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.contract.sampling_params import SamplingParams
 from engine.models.experts import EXPERTS_NAME
-from engine.sampling_params import SamplingParams
 from tests.engine.cuda import launches, steps
 from tests.engine.cuda.launches import Served, by_ours, by_transformers, trace
 from tests.engine.cuda.watch import AMPERE, HOPPER, DeviceFault, Properties

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from engine.contract.sampling_params import LogprobParams, SamplingParams
+from engine.contract.types import RequestId, TokenId
 from engine.runner.device import CudaDevice
 from engine.sampling.sampler import Sampler
-from engine.sampling_params import LogprobParams, SamplingParams
-from engine.types import RequestId, TokenId
 from tests.engine.cuda.steps import Engine, engine, verified
 from tests.engine.runner.steps import make_request
 from tests.long_rope import MODELS, ORIGINAL

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.transfer import to_device
+from engine.native.device_copy import to_device
 from tests.engine.cuda.watch import AMPERE, CUDA, HOPPER, DeviceFault, Properties, Watch, fake_cuda
 
 Act = Callable[[torch.Tensor], object]

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import pytest
 from huggingface_hub import constants
 
-from engine.errors import DownloadError
+from engine.contract.errors import DownloadError
 from engine.hub import cache, fetching
 from engine.hub.cache import HubId
 from engine.hub.fetching import Patience, fetch

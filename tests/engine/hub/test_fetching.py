@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, snapshot_download
 
-from engine.errors import DownloadError, ModelInUseError, ModelRefusedError
+from engine.contract.errors import DownloadError, ModelInUseError, ModelRefusedError
+from engine.contract.startup import DOWNLOAD, Paced, Stages, Transfer
 from engine.hub import cache
 from engine.hub.cache import HubId
 from engine.hub.fetching import Patience, fetch
 from engine.loading.checkpoint import resolve_path
-from engine.startup import DOWNLOAD, Paced, Stages, Transfer
 from tests.engine.hub.conftest import FILES, USED, WEIGHTS
 from tests.engine.hub.loopback_hub import COMMIT, Hub, Repository, running
 

@@ -8,9 +8,9 @@ from random import Random
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.kv_cache.manager import KVCacheManager
-from engine.request import Request
-from engine.types import RequestKey
+from engine.contract.request import Request
+from engine.contract.types import RequestKey
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from tests.engine.fake_runner import make_groups
 from tests.engine.kv_cache.simulation import Simulation
 

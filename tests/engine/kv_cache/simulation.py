@@ -13,12 +13,12 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from engine.contract.request import PENDING_TOKEN, GenerationRequest, Request
+from engine.contract.sampling_params import SamplingParams, StopParams
+from engine.contract.types import RequestId, RequestKey, TokenId
 from engine.kv_cache.block_table import BlockTable
 from engine.kv_cache.copies import BlockCopy, StepCopies
-from engine.kv_cache.manager import KVCacheManager
-from engine.request import PENDING_TOKEN, GenerationRequest, Request
-from engine.sampling_params import SamplingParams, StopParams
-from engine.types import RequestId, RequestKey, TokenId
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 
 Content = tuple[bytes, tuple[int, ...]]
 

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from engine.contract.types import BlockId
 from engine.kv_cache.block_pool import NULL_BLOCK, BlockPool
-from engine.types import BlockId
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from engine.contract.request import Request
 from engine.kv_cache.copies import NO_COPIES
-from engine.kv_cache.manager import KVCacheManager
-from engine.request import Request
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from tests.engine.fake_runner import make_groups
 from tests.engine.kv_cache.simulation import make_request
 

@@ -7,10 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.contract.request import Request
+from engine.contract.types import RequestKey
 from engine.kv_cache.groups import sliding_group_blocks, window_blocks
-from engine.kv_cache.manager import KVCacheManager
-from engine.request import Request
-from engine.types import RequestKey
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from tests.engine.fake_runner import make_groups, make_request
 
 

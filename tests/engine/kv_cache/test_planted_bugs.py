@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from engine.kv_cache import manager as manager_module
+from engine.contract.request import Request
+from engine.contract.types import BlockId, RequestKey
+from engine.kv_cache import kv_cache_manager as manager_module
 from engine.kv_cache import prefix_cache as prefix_cache_module
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.host_cache import HostCache
-from engine.kv_cache.manager import KVCacheManager
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.prefix_cache import PrefixCache
 from engine.kv_cache.prefix_index import PrefixIndex, extend_block_hashes
-from engine.request import Request
-from engine.types import BlockId, RequestKey
 from tests.engine.kv_cache import simulation as simulation_module
 from tests.engine.kv_cache.machine import drive
 from tests.engine.kv_cache.simulation import make_request

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from engine.contract.request import PENDING_TOKEN, Request
+from engine.contract.types import TokenId
 from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.manager import KVCacheManager
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.prefix_cache import PrefixCache
-from engine.request import PENDING_TOKEN, Request
-from engine.types import TokenId
 from tests.engine.fake_runner import make_groups
 from tests.engine.kv_cache.simulation import digests_of, make_request
 

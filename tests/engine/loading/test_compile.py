@@ -13,8 +13,8 @@ from transformers import CompileConfig
 
 from engine.api.offline import LoadedModel, from_model
 from engine.attention.opaque import CALLS
-from engine.config import ContinuousBatchingConfig
-from engine.errors import ConfigError
+from engine.contract.config import ContinuousBatchingConfig
+from engine.contract.errors import ConfigError
 from engine.loading.compile import compile_options
 from engine.runner.runner_options import StepPath
 from tests.engine.runner.steps import build, make_core, make_request, run, tokens_of

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 from transformers.models.llama.modeling_llama import eager_attention_forward as llama_attention
 
 from engine.api.offline import LoadedModel, from_model
-from engine.attention.base import (
+from engine.attention.interface import (
     AttentionBackend,
     AttentionMetadata,
     AttentionParams,
@@ -26,7 +26,7 @@ from engine.attention.base import (
 )
 from engine.attention.registry import ATTENTION_NAME, register
 from engine.attention.torch_backend import TorchAttentionBackend
-from engine.errors import ModelRefusedError
+from engine.contract.errors import ModelRefusedError
 from engine.loading import gate
 from engine.loading.gate import check_config, probe_layers, self_check
 from engine.loading.loader import verify_model

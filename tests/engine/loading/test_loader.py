@@ -15,16 +15,16 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, LlamaConfig, PreTrainedModel, T5Config
 
 from engine.api.offline import load
-from engine.config import LoadConfig
-from engine.errors import ConfigError, InsufficientMemoryError, ModelRefusedError
+from engine.contract.config import LoadConfig
+from engine.contract.errors import ConfigError, InsufficientMemoryError, ModelRefusedError
+from engine.contract.sampling_params import SamplingParams
+from engine.core.threads import call_on_own_thread
 from engine.loading import loader
 from engine.loading.checkpoint import resolve_path
 from engine.loading.loader import load_model
 from engine.loading.memory import HostLimits
 from engine.loading.model_defaults import context_length, default_sampling, eos_token_ids
 from engine.loading.verified import VerifiedModel
-from engine.sampling_params import SamplingParams
-from engine.threads import call_on_own_thread
 from tests.tiny_models import CONTEXT, FAMILIES, VOCAB, make_model
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import ContinuousBatchingConfig
-from engine.errors import InsufficientMemoryError
+from engine.contract.config import ContinuousBatchingConfig
+from engine.contract.errors import InsufficientMemoryError
+from engine.contract.types import GroupId
 from engine.kv_cache.groups import LayerGroup
 from engine.loading.memory import GIB, CachePlan, HostLimits, plan_cache
-from engine.types import GroupId
 
 MIB = 1 << 20
 

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.api.offline import from_model, load
-from engine.config import LoadConfig
-from engine.errors import ConfigError, ModelRefusedError, NoGradientsError
+from engine.contract.config import LoadConfig
+from engine.contract.errors import ConfigError, ModelRefusedError, NoGradientsError
 from engine.loading import loader, packing
 from engine.loading.checkpoint import read_checkpoint
 from engine.loading.loader import load_model, verify_model

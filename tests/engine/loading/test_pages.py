@@ -59,7 +59,7 @@ _LOAD = """
 import re, sys
 from pathlib import Path
 import torch
-from engine.config import LoadConfig
+from engine.contract.config import LoadConfig
 from engine.loading.loader import load_model
 
 def bytes_of(name):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from engine.api.offline import LoadedModel
-from engine.config import ContinuousBatchingConfig
-from engine.errors import InsufficientMemoryError
+from engine.contract.config import ContinuousBatchingConfig
+from engine.contract.errors import InsufficientMemoryError
 from engine.loading import running
 from engine.loading.kv_memory import make_groups
 from engine.loading.memory import GIB, StepLimits, step_limits

@@ -72,7 +72,7 @@ def test_an_index_says_which_files_are_read(tmp_path: Path) -> None:
 _PEAK = """
 import re, sys
 from pathlib import Path
-from engine.config import LoadConfig
+from engine.contract.config import LoadConfig
 from engine.loading.loader import load_model
 
 def bytes_of(name):

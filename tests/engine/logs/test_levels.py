@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from engine.logs.levels import merged, replaced, set_levels
-from engine.process.client import ProcessEngineClient
+from engine.process.process_client import ProcessEngineClient
 
 
 def test_the_last_level_of_a_module_counts() -> None:
@@ -27,7 +27,7 @@ def test_a_module_that_is_no_longer_named_has_the_level_above_it() -> None:
 
 
 async def test_a_process_that_is_started_later_has_the_levels_of_all_changes() -> None:
-    client = ProcessEngineClient(  # type: ignore[abstract]  # as in service.cli
+    client = ProcessEngineClient(  # type: ignore[abstract]  # as in service.command.cli
         "models/demo", log_level_of=("a=debug",)
     )
     for level in ("info", "error"):

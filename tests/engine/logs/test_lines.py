@@ -57,12 +57,18 @@ def test_a_record_travels() -> None:
         raise ValueError("line\nbreak \ud800")
     except ValueError:
         record = logging.LogRecord(
-            "engine.core", logging.ERROR, "core.py", 7, "%s\nof %d", ("a\ud800", 2), sys.exc_info()
+            "engine.core.engine_core",
+            logging.ERROR,
+            "core.py",
+            7,
+            "%s\nof %d",
+            ("a\ud800", 2),
+            sys.exc_info(),
         )
     line = records.encode(record)
     assert "\n" not in line
     read = records.decode(line, "engine")
-    assert (read.name, read.levelno, read.lineno) == ("engine.core", logging.ERROR, 7)
+    assert (read.name, read.levelno, read.lineno) == ("engine.core.engine_core", logging.ERROR, 7)
     assert read.getMessage() == "a\\ud800\nof 2"
     assert read.created == record.created
     assert read.processName == "engine"

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.errors import ModelRefusedError
+from engine.contract.errors import ModelRefusedError
 from engine.loading import gate, loader
 from engine.models import choosing, comparison, native_decoder, native_layer, recording
 from engine.models.description import Decoder, Layer

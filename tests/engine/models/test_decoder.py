@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from engine.api.offline import LoadedModel
 from engine.attention.native_backend import NativeAttentionBackend
-from engine.config import LoadConfig
+from engine.contract.config import LoadConfig
 from engine.loading.loader import load_model, verify_model
 from engine.loading.packing import Packing
 from engine.loading.verified import VerifiedModel

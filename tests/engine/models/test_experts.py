@@ -12,9 +12,9 @@ import torch
 from transformers import MixtralForCausalLM, PreTrainedModel
 from transformers.integrations.moe import grouped_mm_experts_forward
 
-from engine.attention.base import AttentionBackend
+from engine.attention.interface import AttentionBackend
 from engine.attention.torch_backend import TorchAttentionBackend
-from engine.errors import ModelRefusedError
+from engine.contract.errors import ModelRefusedError
 from engine.loading.loader import verify_model
 from engine.loading.view import ModelView
 from engine.models.experts import EXPERTS_NAME, choose_experts

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.attention.base import AttentionContext, BatchLayout, LayerCache
-from engine.errors import ModelRefusedError
+from engine.attention.interface import AttentionContext, BatchLayout, LayerCache
+from engine.contract.errors import ModelRefusedError
 from engine.loading.loader import verify_model
 from engine.loading.verified import VerifiedModel
 from engine.models import choosing
+from engine.models.layer_parts import walk
 from engine.models.operations import TorchOperations
-from engine.models.parts import walk
 from engine.models.torch_decoder import TorchDecoder, TorchMlp
 from engine.runner.runner_options import StepPath
 from tests.engine.models.test_decoder import OURS, _gaps, make

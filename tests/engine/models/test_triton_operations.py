@@ -17,7 +17,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from engine.models import triton_kernels
+from engine.models import decoder_kernels as triton_kernels
 from engine.models.description import NormForm
 from engine.models.operations import BoundNorm, Heads
 from engine.models.triton_operations import Launch, add_norm_launch, gate_launch, turn_launch

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.api.offline import LoadedModel
-from engine.config import ContinuousBatchingConfig
+from engine.contract.config import ContinuousBatchingConfig
 from tests.tiny_models import make_prompts
 
 BLOCK = 8

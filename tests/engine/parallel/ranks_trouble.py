@@ -9,7 +9,7 @@ import os
 import sys
 
 import engine
-from engine.errors import HeadraceError, ModelRefusedError
+from engine.contract.errors import HeadraceError, ModelRefusedError
 from engine.loading import loader
 from engine.parallel import follower
 from engine.runner.forward import ModelForward

@@ -13,7 +13,7 @@ from typing import Any
 
 import engine
 from engine.api.offline import LoadedModel
-from engine.errors import ConfigError, HeadraceError
+from engine.contract.errors import ConfigError, HeadraceError
 from engine.parallel import leader
 from tests.engine.parallel.ranks_cases import CASES, run
 from tests.tiny_models import make_prompts

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from engine.api.offline import from_model, load
-from engine.config import LoadConfig
-from engine.environment import RankPlace
-from engine.errors import ConfigError, InsufficientMemoryError, ModelRefusedError
+from engine.contract.config import LoadConfig
+from engine.contract.environment import RankPlace
+from engine.contract.errors import ConfigError, InsufficientMemoryError, ModelRefusedError
 from engine.loading.memory import CachePlan
+from engine.loading.sharding import check_plan
 from engine.parallel.leader import Leader
 from engine.parallel.ranks import Ranks, join
-from engine.parallel.sharding import check_plan
 from engine.runner.kv_tensors import KVTensors
 from tests.engine.parallel.ranks_cases import CASES, GREEDY, NEW_TOKENS, run
 from tests.engine.parallel.ranks_rig import ROOT, launched, needs_ranks, ranks, torchrun

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.attention.base import (
+from engine.attention.interface import (
     AttentionMetadata,
     AttentionParams,
     BatchLayout,

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from engine.config import ContinuousBatchingConfig
-from engine.core import EngineCore
-from engine.kv_cache.manager import KVCacheManager
+from engine.contract.config import ContinuousBatchingConfig
+from engine.contract.outputs import RequestOutput
+from engine.contract.request import GenerationRequest
+from engine.contract.sampling_params import SamplingParams, StopParams
+from engine.contract.types import RequestId, TokenId
+from engine.core.engine_core import EngineCore
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.loading.running import LoadedRunner, build_runner
 from engine.loading.verified import VerifiedModel
-from engine.outputs import RequestOutput
-from engine.request import GenerationRequest
 from engine.runner.cuda_graph import GraphBackend
-from engine.sampling_params import SamplingParams, StopParams
 from engine.scheduler.fifo import FIFOScheduler
-from engine.types import RequestId, TokenId
 from tests.engine.runner.fake_attention import CapturableAttention
 from tests.tiny_models import CONTEXT
 

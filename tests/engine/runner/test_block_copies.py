@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.api.offline import LoadedModel
-from engine.attention.base import LayerShape
-from engine.batch import ScheduledBatch
-from engine.config import ContinuousBatchingConfig
+from engine.attention.interface import LayerShape
+from engine.contract.config import ContinuousBatchingConfig
+from engine.contract.types import GroupId
 from engine.kv_cache.copies import BlockCopy, StepCopies
 from engine.loading.kv_memory import allocate_caches, allocate_host_caches, make_groups
 from engine.loading.running import build_runner
 from engine.runner.block_copies import BlockCopier
 from engine.runner.kv_tensors import KVTensors
-from engine.types import GroupId
+from engine.scheduler.scheduled_batch import ScheduledBatch
 
 BLOCKS = 6
 SLOTS = 4

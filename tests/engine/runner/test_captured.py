@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from engine.api.offline import LoadedModel
-from engine.config import ContinuousBatchingConfig
-from engine.errors import ConfigError
+from engine.contract.config import ContinuousBatchingConfig
+from engine.contract.errors import ConfigError
+from engine.contract.startup import Stages
 from engine.loading.running import LoadedRunner, build_runner
 from engine.runner.buckets import decode_sizes, mixed_sizes, request_sizes
 from engine.runner.captured import planned_shapes
 from engine.runner.model_runner import StepKind
 from engine.runner.runner_options import RunnerOptions, StepPath
-from engine.startup import Stages
 from tests.engine.runner.fake_attention import CapturableAttention
 from tests.engine.runner.fake_graphs import RecordedGraph, RecordingBackend
 from tests.engine.runner.steps import build, make_core, make_request, run, tokens_of

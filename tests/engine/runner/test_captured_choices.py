@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.api.offline import LoadedModel
+from engine.contract.sampling_params import LogprobParams, SamplingParams
 from engine.loading.profiling import measure_graphs
 from engine.loading.running import LoadedRunner
 from engine.runner import captured_choices
@@ -16,7 +17,6 @@ from engine.runner.captured import CapturedStep, CapturedSteps
 from engine.runner.model_runner import ModelRunner
 from engine.runner.static_inputs import StaticInputs
 from engine.sampling.plain import PlainKind
-from engine.sampling_params import LogprobParams, SamplingParams
 from tests.engine.runner.fake_device import LateDevice
 from tests.engine.runner.fake_graphs import RecordedGraph, RecordingBackend
 from tests.engine.runner.steps import build, make_core, make_request

@@ -8,13 +8,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.attention.base import BatchLayout
-from engine.batch import ScheduledBatch, ScheduledRequest
+from engine.attention.interface import BatchLayout
+from engine.contract.request import Request
+from engine.contract.types import BlockId
 from engine.kv_cache.block_table import BlockTable
-from engine.request import Request
 from engine.runner.input_batch import InputBatch, InputBatchBuilder
 from engine.runner.runner_options import PLAIN, RunnerOptions
-from engine.types import BlockId
+from engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledRequest
 from tests.engine.runner.steps import make_request
 
 BLOCK = 4

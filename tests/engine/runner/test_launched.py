@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from engine.api.offline import LoadedModel
-from engine.batch import ScheduledBatch
+from engine.contract.outputs import FinishReason, RequestOutput
+from engine.contract.request import LogprobParams
+from engine.contract.sampling_params import SamplingParams, StopParams
+from engine.contract.types import GroupId, RequestKey, TokenId
 from engine.kv_cache.copies import BlockCopy, StepCopies
 from engine.loading.running import LoadedRunner
-from engine.outputs import FinishReason, RequestOutput
-from engine.request import LogprobParams
 from engine.runner.launched import InputBuffers
 from engine.runner.model_runner import ModelRunner
-from engine.runner_protocol import INVALID_TOKEN
-from engine.sampling_params import SamplingParams, StopParams
-from engine.types import GroupId, RequestKey, TokenId
+from engine.scheduler.runner_protocol import INVALID_TOKEN
+from engine.scheduler.scheduled_batch import ScheduledBatch
 from tests.engine.runner.fake_device import LateDevice
 from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.engine.runner.steps import build, make_core, make_request, run, tokens_of

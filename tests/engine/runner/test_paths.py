@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from engine.api.offline import LoadedModel
-from engine.batch import ScheduledBatch
 from engine.loading.running import LoadedRunner
 from engine.runner.input_batch import InputBatch
 from engine.runner.model_runner import StepKind
 from engine.runner.runner_options import StepPath
+from engine.scheduler.scheduled_batch import ScheduledBatch
 from tests.engine.runner.steps import build, make_core, make_request, run, tokens_of
 from tests.tiny_models import FAMILIES, WINDOW, greedy_reference, make_model, make_prompts
 

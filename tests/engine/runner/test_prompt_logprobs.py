@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.api.offline import LoadedModel
-from engine.outputs import TokenLogprobs
+from engine.contract.outputs import TokenLogprobs
 from tests.engine.runner.steps import build, make_core, make_request, run
 from tests.tiny_models import greedy_reference, make_prompts
 

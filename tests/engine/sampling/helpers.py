@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.request import GenerationRequest, Request
-from engine.runner_protocol import INVALID_TOKEN
+from engine.contract.request import GenerationRequest, Request
+from engine.contract.sampling_params import LogprobParams, SamplingParams, StopParams
+from engine.contract.types import RequestId, RequestKey, TokenId
 from engine.sampling.random import uniform
-from engine.sampling_params import LogprobParams, SamplingParams, StopParams
-from engine.types import RequestId, RequestKey, TokenId
+from engine.scheduler.runner_protocol import INVALID_TOKEN
 
 VOCAB = 60
 CPU = torch.device("cpu")

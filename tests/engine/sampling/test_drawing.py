@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from engine.native import library
 from engine.native.build import LIBRARY, variants
 from engine.native.library import NativeUnavailableError, load_library
-from engine.runner_protocol import INVALID_TOKEN
 from engine.sampling import drawing, ops
 from engine.sampling.drawing import InLibrary, choose_draw
 from engine.sampling.filters import Filters, filtered_weights
 from engine.sampling.greedy import valid
 from engine.sampling.sampler import Sampler
+from engine.scheduler.runner_protocol import INVALID_TOKEN
 from tests.engine.sampling.helpers import CPU, make
 
 ISAS = tuple(variants(platform.machine()))

@@ -18,7 +18,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from engine.request import Request
+from engine.contract.request import Request
 from engine.sampling import filters, ops
 from engine.sampling import sampler as sampler_module
 from engine.sampling.filters import Filters, filtered_weights

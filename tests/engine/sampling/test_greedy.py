@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from engine.native import library
 from engine.native.library import NativeUnavailableError, load_library
-from engine.runner_protocol import INVALID_TOKEN
 from engine.sampling import greedy
 from engine.sampling.greedy import InLibrary, choose_greedy, in_torch
+from engine.scheduler.runner_protocol import INVALID_TOKEN
 
 CPU = torch.device("cpu")
 

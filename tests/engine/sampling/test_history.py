@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from engine.runner_protocol import INVALID_TOKEN
+from engine.contract.token_ids import TokenIds
+from engine.contract.types import TokenId
 from engine.sampling.history import NgramIndex, TokenCounts
 from engine.sampling.sampler import Sampler
-from engine.token_ids import TokenIds
-from engine.types import TokenId
+from engine.scheduler.runner_protocol import INVALID_TOKEN
 from tests.engine.sampling.helpers import CPU, VOCAB, make, processed, reference
 
 TEXT = st.lists(st.integers(0, 3).map(TokenId), max_size=40)

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.runner_protocol import INVALID_TOKEN
 from engine.sampling import ops
 from engine.sampling.sampler import Sampler
+from engine.scheduler.runner_protocol import INVALID_TOKEN
 from tests.engine.sampling.helpers import CPU, VOCAB, SetMatcher, make, reference
 
 

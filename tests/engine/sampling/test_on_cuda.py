@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.request import PENDING_TOKEN, Request
+from engine.contract.request import PENDING_TOKEN, Request
+from engine.contract.types import RequestKey, TokenId
 from engine.runner.device import CudaDevice
 from engine.runner.input_batch import PromptRows
 from engine.runner.launched import InputBuffers, LaunchedStep
 from engine.runner.prompt_logprobs import PromptReport, report_prompts
 from engine.sampling import sampler as sampler_module
 from engine.sampling.sampler import Sampler
-from engine.types import RequestKey, TokenId
 from tests.engine.cuda.watch import CUDA, DeviceFault, Watch, fake_cuda
 from tests.engine.sampling.helpers import make
 

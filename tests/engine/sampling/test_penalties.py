@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from engine.api.offline import LoadedModel
-from engine.request import PENDING_TOKEN, Request
-from engine.runner_protocol import INVALID_TOKEN
+from engine.contract.request import PENDING_TOKEN, Request
+from engine.contract.sampling_params import SamplingParams
+from engine.contract.types import TokenId
 from engine.sampling import edits, penalties
 from engine.sampling.penalties import OnDevice, OnHost, choose_penalties
 from engine.sampling.sampler import Sampler
-from engine.sampling_params import SamplingParams
-from engine.types import TokenId
+from engine.scheduler.runner_protocol import INVALID_TOKEN
 from tests.engine.runner.fake_device import LateDevice
 from tests.engine.runner.steps import build, make_core, make_request, run, tokens_of
 from tests.engine.sampling.helpers import CPU, VOCAB, make

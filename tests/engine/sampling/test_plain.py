@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.request import Request, RequestStatus
-from engine.runner_protocol import INVALID_TOKEN
+from engine.contract.request import Request, RequestStatus
 from engine.sampling import plain
 from engine.sampling.plain import COLUMNS, IDLE, PlainChoice, PlainKind
 from engine.sampling.sampler import Sampler
 from engine.sampling.selection import least_bound
+from engine.scheduler.runner_protocol import INVALID_TOKEN
 from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.engine.sampling.helpers import CPU, make
 

@@ -17,9 +17,9 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from engine.request import Request
-from engine.runner_protocol import INVALID_TOKEN
+from engine.contract.request import Request
 from engine.sampling.sampler import Sampler
+from engine.scheduler.runner_protocol import INVALID_TOKEN
 from tests.engine.sampling.helpers import CPU, VOCAB, make, reference
 
 

@@ -15,7 +15,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from engine.sampling import selection, triton_kernels, triton_selection
+from engine.sampling import selection, triton_selection
+from engine.sampling import selection_kernels as triton_kernels
 from engine.sampling.selection import choose_bound
 
 ROOT = Path(__file__).parents[3]

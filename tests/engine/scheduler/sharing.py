@@ -8,11 +8,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.batch import ScheduledBatch
+from engine.contract.stats import CallerStats
 from engine.scheduler.base import Scheduler
-from engine.scheduler.callers import OUTPUT_COST
 from engine.scheduler.fair import LEAD
-from engine.stats import CallerStats
+from engine.scheduler.live_callers import OUTPUT_COST
+from engine.scheduler.scheduled_batch import ScheduledBatch
 from tests.engine.fake_runner import make_core, make_request
 
 QUEUED = 20

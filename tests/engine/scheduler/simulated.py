@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.batch import ScheduledBatch
-from engine.core import EngineCore
-from engine.request import GenerationRequest
-from engine.runner_protocol import PendingStep, SampledTokens
+from engine.contract.request import GenerationRequest
+from engine.core.engine_core import EngineCore
 from engine.scheduler.pace import shape_of
+from engine.scheduler.runner_protocol import PendingStep, SampledTokens
+from engine.scheduler.scheduled_batch import ScheduledBatch
 from engine.scheduler.step_cost import StepCosts
 from tests.engine.fake_runner import Clock, FakeRunner, make_core
 from tests.engine.ledger import Ledger, drain

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduler.callers import NAMED_CALLERS
-from engine.stats import CallerStats
-from engine.types import CallerKey, RequestId
+from engine.contract.stats import CallerStats
+from engine.contract.types import CallerKey, RequestId
+from engine.scheduler.live_callers import NAMED_CALLERS
 from tests.engine.core_machine import POLICIES
 from tests.engine.fake_runner import make_request
 from tests.engine.scheduler.test_policies import Watched

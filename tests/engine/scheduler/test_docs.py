@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import ContinuousBatchingConfig
-from engine.scheduler import registry
+from engine.contract.config import ContinuousBatchingConfig
+from engine.scheduler import policies as registry
+from engine.scheduler.policies import scheduler_class
 from engine.scheduler.prefill_first import PATIENCE
-from engine.scheduler.registry import scheduler_class
 from tests.engine.core_machine import ENDING
 from tests.engine.fake_runner import make_core, make_request
 from tests.engine.ledger import Ledger, drain

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from engine.request import Request
+from engine.contract.request import Request
+from engine.contract.types import RequestId
 from engine.scheduler import fair
 from engine.scheduler.fair import LEAD, FairScheduler
-from engine.scheduler.shares import Share, Shares
-from engine.types import RequestId
+from engine.scheduler.token_counters import Share, Shares
 from tests.engine.fake_runner import make_request
 from tests.engine.scheduler.sharing import Client, Sharing
 from tests.engine.scheduler.test_policies import Watched

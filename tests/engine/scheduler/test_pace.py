@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.request import GenerationRequest
+from engine.contract.request import GenerationRequest
+from engine.contract.types import RequestKey
 from engine.runner.buckets import mixed_sizes
 from engine.scheduler.pace import ChunkLimit, StepPace
 from engine.scheduler.step_cost import StepCosts
-from engine.types import RequestKey
 from tests.engine.core_machine import POLICIES
 from tests.engine.fake_runner import VOCAB, make_request
 from tests.engine.scheduler.simulated import CPU, CUDA, Simulation, Step

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from engine.batch import ScheduledBatch, ScheduledRequest
-from engine.core import EngineCore
-from engine.endings import LiveRequests
-from engine.outputs import FinishReason
-from engine.request import Request
+from engine.contract.outputs import FinishReason
+from engine.contract.request import Request
+from engine.contract.types import RequestKey
+from engine.core.endings import LiveRequests
+from engine.core.engine_core import EngineCore
+from engine.core.step_results import StepResults
 from engine.scheduler.base import Scheduler, StepPlan
 from engine.scheduler.fifo import FIFOScheduler
 from engine.scheduler.prefill_first import PrefillFirstScheduler
 from engine.scheduler.priority import PriorityScheduler
 from engine.scheduler.request_heap import RequestHeap
-from engine.step_results import StepResults
-from engine.types import RequestKey
+from engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledRequest
 from tests.engine.core_machine import POLICIES, CoreMachine
 from tests.engine.fake_runner import Violation, make_core
 from tests.engine.traffic import traffic

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from engine.batch import ScheduledBatch
-from engine.core import EngineCore
-from engine.errors import ConfigError
-from engine.kv_cache.manager import KVCacheManager
-from engine.outputs import FinishReason
-from engine.request import GenerationRequest
+from engine.contract.errors import ConfigError
+from engine.contract.outputs import FinishReason
+from engine.contract.request import GenerationRequest
+from engine.contract.types import RequestId
+from engine.core.engine_core import EngineCore
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.scheduler.base import Scheduler, StepPlan
 from engine.scheduler.fifo import FIFOScheduler
+from engine.scheduler.policies import register_scheduler, scheduler_class
 from engine.scheduler.prefill_first import PATIENCE
 from engine.scheduler.priority import PriorityScheduler
-from engine.scheduler.registry import register_scheduler, scheduler_class
 from engine.scheduler.request_heap import RequestHeap
+from engine.scheduler.scheduled_batch import ScheduledBatch
 from engine.scheduler.step_times import StepTimes
-from engine.types import RequestId
 from tests.engine.core_machine import POLICIES
 from tests.engine.fake_runner import Clock, FakeRunner, make_core, make_request
 from tests.engine.ledger import Ledger, drain

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.sampling_params import GrammarKind, GrammarParams
+from engine.contract.sampling_params import GrammarKind, GrammarParams
+from engine.contract.types import TokenId
 from engine.structured import GrammarCompiler
 from engine.text import Tokenizer
-from engine.types import TokenId
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 V = 4100

@@ -9,11 +9,11 @@ from collections.abc import Collection
 
 import numpy as np
 
-from engine.request import TokenMatcher
-from engine.sampling_params import GrammarKind, GrammarParams
+from engine.contract.request import TokenMatcher
+from engine.contract.sampling_params import GrammarKind, GrammarParams
+from engine.contract.types import TokenId
 from engine.structured import GrammarCompiler
 from engine.text import Tokenizer
-from engine.types import TokenId
 
 
 def allowed(matcher: TokenMatcher, vocab_size: int) -> set[int]:

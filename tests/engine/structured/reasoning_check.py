@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.sampling_params import ReasoningParams
+from engine.contract.sampling_params import ReasoningParams
 from engine.text import Tokenizer
 
 Symbols = tuple[int, ...]

@@ -19,20 +19,20 @@ from llguidance import LLMatcher, LLParserLimits
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from engine.errors import (
+from engine.contract.errors import (
     CompileQueueFullError,
     EngineUnavailableError,
     InvalidRequestError,
     UnsupportedFeatureError,
 )
-from engine.request import TokenMatcher
-from engine.sampling_params import GrammarKind, GrammarParams
+from engine.contract.request import TokenMatcher
+from engine.contract.sampling_params import GrammarKind, GrammarParams
+from engine.contract.types import CallerKey, TokenId
 from engine.structured import GrammarCompiler, compilation, root
 from engine.structured.compilation import CompiledRoot
 from engine.structured.matcher import CompiledGrammar, GrammarMatcher
 from engine.structured.trial import Trial
 from engine.text import Tokenizer
-from engine.types import CallerKey, TokenId
 from tests.engine.structured.conftest import V, form
 from tests.engine.structured.following import allowed
 

@@ -14,14 +14,14 @@ from transformers import LlamaConfig
 
 from engine.api.manager import ContinuousBatchingManager
 from engine.api.offline import LoadedModel, from_model, load
-from engine.config import ContinuousBatchingConfig, LoadConfig
-from engine.errors import InvalidRequestError, UnsupportedFeatureError
-from engine.local_client import LocalEngineClient
-from engine.outputs import FinishReason, RequestOutput, StepOutputs
-from engine.request import GenerationRequest
-from engine.sampling_params import GrammarKind, GrammarParams, SamplingParams, StopParams
+from engine.contract.config import ContinuousBatchingConfig, LoadConfig
+from engine.contract.errors import InvalidRequestError, UnsupportedFeatureError
+from engine.contract.outputs import FinishReason, RequestOutput, StepOutputs
+from engine.contract.request import GenerationRequest
+from engine.contract.sampling_params import GrammarKind, GrammarParams, SamplingParams, StopParams
+from engine.contract.types import RequestId, TokenId
+from engine.process.local_client import LocalEngineClient
 from engine.text import Tokenizer
-from engine.types import RequestId, TokenId
 from tests.engine.structured.conftest import DEMO, form
 from tests.tiny_models import make_model
 

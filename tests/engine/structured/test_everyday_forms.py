@@ -9,11 +9,11 @@ import json
 import pytest
 from jsonschema.validators import Draft202012Validator, validator_for
 
-from engine.errors import InvalidRequestError
-from engine.sampling_params import GrammarKind
+from engine.contract.errors import InvalidRequestError
+from engine.contract.sampling_params import GrammarKind
+from engine.contract.types import TokenId
 from engine.structured import GrammarCompiler
 from engine.text import Tokenizer
-from engine.types import TokenId
 from tests.engine.structured.conftest import form
 from tests.engine.structured.everyday_forms import FORMS, REFUSED
 from tests.engine.structured.following import walk

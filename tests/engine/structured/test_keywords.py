@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from jsonschema import Draft7Validator, Draft202012Validator
 
-from engine.errors import InvalidRequestError
-from engine.sampling_params import GrammarKind
+from engine.contract.errors import InvalidRequestError
+from engine.contract.sampling_params import GrammarKind
 from engine.structured import GrammarCompiler
 from engine.text import Tokenizer
 from tests.engine.structured.conftest import form

@@ -9,11 +9,11 @@ import random
 
 import pytest
 
-from engine.errors import InvalidRequestError
-from engine.sampling_params import GrammarKind, GrammarParams
+from engine.contract.errors import InvalidRequestError
+from engine.contract.sampling_params import GrammarKind, GrammarParams
+from engine.contract.types import TokenId
 from engine.structured import GrammarCompiler
 from engine.text import Tokenizer
-from engine.types import TokenId
 from tests.engine.structured.conftest import V, form
 from tests.engine.structured.following import allowed, walk
 

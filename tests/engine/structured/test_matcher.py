@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.request import TokenMatcher
-from engine.sampling_params import GrammarKind
+from engine.contract.request import TokenMatcher
+from engine.contract.sampling_params import GrammarKind
+from engine.contract.types import TokenId
 from engine.structured import GrammarCompiler
 from engine.text import Tokenizer
-from engine.types import TokenId
 from tests.engine.structured.conftest import V, form
 from tests.engine.structured.following import allowed, walk
 

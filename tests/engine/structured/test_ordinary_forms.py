@@ -11,12 +11,12 @@ import random
 
 import pytest
 
-from engine.form_budget import charge
-from engine.request import Request
-from engine.sampling_params import GrammarKind, GrammarParams
+from engine.contract.request import Request
+from engine.contract.sampling_params import GrammarKind, GrammarParams
+from engine.contract.types import RequestKey, TokenId
+from engine.core.grammar_budget import charge
 from engine.structured import GrammarCompiler
 from engine.text import Tokenizer
-from engine.types import RequestKey, TokenId
 from tests.engine.fake_runner import make_request
 from tests.engine.structured.conftest import V, form
 from tests.engine.structured.following import allowed

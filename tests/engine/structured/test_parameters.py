@@ -14,12 +14,12 @@ from typing import Any
 import jsonschema
 import pytest
 
-from engine.errors import InvalidRequestError
-from engine.json_types import allowed_types, type_of
+from engine.contract.errors import InvalidRequestError
+from engine.contract.json_types import allowed_types, type_of
+from engine.contract.types import TokenId
 from engine.structured import GrammarCompiler
 from engine.structured.matcher import GrammarMatcher
 from engine.text import Tokenizer
-from engine.types import TokenId
 from tests.engine.structured.conftest import V
 from tests.engine.structured.following import allowed
 from tests.engine.structured.test_structural_tag import Form, Taker, params, tag, wander

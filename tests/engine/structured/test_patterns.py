@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from engine.errors import InvalidRequestError
-from engine.sampling_params import GrammarKind
+from engine.contract.errors import InvalidRequestError
+from engine.contract.sampling_params import GrammarKind
 from engine.structured import GrammarCompiler
 from engine.structured.complement import PatternError, complement, fixed_length
 from engine.structured.patterns import LookArounds

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import InvalidRequestError
-from engine.sampling_params import GrammarKind, GrammarParams, ReasoningParams
+from engine.contract.errors import InvalidRequestError
+from engine.contract.sampling_params import GrammarKind, GrammarParams, ReasoningParams
+from engine.contract.types import TokenId
 from engine.structured import GrammarCompiler
 from engine.structured.reasoning import ReasoningMatcher
 from engine.text import Tokenizer
-from engine.types import TokenId
 from tests.engine.structured.conftest import V
 from tests.engine.structured.following import allowed
 from tests.engine.structured.reasoning_check import SlowReasoning

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from engine.api.manager import ContinuousBatchingManager
 from engine.api.offline import LoadedModel, from_model
-from engine.config import ContinuousBatchingConfig
-from engine.sampling_params import GrammarKind, GrammarParams, ReasoningParams
+from engine.contract.config import ContinuousBatchingConfig
+from engine.contract.sampling_params import GrammarKind, GrammarParams, ReasoningParams
 from engine.text import Tokenizer
 from tests.engine.structured.conftest import DEMO
 from tests.engine.text.conftest import KINDS, SPECIAL

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import InvalidRequestError
-from engine.sampling_params import MAX_GRAMMAR_BYTES, GrammarKind
+from engine.contract.errors import InvalidRequestError
+from engine.contract.sampling_params import MAX_GRAMMAR_BYTES, GrammarKind
+from engine.contract.types import TokenId
 from engine.structured import GrammarCompiler
 from engine.text import Tokenizer
-from engine.types import TokenId
 from tests.engine.structured.conftest import form
 from tests.engine.structured.following import takes, walk
 

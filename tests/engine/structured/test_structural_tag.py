@@ -14,12 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.errors import InvalidRequestError
-from engine.sampling_params import GrammarKind, GrammarParams
+from engine.contract.errors import InvalidRequestError
+from engine.contract.sampling_params import GrammarKind, GrammarParams
+from engine.contract.types import TokenId
 from engine.structured import GrammarCompiler
 from engine.structured.matcher import GrammarMatcher
 from engine.text import Tokenizer
-from engine.types import TokenId
 from tests.engine.structured.conftest import V
 from tests.engine.structured.following import allowed
 from tests.engine.structured.tag_check import is_of

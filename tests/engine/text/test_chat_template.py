@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from engine.errors import InvalidRequestError
+from engine.contract.errors import InvalidRequestError
 from engine.text import (
     ChatTemplate,
     ChatTemplateError,

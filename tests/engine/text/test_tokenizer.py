@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from engine.errors import HeadraceError, InvalidRequestError
+from engine.contract.errors import HeadraceError, InvalidRequestError
 from engine.text import Tokenizer, TokenizerError
 
 SHARED = settings(

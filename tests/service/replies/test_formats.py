@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from service.replies import FORMATS, Context, fold, tool_types
-from service.replies.calls import MAX_CALLS, MAX_PARAMETERS
+from service.replies.json_calls import MAX_CALLS, MAX_PARAMETERS
 from service.replies.json_scanner import MAX_DEPTH
 from service.replies.reader import MAX_BLANKS, MAX_HELD, MAX_NAME
 from service.replies.tool_types import MAX_TYPED

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from engine.sampling_params import GrammarKind, GrammarParams
+from engine.contract.sampling_params import GrammarKind, GrammarParams
+from engine.contract.types import TokenId
 from engine.structured import GrammarCompiler
 from engine.text import Tokenizer
-from engine.types import TokenId
 from service.replies import FORMATS, CallForm, Context, ToolMode, ToolSchema, tool_types
 from tests.engine.structured.following import allowed
 from tests.service.replies.cases import parse

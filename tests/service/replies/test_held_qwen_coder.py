@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import InvalidRequestError
-from engine.sampling_params import GrammarKind, GrammarParams
+from engine.contract.errors import InvalidRequestError
+from engine.contract.sampling_params import GrammarKind, GrammarParams
+from engine.contract.types import TokenId
 from engine.structured import GrammarCompiler
 from engine.text import Tokenizer
-from engine.types import TokenId
 from service.replies import FORMATS, Context, tool_types
 from tests.engine.structured.following import allowed
 from tests.engine.structured.json_check import fits

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 from transformers.utils.chat_parsing import parse_response
 
-from engine.errors import ConfigError
+from engine.contract.errors import ConfigError
 from engine.text import Tokenizer
 from service.replies import Context, Format, format_option
 from service.replies.response_template import declared_format

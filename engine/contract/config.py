@@ -1,0 +1,446 @@
+"""The engine's options: what each means, its bounds and its default.
+
+`ContinuousBatchingConfig` has the option names of transformers' continuous batching, with the same
+meaning. An option that the device does not support is refused when a model is loaded, with the
+reason; none is ignored. `LoadConfig` says how a model is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.contract.errors import ConfigError
+from engine.contract.option_fields import check_bounds, option
+
+DEFAULT_BLOCK_SIZE = 256
+CPU_BLOCK_SIZE = 32
+"""The block size on a CPU where none is given."""
+CUDA_BLOCK_SIZE = 64
+"""The same on CUDA: as many tokens as the kernels read at once, for which they then look up one
+block.
+"""
+GROUP = "Model and engine"
+"""The heading of these options in the server's help."""
+CPU_TARGET_STEP_TIME = 0.25
+"""The default of target_step_time on a CPU, in seconds."""
+CUDA_TARGET_STEP_TIME = 0.05
+"""The default of target_step_time on CUDA, in seconds."""
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ATTENTIONS = ("auto", "torch", "native", "triton")
+Quantization = Literal["none", "int8"]
+QUANTIZATIONS = ("none", "int8")
+DecoderChoice = Literal["own", "transformers"]
+DECODERS = ("own", "transformers")
+TensorParallel = Literal["none", "auto"]
+TENSOR_PARALLELS = ("none", "auto")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContinuousBatchingConfig:
+    """Options of continuous batching. Raises ConfigError for a value out of its bounds.
+
+    Attributes:
+        block_size: tokens in one block of the KV cache; 1 to 4096. None: 32 on a CPU, 64 on CUDA.
+        page_size: the name of block_size in newer versions of transformers; copied there when the
+            config is made.
+        num_blocks: blocks for the layers with full attention. Layers with a sliding window get as
+            many as their window needs, at most this many. None: as many as max_memory_percent
+            allows.
+        max_batch_tokens: most tokens computed in one step, prefill and decode together: the token
+            budget. Longer prompts are cut in chunks of it. None: 1024 on a CPU; on CUDA 8192, or
+            fewer, down to 512, until a step takes a quarter of the free memory at most.
+        max_memory_percent: the fraction of the free memory that the KV cache may take; above 0, at
+            most 1. Free memory is what is left within the container's limit after the model is
+            loaded, on CUDA less what the largest step was measured to need. None: 0.5 on a CPU; on
+            CUDA 0.9, or 0.8 if processors that need vocabulary-sized temporaries may be used. On a
+            CPU the cache takes less if the allowed concurrency needs less.
+        max_requests_per_batch: most requests that run at the same time. None: 64 on a CPU, 256 on
+            CUDA.
+        max_blocks_per_request: the widest block table of the decode fast path, which computes steps
+            of one token a request; a step with a longer request takes the path for varying lengths.
+            0 turns the fast path off. None: as wide as the longest request needs.
+        allow_block_sharing: whether requests share the blocks of a common prefix, and blocks that
+            no request holds keep their prefix until they are needed. Ignored for a model that
+            cannot share blocks.
+        use_async_batching: whether the next step is prepared and launched while the last one runs,
+            with two sets of input buffers. None: yes on CUDA, no on a CPU, where it gains nothing.
+        use_cuda_graph: whether steps are captured as CUDA graphs and replayed: for both paths, or
+            (varlen, decode). None: both on CUDA, otherwise none. Graphs are captured at warm-up
+            alone. Of the path of varying lengths they are steps of up to 1,024 tokens. On devices
+            other than CUDA, True is refused when the model is loaded.
+        q_padding_interval_size: the number of tokens of a step is padded to a multiple of this. 0:
+            captured decode steps are padded to 1, 2, 4, 8, 16, 24 or a multiple of 32, other
+            captured steps to a power of two from 64 to 1,024; others not at all.
+        kv_padding_interval_size: the length of the context that attention in torch reads is padded
+            to a multiple of this many tokens; 0: not at all. Captured steps read each context at
+            its own length.
+        max_cached_graphs: most captured shapes of steps. If there are more, every other one is left
+            out, and its steps are padded to the next larger one. 0: 32. Each number of requests
+            that these have adds two small graphs, which draw tokens.
+        varlen_compile_config, decode_compile_config: how torch.compile compiles the model for the
+            path of varying lengths and for the decode fast path: a transformers CompileConfig, or
+            any object with its fields; None: the generation config's compile_config, else
+            default_compile_level decides.
+        default_compile_level: how paths without a compile config of their own are compiled. 0: not
+            at all; 1: mode "default", dynamic; 2: mode "max-autotune-no-cudagraphs", dynamic; 3:
+            the same for fixed shapes.
+        use_default_compile_configs: True is default_compile_level 3.
+        scheduler_type: the name of a scheduling policy: "fifo", "prefill_first", "priority",
+            "fair", one that was registered (see `engine.scheduler.policies`), or your own class as
+            "package.module:Class".
+        target_step_time: target time, in seconds, of steps in which requests decode: prompts in the
+            same step are cut in chunks that fit, by the measured cost of earlier steps. At least a
+            block of one prompt is computed, so that no prompt waits for ever. Steps in which nobody
+            decodes are not limited. 0: no target; above 0: 0.0001 to 3600. None: 0.25 on a CPU,
+            0.05 on CUDA.
+        safety_margin: the fraction of the blocks that must stay free for the growth of the running
+            requests when a waiting one is started; 0 to 1. None: the policy's default.
+        return_logprobs: whether outputs of the offline API carry the chosen tokens'
+            log-probabilities.
+        seed: the seed from which requests without a seed get theirs, in the order of their arrival;
+            None: from the system's randomness.
+        cpu_offload_space: GiB of host memory for the KV of preempted requests; KV that fits there
+            is copied back instead of computed again. 0: none.
+        cpu_offload_space_safety_threshold: cpu_offload_space is limited to this fraction of the
+            container's memory; above 0, at most 1.
+        max_queue_size: how many requests may wait; beyond that, requests are refused at once. 0: no
+            limit.
+        max_unread_results: how many unread results of each choice of a streaming request the Python
+            API keeps. Beyond that, the oldest is merged into the next one, which also has its
+            tokens; the last one is always kept. 1 to 1,048,576.
+        max_unread_requests: how many choices may have ended without their last result being read;
+            beyond that, the Python API refuses further requests. 1 to 16,777,216.
+        per_request_processors: whether `add_request` accepts sampling options (temperature, top_k,
+            …). If not, all requests use those of the generation config.
+        drop_unsupported_processors: what to do with options of a generation config that this engine
+            does not support: True drops them with a warning, False raises.
+    """
+
+    block_size: int | None = option(
+        DEFAULT_BLOCK_SIZE,
+        "Tokens in a block of the KV cache.",
+        low=1,
+        high=4096,
+        served=(None,),
+        shown="32 on a CPU, 64 on CUDA",
+        group=GROUP,
+    )
+    page_size: int | None = option(None, low=1, high=4096)
+    num_blocks: int | None = option(
+        None,
+        "Blocks of the KV cache.",
+        low=1,
+        high=2**31 - 1,
+        shown="from the memory",
+        group=GROUP,
+    )
+    max_batch_tokens: int | None = option(
+        None,
+        "Most tokens computed in one step, prompts and outputs together.",
+        more="Longer prompts are split into chunks.",
+        low=1,
+        high=2**20,
+        shown="1024 on a CPU, at most 8192 on CUDA",
+        group=GROUP,
+    )
+    max_memory_percent: float | None = option(
+        None,
+        "The fraction of the free memory that the KV cache may take.",
+        more="Free memory is what is left after the model is loaded, on CUDA without what the "
+        "largest step needs.",
+        low=0.0,
+        high=1.0,
+        above=True,
+        shown="0.5 on a CPU, 0.8 on CUDA",
+        group=GROUP,
+    )
+    max_requests_per_batch: int | None = option(
+        None,
+        "Most requests that run at the same time; others wait.",
+        low=1,
+        high=65536,
+        shown="64 on a CPU, 256 on CUDA",
+        group=GROUP,
+    )
+    max_blocks_per_request: int | None = option(
+        None,
+        low=0,
+        high=2**20,
+    )
+    allow_block_sharing: bool = option(True, flag="prefix-cache")
+    use_async_batching: bool | None = option(
+        None,
+        "Prepare and launch the next step while the previous one runs; `--no-async-batching`: do "
+        "not.",
+        switch=True,
+        flag="async-batching",
+        shown="on CUDA only",
+        group=GROUP,
+    )
+    use_cuda_graph: bool | tuple[bool, bool] | None = option(
+        None,
+        "Capture all kinds of steps as CUDA graphs; `--no-cuda-graphs`: none.",
+        flag="cuda-graphs",
+        shown="on CUDA, steps of up to 1,024 tokens",
+        group=GROUP,
+    )
+    q_padding_interval_size: int = option(
+        0,
+        low=0,
+        high=2**16,
+    )
+    kv_padding_interval_size: int = option(
+        0,
+        low=0,
+        high=2**20,
+    )
+    max_cached_graphs: int = option(
+        0,
+        low=0,
+        high=4096,
+    )
+    varlen_compile_config: object | None = None
+    decode_compile_config: object | None = None
+    default_compile_level: int = option(
+        0,
+        "Optimization level of torch.compile: 0 off, 1 default, 2 max-autotune, 3 the same for "
+        "fixed shapes.",
+        low=0,
+        high=3,
+        flag="compile-level",
+        group=GROUP,
+    )
+    use_default_compile_configs: bool = option(False)
+    scheduler_type: str = option("fifo", flag="scheduler")
+    target_step_time: float | None = option(
+        0.0,
+        "Target in seconds for the time of steps in which requests decode: prompts beside them "
+        "are split into chunks that fit, of at least one block.",
+        more="[How it works](schedulers.md#the-target-step-time).",
+        low=1e-4,
+        high=3600.0,
+        zero="no limit",
+        served=(None,),
+        shown="0.25 on a CPU, 0.05 on CUDA",
+        group=GROUP,
+    )
+    safety_margin: float | None = option(
+        None,
+        low=0.0,
+        high=1.0,
+    )
+    return_logprobs: bool = option(False)
+    seed: int | None = option(
+        None,
+        low=0,
+        high=2**64 - 1,
+    )
+    cpu_offload_space: float = option(
+        0.0,
+        "GiB of host memory for the KV cache of preempted requests, which is then copied back "
+        "instead of computed again; 0: none.",
+        low=0.0,
+        high=1e6,
+        group=GROUP,
+    )
+    cpu_offload_space_safety_threshold: float = option(
+        0.8,
+        low=0.0,
+        high=1.0,
+        above=True,
+    )
+    max_queue_size: int = option(
+        0,
+        low=0,
+        high=2**31 - 1,
+    )
+    max_unread_results: int = option(
+        4096,
+        low=1,
+        high=2**20,
+    )
+    max_unread_requests: int = option(
+        65536,
+        low=1,
+        high=2**24,
+    )
+    per_request_processors: bool = option(False)
+    drop_unsupported_processors: bool = option(True)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if self.page_size is not None:
+            if self.block_size not in (None, DEFAULT_BLOCK_SIZE, self.page_size):
+                raise ConfigError(
+                    "page_size",
+                    f"is {self.page_size}, and block_size is {self.block_size}; they are the same "
+                    "option, give one",
+                ).naming("block_size")
+            object.__setattr__(self, "block_size", self.page_size)
+            object.__setattr__(self, "page_size", None)
+        graphs: object = self.use_cuda_graph  # configs are also made from text
+        if not isinstance(graphs, bool | None) and not (
+            isinstance(graphs, tuple)
+            and len(graphs) == 2
+            and all(isinstance(entry, bool) for entry in graphs)
+        ):
+            raise ConfigError(
+                "use_cuda_graph",
+                f"is {graphs!r}; it must be True, False, None or a pair of them: (varlen, decode)",
+            )
+        if self.use_default_compile_configs and self.default_compile_level not in (0, 3):
+            raise ConfigError(
+                "use_default_compile_configs",
+                f"is level 3, and default_compile_level is {self.default_compile_level}; give one",
+            ).naming("default_compile_level")
+
+
+def block_size_on(config: ContinuousBatchingConfig, device: str) -> int:
+    """Tokens in one block of the KV cache, on this type of device."""
+    if config.block_size is not None:
+        return config.block_size
+    return CPU_BLOCK_SIZE if device == "cpu" else CUDA_BLOCK_SIZE
+
+
+def target_step_time(config: ContinuousBatchingConfig, device: str) -> float:
+    """The target time, in seconds, of steps in which requests decode, on this type of device; 0:
+    none.
+    """
+    if config.target_step_time is not None:
+        return config.target_step_time
+    return CPU_TARGET_STEP_TIME if device == "cpu" else CUDA_TARGET_STEP_TIME
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadConfig:
+    """How a model is loaded. Raises ConfigError for a value out of bounds.
+
+    Attributes:
+        dtype: the type of the weights; "auto": the checkpoint's, or float32 where this processor
+            multiplies bfloat16 several times slower (see `engine.loading.packing.choose_dtype`).
+        device: "auto" (cuda where there is one, else cpu), "cpu", "cuda" or "cuda:N".
+        threads: CPU threads for the model. None: as many as the CPUs that this process may use, by
+            its affinity and its container's quota.
+        attention: what computes attention. "torch": plain torch, the reference, on any device;
+            "native": the C++ kernels for CPUs, refused if they were not built; "triton": the
+            kernels for CUDA devices, refused if Triton does not work; "package.module:Class": a
+            subclass of `engine.attention.interface.AttentionBackend`, made without arguments;
+            "auto": native on a CPU, triton on CUDA, or torch if that is not available. A line in
+            the log says which.
+        quantization: "int8": on a CPU, the weights of bfloat16 linear layers are stored as integers
+            from -127 to 127 with a scale for each output. This takes half the memory and makes a
+            single request up to twice as fast; results differ a little (docs/performance.md).
+            Refused if it is not possible. "none": the weights are those of the checkpoint.
+        pack_weights: whether, on a CPU, the weights of bfloat16 and float32 linear layers are
+            stored in the order in which the kernel reads them. Values and memory use do not change.
+            True: packed, or refused if that is not possible; None: packed if it pays, which a line
+            in the log says. Only models that are loaded from disk are packed. Packed layers have no
+            gradients: to train a model that is loaded here, set it to False.
+        decoder: what computes a model's steps. "own": our decoder if the model's class is one that
+            it knows and the model is on CUDA, or on a CPU with packed weights; else the model as
+            transformers wrote it. A line in the log says which, and why. At load, our decoder is
+            compared with the unmodified model, part by part, and the load fails if they differ.
+            "transformers": the model as transformers wrote it. Only models that are loaded from
+            disk have the choice.
+        tensor_parallel: "auto": the model is split across the processes that torchrun started, by
+            its tensor-parallel plan in transformers (docs/tensor-parallelism.md); each uses its own
+            device. "none": this process has the whole model.
+    """
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto",
+        "Type of the weights: `auto` (the checkpoint's; `float32` in place of `bfloat16` on a CPU "
+        "that is several times slower in it without our kernels, if memory permits), `float32`, "
+        "`bfloat16` or `float16`.",
+        group=GROUP,
+        choices=DTYPES,
+    )
+    device: str = option(
+        "auto",
+        "`auto` (CUDA where there is one, else the CPU), `cpu`, `cuda` or `cuda:N`.",
+        group=GROUP,
+    )
+    threads: int | None = option(
+        None,
+        "CPU threads for the model.",
+        more="With a model on CUDA the default is 1.",
+        group=GROUP,
+        shown="the CPUs that are allowed",
+        low=1,
+        high=1024,
+    )
+    attention: str = option(
+        "auto",
+        "The attention implementation: `torch`, `native` (the C++ kernels for CPUs), `triton` "
+        "(the kernels for CUDA devices; [what is known of "
+        "them](architecture.md#kernels-for-cuda-devices)), or `auto`: native on a CPU, triton on "
+        "CUDA, or torch if that is not available; or a backend of your own, as "
+        "`package.module:Class`.",
+        more="An unavailable one is refused.",
+        group=GROUP,
+        choices=ATTENTIONS,
+        outside="Class",
+    )
+    quantization: Quantization = option(
+        "none",
+        "`int8`: on a CPU, store the bfloat16 weights of linear layers as integers with a scale "
+        "for each output: half the memory and a faster single request, with slightly different "
+        "results ([figures](performance.md)).",
+        more="Refused if it is not possible.",
+        group=GROUP,
+        choices=QUANTIZATIONS,
+    )
+    pack_weights: bool | None = option(
+        None,
+        "On a CPU, store the weights of bfloat16 and float32 linear layers in the order in which "
+        "the kernel reads them; `--no-pack-weights`: leave them as they are.",
+        more="Values and memory use do not change. Refused if requested where it is not possible.",
+        switch=True,
+        group=GROUP,
+        shown="where it pays",
+    )
+    decoder: DecoderChoice = option(
+        "own",
+        "What computes a model's steps. `own`: our decoder, for the models that it knows "
+        "([which](models.md)), on CUDA and on a CPU with packed weights; elsewhere transformers' "
+        "modules. `transformers`: its modules as they are.",
+        more="The log says which it is, and why. Our decoder is compared with the unmodified model "
+        "when it is loaded; a difference ends the start.",
+        group=GROUP,
+        choices=DECODERS,
+    )
+    tensor_parallel: TensorParallel = option(
+        "none",
+        "`auto`: split the model across the processes that `torchrun` started with this same "
+        "command line; the first one serves ([tensor parallelism](tensor-parallelism.md)).",
+        more="`none`: this process has the whole model.",
+        group=GROUP,
+        choices=TENSOR_PARALLELS,
+    )
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
+            raise ConfigError("device", f"is {self.device!r}; it must be auto, cpu, cuda or cuda:N")
+        if self.tensor_parallel == "auto":
+            self._check_parallel()
+
+    def _check_parallel(self) -> None:
+        """Refuse options that a split model does not support."""
+        reason = "and tensor_parallel is auto: the weights of a divided model stay as they are; "
+        if self.quantization != "none":
+            raise ConfigError(
+                "quantization", f"is {self.quantization}, {reason}set it to none"
+            ).naming("tensor_parallel")
+        if self.pack_weights:
+            raise ConfigError(
+                "pack_weights", f"is True, {reason}leave it out, or set it to False"
+            ).naming("tensor_parallel")
+        if ":" in self.device:
+            raise ConfigError(
+                "device",
+                f"is {self.device}, and tensor_parallel is auto: each process takes the device of "
+                "its own number on its machine; set it to auto, cuda or cpu",
+            ).naming("tensor_parallel")

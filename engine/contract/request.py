@@ -1,0 +1,270 @@
+"""A request in the engine: what the caller asked for, and the state that the scheduler keeps.
+
+`GenerationRequest` is what the service hands to the engine: immutable, complete, free of protobuf
+and torch. `Request` is the engine's own record of it, changed only on the engine's thread, by the
+scheduler and the core.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.contract.outputs import TokenLogprobs
+from engine.contract.sampling_params import (
+    GrammarParams,
+    LogprobParams,
+    SamplingParams,
+    SamplingSteps,
+    StopParams,
+)
+from engine.contract.token_ids import TokenIds
+from engine.contract.types import NO_CALLER, CallerKey, RequestId, RequestKey, TokenId
+
+PENDING_TOKEN = TokenId(-2)
+"""A placeholder in token_ids for a token that is being computed: its step was launched, but its
+value is not on the host yet.
+"""
+
+
+class RequestStatus(enum.IntEnum):
+    """The state of a request. Ordered: every value from FINISHED on is an end."""
+
+    WAITING = 0
+    """In the queue, with nothing computed."""
+    PREFILLING = 1
+    """In the batch, with prompt tokens (or, after a preemption, output tokens) still to compute."""
+    DECODING = 2
+    """In the batch, one new token a step."""
+    FINISHED = 3
+    """Ended normally."""
+    CANCELLED = 4
+    """Cancelled, or its time limit was reached."""
+    FAILED = 5
+    """Ended by an error."""
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the request has ended."""
+        return self >= RequestStatus.FINISHED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """What the caller asked for, every default filled in.
+
+    Attributes:
+        request_id: unique among live requests.
+        prompt: the prompt's token ids; at least one. Any sequence is accepted; stored packed.
+        sampling, stop: how tokens are chosen and when to stop.
+        logprobs: which log-probabilities to report; None: none.
+        prompt_logprobs: how many candidates to report with each prompt token's log-probability;
+            None: nothing is reported for the prompt.
+        grammar: the grammar that the output must follow; None: any output.
+        n: how many independent continuations (choices) to make, 1 to MAX_CHOICES.
+        priority: requests with a higher priority run first; -100 to 100. Only for schedulers that
+            use priorities.
+        cache_salt: cached prefixes are shared only among requests with the same salt.
+        bypass_prefix_cache: neither use cached prefixes nor leave any.
+        time_limit_s: seconds from arrival after which the request ends with TIME_LIMIT; None: no
+            limit. Above zero.
+        caller: who is charged for its service; NO_CALLER: no caller was named, and all such
+            requests count as one caller's. Only for schedulers that share service among callers.
+        caller_group: callers of one group have one share of the queue together; NO_CALLER: the
+            caller is a group by itself.
+        weight: how much service the caller is due relative to others, MIN_WEIGHT to MAX_WEIGHT. If
+            a caller's requests differ in it, the latest counts.
+        ticket: what the caller's same request is known by when it comes again after it was refused
+            for want of room (`engine.fairness.retry_tickets`); empty: it is not known.
+    """
+
+    request_id: RequestId
+    prompt: TokenIds
+    sampling: SamplingParams
+    stop: StopParams
+    logprobs: LogprobParams | None = None
+    prompt_logprobs: int | None = None
+    grammar: GrammarParams | None = None
+    n: int = 1
+    priority: int = 0
+    cache_salt: bytes = b""
+    bypass_prefix_cache: bool = False
+    time_limit_s: float | None = None
+    caller: CallerKey = NO_CALLER
+    caller_group: CallerKey = NO_CALLER
+    weight: float = 1.0
+    ticket: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", TokenIds.of(self.prompt, "prompt"))
+
+
+class TokenMatcher(Protocol):
+    """Follows one choice's output through a grammar. Made by `engine.structured`, used on the
+    engine's thread.
+    """
+
+    def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
+        """Write which tokens may come next: bit i of the row, least significant bit first, is token
+        i.
+
+        row: int32 [ceil(V / 32)], completely overwritten.
+        """
+        ...
+
+    def fitting(self) -> Sequence[int]:
+        """The ids that may come next, in order; for the rare case that is explained to somebody."""
+        ...
+
+    def accept(self, token: TokenId) -> bool:
+        """Advance by a token. False: the grammar does not allow it; the state is unchanged."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output is complete and nothing can follow it."""
+        ...
+
+    @property
+    def is_free(self) -> bool:
+        """Whether any output may follow, now and later, so that the matcher is no longer needed."""
+        ...
+
+    @property
+    def expected_s(self) -> float:
+        """The expected cost of a token before any was measured, in seconds of CPU time."""
+        ...
+
+    @property
+    def spent_s(self) -> float:
+        """The cost of following the output so far, in seconds of CPU time; never decreases."""
+        ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why the grammar can no longer be followed, for the caller that sent it; None: it can.
+        After a failure the mask is empty, and no token is accepted.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MatcherFactory:
+    """A compiled grammar, ready for one request.
+
+    Attributes:
+        make: makes a matcher at the grammar's start; called once for each choice.
+        notes: what of it is held otherwise than it was written, in words for the caller.
+    """
+
+    make: Callable[[], TokenMatcher]
+    notes: tuple[str, ...] = ()
+
+    def __call__(self) -> TokenMatcher:
+        return self.make()
+
+
+_NO_KEY = RequestKey(0)
+"""The key of a record that is in no engine; real keys begin at 1."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """The engine's record of one choice of a live request.
+
+    Attributes:
+        spec: what was asked for.
+        key: its name in the engine.
+        choice: which of the request's n choices it is.
+        matcher: follows its grammar; None: it has no grammar, or none that holds anything any more.
+        arrival: monotonic seconds, set at admission.
+        token_ids: the prompt, then the output, as C integers of four bytes; appended to by the
+            core.
+        num_computed_tokens: how many of token_ids have their KV in the cache; set by the scheduler.
+        num_pending_tokens: how many of token_ids, at the end, are PENDING_TOKEN.
+        num_cached_tokens: how many prompt tokens came from the prefix cache when it was first
+            scheduled.
+        num_counted_tokens: how many of token_ids, from the first on, have been charged to its
+            caller; set by the scheduler.
+        block_hashes: the hashes of its full blocks, as far as they were needed; kept by the KV
+            cache.
+        prompt_logprobs: the log-probabilities of the prompt's tokens from the second on, as far as
+            they are known.
+        sampling_steps: which operations choosing its tokens needs; kept by the sampler.
+        ending_token_ids: the ids that end its output; the choices of a request share one set.
+        form_spent_s, form_cost_s, form_debt_s, form_waits: kept by `engine.core.grammar_budget`:
+            its matcher's total cost, the present cost of a token, and the cost of its tokens beyond
+            their allowance, in seconds; and how many steps it has waited because of them.
+        max_total_tokens: the length at which the request must stop: prompt + max_tokens, or the
+            context if that is less.
+        rope_length: its tokens are rotated for this length at least (see `engine.contract.rope`).
+        rope_group: only requests of the same group may share prefixes; set by the core.
+        request_id, num_prompt_tokens: the request's id, and the prompt's length; stored, because
+            they are read for every token.
+    """
+
+    spec: GenerationRequest
+    arrival: float
+    max_total_tokens: int
+    key: RequestKey = _NO_KEY
+    choice: int = 0
+    matcher: TokenMatcher | None = None
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_counted_tokens: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    sampling_steps: SamplingSteps | None = None
+    form_spent_s: float = 0.0
+    form_cost_s: float = 0.0
+    form_debt_s: float = 0.0
+    form_waits: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+    preemptions: int = 0
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    ending_token_ids: frozenset[TokenId] = frozenset()
+    rope_group: int = 0
+    request_id: RequestId = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    rope_length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.request_id = self.spec.request_id
+        self.num_prompt_tokens = self.rope_length = len(self.spec.prompt)
+        self.token_ids = array("i", self.spec.prompt.packed)
+        if not self.ending_token_ids:
+            self.ending_token_ids = self.spec.stop.ending_token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far, in tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """The output so far, in tokens, pending ones included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether the request has all the tokens that it may have, pending ones included, so that
+        nothing is left to schedule.
+        """
+        return self.num_pending_tokens > 0 and len(self.token_ids) >= self.max_total_tokens
+
+    @property
+    def num_tokens_to_compute(self) -> int:
+        """How many tokens have no KV in the cache yet: 1 for a decoding request, more during
+        prefill.
+        """
+        return len(self.token_ids) - self.num_computed_tokens

@@ -1,0 +1,385 @@
+"""One step of the engine: schedule, launch, collect. Single-threaded, and free of torch.
+
+    commands (add, cancel, …) ──▶ EngineCore ──schedule──▶ batch ──▶ Runner.launch ──▶ step
+                                          ▲                                              │
+                                          └── collect: append, fork, finish, free ◀──────┘
+
+Without overlap, a step is collected right after its launch. With overlap, the next step is
+scheduled and launched first: each request that samples then carries a PENDING_TOKEN, whose value
+the runner fills in on the device. If the token ends its request, the next step has computed one
+token too many for it; that one is dropped.
+
+Computing a step never needs the last step's tokens on the host; choosing its tokens may, for a
+grammar or for what depends on the history. Such a step is launched all the same, and chooses when
+the step before it is collected, while it is being computed:
+
+    launch 2 ──▶ collect 1: append, advance grammars ──▶ sample 2 ──▶ launch 3 ──▶ collect 2 …
+    device:   1 ─────────▶│ 2 ───────────────────────────────────▶ tokens of 2 ▶│ 3 …
+
+The runner is injected: a real one drives the device, a scripted one drives most tests. If the
+runner raises, only the requests of that batch end with an error. If it raises at launch, the
+results of the step before are still collected; if it raises in the results, the next step, already
+launched, goes on without the requests that ended.
+
+What is made of a collected step's results is in `engine.core.step_results`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from engine.contract.errors import RanksLostError
+from engine.contract.outputs import (
+    FinishReason,
+    RequestFailure,
+    StepOutputs,
+)
+from engine.contract.request import PENDING_TOKEN, GenerationRequest, Request, TokenMatcher
+from engine.contract.rope import RopeLengths
+from engine.contract.stats import EngineStats
+from engine.contract.types import RequestId, RequestKey
+from engine.core import grammar_budget as form_budget
+from engine.core.endings import LiveRequests, new_error_id
+from engine.core.step_results import LaunchedStep, StepResults
+from engine.scheduler.base import Scheduler
+from engine.scheduler.runner_protocol import Runner
+from engine.scheduler.scheduled_batch import ScheduledBatch
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """The live requests and the step that moves them on. All methods are called on one thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        max_context_tokens: int,
+        overlap: bool = False,
+        rope: RopeLengths | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Wire a core.
+
+        Args:
+            scheduler, runner: decides a step, and computes it.
+            max_context_tokens: the longest request, prompt and output together.
+            overlap: whether the next step is scheduled and launched before the last one's tokens
+                are on the host.
+            rope: how the model's rotary frequencies depend on a request's length; None: they do
+                not.
+            clock: monotonic seconds.
+        """
+        self.scheduler = scheduler
+        self.runner = runner
+        self.max_context_tokens = max_context_tokens
+        self.overlap = overlap
+        self.rope = rope
+        self.clock = clock
+        self._outgrown: list[Request] = []  # have just outgrown the original length of `rope`
+        self._live = LiveRequests(scheduler, runner, clock)
+        self._in_flight: deque[LaunchedStep] = deque()  # at most two, the older first
+        self._results = StepResults(scheduler, self._live, clock)
+        self._next_key = 0
+
+    # ---- commands ------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything. False if all live requests are held: then call
+        `end_overdue`.
+        """
+        return self.scheduler.has_requests or bool(self._live.outputs) or bool(self._in_flight)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self.scheduler.waiting)
+
+    def add(
+        self,
+        spec: GenerationRequest,
+        arrival: float,
+        make_matcher: Callable[[], TokenMatcher] | None = None,
+    ) -> None:
+        """Add a request that admission has checked.
+
+        Args:
+            spec: the request.
+            arrival: monotonic seconds.
+            make_matcher: given if the request has a grammar. If it raises, the request ends with an
+                error.
+        """
+        limit = min(len(spec.prompt) + spec.stop.max_tokens, self.max_context_tokens)
+        choices = {}
+        endings = spec.stop.ending_token_ids
+        for choice in range(spec.n):
+            self._next_key += 1
+            choices[choice] = Request(
+                spec=spec,
+                arrival=arrival,
+                max_total_tokens=limit,
+                key=RequestKey(self._next_key),
+                choice=choice,
+                ending_token_ids=endings,
+                rope_group=0 if self.rope is None else self.rope.group(len(spec.prompt)),
+            )
+        live = self._live.add(spec, choices)
+        if make_matcher is not None:
+            try:
+                for request in choices.values():
+                    request.matcher = make_matcher()
+                    form_budget.begin(request)
+                    form_budget.release(request)
+            except Exception as error:
+                self._live.fail_alone(live, "the grammar could not be begun", error)
+                return
+        self.scheduler.add(choices[0])
+
+    def cancel(self, request_id: RequestId) -> bool:
+        """End a request with CANCELLED; its output comes with the next step. False: not live."""
+        live = self._live.by_id.get(request_id)
+        if live is None:
+            return False
+        self._live.end_all(live, FinishReason.CANCELLED)
+        return True
+
+    def finish(self, request_id: RequestId, num_tokens: int, choice: int = 0) -> bool:
+        """End a choice with STOP as of its first `num_tokens` output tokens. False: the request is
+        not live.
+        """
+        live = self._live.by_id.get(request_id)
+        request = None if live is None else live.choices.get(choice)
+        if live is None or request is None:
+            return False
+        known = request.num_output_tokens - request.num_pending_tokens
+        kept = max(0, min(num_tokens, known))
+        del request.token_ids[request.num_prompt_tokens + kept :]
+        request.num_pending_tokens = 0
+        self._live.end(live, request, FinishReason.STOP)
+        return True
+
+    def hold(self, request_id: RequestId) -> bool:
+        """Leave a request, with all its choices, out of all steps until `unhold`; a step that was
+        already launched still delivers its tokens. It keeps its blocks until others need them.
+        False: not live, or already held.
+        """
+        return self._live.hold(request_id)
+
+    def unhold(self, request_id: RequestId) -> bool:
+        """Let a held request go on where it was. False: not live, or not held."""
+        return self._live.unhold(request_id)
+
+    def unhold_all(self) -> None:
+        """Let all held requests go on."""
+        for request_id in list(self._live.by_id):
+            self._live.unhold(request_id)
+
+    def fail_all(self, message: str, *, retryable: bool) -> None:
+        """End every live request with an error."""
+        failure = RequestFailure(message=message, error_id=new_error_id(), retryable=retryable)
+        for live in list(self._live.by_id.values()):
+            self._live.fail(live, failure)
+
+    def end_overdue(self) -> float | None:
+        """End the requests whose time limits have passed, as `step` does; for times when no step is
+        taken. Returns in how many seconds the next limit may pass; None: no live request has one.
+        """
+        now = self.clock()
+        self._live.end_overdue(now)
+        deadline = self._live.next_deadline
+        return None if deadline is None else max(0.0, deadline - now)
+
+    # ---- a step --------------------------------------------------------------------------------
+
+    def step(self) -> StepOutputs:
+        """Compute one batch. The outputs include the ends of requests that were cancelled or ran
+        out of time since the last step.
+        """
+        now = self.clock()
+        self._live.end_overdue(now)
+        if self._outgrown:
+            self._restart_outgrown()
+        resting = form_budget.choose_resting(self.scheduler.running.values())
+        batch = self.scheduler.schedule(now, is_step_pending=bool(self._in_flight), resting=resting)
+        if batch is None:
+            self._collect()
+            batch = self.scheduler.schedule(now, resting=resting)
+        self._end_hopeless(now)
+        is_launched = False
+        if batch is not None and not batch.is_empty:
+            is_launched = self._launch(batch, now)
+        elif not self._in_flight and resting.isdisjoint(self.scheduler.running):
+            self._check_idle()
+        while len(self._in_flight) > (1 if self.overlap and is_launched else 0):
+            self._collect()
+        return self.take_outputs()
+
+    def settle(self) -> None:
+        """Wait for the running step, if there is one; then nothing touches the model until the next
+        `step`. Its results come with the next outputs.
+        """
+        while self._in_flight:
+            self._collect()
+
+    def forget_computed(self) -> None:
+        """Forget all KV, because the model has changed: cached prefixes, and what live requests
+        have, on the device or the host. These are computed again and go on where they were.
+        """
+        self.settle()
+        self.scheduler.kv_cache.reset_prefix_cache()
+        for live in self._live.by_id.values():
+            for request in live.choices.values():
+                self.scheduler.restart(request)
+
+    def take_outputs(self) -> StepOutputs:
+        """The outputs since the last call."""
+        outputs, record = self._live.take_outputs(), self._results.take_record()
+        return StepOutputs(time=self.clock(), outputs=outputs, step=record)
+
+    def stats(self) -> EngineStats:
+        """The figures now."""
+        kv_cache, pace = self.scheduler.kv_cache, self.scheduler.pace
+        callers, results = self.scheduler.callers.named(), self._results
+        return EngineStats(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            blocks_total=kv_cache.num_blocks,
+            blocks_used=kv_cache.num_used_blocks,
+            steps=results.num_steps,
+            prompt_tokens=results.num_prompt_tokens,
+            generated_tokens=results.num_generated_tokens,
+            requests_accepted=self._live.num_accepted,
+            requests_finished=self._live.num_finished,
+            preemptions=self.scheduler.num_preemptions,
+            last_step_s=results.last_step_s,
+            blocks_cached=kv_cache.num_cached_blocks,
+            host_blocks_total=kv_cache.num_host_blocks,
+            host_blocks_used=kv_cache.num_used_host_blocks,
+            offloads=kv_cache.offloads,
+            restores=kv_cache.restores,
+            prefix_queries=kv_cache.prefix_queries,
+            prefix_hits=kv_cache.prefix_hits,
+            held=self.scheduler.num_held,
+            holds=self._live.num_holds,
+            num_decode_steps=results.num_decode_steps,
+            num_steps_over_target=0 if pace is None else pace.num_over_target,
+            callers=callers,
+            other_callers=self.scheduler.callers.others(callers),
+            block_size=kv_cache.block_size,
+        )
+
+    def _restart_outgrown(self) -> None:
+        """Have requests computed anew that grew beyond the original length (`contract.rope`)."""
+        self.settle()
+        for request in self._outgrown:
+            if self.rope is not None and not request.status.is_terminal:
+                request.rope_length = request.num_tokens
+                request.rope_group = self.rope.group(request.rope_length)
+                request.block_hashes.clear()
+                self.scheduler.restart(request)
+        self._outgrown.clear()
+
+    def _launch(self, batch: ScheduledBatch, now: float) -> bool:
+        """Launch a batch. If that raises, the batch's requests fail and the engine goes on.
+
+        Raises:
+            RanksLostError: nothing can be computed any more.
+        """
+        try:
+            pending = self.runner.launch(batch)
+        except RanksLostError:
+            raise
+        except Exception as error:
+            while self._in_flight:
+                self._collect()
+            self._step_failed(batch, error)
+            return False
+        for part in batch.requests:
+            self.scheduler.launched(part)
+            if part.samples:
+                part.request.token_ids.append(PENDING_TOKEN)
+                part.request.num_pending_tokens += 1
+                rope = self.rope
+                if rope and rope.restarts and part.request.num_tokens == rope.original + 1:
+                    self._outgrown.append(part.request)
+        self._in_flight.append(LaunchedStep(batch, pending, now))
+        return True
+
+    def _collect(self) -> None:
+        """Wait for the oldest step in flight and take its results. The next one then has all that
+        it may need to choose its tokens.
+        """
+        step = self._in_flight.popleft()
+        try:
+            sampled = step.pending.result()
+        except Exception as error:
+            self._step_failed(step.batch, error)
+        else:
+            self._results.take(step, sampled)
+        if self._in_flight:
+            self._sample()
+
+    def _sample(self) -> None:
+        """Have the oldest step in flight choose its tokens, if it has not yet."""
+        try:
+            self._in_flight[0].pending.sample()
+        except Exception as error:
+            step = self._in_flight.popleft()
+            self._step_failed(step.batch, error)
+
+    def _step_failed(self, batch: ScheduledBatch, error: Exception) -> None:
+        """End a failed batch's requests; requests whose blocks it should have copied start
+        again.
+        """
+        error_id = new_error_id()
+        logger.error(
+            "error %s: a step of %d requests failed; they end with an error, the others go on",
+            error_id,
+            len(batch.requests),
+            exc_info=error,
+        )
+        failure = RequestFailure(
+            message=f"the model failed on this request's batch (error {error_id})",
+            error_id=error_id,
+        )
+        for part in batch.requests:
+            live = self._live.by_id.get(part.request.request_id)
+            if live is not None and live.choices.get(part.request.choice) is part.request:
+                self._live.fail(live, failure)
+        for request in self.scheduler.step_failed(batch):
+            for step in self._in_flight:
+                step.void.add(request.key)
+            del request.token_ids[request.num_tokens - request.num_pending_tokens :]
+            request.num_pending_tokens = 0
+
+    def _end_hopeless(self, now: float) -> None:
+        """End the waiting requests that the policy gives up. Choices that already run may go on to
+        the time limit.
+        """
+        for request in self.scheduler.take_hopeless(now):
+            live = self._live.by_id[request.request_id]
+            if live.is_forked:
+                self._live.end(live, request, FinishReason.TIME_LIMIT)
+            else:
+                self._live.end_all(live, FinishReason.TIME_LIMIT)
+
+    def _check_idle(self) -> None:
+        """Handle an empty step. If nothing runs and the head of the queue still does not fit, it
+        ends; admission should have refused it.
+
+        Raises:
+            RuntimeError: there are running requests, and the policy chose none; it would do so for
+                ever.
+        """
+        if self.scheduler.running:
+            raise RuntimeError("the scheduling policy chose none of the running requests")
+        request = self.scheduler.next_waiting()
+        if request is not None:
+            live = self._live.by_id[request.request_id]
+            self._live.fail_alone(live, "the request does not fit the KV cache")

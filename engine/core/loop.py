@@ -1,0 +1,618 @@
+"""The engine's loop: it checks requests on the caller's thread, runs steps on its own thread, and
+hands every step's outputs to one sink.
+
+    any thread                                   engine thread
+    submit ──checks──▶ inbox ───────────────────▶ EngineCore ──step──▶ StepOutputs ──▶ sink
+    cancel_request, … ──▶ inbox ────────────────▶     │
+                                                       └─ between steps: commands are carried out,
+                                                       in order; windows are opened
+
+There are three ways to stop computing for a while. `pause` stops the steps, while commands are
+still carried out. `model_pause` stops steps and commands, for the caller's own work on the model
+(a manager's `pause`). `hold_request` stops one request, and the others go on.
+
+The sink is the service's delivery log (through `engine.contract.engine_client`), or the
+`ResultRouter` of the Python API (`engine.api.manager`).
+
+States: new → running → (stop) draining → stopped → (start) running …; a failure of the loop itself
+ends in dead.
+
+The thread ends before the interpreter does (`_end_at_exit`), and belongs to one process: a fork of
+that has the loop's memory, but neither its thread nor locks that anyone will open.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from engine.contract.admission import AdmissionLimits
+from engine.contract.engine_client import Admission
+from engine.contract.errors import (
+    DuplicateRequestError,
+    EngineUnavailableError,
+    RanksLostError,
+    UnsupportedFeatureError,
+)
+from engine.contract.outputs import RequestFailure, RequestOutput, StepOutputs, end_of_lost
+from engine.contract.request import GenerationRequest, MatcherFactory, TokenMatcher
+from engine.contract.sampling_params import GrammarParams
+from engine.contract.stats import EngineStats
+from engine.contract.types import CallerKey, RequestId, TokenId
+from engine.core.endings import new_error_id
+from engine.core.engine_core import EngineCore
+from engine.core.inbox import Inbox
+from engine.core.model_pause import ModelWindow, Pause
+from engine.core.threads import call_on_own_thread
+from engine.fairness.drain_rate import DrainRate
+from engine.fairness.queue_room import QueueRoom
+
+logger = logging.getLogger(__name__)
+
+StepSink = Callable[[StepOutputs], None]
+GrammarCompile = Callable[
+    [GrammarParams, frozenset[TokenId], bytes, CallerKey, CallerKey], Future[MatcherFactory]
+]
+"""Starts to compile a grammar for a request with these ending ids, of the caller with this salt."""
+
+_MAX_FAILED_STEPS = 3
+"""After this many unexpected failures of the loop in a row, the engine is declared dead."""
+_STOPPED_MESSAGE = "the engine was stopped before the request was complete; try again"
+
+
+class EngineLoop:
+    """Runs an engine on a thread of its own. All methods may be called from any thread."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        limits: AdmissionLimits,
+        *,
+        sink: StepSink,
+        max_queue_size: int = 0,
+        compile_grammar: GrammarCompile | None = None,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        """Wire a loop.
+
+        Args:
+            core: the engine; from now on only this loop's thread uses it.
+            limits: what admission checks.
+            sink: takes each step's outputs on the engine's thread; must not block.
+            max_queue_size: how many requests may wait; 0: no limit.
+            compile_grammar: starts to compile the grammar of a request; None: grammars are refused.
+            jitter: returns random numbers from 0 to 1, which spread the retry times of callers that
+                a full queue refuses.
+        """
+        self._core = core
+        self._limits = limits
+        self._sink = sink
+        self._on_end: Callable[[], None] | None = None  # given to `start`; None: not running
+        self._compile_grammar = compile_grammar
+        self._changed = threading.Condition()
+        self._window = ModelWindow(self._changed)
+        self._inbox = Inbox()
+        self._queued: set[RequestId] = set()  # accepted; their add commands are still in the inbox
+        self._live: set[RequestId] = set()
+        self._ends = DrainRate(core.clock, jitter)  # while others wait: each end lets one start
+        self._room = QueueRoom(max_queue_size, self._ends, core.clock, jitter)
+        self._thread: threading.Thread | None = None
+        self._process = 0  # the one in which the thread was started
+        self._is_running = False
+        self._is_warming = False
+        self._warmed_up = False
+        self._accepting = False
+        self._is_paused = False
+        self._stopping = False
+        self._aborting = False
+        self._failure: Exception | None = None
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    def start(
+        self,
+        *,
+        on_start: Callable[[], None] | None = None,
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
+        """Start the engine's thread. Harmless while it runs.
+
+        Args:
+            on_start: called before the thread does anything; not if it runs already.
+            on_end: called on the thread as its last act, whether the engine was stopped or has died
+                (`failure` tells which). Neither may block.
+
+        Raises:
+            EngineUnavailableError: the engine has died, and a new one is needed; or it is still
+                being stopped.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_warming)
+            if self._failure is not None:
+                raise EngineUnavailableError("the engine has failed and cannot be started again")
+            if self._is_running:
+                if self._stopping:
+                    raise EngineUnavailableError(
+                        "the engine is still being stopped; call join() before start()"
+                    )
+                return
+            thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
+            thread.start()  # it waits for the lock
+            self._thread = thread
+            self._process = os.getpid()
+            self._is_running = self._accepting = True
+            self._stopping = self._aborting = self._is_paused = False
+            self._window.loop_started()
+            self._on_end = on_end
+            atexit.register(self._end_at_exit)
+            if on_start is not None:
+                on_start()
+
+    def is_running(self) -> bool:
+        """Whether the engine's thread runs, in this process."""
+        return self._is_running and self._process == os.getpid()
+
+    def refuse_in_a_fork(self) -> None:
+        """Refuse what would need the engine's thread, or a lock of its, in a fork of the process in
+        which it runs. Takes no lock.
+
+        Raises:
+            EngineUnavailableError: this process is such a fork.
+        """
+        if self.is_forked:
+            raise EngineUnavailableError(
+                f"the engine runs in process {self._process}, and this process was forked from it: "
+                "the engine's thread is not here. Make another manager here, or better, start this "
+                "process by spawn and load the model in it"
+            )
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the one in which the engine's thread runs."""
+        return self._is_running and self._process != os.getpid()
+
+    def lets_model_change(self) -> bool:
+        """Whether no step touches the model: the engine does not run, is paused, or the calling
+        thread is in a window.
+        """
+        with self._changed:
+            return not self._is_running or self._is_paused or self._window.is_entered_here
+
+    def stop(
+        self, block: bool = True, timeout: float | None = None, *, hard_stop: bool = False
+    ) -> None:
+        """Stop the engine's thread: no new requests are accepted, and live ones are finished first.
+        Ends a pause, and the holds of single requests. Harmless if it does not run here.
+
+        Args:
+            block: whether to wait for the thread to end.
+            timeout: the most seconds to wait.
+            hard_stop: end live requests at once, with an error, instead of finishing them.
+
+        Raises:
+            RuntimeError: block is True, and the calling thread is in a model window of this engine:
+                it would wait for itself.
+        """
+        if self.is_forked:
+            return
+        with self._changed:
+            if block:
+                self.refuse_to_wait_for_itself()
+            self._accepting = self._is_paused = False
+            self._stopping = True
+            self._aborting = self._aborting or hard_stop
+            if self._is_running:
+                self._inbox.put(self._core.unhold_all)
+            self._changed.notify_all()
+        if block:
+            self.join(timeout)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the engine's thread to end, at most `timeout` seconds. Harmless if it does not
+        run here.
+
+        Raises:
+            RuntimeError: the calling thread is in a model window of this engine.
+        """
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread() and not self.is_forked:
+            self.refuse_to_wait_for_itself()
+            thread.join(timeout)
+
+    def refuse_to_wait_for_itself(self) -> None:
+        """Raise RuntimeError if the calling thread is in a model window of this engine."""
+        if self._window.is_entered_here:
+            raise RuntimeError(
+                "this thread is in a pause of the engine and would wait for itself; leave the "
+                "pause first, or call stop(block=False)"
+            )
+
+    def model_window(self, at_end: Callable[[], None]) -> Pause:
+        """A window in which nothing touches the model: `with loop.model_window(…): …`.
+
+        The loop finishes its step first. Live requests stay, with their KV, and go on afterwards;
+        new ones are accepted and wait. Several threads may be in it at the same time: the loop goes
+        on when the last one has left. A stop takes effect only then.
+
+        Args:
+            at_end: called at the end of the block, before the loop may go on.
+        """
+        return Pause(self._window, at_end)
+
+    def pause(self) -> Future[None]:
+        """Take no further step until `resume`; live requests stay, with their KV. Unlike in a
+        window, commands are carried out: new requests are accepted and wait, cancelled ones end,
+        and so do those whose time limits pass. Harmless if paused. Does not block.
+
+        Returns:
+            Done when the last step is done; from then on nothing touches the model.
+
+        Raises:
+            EngineUnavailableError: the engine does not run, or is being stopped.
+        """
+        with self._changed:
+            if not self._is_running or self._stopping:
+                raise EngineUnavailableError("the engine does not run, so it cannot be paused")
+            self._is_paused = True
+            return self._between_steps(self._core.settle)
+
+    def resume(self) -> None:
+        """End a pause. Harmless if there is none."""
+        with self._changed:
+            self._is_paused = False
+            self._changed.notify_all()
+
+    def reset_prefix_cache(self) -> Future[None]:
+        """Forget all cached prefixes, before the next step at the latest. Running requests keep the
+        prefixes that they hold until they end.
+
+        Returns:
+            Done when they are forgotten. If the engine is stopped before, it has an
+            EngineUnavailableError.
+        """
+        return self._forget(self._core.scheduler.kv_cache.reset_prefix_cache)
+
+    def forget_computed(self) -> Future[None]:
+        """Forget all KV, before the next step at the latest; needed when the model has changed.
+        Live requests are computed again, with the tokens that they have, and go on.
+
+        Returns:
+            See `reset_prefix_cache`.
+        """
+        return self._forget(self._core.forget_computed)
+
+    def _forget(self, action: Callable[[], None]) -> Future[None]:
+        with self._changed:
+            if self._is_running and not self._window.is_parked:
+                return self._between_steps(action)
+            action()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _between_steps(self, action: Callable[[], None]) -> Future[None]:
+        """Run an action on the engine's thread; called with the lock held."""
+        call = self._inbox.call(action)
+        self._changed.notify_all()
+        return call
+
+    @property
+    def warmed_up(self) -> bool:
+        """Whether `warmup` has been done."""
+        return self._warmed_up
+
+    def warmup(self) -> None:
+        """Run once whatever is slow the first time, and return when that is done. If the engine
+        runs, this happens on its thread, between two steps.
+
+        Raises:
+            EngineUnavailableError: the engine ended before the warm-up.
+            RuntimeError: the calling thread is in a window of this engine.
+            Exception: whatever the warm-up raises; requests are not affected.
+        """
+        call: Future[None] | None = None
+        with self._changed:
+            self.refuse_to_wait_for_itself()
+            self._changed.wait_for(lambda: not self._is_warming)
+            if self._is_running:
+                call = self._between_steps(self._warm_up_between_steps)
+            else:
+                self._is_warming = True
+        if call is not None:
+            call.result()
+        else:
+            call_on_own_thread(self._warm_up_alone, "headrace-warmup")
+        self._warmed_up = True
+
+    def _warm_up_alone(self) -> None:
+        try:
+            self._core.runner.warmup()
+        finally:
+            with self._changed:
+                self._is_warming = False
+                self._changed.notify_all()
+
+    def _warm_up_between_steps(self) -> None:
+        self._core.settle()
+        self._core.runner.warmup()
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the engine is dead, if it is."""
+        return self._failure
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def submit(
+        self, request: GenerationRequest, make_matcher: MatcherFactory | None = None
+    ) -> Admission:
+        """Accept a request, or refuse it at once.
+
+        Args:
+            request: what is asked for.
+            make_matcher: makes matchers of its compiled grammar, if it has one; see
+                `compile_grammar`.
+
+        Raises:
+            InvalidRequestError, DuplicateRequestError, QueueFullError, EngineUnavailableError.
+            ValueError: it has a grammar, and make_matcher is missing: its output would not follow
+                the grammar.
+        """
+        self._limits.check(request)
+        if request.grammar is not None and make_matcher is None:
+            raise ValueError("a request with a grammar needs a matcher: see compile_grammar")
+        return self.submit_all([(request, make_matcher)], time.monotonic())
+
+    def submit_all(
+        self, requests: Sequence[tuple[GenerationRequest, MatcherFactory | None]], arrival: float
+    ) -> Admission:
+        """Accept requests that were checked, with the matchers of their grammars: all of them, or
+        none. Raises as `submit` does.
+        """
+        with self._changed:
+            if self._failure is not None:
+                raise EngineUnavailableError("the engine has failed; restart the server")
+            if not self._accepting:
+                raise EngineUnavailableError(
+                    "the engine is not running or is being stopped; try again later"
+                )
+            names = set()
+            for request, _ in requests:
+                if request.request_id in self._live or request.request_id in names:
+                    raise DuplicateRequestError(request.request_id)
+                names.add(request.request_id)
+            waiting = len(self._queued) + self._core.num_waiting
+            self._room.enter([request for request, _ in requests], waiting)
+            if not waiting:
+                self._ends.begin()
+            self._live |= names
+            self._queued |= names
+            for request, make_matcher in requests:
+                self._inbox.put(partial(self._add, request, arrival, make_matcher))
+            self._changed.notify_all()
+            notes = tuple(note for _, make in requests if make is not None for note in make.notes)
+            return Admission(queue_position=waiting, arrival=arrival, notes=notes)
+
+    def compile_grammar(self, request: GenerationRequest) -> Future[MatcherFactory] | None:
+        """Start to compile a request's grammar, for `submit`. Does not block; if the result is an
+        error, the request is refused with it. None: it has no grammar.
+
+        Raises:
+            UnsupportedFeatureError: structured output is not available here.
+        """
+        if request.grammar is None:
+            return None
+        if self._compile_grammar is None:
+            raise UnsupportedFeatureError(
+                "grammar", "needs the model's tokenizer.json, which is not there"
+            )
+        return self._compile_grammar(
+            request.grammar,
+            request.stop.ending_token_ids,
+            request.cache_salt,
+            request.caller,
+            request.caller_group,
+        )
+
+    def cancel_request(self, request_id: str) -> bool:
+        """End a request, with all its choices, within one step; its last outputs say CANCELLED.
+        False: no live request has that id.
+        """
+        return self._command(RequestId(request_id), self._core.cancel)
+
+    def finish_request(self, request_id: str, num_tokens: int, choice: int = 0) -> bool:
+        """End a choice with STOP as of its first `num_tokens` output tokens. False: the request is
+        not live.
+        """
+        return self._command(
+            RequestId(request_id), lambda name: self._core.finish(name, num_tokens, choice)
+        )
+
+    def hold_request(self, request_id: str) -> bool:
+        """Leave a request out of all steps until `unhold_request`; see EngineCore.hold. Its time
+        limit goes on. False: no live request has that id, or the engine is being stopped.
+        """
+        with self._changed:
+            return not self._stopping and self._command(RequestId(request_id), self._core.hold)
+
+    def unhold_request(self, request_id: str) -> bool:
+        """Let a held request go on. False: no live request has that id."""
+        return self._command(RequestId(request_id), self._core.unhold)
+
+    def stats(self) -> EngineStats:
+        """The engine's figures now (without the counters of a step that is still running)."""
+        return self._core.stats()
+
+    def _command(self, name: RequestId, command: Callable[[RequestId], object]) -> bool:
+        with self._changed:
+            if name not in self._live or not self._is_running:
+                return False
+            self._inbox.put(partial(command, name))
+            self._changed.notify_all()
+            return True
+
+    # ---- the engine's thread -------------------------------------------------------------------
+
+    def _run(self) -> None:
+        failed_steps = 0
+        while self._failure is None:
+            try:
+                if not self._wait_for_work():
+                    break
+                # Deliver ends that commands caused before the next step, which may be a long one.
+                self._deliver(self._core.take_outputs())
+                outputs = self._core.step()
+                failed_steps = 0
+            except Exception as error:
+                failed_steps += 1
+                is_dead = failed_steps >= _MAX_FAILED_STEPS or isinstance(error, RanksLostError)
+                outputs = self._recover(error, dead=is_dead)
+            self._deliver(outputs)
+        with self._changed:
+            self._end()
+
+    def _end(self) -> None:
+        """The thread's last act, with the lock held."""
+        self._is_running = self._accepting = False
+        self._inbox.close(EngineUnavailableError("the engine ended before it could do this"))
+        self._window.loop_ended()
+        atexit.unregister(self._end_at_exit)
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end()
+
+    def _end_at_exit(self) -> None:
+        """End the thread before the interpreter ends. Python ends a thread that asks for the
+        interpreter after that by unwinding its stack, and torch's C++ frames answer that with
+        std::terminate. A loop that is parked in a window that nobody leaves has no such frames.
+        """
+        if not self.is_running():
+            return
+        self.stop(block=False, hard_stop=True)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_running or self._window.is_parked)
+        if not self._is_running and self._thread is not None:
+            self._thread.join()  # its frames may hold the last references to tensors
+
+    def _wait_for_work(self) -> bool:
+        """Carry out commands, open windows, sleep while there is nothing to do. False: the thread
+        is to end.
+        """
+        while True:
+            self._carry_out_commands()
+            if self._window.is_wanted:
+                self._core.settle()
+                self._deliver(self._core.take_outputs())
+                with self._changed:
+                    self._window.park()
+                continue
+            if self._core.has_work and not self._is_paused:
+                return True
+            # In a pause, or if all requests are held, no step ends the overdue ones.
+            until_overdue_s = self._core.end_overdue()
+            self._deliver(self._core.take_outputs())  # ends alone
+            with self._changed:
+                if self._inbox or self._aborting or self._window.is_wanted:
+                    continue
+                if self._core.has_work and not self._is_paused:
+                    continue
+                if self._stopping:
+                    return False
+                self._changed.wait(until_overdue_s)
+
+    def _carry_out_commands(self) -> None:
+        """Carry out the commands in the inbox; then a hard stop, if one was requested."""
+        self._inbox.carry_out()
+        with self._changed:
+            if self._inbox or not self._aborting:
+                return
+            self._aborting = False
+        self._core.fail_all(_STOPPED_MESSAGE, retryable=True)
+
+    def _add(
+        self, request: GenerationRequest, arrival: float, make_matcher: MatcherFactory | None
+    ) -> None:
+        make_next: Callable[[], TokenMatcher] | None = None
+        if make_matcher is not None:
+            try:
+                matchers = iter([make_matcher() for _ in range(request.n)])
+            except Exception as error:
+                self._refuse_late(request.request_id, arrival, error)
+                return
+            make_next = matchers.__next__
+        with self._changed:  # so that `submit` counts it exactly once
+            self._queued.discard(request.request_id)
+            self._core.add(request, arrival, make_next)
+
+    def _refuse_late(self, name: RequestId, arrival: float, error: Exception) -> None:
+        """End an accepted request whose grammar cannot be followed; no other is affected."""
+        error_id = new_error_id()
+        logger.error("error %s: the grammar of %s failed", error_id, name, exc_info=error)
+        with self._changed:
+            self._queued.discard(name)
+        failure = RequestFailure(f"its grammar cannot be followed (error {error_id})", error_id)
+        now = time.monotonic()
+        self._deliver(StepOutputs(now, (end_of_lost(name, failure, arrival, now),)))
+
+    def _recover(self, error: Exception, *, dead: bool) -> StepOutputs:
+        """The loop itself failed: end all live requests. Go on, unless it has failed too often in a
+        row.
+        """
+        error_id = new_error_id()
+        logger.error(
+            "error %s: the engine's loop failed; all live requests end", error_id, exc_info=error
+        )
+        outputs: tuple[RequestOutput, ...] = ()
+        try:
+            self._core.fail_all(f"the engine failed (error {error_id}); try again", retryable=True)
+            outputs = self._core.take_outputs().outputs
+        except Exception:
+            logger.exception("error %s: the engine cannot be recovered", error_id)
+            dead = True
+        if dead:
+            with self._changed:
+                self._failure, self._accepting = error, False
+        return StepOutputs(time.monotonic(), outputs + self._ends_of_the_lost(outputs, error_id))
+
+    def _ends_of_the_lost(
+        self, outputs: Sequence[RequestOutput], error_id: str
+    ) -> tuple[RequestOutput, ...]:
+        """Terminal outputs, made without the core, for live requests that `outputs` does not end:
+        those that a broken core has lost and, if the engine is dead, those still in the inbox.
+        """
+        failure = RequestFailure(f"the engine failed (error {error_id})", error_id, retryable=True)
+        ended = {output.request_id for output in outputs if output.ends_request}
+        with self._changed:
+            kept = self._queued if self._failure is None else set()
+            names = sorted(self._live - ended - kept)
+        now = time.monotonic()
+        return tuple(end_of_lost(name, failure, now, now) for name in names)
+
+    def _deliver(self, outputs: StepOutputs) -> None:
+        """Hand one step's outputs to the sink. The ids of ended requests are free before the sink
+        sees their ends. A step without outputs is handed over too, for its record.
+        """
+        if not outputs.outputs and outputs.step is None:
+            return
+        if self._room.has_of(outputs.outputs):
+            with self._changed:
+                self._room.begun(outputs.outputs)
+        ended = [output.request_id for output in outputs.outputs if output.ends_request]
+        if ended:
+            with self._changed:
+                self._live.difference_update(ended)
+                if self._queued or self._core.num_waiting:
+                    self._ends.left(len(ended))
+        try:
+            self._sink(outputs)
+        except Exception:
+            logger.exception(
+                "the sink of the engine's results failed; that step's results are lost to it"
+            )

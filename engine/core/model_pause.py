@@ -1,0 +1,204 @@
+"""Lets threads stop the engine's loop between two of its steps, for their own work on the model.
+
+    visitor  with Pause: ask ─▶ waits until the loop is parked ─▶ the block ─▶ leave
+    loop     step ─▶ park ───────────────── asleep ────────────────────────────▶ step
+
+Several threads may be in the window at the same time; the loop goes on when the last one has left.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from types import TracebackType
+
+from engine.contract.errors import EngineUnavailableError, ModelChangedError
+from engine.core.threads import await_on_own_thread
+
+logger = logging.getLogger(__name__)
+
+
+class ModelWindow:
+    """The window between two steps. It uses the loop's lock and condition."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        """Create the window for a loop that does not run yet.
+
+        Args:
+            changed: the loop's condition; the loop sleeps only on this one.
+        """
+        self._changed = changed
+        self._process: int | None = None  # the one in which the loop runs
+        self._visitors: Counter[int] = Counter()
+        self._is_parked = False
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody is in the window, or waits for the loop to park."""
+        return bool(self._visitors)
+
+    @property
+    def is_entered_here(self) -> bool:
+        """Whether the calling thread is in the window."""
+        return threading.get_ident() in self._visitors
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether the loop sleeps, because somebody is in the window."""
+        return self._is_parked
+
+    # ---- visitors ------------------------------------------------------------------------------
+
+    def ask(self) -> int:
+        """Ask the loop to park. Returns a number to pass to `leave`.
+
+        Raises:
+            EngineUnavailableError: the loop does not run.
+        """
+        visitor = threading.get_ident()
+        if self._process != os.getpid():  # before the lock, which a fork may have left locked
+            raise EngineUnavailableError(
+                "the engine is not running, so there is no step to wait for; start() it first"
+            )
+        with self._changed:
+            self._visitors[visitor] += 1
+            self._changed.notify_all()
+        return visitor
+
+    def wait(self, is_over: Callable[[], bool]) -> None:
+        """Wait until the loop is parked, or the visitor has left.
+
+        Raises:
+            EngineUnavailableError: the loop ended before it could park.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_parked or is_over() or self._process is None)
+            if not self._is_parked and not is_over():
+                raise EngineUnavailableError("the engine ended before the pause began")
+
+    def leave(self, visitor: int) -> None:
+        """Leave the window. May be called on another thread than `ask`."""
+        with self._changed:
+            self._visitors[visitor] -= 1
+            if not self._visitors[visitor]:
+                del self._visitors[visitor]
+            self._changed.notify_all()
+
+    # ---- the loop; all with the condition held -------------------------------------------------
+
+    def loop_started(self) -> None:
+        """Note that the loop was started."""
+        self._process = os.getpid()
+
+    def loop_ended(self) -> None:
+        """Note that the loop has ended, and end all waits for it."""
+        self._process = None
+        self._changed.notify_all()
+
+    def park(self) -> None:
+        """Sleep until nobody is in the window."""
+        while self._visitors:
+            self._is_parked = True
+            self._changed.notify_all()
+            self._changed.wait()
+        self._is_parked = False
+
+
+class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
+    """One visit to the window: `with pause:`, or `async with pause:`, which lets the event loop go
+    on while it waits.
+
+    Nothing is asked for before the block is entered, so an object that is dropped without that
+    pauses nothing. Whatever ends the block ends the pause: its end, an error, a cancelled wait, or
+    that an object that was entered is dropped.
+    """
+
+    def __init__(self, window: ModelWindow, at_end: Callable[[], None]) -> None:
+        """Make a visit. at_end: called at the end of the block, while the loop is still parked."""
+        self._window = window
+        self._at_end = at_end
+        self._entered = threading.Lock()  # held while somebody is in the block, or on the way there
+        self._visitor: int | None = None
+        self._process = 0
+
+    def __enter__(self) -> None:
+        """Wait until no step runs.
+
+        Raises:
+            EngineUnavailableError: the engine does not run, or ends before the window opens.
+            RuntimeError: the object is in use already.
+        """
+        self._ask()
+        try:
+            self._wait()
+        except BaseException:  # also if the wait is interrupted: the loop must not stay parked
+            self._leave()
+            raise
+
+    async def __aenter__(self) -> None:
+        """See `__enter__`."""
+        self._ask()
+        try:
+            await await_on_own_thread(self._wait, "headrace-pause")
+        except BaseException:  # also if the task is cancelled
+            self._leave()
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Let the steps go on.
+
+        Raises:
+            ModelChangedError: modules of the model were replaced. After an error in the block it is
+                logged instead, so that the block's own error is raised.
+        """
+        if self._process != os.getpid():
+            return  # a fork within the block; no loop waits here
+        try:
+            self._at_end()
+        except ModelChangedError as changed:
+            if error is None:
+                raise
+            logger.warning("a pause ended with an error, and before that: %s", changed)
+        finally:
+            self._leave()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """See `__exit__`."""
+        self.__exit__(kind, error, traceback)
+
+    def __del__(self) -> None:
+        if self._process == os.getpid():
+            self._leave()
+
+    def _ask(self) -> None:
+        if not self._entered.acquire(blocking=False):
+            raise RuntimeError("this pause is in use; call pause() for each block")
+        try:
+            self._visitor = self._window.ask()
+            self._process = os.getpid()
+        except BaseException:
+            self._entered.release()
+            raise
+
+    def _wait(self) -> None:
+        self._window.wait(lambda: self._visitor is None)
+
+    def _leave(self) -> None:
+        visitor, self._visitor = self._visitor, None
+        if visitor is not None:
+            self._window.leave(visitor)
+            self._entered.release()

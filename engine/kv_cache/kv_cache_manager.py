@@ -1,0 +1,494 @@
+"""Which blocks each request holds, group by group: allocation, sharing, release, and their
+invariants.
+
+                 find_prefix, can_start
+    waiting ───────────start────────────▶ running ── allocate, step, commit ──┐
+       ▲      shares a cached prefix,     ▲  │  │  ▲                          │
+       │      or restores from the host   │  │  │  └──────────────────────────┘
+       │                                  │  │  └──free──▶ (ended: blocks with a prefix are cached)
+       │                           fork ──┘  │
+       └──────────────preempt────────────────┘  to the host, or to be computed again
+
+Before tokens are computed, the tables grow to cover them. In a sliding group, blocks that the
+window has left behind are freed and their entries become the null block, so that a long generation
+holds a bounded number of blocks.
+
+Nothing is copied here. Copies are planned, stored by request so that they can be dropped with it,
+and returned by `take_copies` once a step; steps run on the device in the order of these calls.
+Until the step with its copy has begun, a block that is to be copied into holds garbage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from engine.contract.request import Request
+from engine.contract.types import BlockId, RequestKey
+from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.block_table import BlockTable
+from engine.kv_cache.copies import NO_COPIES, BlockCopy, StepCopies
+from engine.kv_cache.groups import LayerGroup, window_blocks
+from engine.kv_cache.host_cache import HostCache
+from engine.kv_cache.integrity import check_tables, check_targets
+from engine.kv_cache.prefix_cache import GroupMatch, PrefixCache, PrefixMatch
+from engine.kv_cache.prefix_index import extend_block_hashes
+
+__all__ = ["BlockTable", "KVCacheManager"]
+
+
+class _Holding:
+    """A request's tables, and how many of its blocks `commit` has processed."""
+
+    __slots__ = ("num_published", "tables")
+
+    def __init__(self, tables: tuple[BlockTable, ...], num_published: int = 0) -> None:
+        self.tables = tables
+        self.num_published = num_published
+
+
+class KVCacheManager:
+    """Block tables of all live requests, over one pool per layer group.
+
+    The calls for a request: `find_prefix` and `can_start` while it waits, `start` when it enters
+    the batch, `allocate` before each step, `commit` after it; then `free`, or `preempt` and `start`
+    again. `take_copies` returns the copies that these plan, once a step.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        pool_sizes: Sequence[int],
+        block_size: int,
+        *,
+        share_blocks: bool = False,
+        host_blocks: Sequence[int] | None = None,
+    ) -> None:
+        """Create pools of these sizes.
+
+        Args:
+            groups, pool_sizes: the layer groups, and the number of blocks of each, without the null
+                block.
+            block_size: tokens in a block.
+            share_blocks: whether requests share blocks with the same prefix, and such blocks are
+                kept for later requests until others need them.
+            host_blocks: for each group, how many host blocks there are for preempted requests;
+                None: none.
+        """
+        self.groups = tuple(groups)
+        self._sliding = tuple(
+            (index, group) for index, group in enumerate(groups) if group.window is not None
+        )
+        self.block_size = block_size
+        self.pools = tuple(BlockPool(size) for size in pool_sizes)
+        self._shares_blocks = share_blocks
+        self._prefixes = PrefixCache(self.groups, self.pools, block_size)
+        self._host = HostCache(host_blocks if host_blocks is not None else [0] * len(self.groups))
+        self._holdings: dict[RequestKey, _Holding] = {}
+        # Planned copies into children's blocks. Each holds its source block, because the parent may
+        # end before the copy is made.
+        self._forks: dict[RequestKey, tuple[BlockCopy, ...]] = {}
+        # Requests that started before the prefixes were forgotten: their blocks are not cached.
+        self._muted: set[RequestKey] = set()
+        self._no_match = PrefixMatch(0, tuple(GroupMatch() for _ in self.groups))
+        self._prefix_queries = 0
+        self._prefix_hits = 0
+
+    # ---- figures -------------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        """The blocks of all groups, without the null blocks."""
+        return sum(pool.num_blocks for pool in self.pools)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """How many blocks requests hold, in all groups; a shared one counts once."""
+        return sum(pool.num_used for pool in self.pools)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """How many blocks no request holds but keep a prefix, in all groups."""
+        return sum(pool.num_cached for pool in self.pools)
+
+    @property
+    def num_host_blocks(self) -> int:
+        """The host blocks of all groups."""
+        return self._host.num_blocks
+
+    @property
+    def num_used_host_blocks(self) -> int:
+        """How many host blocks are used now."""
+        return self._host.num_used
+
+    @property
+    def offloads(self) -> int:
+        """How often a preempted request's KV was copied to the host."""
+        return self._host.offloads
+
+    @property
+    def restores(self) -> int:
+        """How often a request's KV was copied back from the host."""
+        return self._host.restores
+
+    @property
+    def prefix_queries(self) -> int:
+        """How many prompt tokens were looked up when requests started."""
+        return self._prefix_queries
+
+    @property
+    def prefix_hits(self) -> int:
+        """How many of these tokens were found."""
+        return self._prefix_hits
+
+    def max_tokens_per_request(self, max_step_tokens: int) -> int:
+        """The longest request, in tokens, that fits when it runs alone, with steps of at most
+        `max_step_tokens`.
+
+        0: a sliding group cannot hold even one step's window.
+        """
+        longest: int | None = None
+        for group, pool in zip(self.groups, self.pools, strict=True):
+            full = pool.num_blocks * self.block_size
+            if group.window is None or pool.num_blocks < window_blocks(
+                group.window, self.block_size, max_step_tokens
+            ):
+                longest = full if longest is None else min(longest, full)
+        return 2**31 - 1 if longest is None else longest
+
+    # ---- a request begins ----------------------------------------------------------------------
+
+    def find_prefix(self, request: Request) -> int:
+        """How many of the request's first tokens need not be computed if it starts now, because
+        their KV is kept on the host or in the prefix cache. Never all: the last token is always
+        computed. Allocates nothing.
+
+        O(blocks of the request); O(1) if the last call was for the same request and none of its
+        blocks has changed.
+        """
+        kept = self._host.kept(request.key)
+        if kept is not None:
+            return kept.num_tokens
+        return self._match(request).num_blocks * self.block_size
+
+    def can_start(
+        self, request: Request, num_found: int, first_chunk: int, spare_blocks: Sequence[int]
+    ) -> bool:
+        """Whether there is room for all tokens of a request that holds nothing, with `spare_blocks`
+        left free.
+
+        A group with full attention must have room for all tokens; a sliding one for the found
+        prefix and the first chunk, because blocks that the window leaves behind are freed before
+        the next chunk. Found blocks that others hold take no room; cached ones do, because they can
+        then no longer be evicted.
+
+        Args:
+            num_found: the result of `find_prefix`.
+            first_chunk: how many tokens the first step computes.
+            spare_blocks: for each group, how many blocks must stay free; negative: how many are
+                expected to be freed first.
+        """
+        kept = self._host.kept(request.key)
+        match = self._match(request) if kept is None else self._no_match
+        for i, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+            tokens = request.num_tokens if group.window is None else num_found + first_chunk
+            part = match.groups[i]
+            num_null = part.first if kept is None else kept.groups[i].first
+            needed = self._blocks_for(tokens) - num_null - len(part.blocks) + part.num_cached
+            if needed + spare_blocks[i] > pool.num_free:
+                return False
+        return True
+
+    def start(self, request: Request) -> int:
+        """Give a request that holds nothing the blocks of the prefix that `find_prefix` finds.
+
+        Returns:
+            How many tokens the prefix has: the request's new num_computed_tokens.
+
+        Raises:
+            ValueError: it already holds blocks, or there is no room; nothing was allocated.
+        """
+        key = request.key
+        if key in self._holdings:
+            raise ValueError(f"request {key} has started already")
+        if self._host.kept(key) is not None:
+            return self._start_restored(key)
+        match = self._match(request)
+        for pool, part in zip(self.pools, match.groups, strict=True):
+            pool.share(part.blocks)
+        tables = tuple(BlockTable(part.first, part.blocks) for part in match.groups)
+        self._holdings[key] = _Holding(tables, match.num_blocks)
+        num_found = match.num_blocks * self.block_size
+        if self._uses_prefixes(request):
+            self._prefix_queries += request.num_prompt_tokens
+            self._prefix_hits += min(num_found, request.num_prompt_tokens)
+        return num_found
+
+    def _start_restored(self, key: RequestKey) -> int:
+        kept = self._host.kept(key)
+        if kept is None:
+            raise ValueError(f"request {key} is not on the host")
+        counts = [len(part.blocks) for part in kept.groups]
+        if any(n > pool.num_free for n, pool in zip(counts, self.pools, strict=True)):
+            raise ValueError(f"request {key} was started without room for its restored blocks")
+        fresh = [pool.allocate(n) for n, pool in zip(counts, self.pools, strict=True)]
+        self._host.restore(key, fresh)
+        self._holdings[key] = _Holding(
+            tuple(
+                BlockTable(part.first, blocks)
+                for part, blocks in zip(kept.groups, fresh, strict=True)
+            )
+        )
+        return kept.num_tokens
+
+    def fork(self, parent: Request, child: Request) -> int | None:
+        """Let a child, which holds nothing, share its parent's blocks up to the last prompt token.
+
+        Blocks that end before that token are shared. For the block that contains it, the child gets
+        a copy (see `take_copies`), or a new block if no earlier token is in it.
+
+        Returns:
+            The child's num_computed_tokens: the prompt's length − 1. None: there is no free block,
+            or the parent's blocks do not, or no longer, hold the prompt; nothing was allocated.
+
+        Raises:
+            ValueError: the child holds blocks.
+        """
+        if child.key in self._holdings or self._host.kept(child.key) is not None:
+            raise ValueError(f"request {child.key} has started already")
+        position = parent.num_prompt_tokens - 1
+        entry, offset = divmod(position, self.block_size)
+        firsts = [self._first_visible(group, position) for group in self.groups]
+        holding = self._holdings.get(parent.key)
+        if holding is None or not self._can_fork(parent, holding, position, firsts):
+            return None
+        tables: list[BlockTable] = []
+        copies: list[BlockCopy] = []
+        for group, pool, table, first in zip(
+            self.groups, self.pools, holding.tables, firsts, strict=True
+        ):
+            shared = table.entries(first, entry)
+            pool.share(shared)
+            (fresh,) = pool.allocate(1)
+            tables.append(BlockTable(first, [*shared, fresh]))
+            if offset:
+                (source,) = table.entries(entry, entry + 1)
+                pool.share([source])
+                copies.append(BlockCopy(group.group_id, source, fresh))
+        self._holdings[child.key] = _Holding(tuple(tables), entry)
+        if copies:
+            self._forks[child.key] = tuple(copies)
+        if parent.key in self._muted:
+            self._muted.add(child.key)
+        if self._leaves_prefixes(parent):
+            extend_block_hashes(parent, entry, self.block_size)
+            child.block_hashes = parent.block_hashes[:entry]
+        return position
+
+    def _can_fork(
+        self, parent: Request, holding: _Holding, position: int, firsts: Sequence[int]
+    ) -> bool:
+        if parent.num_computed_tokens < position or self._waits_for_copies(parent.key):
+            return False  # it was preempted since, so its blocks hold less, or garbage
+        return all(
+            table.released <= first and pool.num_free >= 1
+            for table, pool, first in zip(holding.tables, self.pools, firsts, strict=True)
+        )
+
+    # ---- a request runs ------------------------------------------------------------------------
+
+    def allocate(self, key: RequestKey, num_tokens: int) -> bool:
+        """Grow the request's tables to cover `num_tokens` positions in every group; if blocks are
+        missing, change nothing.
+
+        Returns:
+            Whether all groups had enough blocks.
+        """
+        needed = self._blocks_for(num_tokens)
+        holding = self._holdings.get(key)
+        if holding is not None and needed <= holding.tables[0].length:
+            return True  # all tables are equally long
+        for index, pool in enumerate(self.pools):
+            if needed - (holding.tables[index].length if holding else 0) > pool.num_free:
+                return False
+        if holding is None:
+            holding = _Holding(tuple(BlockTable() for _ in self.groups))
+            self._holdings[key] = holding
+        for table, pool in zip(holding.tables, self.pools, strict=True):
+            table.extend(pool.allocate(needed - table.length))
+        return True
+
+    def commit(self, request: Request, num_computed_tokens: int) -> None:
+        """Record that the KV of the request's first tokens is in its blocks. Full blocks with known
+        tokens become sharable; blocks of sliding groups to which no later token can attend are
+        freed.
+
+        Only call this for blocks that the step has computed: a request that gave up its blocks and
+        started again has others.
+
+        The next token is at position num_computed_tokens and attends to the window − 1 positions
+        before it. O(blocks that became full or were left behind).
+        """
+        holding = self._holdings[request.key]
+        known = len(request.token_ids) - request.num_pending_tokens
+        num_full = min(num_computed_tokens, known) // self.block_size
+        if num_full > holding.num_published and self._leaves_prefixes(request):
+            self._publish(request, holding, num_full)
+        for index, group in self._sliding:
+            first = self._first_visible(group, num_computed_tokens)
+            if first > holding.tables[index].released:
+                self.pools[index].free(holding.tables[index].release_before(first))
+
+    def _publish(self, request: Request, holding: _Holding, num_full: int) -> None:
+        extend_block_hashes(request, num_full, self.block_size)
+        for table, pool in zip(holding.tables, self.pools, strict=True):
+            first = max(holding.num_published, table.released)
+            for entry, block in enumerate(table.entries(first, num_full), start=first):
+                pool.publish(block, request.block_hashes[entry])
+        holding.num_published = num_full
+
+    # ---- a request stops -----------------------------------------------------------------------
+
+    def preempt(self, request: Request) -> int:
+        """Free a request's blocks. Its KV goes to the host if there is room.
+
+        If its restore was planned but not yet returned by `take_copies`, the KV stays on the host
+        as it was. If its fork was, the request is computed again, because its copied block is still
+        empty.
+
+        Returns:
+            For how many of its tokens the host keeps the KV; 0: all are computed again.
+        """
+        key = request.key
+        kept = self._host.kept(key)
+        if kept is not None and self._host.is_restoring(key):
+            self._host.cancel_restore(key)
+            self._release(key)
+            return kept.num_tokens
+        holding = self._holdings.get(key)
+        num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        if holding is not None and num_tokens > 0 and key not in self._forks:
+            stop = self._blocks_for(num_tokens)
+            firsts = [self._first_visible(group, num_tokens) for group in self.groups]
+            blocks = [
+                table.entries(first, stop)
+                for table, first in zip(holding.tables, firsts, strict=True)
+            ]
+            if self._host.keep(key, num_tokens, firsts, blocks):
+                self._release(key)
+                return num_tokens
+        self.free(key)
+        return 0
+
+    def free(self, key: RequestKey) -> None:
+        """Free everything that a request holds, on the device and on the host, and drop its planned
+        copies. Harmless if it holds nothing.
+        """
+        self._release(key)
+        self._host.drop(key)
+        self._muted.discard(key)
+
+    def _release(self, key: RequestKey) -> None:
+        """Free the request's blocks, and the sources of copies into them."""
+        for copy in self._forks.pop(key, ()):
+            self.pools[copy.group].free([BlockId(copy.source)])
+        holding = self._holdings.pop(key, None)
+        if holding is not None:
+            for table, pool in zip(holding.tables, self.pools, strict=True):
+                # From the end: a prefix is useful without its tail, but a tail is useless without
+                # its front.
+                pool.free(reversed(table.held()))
+
+    # ---- copies --------------------------------------------------------------------------------
+
+    def take_copies(self) -> StepCopies:
+        """The copies that were planned since the last call. The next step makes them first, in the
+        order of `StepCopies`.
+        """
+        offloads, restores = self._host.take()
+        if not (offloads or restores or self._forks):
+            return NO_COPIES
+        forks, self._forks = self._forks, {}
+        for copy in chain.from_iterable(forks.values()):
+            self.pools[copy.group].free([BlockId(copy.source)])
+        return StepCopies(
+            offloads=tuple(chain.from_iterable(offloads.values())),
+            restores=tuple(chain.from_iterable(restores.values())),
+            forks=tuple(chain.from_iterable(forks.values())),
+            keys=frozenset(chain(offloads, restores, forks)),
+        )
+
+    def copies_failed(self, copies: StepCopies) -> frozenset[RequestKey]:
+        """Handle a failed step, whose copies may not have been made.
+
+        Returns:
+            The live requests whose KV is lost; each must be freed and computed again.
+        """
+        return frozenset(
+            key for key in copies.keys if key in self._holdings or self._host.kept(key) is not None
+        )
+
+    def _waits_for_copies(self, key: RequestKey) -> bool:
+        """Whether some of a request's blocks hold garbage until the next step has begun."""
+        return key in self._forks or self._host.is_restoring(key)
+
+    # ---- prefixes ------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all prefixes: cached blocks become free, and blocks of the present requests, on
+        the device or the host, will not be cached.
+        """
+        for pool in self.pools:
+            pool.forget_prefixes()
+        self._muted.update(self._holdings, self._host.keys())
+
+    def _match(self, request: Request) -> PrefixMatch:
+        return self._prefixes.find(request) if self._uses_prefixes(request) else self._no_match
+
+    def _uses_prefixes(self, request: Request) -> bool:
+        """Whether a request may use cached prefixes. If it reports prompt log-probabilities, it
+        needs the logits of the whole prompt.
+        """
+        spec = request.spec
+        return self._shares_blocks and not spec.bypass_prefix_cache and spec.prompt_logprobs is None
+
+    def _leaves_prefixes(self, request: Request) -> bool:
+        return (
+            self._shares_blocks
+            and not request.spec.bypass_prefix_cache
+            and request.key not in self._muted
+        )
+
+    # ---- tables and laws -----------------------------------------------------------------------
+
+    def tables(self, key: RequestKey) -> tuple[BlockTable, ...]:
+        """The request's block tables, one per group; they change as the request grows. A request
+        that starts again gets new tables.
+        """
+        return self._holdings[key].tables
+
+    def check_integrity(self) -> None:
+        """Check the invariants: in each group free + used + cached = total; a used block's holder
+        count is the number of tables and planned forks that hold it; a request's tables are equally
+        long; the prefix indexes agree with the blocks; no host block is lost; a planned copy writes
+        only to blocks that its request alone holds.
+
+        Raises:
+            ValueError: an invariant is broken; the message names it.
+        """
+        for pool in self.pools:
+            pool.check_integrity()
+        tables = {key: holding.tables for key, holding in self._holdings.items()}
+        check_tables(self.pools, tables, chain.from_iterable(self._forks.values()))
+        self._host.check_integrity()
+        planned = chain(self._forks.items(), self._host.planned_restores().items())
+        check_targets(self.pools, tables, planned)
+
+    def _first_visible(self, group: LayerGroup, position: int) -> int:
+        """The first entry to which the token at `position`, or a later one, attends."""
+        if group.window is None:
+            return 0
+        return max(0, position - group.window + 1) // self.block_size
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return (num_tokens + self.block_size - 1) // self.block_size

@@ -1,0 +1,146 @@
+"""Splits a model across ranks: transformers does it, by the model's own tensor-parallel plan.
+
+    q, k, v, gate, up    by outputs     each rank has its heads, and their part of the KV cache
+    o, down              by inputs      partial results, which are summed over the ranks
+    embedding, lm_head   by vocabulary  summed, and gathered: every rank has all logits
+
+Weights are DTensors; tensors between layers are plain ones, the same on every rank. A plan that
+does not match its model would give plausible but wrong results. So the load gate compares with the
+whole model, module by module, with weights that are gathered for each call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from engine.contract.errors import ModelRefusedError
+from engine.contract.types import TokenId
+from engine.loading.eager import eager_forward
+from engine.loading.gate import ModelProbe, logits_error, logits_tolerance
+
+_HEADS = {
+    "q_proj": "num_attention_heads",
+    "k_proj": "num_key_value_heads",
+    "v_proj": "num_key_value_heads",
+}
+"""Projections whose outputs are heads, and the config field with the number of heads."""
+
+
+def check_plan(config: Any, model_class: type[PreTrainedModel], size: int) -> None:
+    """Refuse, before any weight is read, a model that cannot be split.
+
+    Args:
+        config, model_class: the model's.
+        size: the number of ranks.
+
+    Raises:
+        ModelRefusedError: transformers has no plan for it, or its heads cannot be split evenly.
+    """
+    name = model_class.__name__
+    text_config = config.get_text_config()
+    plan = getattr(text_config, "base_model_tp_plan", None) or {}
+    if not plan:
+        raise ModelRefusedError(
+            f"{name} has no tensor-parallel plan in this version of transformers, so it cannot be "
+            "divided; set tensor_parallel to none"
+        ).naming("tensor_parallel")
+    for rule, style in plan.items():
+        option = _HEADS.get(rule.rpartition(".")[2])
+        heads = getattr(text_config, option, None) if option else None
+        if style == "colwise" and isinstance(heads, int) and heads % size:
+            raise ModelRefusedError(
+                f"{name} has {heads} heads ({option}), which {size} ranks cannot share evenly; "
+                "start as many ranks as divide it"
+            )
+
+
+def sharding(size: int) -> dict[str, Any]:
+    """The arguments with which `from_pretrained` splits a model across the connected ranks."""
+    return {"distributed_config": DistributedConfig(tp_size=size, tp_plan="auto")}
+
+
+def whole_logits(model: PreTrainedModel, probe: ModelProbe) -> tuple[torch.Tensor, ...]:
+    """The logits after the probe's prompts, [V] each, computed by the whole model. All ranks call
+    this. Leaves the model with eager attention.
+
+    Raises:
+        ModelRefusedError: the split model gives other logits, or fails.
+    """
+    model.set_attn_implementation("eager")
+    with _undivided(model):
+        whole = tuple(_last_logits(model, prompt) for prompt in probe.prompts)
+    if whole[0].shape != probe.logits[0].shape:
+        raise ModelRefusedError(
+            f"{type(model).__name__}, divided, gives logits of {probe.logits[0].shape[0]} of "
+            f"{whole[0].shape[0]} token ids: its plan does not gather them"
+        )
+    error = max(map(logits_error, probe.logits, whole))
+    if not error < logits_tolerance(probe.dtype):
+        raise ModelRefusedError(
+            f"{type(model).__name__}, divided as its plan in this version of transformers says, "
+            f"computes logits that differ from the undivided model's by {error:.2%}; it would be "
+            "run wrongly; set tensor_parallel to none"
+        ).naming("tensor_parallel")
+    return whole
+
+
+def _last_logits(model: PreTrainedModel, prompt: tuple[TokenId, ...]) -> torch.Tensor:
+    ids = torch.tensor([prompt], device=model.device)
+    logits: torch.Tensor = eager_forward(model, ids).logits[0, -1]
+    return logits.float()
+
+
+@contextlib.contextmanager
+def _undivided(model: PreTrainedModel) -> Iterator[None]:
+    """Make the model compute as if it was not split, during the block: the plan's wrappers of
+    forward methods are removed, and a module with partial weights gathers them for its call.
+    """
+    wrappers: list[tuple[torch.nn.Module, Any]] = []
+    hooks = []
+    for module in model.modules():
+        if getattr(module, "_is_hooked", False) and "forward" in vars(module):
+            wrappers.append((module, vars(module).pop("forward")))
+        divided = _divided(module)
+        if divided:
+            whole = _Whole(divided)
+            hooks.append(module.register_forward_pre_hook(whole.gather))
+            hooks.append(module.register_forward_hook(whole.restore, always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, forward in wrappers:
+            module.forward = forward
+
+
+def _divided(module: torch.nn.Module) -> dict[str, DTensor]:
+    """A module's own parameters of which this rank only has a part."""
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters(recurse=False)
+        if isinstance(parameter, DTensor)
+    }
+
+
+class _Whole:
+    """Gathers a module's parameters for a call."""
+
+    def __init__(self, divided: dict[str, DTensor]) -> None:
+        self._divided = divided
+
+    def gather(self, module: torch.nn.Module, _inputs: object) -> None:
+        """Put whole weights in their places."""
+        for name, parameter in self._divided.items():
+            module._parameters[name] = parameter.full_tensor()  # type: ignore[assignment]
+
+    def restore(self, module: torch.nn.Module, _inputs: object, _output: object) -> None:
+        """Put this rank's parts back."""
+        module._parameters.update(self._divided)  # type: ignore[arg-type]

@@ -1,0 +1,215 @@
+"""Where the memory of a server goes, before it is started.
+
+    this process, with torch and the model's modules        the engine's process without a model
+    what a tokenizer and a vocabulary add to it             the same in the server's processes
+    Outline ─▶ weights
+    plan_cache, as the loader calls it ─▶ the KV cache
+
+A KV cache on a CPU gets its memory when tokens are written: so a server takes less at first, and
+all of it once as many tokens have been there (kept prefixes count).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from engine.contract.config import ContinuousBatchingConfig
+from engine.kv_cache.groups import growth_blocks, window_blocks
+from engine.loading.memory import CachePlan, HostLimits, plan_cache, step_limits
+from engine.planning.outline import Outline
+from engine.runner.buckets import MOST_MIXED_TOKENS
+from engine.sampling.plain import DRAWN_AT_ONCE
+from engine.text import Tokenizer, TokenizerError
+
+MIB = 1 << 20
+FRONT_END_BYTES = 80 * MIB
+"""The server's process without a tokenizer, as measured."""
+CUDA_CONTEXT_BYTES = 512 * MIB
+"""What a process takes of a CUDA device before it has anything there; assumed."""
+_ENGINE_BYTES = 48 * MIB
+"""What the engine's process has besides what this one has now: kernels, loop, buffers."""
+_KERNELS = 1024
+"""How many compiled matrix products torch keeps, the latest ones: oneDNN's own bound."""
+_KERNEL_BYTES = 768 << 10
+"""One of them, as measured: 0.3 to 1.5 MiB."""
+_SAMPLED_BYTES = 14
+"""For a logit of a row that is sampled: itself, as float32, and two temporaries."""
+_DRAWN_BYTES = 45
+"""For a logit that a captured draw looks at: what filters make of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Where memory goes, in bytes; with a model on CUDA, `weights`, `step` and the cache are the
+    device's.
+
+    Attributes:
+        total: what there is: given, or what this machine has free now.
+        is_given: whether it was given.
+        front_end: the server's process.
+        engine: the engine's process without the model.
+        weights: as the engine holds them.
+        step: the largest step's temporaries.
+        cache: the KV cache's plan.
+    """
+
+    total: int
+    is_given: bool
+    front_end: int
+    engine: int
+    weights: int
+    step: int
+    cache: CachePlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """How many requests of a length run at once.
+
+    Attributes:
+        prompt_tokens, output_tokens: the length.
+        request_bytes: the KV of one request at its end, in whole blocks.
+        cache_requests: how many the cache holds.
+        requests: the same, at most as many as may run at once.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    request_bytes: int
+    cache_requests: int
+    requests: int
+
+
+def own_bytes() -> int:
+    """The memory of this process."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def tokenizer_bytes(outline: Outline) -> tuple[int, int]:
+    """What a tokenizer takes in a process, and what structured output takes in the engine's: by
+    loading them; 0, 0 without a tokenizer.
+    """
+    before = own_bytes()
+    try:
+        tokenizer = Tokenizer.load(outline.checkpoint.path, outline.vocab_size)
+    except TokenizerError:
+        return 0, 0
+    loaded = own_bytes()
+    from engine.structured import GrammarCompiler
+
+    compiler = GrammarCompiler(tokenizer, outline.vocab_size)
+    compiler.warm_up()
+    return max(0, loaded - before), max(0, own_bytes() - loaded)
+
+
+def plan_memory(
+    outline: Outline, config: ContinuousBatchingConfig, memory: int | None
+) -> MemoryPlan:
+    """Plan a server's memory.
+
+    Args:
+        outline: the model.
+        config: the engine's options.
+        memory: bytes that there are for the server, on the device with CUDA; None: as many as this
+            machine has free now.
+
+    Raises:
+        InsufficientMemoryError: the KV cache does not fit.
+    """
+    base = own_bytes()
+    tokenizer, vocabulary = tokenizer_bytes(outline)
+    limits = HostLimits.read()
+    host = limits.memory_available + own_bytes()
+    if limits.memory_limit is not None:  # some of this process's memory counts elsewhere
+        host = min(host, limits.memory_limit)
+    front_end, engine = FRONT_END_BYTES + tokenizer, base + _ENGINE_BYTES + tokenizer + vocabulary
+    step = step_bytes(outline, config)
+    on_cuda = outline.device.type == "cuda"
+    total = host if memory is None else memory
+    if on_cuda:
+        if memory is None:
+            total = torch.cuda.mem_get_info(outline.device)[0]
+        available = total - CUDA_CONTEXT_BYTES - outline.weight_bytes
+        host_available = host - front_end - engine
+    else:
+        # The loader sizes the cache before it reads the vocabulary.
+        available = total - front_end - (engine - vocabulary) - outline.weight_bytes
+        # Nor does it know of kernels, which come with prompts.
+        engine += kernel_bytes(outline)
+        host_available = available
+    cache = plan_cache(
+        config,
+        outline.groups,
+        device=outline.device,
+        model_context=outline.context_length,
+        available=max(0, available),
+        host_available=max(0, host_available),
+        step_bytes=step if on_cuda else 0,
+    )
+    return MemoryPlan(
+        total=total,
+        is_given=memory is not None,
+        front_end=front_end,
+        engine=engine,
+        weights=outline.weight_bytes,
+        step=step,
+        cache=cache,
+    )
+
+
+def kernel_bytes(outline: Outline) -> int:
+    """The compiled matrix products that torch keeps in the engine's process: for bfloat16 on a CPU,
+    one for each shape and number of rows that it has seen, unless our kernels multiply. Experts get
+    any number of rows, and so do the chunks of prompts.
+    """
+    ours = outline.packing in ("native", "int8") and not outline.experts
+    if outline.device.type != "cpu" or outline.dtype is not torch.bfloat16 or ours:
+        return 0
+    return _KERNELS * _KERNEL_BYTES
+
+
+def step_bytes(outline: Outline, config: ContinuousBatchingConfig) -> int:
+    """About what the largest step needs besides weights and KV, in bytes."""
+    limits = step_limits(config, outline.device)
+    widest = max(outline.widest, outline.hidden)
+    tokens, logits = limits.max_batch_tokens, limits.max_requests * outline.vocab_size
+    size = outline.dtype.itemsize
+    graphs = 0
+    if outline.device.type == "cuda" and config.use_cuda_graph in (None, True):
+        # Captured steps have their own results, a place for their logits, and what draws need.
+        graphs = logits * 2 * size + min(logits, DRAWN_AT_ONCE) * _DRAWN_BYTES
+        tokens += min(tokens, MOST_MIXED_TOKENS)
+    return tokens * (2 * outline.hidden + 3 * widest) * size + logits * _SAMPLED_BYTES + graphs
+
+
+def room(outline: Outline, cache: CachePlan, prompt_tokens: int, output_tokens: int) -> Room:
+    """How many requests of a length run at once."""
+    tokens = prompt_tokens + output_tokens
+    blocks = -(-tokens // cache.block_size)
+    fits, held, smallest = [], 0, min(cache.num_blocks)
+    for group, count in zip(outline.groups, cache.num_blocks, strict=True):
+        need = blocks
+        if group.window is not None:
+            need = min(need, window_blocks(group.window, cache.block_size, 1))
+        held += need * cache.block_size * group.bytes_per_token
+        found = count // need
+        while found > 1 and found * need + growth_blocks(found - 1, smallest) > count:
+            found -= 1
+        fits.append(found)
+    return Room(
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        request_bytes=held,
+        cache_requests=min(fits),
+        requests=min(*fits, cache.max_requests),
+    )
+
+
+def blocks_for(requests: int, tokens: int, block_size: int) -> int:
+    """How many blocks so many requests need to run at once, each with so many tokens at its end."""
+    blocks = requests * -(-tokens // block_size)
+    # A ninth of these is a tenth of all.
+    return blocks + min(requests - 1, -(-blocks // 9))

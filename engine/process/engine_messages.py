@@ -1,0 +1,200 @@
+"""The messages between the front end and the engine's process.
+
+    front end ── Start, then a Call for each verb ───────────────────▶ engine process
+    front end ◀─ Progress, Started, Answer | Refused, Step, Died ───── engine process
+
+Each message is one msgpack frame (see `engine.process.wire`), typed on both sides: nothing received
+is executed, and a message that does not match its type is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+
+from engine.contract.config import ContinuousBatchingConfig, LoadConfig
+from engine.contract.engine_client import ModelInfo
+from engine.contract.errors import (
+    CompileQueueFullError,
+    ConfigError,
+    DownloadError,
+    DuplicateRequestError,
+    EngineUnavailableError,
+    HeadraceError,
+    InsufficientMemoryError,
+    InvalidRequestError,
+    ModelRefusedError,
+    QueueFullError,
+    UnsupportedFeatureError,
+)
+from engine.contract.outputs import StepOutputs
+from engine.contract.startup import Transfer
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """The first message: what to load. Options are keyword arguments of the config classes."""
+
+    model: str
+    config: dict[str, Any]
+    load_config: dict[str, Any]
+    log_level: str
+    log_level_of: tuple[str, ...] = ()
+
+
+class Call(msgspec.Struct, frozen=True, tag=True):
+    """A verb of `EngineVerbs`, with its arguments (see `engine.process.verbs`). The answer is an
+    Answer or Refused with the same id; a call with id 0 gets none.
+    """
+
+    call_id: int
+    verb: str
+    arguments: msgspec.Raw
+
+
+Command = Start | Call
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """A line of start-up progress. `transfer`: the values of a `Transfer`, if it is one."""
+
+    line: str
+    transfer: tuple[int, int, float, float] | None = None
+
+    @classmethod
+    def of(cls, line: str) -> Progress:
+        """The message for a line."""
+        if isinstance(line, Transfer):
+            return cls("", (line.done, line.total, line.seconds, line.rate))
+        return cls(line)
+
+    def text(self) -> str:
+        """The line."""
+        return self.line if self.transfer is None else Transfer(*self.transfer)
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """The model is loaded and warm."""
+
+    info: ModelInfo
+
+
+class WireError(msgspec.Struct, frozen=True):
+    """An error of the engine: the name of its class and the arguments to recreate it."""
+
+    kind: str
+    arguments: tuple[str | int | float | None, ...]
+    mentions: tuple[str, ...] = ()
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The call with this id could not be carried out; 0 is Start."""
+
+    call_id: int
+    error: WireError
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """The result of the call with this id."""
+
+    call_id: int
+    value: msgspec.Raw
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """All that one step produced."""
+
+    outputs: StepOutputs
+
+
+class Died(msgspec.Struct, frozen=True, tag=True):
+    """The engine has failed beyond repair; the process ends."""
+
+    message: str
+
+
+Message = Progress | Started | Refused | Answer | Step | Died
+
+
+def options_of(config: ContinuousBatchingConfig | LoadConfig) -> dict[str, Any]:
+    """A config's options that are not at their defaults.
+
+    Raises:
+        ConfigError: an option is an object, which cannot be sent to another process.
+    """
+    options = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value == field.default:
+            continue
+        plain = value if isinstance(value, tuple) else (value,)
+        if not all(isinstance(entry, bool | int | float | str | None) for entry in plain):
+            raise ConfigError(
+                field.name,
+                "is an object, which an engine in a process of its own cannot be given; run the "
+                "engine in the server's process, or leave it out",
+            )
+        options[field.name] = value
+    return options
+
+
+def batching_config(options: dict[str, Any]) -> ContinuousBatchingConfig:
+    """The config from which `options_of` made these options. Raises ConfigError like the config
+    itself.
+    """
+    pairs: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+    }
+    return ContinuousBatchingConfig(**pairs)
+
+
+def to_wire(error: HeadraceError) -> WireError:
+    """Convert an error to the form in which it is sent."""
+    match error:
+        case InvalidRequestError() | UnsupportedFeatureError():
+            return WireError(type(error).__name__, (error.field, error.description))
+        case DuplicateRequestError():
+            return WireError("DuplicateRequestError", (error.request_id,))
+        case QueueFullError():
+            of_caller = (error.held, error.share, error.kept)
+            return WireError(
+                "QueueFullError", (error.limit, error.retry_after_s, error.present, *of_caller)
+            )
+        case CompileQueueFullError():
+            return WireError(
+                "CompileQueueFullError",
+                (error.limit, error.retry_after_s, error.present, error.waited_s),
+            )
+        case ConfigError():
+            message = str(error).removeprefix(f"{error.option}: ")
+            return WireError("ConfigError", (error.option, message), error.mentions)
+        case DownloadError():
+            return WireError("DownloadError", (error.cause, str(error)), error.mentions)
+        case ModelRefusedError() | InsufficientMemoryError():
+            return WireError(type(error).__name__, (str(error),), error.mentions)
+        case _:
+            return WireError("EngineUnavailableError", (str(error),))
+
+
+_CLASSES: dict[str, type[HeadraceError]] = {
+    kind.__name__: kind
+    for kind in (
+        InvalidRequestError,
+        UnsupportedFeatureError,
+        DuplicateRequestError,
+        QueueFullError,
+        CompileQueueFullError,
+        ConfigError,
+        DownloadError,
+        ModelRefusedError,
+        InsufficientMemoryError,
+        EngineUnavailableError,
+    )
+}
+
+
+def from_wire(error: WireError) -> HeadraceError:
+    """Recreate an error that was sent."""
+    found = _CLASSES.get(error.kind, EngineUnavailableError)(*error.arguments)
+    return found.naming(*error.mentions) if error.mentions else found

@@ -1,0 +1,178 @@
+"""The callers of the live requests: what each has in the queue, and how much service it was
+given.
+
+Service is counted in computed tokens, weighted by cost: PROMPT_COST for a prompt token, OUTPUT_COST
+for an output token. Prompt tokens are computed many at a time, while each output token takes a step
+of its own, which reads all weights and the request's whole KV. As measured, an output token costs
+as much as a prompt token if the batch is full and compute is the limit, and about ten times as much
+if memory bandwidth is. A factor of two lies between these, and is what Sheng et al. chose
+("Fairness in Serving Large Language Models", OSDI 2024).
+
+Each position of a request counts once, when it is launched. Tokens found in the prefix cache do not
+count, nor do tokens computed again after a preemption, which the caller did not cause. If the
+request lost its KV while it was held, because its results were not read, the tokens count again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from engine.contract.request import Request
+from engine.contract.stats import CallerStats
+from engine.contract.types import CallerKey, RequestKey
+from engine.scheduler.scheduled_batch import ScheduledRequest
+
+PROMPT_COST = 1
+OUTPUT_COST = 2
+NAMED_CALLERS = 32
+"""How many callers have figures of their own; those of the others are added up."""
+
+
+@dataclass(slots=True, eq=False)
+class _Caller:
+    """One caller.
+
+    Attributes:
+        weight: that of its latest request.
+        group: its own name, or that of the group whose weight it shares.
+        live, waiting: how many requests it has running or waiting, and how many of these wait.
+        service: how much service it was given, as counted in this module.
+    """
+
+    weight: float
+    group: CallerKey
+    live: int = 0
+    waiting: int = 0
+    service: int = 0
+
+
+class Callers:
+    """The callers that have requests, and a few that had some. Used on the engine's thread, O(1)
+    for each change; `named` and `others` may be called on any thread.
+    """
+
+    def __init__(self) -> None:
+        self._active: dict[CallerKey, _Caller] = {}
+        self._named: dict[CallerKey, _Caller] = {}
+        self._idle: OrderedDict[CallerKey, _Caller] = OrderedDict()  # named; longest idle first
+        self._of: dict[RequestKey, _Caller] = {}  # of the requests that run or wait
+        self._waiting: dict[RequestKey, _Caller] = {}
+        self._groups: dict[CallerKey, int] = {}  # how many callers of a group have requests
+        self._service = 0
+
+    def enter(self, request: Request) -> None:
+        """Record that a request runs or waits. Harmless if it was recorded before."""
+        if request.key in self._of:
+            return
+        spec = request.spec
+        caller = self._active.get(spec.caller)
+        if caller is None:
+            caller = self._active[spec.caller] = self._make(spec.caller, spec.weight)
+            caller.group = spec.caller_group or spec.caller
+            self._groups[caller.group] = self._groups.get(caller.group, 0) + 1
+        caller.weight = spec.weight
+        caller.live += 1
+        self._of[request.key] = caller
+
+    def queue(self, request: Request) -> None:
+        """Record that a request waits. Harmless if it was recorded before."""
+        self.enter(request)
+        if request.key not in self._waiting:
+            caller = self._waiting[request.key] = self._of[request.key]
+            caller.waiting += 1
+
+    def unqueue(self, request: Request) -> None:
+        """Record that a request no longer waits. Harmless if it was recorded before."""
+        caller = self._waiting.pop(request.key, None)
+        if caller is not None:
+            caller.waiting -= 1
+
+    def leave(self, request: Request) -> None:
+        """Record that a request neither runs nor waits. Harmless if it was recorded before."""
+        self.unqueue(request)
+        caller = self._of.pop(request.key, None)
+        if caller is None:
+            return
+        caller.live -= 1
+        if not caller.live:
+            key = request.spec.caller
+            del self._active[key]
+            self._groups[caller.group] -= 1
+            if not self._groups[caller.group]:
+                del self._groups[caller.group]
+            if key in self._named:
+                self._idle[key] = caller
+
+    def count(self, part: ScheduledRequest) -> int:
+        """Charge what a step computes for a request to its caller. Returns the amount of
+        service.
+        """
+        request, service = part.request, service_of(part)
+        request.num_counted_tokens = max(request.num_counted_tokens, part.start + part.num_tokens)
+        self._service += service
+        caller = self._of.get(request.key)
+        if caller is not None:
+            caller.service += service
+        return service
+
+    def has(self, caller: CallerKey) -> bool:
+        """Whether a caller has requests that run or wait."""
+        return caller in self._active
+
+    def num_running(self, caller: CallerKey) -> int:
+        """How many of a caller's requests run."""
+        found = self._active.get(caller)
+        return 0 if found is None else found.live - found.waiting
+
+    def weight(self, caller: CallerKey) -> float:
+        """The effective weight of a caller that has requests: callers of a group that have requests
+        divide its weight equally.
+        """
+        found = self._active[caller]
+        return found.weight / self._groups[found.group]
+
+    def named(self) -> tuple[CallerStats, ...]:
+        """The callers with figures of their own, those with requests first."""
+        named = list(self._named.items())  # a copy: the engine's thread may change it meanwhile
+        named.sort(key=lambda item: item[1].live == 0)
+        return tuple(
+            CallerStats(key, one.weight, one.live - one.waiting, one.waiting, one.service)
+            for key, one in named
+        )
+
+    def others(self, named: tuple[CallerStats, ...]) -> CallerStats | None:
+        """The sum over all other callers; None: there were none."""
+        num_waiting = len(self._waiting)
+        running = len(self._of) - num_waiting - sum(one.running for one in named)
+        waiting = num_waiting - sum(one.waiting for one in named)
+        service = self._service - sum(one.service for one in named)
+        if running <= 0 and waiting <= 0 and service <= 0:
+            return None
+        return CallerStats(
+            running=max(0, running), waiting=max(0, waiting), service=max(0, service)
+        )
+
+    def _make(self, key: CallerKey, weight: float) -> _Caller:
+        """Make the record of a new caller. It gets figures of its own if there is room, or in place
+        of the named caller that has been without requests the longest.
+        """
+        known = self._idle.pop(key, None)
+        if known is not None:
+            return known
+        if len(self._named) == NAMED_CALLERS and self._idle:
+            del self._named[self._idle.popitem(last=False)[0]]
+        caller = _Caller(weight, key)
+        if len(self._named) < NAMED_CALLERS:
+            self._named[key] = caller
+        return caller
+
+
+def service_of(part: ScheduledRequest) -> int:
+    """The service that a part of a step counts as, without tokens that were charged before."""
+    request, end = part.request, part.start + part.num_tokens
+    start = max(part.start, request.num_counted_tokens)
+    if start >= end:
+        return 0
+    num_prompt = max(0, min(end, request.num_prompt_tokens) - start)
+    return PROMPT_COST * num_prompt + OUTPUT_COST * (end - start - num_prompt)

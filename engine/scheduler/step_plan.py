@@ -1,0 +1,104 @@
+"""A step while a policy builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from engine.contract.request import Request
+from engine.contract.types import RequestKey
+from engine.scheduler.pace import ChunkLimit, StepPace
+from engine.scheduler.scheduled_batch import ScheduledRequest
+
+
+class StepPendingError(Exception):
+    """There are not enough blocks now, but a step is still running whose end may free some. Raised
+    by the methods that a policy calls and caught by `Scheduler.schedule`; policies do not catch it.
+    """
+
+
+class StepPlan:
+    """A step while a policy builds it.
+
+    Attributes:
+        budget: how many more tokens it may take.
+        parts: what it contains.
+        preempted: the requests that were preempted for it.
+    """
+
+    __slots__ = (
+        "_knows_limit",
+        "_limit",
+        "_pace",
+        "_runnable",
+        "_size",
+        "budget",
+        "parts",
+        "preempted",
+    )
+
+    def __init__(
+        self,
+        budget: int,
+        pace: StepPace | None = None,
+        runnable: Callable[[], Iterable[Request]] = tuple,
+    ) -> None:
+        """Begin a step.
+
+        Args:
+            budget: how many tokens it may take.
+            pace: keeps steps in which requests decode to a target time; None: there is no target.
+            runnable: the running requests that could be in it.
+        """
+        self.budget = self._size = budget
+        self.parts: dict[RequestKey, ScheduledRequest] = {}
+        self.preempted: set[RequestKey] = set()
+        self._pace = pace
+        self._runnable = runnable
+        self._limit: ChunkLimit | None = None
+        self._knows_limit = False
+
+    def put(self, part: ScheduledRequest) -> None:
+        """Add a part."""
+        self.parts[part.request.key] = part
+        self.budget -= part.num_tokens
+        if self._limit is not None:
+            self._limit.put(part)
+
+    def take_out(self, key: RequestKey) -> None:
+        """Remove the part of a request that no longer runs, if it has one."""
+        part = self.parts.pop(key, None)
+        if part is not None:
+            self.budget += part.num_tokens
+        if self._limit is not None:
+            self._limit.take_out(key, part)
+
+    def chunk(self, request: Request, start: int) -> int:
+        """How many of a request's tokens from `start` on the step may take now; 0: none."""
+        wanted = len(request.token_ids) - start
+        limit = self._find_limit() if wanted > 1 else None
+        if limit is None:
+            return min(wanted, self.budget)
+        return limit.chunk(start, wanted, self.budget, self._size - self.budget)
+
+    def has_time_for(self, requests: Iterable[Request]) -> bool:
+        """Whether the empty step has time for everything that these requests have to compute."""
+        limit = self._find_limit()
+        return limit is None or limit.has_time_for(
+            (one.num_computed_tokens, one.num_tokens_to_compute) for one in requests
+        )
+
+    def _find_limit(self) -> ChunkLimit | None:
+        """How much prompts may take, computed when the first one is considered; None: only the
+        budget limits them.
+        """
+        if self._pace is not None and not self._knows_limit:
+            self._knows_limit = True
+            self._limit = self._pace.limit(one for one in self._runnable() if _decodes(one))
+            if self._limit is not None:
+                self._limit.decoding.difference_update(self.parts)  # no prompt is in it yet
+        return self._limit
+
+
+def _decodes(request: Request) -> bool:
+    """Whether the request waits for its next output token."""
+    return request.num_tokens_to_compute == 1 and request.num_output_tokens > 0

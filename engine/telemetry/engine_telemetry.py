@@ -1,0 +1,186 @@
+"""`engine.Telemetry`: metrics and spans of what managers of the Python API do.
+
+    LoadedModel(telemetry=…) ── a manager's Observer ◀── its requests, steps, start and end
+                                     └──▶ one set of instruments, which sums up all managers
+
+The metrics are the engine's part of a server's, by the same names (docs/offline.md lists them).
+Gauges and counters sum up the managers that run; the counts of those that have ended are kept. So
+the number of series depends neither on how many managers there are nor on what requests contain.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Final
+
+from opentelemetry import metrics, trace
+from opentelemetry.context import Context, get_current
+from opentelemetry.metrics import MeterProvider
+from opentelemetry.trace import SpanKind, TracerProvider
+
+from engine.contract.outputs import StepOutputs
+from engine.contract.request import GenerationRequest
+from engine.contract.stats import EngineStats
+from engine.telemetry.instruments import TEXT, StepInstruments, counts, observe_stats
+from engine.telemetry.spans import LiveSpans, RequestSpan, attributes_of, wall_offset_ns
+
+_NAME: Final = "headrace"
+_SUMMED: Final = tuple(one.name for one in fields(EngineStats) if one.type == "int")
+
+
+class Telemetry:
+    """Where managers tell what they do. Give it to `engine.load` or `engine.from_model`; one may
+    serve several models.
+
+    A request's span begins when it is added, as a child of the span that is then current, and ends
+    with it. Refused requests have none.
+    """
+
+    def __init__(
+        self,
+        *,
+        meter_provider: MeterProvider | None = None,
+        tracer_provider: TracerProvider | None = None,
+        trace_steps: bool = False,
+    ) -> None:
+        """Make the instruments.
+
+        Args:
+            meter_provider, tracer_provider: where metrics and spans go; None: OpenTelemetry's
+                global ones, which do nothing unless somebody has set them. Whoever made them shuts
+                them down.
+            trace_steps: whether each step has a span too.
+        """
+        meter = (meter_provider or metrics.get_meter_provider()).get_meter(_NAME)
+        self._tracer = (tracer_provider or trace.get_tracer_provider()).get_tracer(_NAME)
+        self._meter = meter
+        self._trace_steps = trace_steps
+        self._lock = threading.Lock()
+        self._running: dict[Observer, _Running] = {}
+        self._before: dict[str, int] = {}
+        self._steps: dict[str, StepInstruments] = {}
+        observe_stats(meter, self._present, self._totals)
+
+    def observer(self, model: str) -> Observer:
+        """The observer of a new manager. `model`: the name of its model."""
+        with self._lock:
+            if model not in self._steps:
+                self._steps[model] = StepInstruments(self._meter, model)
+            steps = self._steps[model]
+        return Observer(self, model, steps, self._tracer if self._trace_steps else None)
+
+    def started(self, observer: Observer, stats: Callable[[], EngineStats]) -> None:
+        """Note that a manager runs."""
+        with self._lock:
+            self._running[observer] = _Running(stats, counts(stats()))
+
+    def ended(self, observer: Observer) -> None:
+        """Note that a manager runs no longer; its counts are kept."""
+        with self._lock:
+            running = self._running.pop(observer, None)
+            if running is not None:
+                self._before = _sum(self._before, running.grown())
+
+    def _present(self) -> EngineStats | None:
+        with self._lock:
+            all_stats = [running.stats() for running in self._running.values()]
+        return _together(all_stats) if all_stats else None
+
+    def _totals(self) -> Mapping[str, int]:
+        with self._lock:
+            totals = self._before
+            for running in self._running.values():
+                totals = _sum(totals, running.grown())
+        return totals
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A manager that runs. `at_start`: its counts when it was started."""
+
+    stats: Callable[[], EngineStats]
+    at_start: Mapping[str, int]
+
+    def grown(self) -> dict[str, int]:
+        """Its counts since it was started."""
+        return {name: count - self.at_start[name] for name, count in counts(self.stats()).items()}
+
+
+class Observer:
+    """What one manager tells; see `engine.api.observer.Observer`."""
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        model: str,
+        steps: StepInstruments,
+        step_tracer: trace.Tracer | None,
+    ) -> None:
+        """`step_tracer`: makes a span for each step; None: there are none."""
+        self._telemetry = telemetry
+        self._tracer = telemetry._tracer
+        self._model = model
+        self._steps = steps
+        self._step_tracer = step_tracer
+        self._live = LiveSpans()
+
+    def started(self, stats: Callable[[], EngineStats]) -> None:
+        """The manager's thread was started."""
+        self._telemetry.started(self, stats)
+
+    def ended(self) -> None:
+        """It has ended."""
+        self._telemetry.ended(self)
+
+    def submitting(self, requests: Sequence[GenerationRequest], arrival: float) -> None:
+        """Requests go to the engine, whose outputs may come at once. `arrival`: monotonic
+        seconds.
+        """
+        parent, offset_ns = get_current(), wall_offset_ns()
+        for request in requests:
+            span = self._tracer.start_span(
+                f"{TEXT} {self._model}",
+                parent,
+                SpanKind.INTERNAL,
+                attributes_of(TEXT, self._model, request.request_id),
+                start_time=int(arrival * 1e9) + offset_ns,
+            )
+            RequestSpan(span, self._live).submitted(request)
+
+    def refused(self, requests: Sequence[GenerationRequest]) -> None:
+        """They were refused."""
+        for request in requests:
+            self._live.remove(request.request_id)
+
+    def on_step(self, step: StepOutputs) -> None:
+        """Record a step's outputs. Called on the engine's thread."""
+        self._steps.on_step(step)
+        self._live.on_step(step)
+        record, tracer = step.step, self._step_tracer
+        if record is None or tracer is None:
+            return
+        end_ns = int(step.time * 1e9) + wall_offset_ns()
+        span = tracer.start_span(
+            "headrace.step",
+            Context(),
+            attributes={
+                "gen_ai.request.model": self._model,
+                "headrace.step.requests": record.num_requests,
+                "headrace.step.prompt_tokens": record.num_prompt_tokens,
+                "headrace.step.decode_tokens": record.num_decode_tokens,
+            },
+            start_time=end_ns - int(record.duration_s * 1e9),
+        )
+        span.end(end_ns)
+
+
+def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
+
+
+def _together(all_stats: Sequence[EngineStats]) -> EngineStats:
+    """The statistics of several engines in one."""
+    summed = {name: sum(getattr(stats, name) for stats in all_stats) for name in _SUMMED}
+    return EngineStats(**summed, last_step_s=max(stats.last_step_s for stats in all_stats))

@@ -1,0 +1,64 @@
+"""Limits how many streams of a kind, which clients may keep open as long as they like, are open.
+
+    take ──▶ (refused, or a place) ──▶ the call … ──▶ its done callback gives the place back
+
+While it is idle, a session, a health Watch or a WatchStatistics costs only about 30 KiB. It takes a
+place before that memory is allocated. Each caller has a share of the places
+(`engine.fairness.shares`). Requests have separate places (`service.admission.admission_control`).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from service.admission.accounts import Account, account_at
+from service.admission.bounds import Kind, bound_of
+from service.door.callers_file import ANONYMOUS
+
+
+class Places:
+    """The places for one kind of stream. All methods run on one event loop."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        """`clock`, `jitter`: see AdmissionControl."""
+        self._bound = bound_of(kind, clock, jitter)
+
+    def change(self, kind: Kind) -> None:
+        """Have the limits of this kind from now on. Streams that are open stay open."""
+        self._bound.change(kind)
+
+    @property
+    def taken(self) -> int:
+        """How many streams are open now."""
+        return self._bound.present
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no place is taken."""
+        return self._bound.is_empty
+
+    def take(self, context: Any, account: Account | None = None) -> None:
+        """Take a place for a call, until it is done.
+
+        Args:
+            context: the call's context.
+            account: whom it is charged to; None: the host that it comes from, because nothing else
+                is known.
+
+        Raises:
+            LimitReachedError: no place is free.
+        """
+        bound = self._bound
+        counted = account_at(ANONYMOUS, context.peer()) if account is None else account
+        if (refusal := bound.ask(counted, 1)) is not None:
+            raise bound.error(refusal, 1)
+        bound.add(counted, 1)
+        context.add_done_callback(lambda _: bound.remove(counted, 1, served=True))

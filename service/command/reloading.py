@@ -1,0 +1,125 @@
+"""SIGHUP: the options that a server can change while it serves are read again.
+
+    SIGHUP ──▶ the config file, and the files that it names ──▶ a mistake: nothing changes
+                  └──▶ what differs from what runs
+                         ├─ may change ──▶ HeadraceServer.apply
+                         └─ may not    ──▶ said, until a restart
+
+Which may change, their fields say (`Option.reloads`). Flags and variables stay what they were: they
+win over the file now as they did at the start. Without a config file, the callers' file and the TLS
+files alone are read again. Signals that come while files are read are one more reading, however
+many they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.contract.errors import ConfigError
+from service.command.config_file import Changes, compare, filled
+from service.command.flags import FILE, Given, describe, flags
+from service.config import ServiceConfig
+from service.state import Phase
+
+if TYPE_CHECKING:
+    from service.server import HeadraceServer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a server's options come from. `config_of`: checks them all, and raises ConfigError."""
+
+    given: Given
+    config_of: Callable[[Given], ServiceConfig]
+
+
+class Reloading:
+    """See the module. All methods run on one event loop."""
+
+    def __init__(
+        self, server: HeadraceServer, config: ServiceConfig, source: Source | None
+    ) -> None:
+        """`config`: with which the server is started. `source`: where that comes from; None: from
+        no file.
+        """
+        self._server = server
+        self._config = config
+        self._source = source if source is not None and source.given.path is not None else None
+        self._running = {} if source is None else {name: source.given[name] for name in flags()}
+        self._task: asyncio.Task[None] | None = None
+        self._is_wanted = False
+
+    def begin(self) -> None:
+        """Read again, once what is being read now is done."""
+        self._is_wanted = True
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        while self._is_wanted:
+            self._is_wanted = False
+            if self._server.state.phase is Phase.DRAINING:
+                logger.info("SIGHUP: nothing is read again, since the server drains")
+            elif self._source is None:
+                self._server.reload()
+            else:
+                await self._reload(self._source)
+
+    async def _reload(self, source: Source) -> None:
+        given = source.given
+        try:
+            given = await asyncio.to_thread(filled, given)
+            config, changes = await asyncio.to_thread(self._read, source, given)
+        except ConfigError as error:
+            told = describe(error, given).replace("\n", "; ")
+            logger.error("SIGHUP: nothing has changed: %s", told)
+        except RuntimeError as error:  # no thread can be started
+            logger.error("SIGHUP: nothing has changed: %s", error)
+        else:
+            self._config = config
+            self._running |= {field: after for field, (_, after) in changes.now.items()}
+            level = logging.WARNING if changes.now or changes.later else logging.INFO
+            is_told = logger.isEnabledFor(level)  # afterwards it may not be
+            if is_told:
+                self._tell(level, changes)
+            await self._server.apply(config)
+            if not is_told:
+                self._tell(level, changes)
+
+    def _tell(self, level: int, changes: Changes) -> None:
+        parts = {
+            "changed": changes.told(changes.now),
+            "left for a restart": changes.told(changes.later),
+        }
+        logger.log(
+            level,
+            "SIGHUP: %s was read again, with the files that it names: %s",
+            self._running[FILE],
+            "; ".join(f"{what}: {which}" for what, which in parts.items() if which)
+            or "nothing has changed",
+        )
+
+    def _read(self, source: Source, given: Given) -> tuple[ServiceConfig, Changes]:
+        """Check what the file sets, read the files that it names, and use those if all is in order.
+        Runs in a thread.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        asked = source.config_of(given)
+        changes = compare(self._running, given)
+        new = {field: getattr(asked, field) for field in changes.now}
+        try:
+            config = dataclasses.replace(self._config, **new)
+        except ConfigError as error:
+            told = f"{error} (what needs a restart is as it runs)".removeprefix(f"{error.option}: ")
+            raise ConfigError(error.option, told).naming(*error.mentions) from error
+        self._server.read_credentials(config)
+        return config, changes

@@ -1,0 +1,100 @@
+"""Reports the engine's load to sessions.
+
+    engine ◀── stats, once a second at most ── LoadWatch ──▶ current ──▶ sessions that ask for it
+
+All sessions share one measurement, which is repeated while one of them is open, so a message costs
+the engine nothing. It is at most about a second old, or as old as the shortest interval that a
+session asked for. If the engine does not answer, no load is reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from engine.contract.engine_client import EngineClient
+from engine.contract.errors import HeadraceError
+from engine.contract.stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+MAX_AGE_S = 1.0
+"""How often the engine is asked, if no session's interval is shorter."""
+ANSWER_S = 2.0
+"""If the engine has not answered after this time, its load is unknown."""
+
+
+class Follower(Protocol):
+    """A session that wants load reports.
+
+    Attributes:
+        is_over: whether the session has ended.
+    """
+
+    is_over: bool
+
+
+class LoadWatch:
+    """Asks the engine for its load while a session wants reports.
+
+    Attributes:
+        current: the last statistics; None: unknown.
+    """
+
+    def __init__(self, client: EngineClient, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: monotonic seconds, for the intervals of sessions."""
+        self.current: EngineStats | None = None
+        self._client = client
+        self._clock = clock
+        self._followers: dict[Follower, float] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def follow(self, follower: Follower, interval_s: float) -> LoadReport:
+        """Start to report the load to a session, at most once every `interval_s` seconds, until it
+        is over.
+        """
+        self._followers[follower] = interval_s
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._poll())
+        return LoadReport(self, interval_s, self._clock)
+
+    async def close(self) -> None:
+        """Ask no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _poll(self) -> None:
+        while self._followers:
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    self.current = await self._client.stats()
+            except (HeadraceError, TimeoutError) as error:  # being stopped or started, or dead
+                self.current = None
+                logger.debug("the engine's load is not known: %s", error)
+            await asyncio.sleep(min(MAX_AGE_S, *self._followers.values()))
+            self._followers = {
+                one: interval for one, interval in self._followers.items() if not one.is_over
+            }
+        self.current = None  # it would be too old for the next session
+
+
+class LoadReport:
+    """The load reports of one session."""
+
+    def __init__(self, watch: LoadWatch, interval_s: float, clock: Callable[[], float]) -> None:
+        self._watch = watch
+        self._interval_s = interval_s
+        self._clock = clock
+        self._due = clock()
+
+    def take(self) -> EngineStats | None:
+        """The statistics for the next message; None: no report is due, or the load is unknown."""
+        stats = self._watch.current
+        if stats is None or (now := self._clock()) < self._due:
+            return None
+        self._due = now + self._interval_s
+        return stats

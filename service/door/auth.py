@@ -1,0 +1,320 @@
+"""Who calls, and what they may call.
+
+    metadata `authorization: Bearer …` ─┐
+    certificate of the client (mTLS) ───┴─▶ Authenticator ─▶ Permit(caller) ─▶ check, check, …
+
+Callers are listed in a file (`service.door.callers_file`), which is read again when it changes.
+Without a file everyone is "anonymous" and may call everything; with one, callers may only call what
+the file grants, and health checks. If a token is sent, it alone decides; the certificate counts
+only without one. `service.admission.accounts` decides whom a call is charged to.
+
+`interceptors.Entrance` gets a permit here for every RPC and sets `current_permit` in the RPC's
+task; servicers read it once, at their start. Long RPCs check it again, against the present callers'
+file. If nothing has changed, this costs a look at the file's times and one comparison; if it has, a
+thread reads it, for which this call waits and no other that runs. Only the
+digest of a token is kept for this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+
+from engine.contract.errors import ConfigError, HeadraceError
+from service.admission.accounts import (
+    ON_BEHALF_OF,
+    Metadata,
+    account_at,
+    account_of,
+    name_in,
+)
+from service.door.callers_file import EVERYONE, MAX_FILE_BYTES, Caller, CallerTable, parse_callers
+from service.door.watched_files import Watched, read
+
+logger = logging.getLogger(__name__)
+
+DOOR_SECRET = "x-headrace-door"
+DOOR_PEER = "x-headrace-peer"
+"""The metadata keys of the HTTP door's secret, and of the IP address of its client."""
+
+_MISSING = "authorization is missing: send 'authorization: Bearer <token>'"
+
+current_permit: ContextVar[Permit] = ContextVar("permit")
+"""The permit of the RPC that this task serves."""
+
+
+class UnauthenticatedError(HeadraceError):
+    """The caller sent no credentials, or wrong ones. `reason`: for programs."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class PermissionDeniedError(HeadraceError):
+    """The caller is known but may not do this. `reason`: for programs."""
+
+    def __init__(self, message: str, reason: str = "SERVICE_NOT_GRANTED") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Permit:
+    """The permission of a caller to make an RPC, as long as the callers' file grants it.
+
+    Attributes:
+        caller: the caller's entry in the callers' file at the last check.
+        account: whom the call is charged to, with the weight at that time.
+    """
+
+    __slots__ = ("_find", "_name", "_table", "_tables", "account", "caller")
+
+    def __init__(
+        self,
+        caller: Caller,
+        tables: Watched[CallerTable] | None = None,
+        table: CallerTable | None = None,
+        find: Callable[[CallerTable], Caller] | None = None,
+    ) -> None:
+        """Make a permit.
+
+        Args:
+            caller: who calls.
+            tables: the callers' file; None: everyone may call everything.
+            table: the version of the file in which `caller` was found.
+            find: looks up the caller in another version; raises as `check`.
+        """
+        self.caller = caller
+        self.account = account_of(caller.identity, weight=caller.weight)
+        self._name: str | None = None
+        self._tables = tables
+        self._table = table
+        self._find = find
+
+    def of_call(self, metadata: Metadata, peer: str) -> Permit:
+        """The permit of one call, with the account it is charged to.
+
+        Args:
+            metadata: the call's metadata.
+            peer: where it comes from, as gRPC gives it.
+
+        Raises:
+            CallerNameError: the metadata name a user, and the name is malformed.
+            PermissionDeniedError: the caller may not call for others.
+        """
+        permit = Permit(self.caller, self._tables, self._table, self._find)
+        if ON_BEHALF_OF in dict(metadata):
+            permit._name = name_in(metadata)
+        if self._tables is None:
+            if permit._name is not None:
+                raise PermissionDeniedError(
+                    f"nobody may send {ON_BEHALF_OF} here: this server has no callers' file "
+                    "(auth_file) that would say who may",
+                    "ON_BEHALF_OF_NOT_GRANTED",
+                )
+            permit.account = account_at(self.caller.identity, peer)
+        else:
+            permit._set_account()
+        return permit
+
+    def _set_account(self) -> None:
+        caller = self.caller
+        if self._name is not None and not caller.may_call_for_others:
+            raise PermissionDeniedError(
+                f"{caller.identity!r} may not send {ON_BEHALF_OF}; may_call_for_others must be "
+                "granted to them",
+                "ON_BEHALF_OF_NOT_GRANTED",
+            )
+        self.account = account_of(caller.identity, self._name, caller.weight)
+
+    async def check(self) -> None:
+        """Check the permit against the present callers' file, and update it from there.
+
+        Raises:
+            UnauthenticatedError: the token or certificate no longer belongs to that caller.
+            PermissionDeniedError: the caller may no longer call this service, or no longer call for
+                others.
+        """
+        if self._tables is None or self._find is None:
+            return
+        table = await self._tables.fresh()
+        if table is self._table:
+            return
+        found = self._find(table)
+        if found.identity != self.caller.identity:
+            raise UnauthenticatedError(
+                "IDENTITY_CHANGED",
+                "what this call was opened with belongs to another identity by now; open a new one",
+            )
+        self.caller = found
+        self._set_account()
+        self._table = table
+
+
+_ANYBODY = Permit(EVERYONE)
+
+
+class Authenticator:
+    """Identifies callers."""
+
+    def __init__(
+        self,
+        path: str | None,
+        *,
+        client_certificates: bool = False,
+        door_secret: str | None = None,
+    ) -> None:
+        """Read the callers' file.
+
+        Args:
+            path: the file; None: everyone may call everything.
+            client_certificates: whether clients are asked for certificates.
+            door_secret: what the HTTP door knows; None: there is no door.
+
+        Raises:
+            ConfigError: the file cannot be read, or an entry is wrong.
+        """
+        self._client_certificates = client_certificates
+        self._door_secret = door_secret
+        self.tables: Watched[CallerTable] | None = None  # whoever asks for a caller has it fresh
+        if path is not None:
+            self.tables = Watched("callers", (path,), lambda: self._load(path), private=(path,))
+
+    @property
+    def knows_callers(self) -> bool:
+        """Whether there is a file."""
+        return self.tables is not None
+
+    def peer_of(self, metadata: Metadata, peer: str) -> str:
+        """Where a call comes from, in gRPC's form. To gRPC all calls of the HTTP door come from one
+        Unix socket; it tells its client's address, and is believed if it knows the secret.
+
+        Args:
+            metadata: the call's metadata.
+            peer: where its connection comes from.
+
+        Raises:
+            PermissionDeniedError: it has another secret, which is not told.
+        """
+        given = [str(value) for key, value in metadata if key == DOOR_SECRET]
+        if not given:
+            return peer
+        known = self._door_secret or ""
+        if not known or not all(hmac.compare_digest(one.encode(), known.encode()) for one in given):
+            raise PermissionDeniedError(
+                f"{DOOR_SECRET} is not what this server gave to its HTTP door; leave it out",
+                "DOOR_UNKNOWN",
+            )
+        try:
+            address = ipaddress.ip_address(str(dict(metadata).get(DOOR_PEER)))
+        except ValueError:  # the door asks for itself
+            return peer
+        return f"ipv{address.version}:[{address}]:0"
+
+    def reload(self) -> None:
+        """Begin to read the file again, of which calls that come now wait for the end. If it cannot
+        be used, that is logged, and nothing changes.
+        """
+        if self.tables is not None:
+            self.tables.begin_reload()
+
+    def become(self, other: Authenticator) -> None:
+        """Use another one's file from now on, for calls that run too."""
+        if self.tables is not None and other.tables is not None:
+            self.tables.become(other.tables)
+
+    def by_token(self, method: str, metadata: Metadata) -> Permit | None:
+        """Identify the caller of a method by its token, as the file was read last; None: the
+        certificate decides.
+
+        Args:
+            method: /package.Service/Method.
+            metadata: the call's metadata.
+
+        Raises:
+            UnauthenticatedError: the token is not known, or no token was sent and certificates are
+                not used.
+            PermissionDeniedError: the caller may not call this service.
+        """
+        if self.tables is None:
+            return _ANYBODY
+        given = [value for key, value in metadata if key == "authorization"]
+        if not given:
+            if self._client_certificates:
+                return None
+            raise UnauthenticatedError("TOKEN_MISSING", _MISSING)
+        if len(given) > 1:
+            raise UnauthenticatedError("TOKEN_INVALID", "authorization was sent more than once")
+        value = given[0].encode("utf-8", "replace") if isinstance(given[0], str) else given[0]
+        scheme, _, token = value.partition(b" ")
+        digest = hashlib.sha256(token.strip(b" ")).digest()
+        is_bearer = scheme.lower() == b"bearer"
+
+        def find(table: CallerTable) -> Caller:
+            found = table.by_digest(digest)
+            if found is None or not is_bearer:
+                raise UnauthenticatedError(
+                    "TOKEN_INVALID", "authorization is not a bearer token that this server knows"
+                )
+            return _allowed(found, method)
+
+        return _permit_of(self.tables, find)
+
+    def by_certificate(self, method: str, names: Iterable[str]) -> Permit:
+        """Identify the caller of a method by its certificate.
+
+        Args:
+            method: /package.Service/Method.
+            names: those in the client's verified certificate; empty if it has none.
+
+        Raises:
+            UnauthenticatedError: the certificate is not known, or belongs to several callers.
+            PermissionDeniedError: the caller may not call this service.
+        """
+        if self.tables is None:
+            return _ANYBODY
+        names = tuple(names)
+        if not names:
+            raise UnauthenticatedError("TOKEN_MISSING", _MISSING)
+
+        def find(table: CallerTable) -> Caller:
+            found = table.by_names(names)
+            if len(found) != 1:
+                what = "of more than one caller" if found else "that this server does not know"
+                raise UnauthenticatedError(
+                    "CERTIFICATE_UNKNOWN",
+                    f"the client certificate has names {what}; send 'authorization: Bearer "
+                    "<token>', or use another certificate",
+                )
+            [caller] = found
+            return _allowed(caller, method)
+
+        return _permit_of(self.tables, find)
+
+    def _load(self, path: str) -> CallerTable:
+        try:
+            table = parse_callers(read("auth_file", path, MAX_FILE_BYTES).decode())
+        except UnicodeDecodeError as error:
+            raise ConfigError("auth_file", f"{path} is not UTF-8") from error
+        if table.certificates and not self._client_certificates:
+            logger.warning(
+                "%s names certificates, but clients are not asked for any: set tls_client_ca", path
+            )
+        return table
+
+
+def _allowed(caller: Caller, method: str) -> Caller:
+    if not caller.may_call(method):
+        raise PermissionDeniedError(
+            f"{caller.identity!r} may not call {method}; its service must be granted to them"
+        )
+    return caller
+
+
+def _permit_of(tables: Watched[CallerTable], find: Callable[[CallerTable], Caller]) -> Permit:
+    table = tables.last
+    return Permit(find(table), tables, table, find)

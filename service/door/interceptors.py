@@ -1,0 +1,391 @@
+"""The interceptors around every RPC of a known method (`service.door.unknown_methods` handles the
+others).
+
+    call ──▶ Recovery ──▶ CallSpans ──▶ Entrance ──────────────────────────▶ servicer
+             errors       if traces     who calls, is it served, its message
+                          are on
+
+Servicers raise exceptions, and `Recovery` turns these into the RPC's status by
+`service.errors.status_table`. What stands between may keep an exception for it instead of letting
+it through (`CallEnd.kept`). CancelledError is never caught: it must reach gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Final
+
+import grpc
+from google.rpc import status_pb2
+
+from engine.contract.errors import HeadraceError
+from service.door.auth import Authenticator, current_permit
+from service.door.reading import OPEN_TO_EVERYONE, Reading
+from service.errors.call_errors import AnswerTooLargeError
+from service.errors.refusals import Refusals
+from service.errors.status_table import abort, code_of_number, status_code, to_status
+from service.state import ServerState, current_front
+
+logger = logging.getLogger(__name__)
+
+Handler = Any  # grpc.RpcMethodHandler: generic in its stubs, not at run time
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
+Unary = Callable[[Any, Any], Awaitable[Any]]
+Stream = Callable[[Any, Any], AsyncIterator[Any]]
+
+_ALWAYS_SERVED = ("/grpc.health.", "/grpc.reflection.", "/headrace.v1.ControlService/")
+_LOG_INTERVAL_S = 1.0
+_MAX_LOGGED = 300
+_SERVED_WHILE_DRAINING = (
+    "/headrace.v1.GenerationService/GetResult",
+    "/headrace.v1.GenerationService/Cancel",
+    "/headrace.v1.ModelService/",
+    "/vllm.grpc.engine.VllmEngine/Abort",
+    "/vllm.grpc.engine.VllmEngine/Get",
+)
+_CHECKED_PARTS = ("/headrace.", "/vllm.")
+
+
+SERVER_FAULTS: Final = frozenset(
+    {
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DATA_LOSS,
+    }
+)
+"""The codes that OpenTelemetry's conventions count as errors of a server."""
+
+
+class CallEnd:
+    """How a call ends. It does not hold the call: tasks that outlive the call hold this.
+
+    Attributes:
+        code: what the handler ended it with; None: it has not ended it.
+        kept: the handler's exception, if it was caught before `Recovery`, which treats it as if it
+            had been raised there.
+    """
+
+    __slots__ = ("_began", "_deadline", "code", "kept")
+
+    def __init__(self, context: Any) -> None:
+        self.code: grpc.StatusCode | None = None
+        self.kept: Exception | None = None
+        self._began = time.monotonic()
+        left = context.time_remaining()
+        self._deadline = None if left is None else self._began + left
+
+    def aborted(self, context: Any) -> None:
+        """Note that the handler ended it through its context, or found that it had ended."""
+        code = context.code()
+        self.code = code if isinstance(code, grpc.StatusCode) else code_of_number(code)
+
+    def raise_kept(self) -> None:
+        """Raise the kept exception, if there is one, and keep it no longer."""
+        error, self.kept = self.kept, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # it would keep itself alive by this frame
+
+    def code_at_end(self) -> grpc.StatusCode:
+        """The code, once it has ended."""
+        if self.code is not None:
+            return self.code
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            return grpc.StatusCode.DEADLINE_EXCEEDED
+        return grpc.StatusCode.CANCELLED
+
+    def seconds(self) -> float:
+        """How long it has taken."""
+        return time.monotonic() - self._began
+
+
+current_call: ContextVar[CallEnd] = ContextVar("call")
+"""The call of this task."""
+
+Watcher = Callable[[str, Any], Callable[[CallEnd], None] | None]
+"""Called in a new call's task with its method and context; returns what is called at its end, if
+anything.
+"""
+
+
+def wrap(
+    handler: Handler | None,
+    unary: Callable[[Unary], Unary],
+    stream: Callable[[Stream], Stream],
+) -> Handler:
+    """Wrap a handler's behaviour, according to whether its response is unary or a stream."""
+    if handler is None:  # an unknown method: gRPC answers UNIMPLEMENTED
+        return None
+    # A handler's attributes are untyped in grpcio.
+    source: Any = handler
+    codec = {
+        "request_deserializer": source.request_deserializer,
+        "response_serializer": source.response_serializer,
+    }
+    wrapped: Any
+    if source.request_streaming and source.response_streaming:
+        wrapped = grpc.stream_stream_rpc_method_handler(stream(source.stream_stream), **codec)
+    elif source.response_streaming:
+        wrapped = grpc.unary_stream_rpc_method_handler(stream(source.unary_stream), **codec)
+    elif source.request_streaming:
+        wrapped = grpc.stream_unary_rpc_method_handler(unary(source.stream_unary), **codec)
+    else:
+        wrapped = grpc.unary_unary_rpc_method_handler(unary(source.unary_unary), **codec)
+    result: Handler = wrapped
+    return result
+
+
+class Recovery(grpc.aio.ServerInterceptor):
+    """Turns exceptions into statuses. It is outermost, so that it sees exceptions of the other
+    interceptors too.
+
+    It also tracks the calls that have not ended, so that a drain can wait for them. When gRPC
+    stops, it sends GOAWAY and a ping, and the ping's answer shows that the client has read
+    everything before it. But after that it closes a connection with its last call. If the client is
+    writing at that moment, it sees a broken connection and discards what it has not read, including
+    the end of its call. So the server is stopped only when its calls have ended; then all ends are
+    sent before the ping.
+
+    It counts refused calls, and tells its watchers of each call.
+
+    Attributes:
+        open: a future for each call whose handler runs, or whose status is being sent; done when
+            the call has ended.
+        watchers: are told of each call.
+    """
+
+    def __init__(self, refusals: Refusals) -> None:
+        self._refusals = refusals
+        self.open: set[asyncio.Future[None]] = set()
+        self.watchers: tuple[Watcher, ...] = ()
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
+        """Wrap one RPC's handler."""
+        method = str(handler_call_details.method).removeprefix("/")
+        return wrap(
+            await continuation(handler_call_details),
+            partial(self._unary, method),
+            partial(self._stream, method),
+        )
+
+    def begin(self, method: str, context: Any) -> CallEnd:
+        """Track a new call; its context reports when its status was sent, or the call was cut
+        off.
+        """
+        ended = asyncio.get_running_loop().create_future()
+        self.open.add(ended)
+        call = CallEnd(context)
+        current_call.set(call)
+        ends = [watch(method, context) for watch in self.watchers]
+
+        def end(_context: Any) -> None:
+            self.open.discard(ended)
+            if not ended.done():  # else the loop is being closed
+                ended.set_result(None)
+            for tell in ends:
+                if tell is not None:
+                    tell(call)
+
+        context.add_done_callback(end)
+        return call
+
+    def _refuse(self, method: str, call: CallEnd, error: Exception) -> status_pb2.Status:
+        status = to_status(error)
+        call.code = status_code(status)
+        self._refusals.add(method, error)
+        return status
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait until the calls that are open now have ended, at most `timeout_s` seconds. Later
+        calls are not waited for, because clients may retry for ever.
+        """
+        if self.open:
+            await asyncio.wait(self.open, timeout=timeout_s)
+
+    def _unary(self, method: str, behavior: Unary) -> Unary:
+        async def call(request: Any, context: Any) -> Any:
+            ending = self.begin(method, context)
+            try:
+                response = await behavior(request, context)
+                ending.raise_kept()
+                ending.code = grpc.StatusCode.OK
+                return response
+            except grpc.aio.BaseError:  # an abort; or the call has ended, or gRPC
+                ending.aborted(context)
+                raise
+            except Exception as error:
+                status = self._refuse(method, ending, error)
+            # Not within `except`: the call would keep the error alive, with everything in its
+            # frames.
+            return await abort(context, status)
+
+        return call
+
+    def _stream(self, method: str, behavior: Stream) -> Stream:
+        if inspect.iscoroutinefunction(behavior):  # it writes its responses to the context
+            writer: Any = self._unary(method, behavior)
+            return writer  # type: ignore[no-any-return]
+
+        async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+            ending = self.begin(method, context)
+            try:
+                async for response in behavior(request, context):
+                    yield response
+            except grpc.aio.BaseError:  # an abort; or the call has ended, or gRPC
+                ending.aborted(context)
+                raise
+            except Exception as error:
+                status = self._refuse(method, ending, error)
+            else:
+                ending.code = grpc.StatusCode.OK
+                return
+            await abort(context, status)  # as above
+
+        return call
+
+
+class Entrance(grpc.aio.ServerInterceptor):
+    """Runs before every servicer. It identifies the caller and checks its permission
+    (`service.door.auth`), checks that the method is served now (`service.state`), reads the message
+    of a unary request (`service.door.reading`), and checks it (`service.convert.incoming`). In this
+    order, refused calls are not read, so untrusted clients cannot make the server hold megabytes.
+    It sets `current_permit` and `current_front` for the servicer. It also refuses a single answer
+    that is too large for a message, which gRPC would refuse without a reason.
+
+    Health checks are open to everybody. Health and reflection are always served; ControlService
+    checks the phase itself.
+    """
+
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        state: ServerState,
+        reading: Reading,
+        max_send_bytes: int,
+    ) -> None:
+        self._authenticator = authenticator
+        self._state = state
+        self._reading = reading
+        self._max_send_bytes = max_send_bytes
+        self._refusals = _RefusalLog()
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
+        """Wrap one RPC's handler. It is registered as one that receives a stream, because gRPC
+        would read a single message before it calls any of our code.
+        """
+        # A handler's attributes are untyped in grpcio.
+        source: Any = await continuation(handler_call_details)
+        method = str(handler_call_details.method)
+        metadata = handler_call_details.invocation_metadata or ()
+        is_open = method.startswith(OPEN_TO_EVERYONE)
+        is_checked = not method.startswith(_ALWAYS_SERVED)
+        new_work = not method.startswith(_SERVED_WHILE_DRAINING)
+        counts_parts = method.startswith(_CHECKED_PARTS)
+        read = self._reading.read_open if is_open else self._reading.read
+        if not is_open and (tables := self._authenticator.tables) is not None:
+            await tables.fresh()
+
+        def enter(context: Any) -> None:
+            if not is_open:
+                try:
+                    peer = self._authenticator.peer_of(metadata, context.peer())
+                    permit = self._authenticator.by_token(
+                        method, metadata
+                    ) or self._authenticator.by_certificate(method, certificate_names(context))
+                except HeadraceError as error:
+                    self._refusals.add(method, context, error)
+                    raise
+                current_permit.set(permit.of_call(metadata, peer))
+            if is_checked:
+                current_front.set(self._state.check(new_work=new_work))
+
+        async def received(context: Any) -> Any:
+            enter(context)
+            message = await read(context)
+            if counts_parts:
+                self._state.incoming.check(message)
+            return message
+
+        async def unary_unary(_requests: Any, context: Any) -> Any:
+            response = await source.unary_unary(await received(context), context)
+            if (size := response.ByteSize()) > self._max_send_bytes:
+                raise AnswerTooLargeError(size, self._max_send_bytes)
+            return response
+
+        async def unary_stream(_requests: Any, context: Any) -> AsyncIterator[Any]:
+            async for response in source.unary_stream(await received(context), context):
+                yield response
+
+        def stream_stream(requests: Any, context: Any) -> AsyncIterator[Any]:
+            # Return the behaviour's own iterator, so that messages pass through no further
+            # generator.
+            enter(context)
+            iterator: AsyncIterator[Any] = source.stream_stream(requests, context)
+            return iterator
+
+        codec = {
+            "request_deserializer": partial(
+                self._reading.received, source.request_deserializer, is_open
+            ),
+            "response_serializer": source.response_serializer,
+        }
+        wrapped: Any
+        if source.request_streaming:
+            wrapped = grpc.stream_stream_rpc_method_handler(stream_stream, **codec)
+        elif source.response_streaming:
+            wrapped = grpc.stream_stream_rpc_method_handler(unary_stream, **codec)
+        else:
+            wrapped = grpc.stream_unary_rpc_method_handler(unary_unary, **codec)
+        result: Handler = wrapped
+        return result
+
+
+def certificate_names(context: Any) -> tuple[str, ...]:
+    """The common name and the alternative names in the client's verified certificate; empty if it
+    has none.
+    """
+    found = context.auth_context()
+    keys = ("x509_common_name", "x509_subject_alternative_name")
+    names = [raw.decode("utf-8", "replace") for key in keys for raw in found.get(key, ())]
+    return tuple(dict.fromkeys(names))
+
+
+class _RefusalLog:
+    """Logs refused callers, at most one line a second, so that untrusted clients cannot fill the
+    disk.
+    """
+
+    def __init__(self) -> None:
+        self._quiet_until = 0.0
+        self._skipped = 0
+
+    def add(self, method: str, context: Any, error: HeadraceError) -> None:
+        """One was refused."""
+        now = time.monotonic()
+        if now < self._quiet_until:
+            self._skipped += 1
+            return
+        logger.warning(
+            "refused %s from %s (and %d others since the last such line): %s",
+            ascii(method[:_MAX_LOGGED]),
+            context.peer(),
+            self._skipped,
+            ascii(str(error)[:_MAX_LOGGED]),
+        )
+        self._quiet_until = now + _LOG_INTERVAL_S
+        self._skipped = 0

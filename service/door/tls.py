@@ -1,0 +1,116 @@
+"""The server's TLS credentials, from files that may be replaced while it runs.
+
+gRPC asks for new credentials before each handshake, so a renewed certificate is used for the next
+connection; open connections are not affected. A new pair is used only if the key matches the
+certificate.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from engine.contract.errors import ConfigError
+from service.config import ServiceConfig
+from service.door.watched_files import Watched, read
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    certificate: str
+    key: str
+    client_ca: str | None
+
+    def load(self) -> grpc.ServerCertificateConfiguration:
+        """Read the files.
+
+        Raises:
+            ConfigError: a file cannot be read or has the wrong content, or the key does not match.
+        """
+        certificate = _pem("tls_cert", self.certificate, b"CERTIFICATE-----")
+        key = _pem("tls_key", self.key, b"PRIVATE KEY-----")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            # gRPC would only report failed handshakes. No password: nobody is there to enter it.
+            context.load_cert_chain(self.certificate, self.key, password="")
+        except (ssl.SSLError, OSError, ValueError) as error:
+            raise ConfigError(
+                "tls_cert", f"{self.certificate} and {self.key} do not fit together: {error}"
+            ) from error
+        client_ca = None
+        if self.client_ca is not None:
+            client_ca = _pem("tls_client_ca", self.client_ca, b"CERTIFICATE-----")
+            try:
+                # The file, not its text, because comments need not be ASCII.
+                context.load_verify_locations(cafile=self.client_ca)
+            except (ssl.SSLError, OSError, ValueError) as error:
+                raise ConfigError(
+                    "tls_client_ca", f"{self.client_ca} cannot be used: {error}"
+                ) from error
+        return grpc.ssl_server_certificate_configuration(
+            [(key, certificate)], root_certificates=client_ca
+        )
+
+
+class Tls:
+    """The configured TLS files."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        """Read the files.
+
+        Raises:
+            ConfigError: a file cannot be read, or has the wrong content.
+        """
+        self._watched: Watched[grpc.ServerCertificateConfiguration] | None = None
+        self._client_certificates = config.tls_client_ca is not None
+        if config.tls_cert is not None and config.tls_key is not None:
+            files = _Files(config.tls_cert, config.tls_key, config.tls_client_ca)
+            paths: tuple[str, ...] = (files.certificate, files.key)
+            if files.client_ca is not None:
+                paths = (*paths, files.client_ca)
+            self._watched = Watched("TLS files", paths, files.load, private=(files.key,))
+
+    @property
+    def is_used(self) -> bool:
+        """Whether TLS files are configured."""
+        return self._watched is not None
+
+    def reload(self) -> None:
+        """Read the files again now. If they cannot be used, that is logged, and nothing changes."""
+        if self._watched is not None:
+            self._watched.reload()
+
+    def become(self, other: Tls) -> None:
+        """Use another one's files for the connections that come from now on."""
+        if self._watched is not None and other._watched is not None:
+            self._watched.become(other._watched)
+
+    def credentials(self) -> grpc.ServerCredentials | None:
+        """Credentials for one port; None: plain text. Each port needs its own, because a change is
+        reported to each only once.
+        """
+        watched = self._watched
+        if watched is None:
+            return None
+        used = watched.current()
+
+        def renewed() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal used
+            current = watched.current()
+            if current is used:
+                return None  # unchanged: gRPC keeps its own copy
+            used = current
+            return current
+
+        fetcher: Any = renewed  # its stub does not allow None for "nothing new"
+        return grpc.dynamic_ssl_server_credentials(used, fetcher, self._client_certificates)
+
+
+def _pem(option: str, path: str, mark: bytes) -> bytes:
+    content = read(option, path)
+    if mark not in content:
+        raise ConfigError(option, f"{path} is not a PEM file of the right kind")
+    return content

@@ -1,0 +1,166 @@
+"""Errors of a call: a wrong message or field, or a wrong moment. `status_table` maps these classes
+to gRPC codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from engine.contract.errors import EngineUnavailableError, HeadraceError
+
+
+class NotReadyError(EngineUnavailableError):
+    """The server accepts no requests now.
+
+    `reason`: LOADING, DRAINING, ENGINE_RESTARTING or ENGINE_STOPPED.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class FieldError(HeadraceError):
+    """A field of a message is wrong. `path`: its path in the message; see `convert.fields` for
+    parts of messages.
+    """
+
+    def __init__(self, path: str, description: str) -> None:
+        super().__init__(f"{path}: {description}")
+        self.path = path
+        self.description = description
+
+
+class UnsupportedFieldError(FieldError):
+    """A field of a message asks for something that this server does not support."""
+
+
+class CapabilityMissingError(HeadraceError):
+    """A message requires a capability that this server does not have.
+
+    `available`: the capabilities it has; `why`: why it lacks this one, and what to do; empty if
+    that is not known.
+    """
+
+    def __init__(self, capability: str, available: Iterable[str], why: str) -> None:
+        known = ", ".join(sorted(available)) or "none yet"
+        super().__init__(
+            f"required_capabilities: this server does not have {capability!r}, which the message "
+            f"requires: {why or 'leave out what needs it, or use another server'} (it has {known})"
+        )
+        self.capability = capability
+
+
+class ModelNotFoundError(HeadraceError):
+    """A request is for a model that this server does not have.
+
+    Attributes:
+        model: the name that it gives.
+        served: the names of the one that is here.
+    """
+
+    def __init__(self, field: str, model: str, served: Sequence[str]) -> None:
+        super().__init__(
+            f"{field}: {model[:64]!r} is not served here; leave the field out, use another server, "
+            f"or name the model that is: {', '.join(served)}"
+        )
+        self.model = model
+        self.served = served
+
+
+class NoTokenizerError(HeadraceError):
+    """A call needs the model's tokenizer, and there is none."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model has no tokenizer, so no text becomes token ids here, nor token ids text: "
+            "send tokens, read token_ids, and use the tokenizer where the text is"
+        )
+
+
+class MethodNotServedError(HeadraceError):
+    """A method of a protocol that this server serves in part. `why`: the reason, or what to use."""
+
+    def __init__(self, service: str, method: str, why: str) -> None:
+        super().__init__(f"{service}/{method} is not served here: {why}")
+
+
+class WrongInstanceError(HeadraceError):
+    """A call names another server process as the one that has the request.
+
+    Attributes:
+        owner: the named process.
+        answering: this process.
+    """
+
+    def __init__(self, owner: str, answering: str) -> None:
+        super().__init__(
+            f"instance_id: {owner[:64]!r} has the request, and this is {answering!r}: send the "
+            "call to that one (or leave instance_id out, to ask this one all the same)"
+        )
+        self.owner = owner
+        self.answering = answering
+
+
+class AnswerTooLargeError(HeadraceError):
+    """An answer that cannot be divided is larger than a message may be. Sizes in bytes; `remedy`:
+    how to get it all the same.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        limit: int,
+        remedy: str = "use GenerateStream, a session, or AddRequest and GetResult, which send it "
+        "in parts, or ask for less",
+    ) -> None:
+        super().__init__(f"the answer takes {size} bytes and a message at most {limit}: {remedy}")
+        self.size = size
+        self.limit = limit
+
+
+class MessageTooLargeError(HeadraceError):
+    """A message is larger than the server accepts. Sizes in bytes."""
+
+    def __init__(self, size: int, limit: int) -> None:
+        super().__init__(
+            f"the message takes {size} bytes, and at most {limit} are received "
+            "(limits.max_message_bytes): send less in one message"
+        )
+        self.size = size
+        self.limit = limit
+
+
+class MessageTimeoutError(HeadraceError):
+    """A call's message has not arrived in time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            f"the call's message was not there within {seconds:g} s: send it with the call"
+        )
+
+
+class MessageMissingError(HeadraceError):
+    """A call has ended without its message."""
+
+    def __init__(self) -> None:
+        super().__init__("the call has no message; it must have exactly one, which may be empty")
+
+
+class TooManyCallsError(HeadraceError):
+    """Too many calls wait for their message to be read."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"{limit} calls of this kind wait to be read already; try again in 1 s")
+        self.retry_after_s = 1.0
+
+
+class MalformedMessageError(HeadraceError):
+    """A message is not valid protobuf of its type."""
+
+    def __init__(self) -> None:
+        super().__init__("the message is not valid protobuf of the type that this RPC takes")
+
+
+class PreconditionError(HeadraceError):
+    """A valid command at the wrong time."""

@@ -1,0 +1,256 @@
+"""What operators see and control: the server's statistics, the pause, the drain and the log level.
+The wiring is in `service.server`, the messages are in `convert.control_messages`.
+
+    ControlServicer ──▶ Control ──▶ EngineClient    pause, resume, stats, …
+                           └──────▶ Registry        live requests, kept results
+                           └──────▶ HeadraceServer  begin_drain
+
+There is one pause and one drain, not one for each operator. If an operator's call is cancelled, the
+operation that it started is still completed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from engine.contract.engine_client import EngineClient, EngineVerbs
+from engine.contract.errors import HeadraceError
+from engine.contract.stats import EngineStats
+from engine.logs.levels import set_levels
+from service.delivery.joining import join
+from service.delivery.registry import Registry, RegistryStats
+from service.errors.refusals import Refusal
+from service.state import Drain, Phase, ServerState
+from service.telemetry.figures import Figures
+
+logger = logging.getLogger(__name__)
+
+ENGINE_ANSWER_S = 2.0
+"""If the engine does not answer within this time, its statistics are left out."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A pause of the engine. `since`: wall-clock seconds."""
+
+    reason: str
+    since: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The server's statistics at one moment.
+
+    Attributes:
+        taken_at, moment: wall-clock and monotonic seconds.
+        uptime_s: how long the server has run.
+        model: its name; empty while it loads.
+        engine: its statistics; None: it did not answer.
+        engine_restarts: how often it was restarted.
+        sessions, live_bytes, unknown_fields, refusals, startup: see Figures.
+    """
+
+    instance_id: str
+    model: str
+    taken_at: float
+    moment: float
+    uptime_s: float
+    phase: Phase
+    pause: Pause | None
+    drain: Drain | None
+    log_level: str
+    engine_restarts: int
+    front_end: RegistryStats
+    engine: EngineStats | None
+    sessions: int
+    live_bytes: int
+    unknown_fields: int
+    refusals: Mapping[Refusal, int]
+    startup: Mapping[str, float]
+
+
+class Control:
+    """See the module. All methods run on one event loop.
+
+    Attributes:
+        ending: set when the server stops, so that watchers send their last update.
+        log_level: the present one.
+        tasks: the operations in progress, whether or not their callers wait.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        state: ServerState,
+        registry: Registry,
+        *,
+        log_level: str,
+        figures: Figures,
+        begin_drain: Callable[[float | None, str], object],
+    ) -> None:
+        """Wire it.
+
+        Args:
+            client, state, registry: the objects to observe and control.
+            log_level: the one with which the server was started.
+            figures: where the other figures are read.
+            begin_drain: starts a drain, with a timeout in seconds or None (the configured one), and
+                a reason.
+        """
+        self._client = client
+        self._state = state
+        self.registry = registry
+        self._figures = figures
+        self._begin_drain = begin_drain
+        self._began = time.monotonic()
+        self._pause: Pause | None = None
+        self._steering = asyncio.Lock()
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.ending = asyncio.Event()
+        self.log_level = log_level
+
+    # Looking
+
+    async def snapshot(self) -> Snapshot:
+        """The figures now."""
+        engine = await self._engine_stats()
+        state, figures = self._state, self._figures
+        return Snapshot(
+            instance_id=state.instance_id,
+            model=state.model_name,
+            taken_at=time.time(),
+            moment=time.monotonic(),
+            uptime_s=time.monotonic() - self._began,
+            phase=state.phase,
+            pause=self._pause,
+            drain=state.drain,
+            log_level=self.log_level,
+            engine_restarts=figures.restarts(),
+            front_end=self.registry.stats(),
+            engine=engine,
+            sessions=figures.sessions(),
+            live_bytes=figures.live_bytes(),
+            unknown_fields=figures.unknown_fields(),
+            refusals=figures.refusals(),
+            startup=figures.startup(),
+        )
+
+    async def _engine_stats(self) -> EngineStats | None:
+        if self._client.failure is not None:
+            return None
+        try:
+            async with asyncio.timeout(ENGINE_ANSWER_S):
+                return await self._client.stats()
+        except (HeadraceError, TimeoutError):
+            return None
+
+    # Steering
+
+    async def pause(self, reason: str) -> tuple[Pause, bool]:
+        """Pause the engine between two steps. Returns the pause, and whether there was one
+        already.
+
+        Raises:
+            NotReadyError, EngineUnavailableError: the server loads, drains or has no engine.
+        """
+        return await self._carry_out(self._pause_engine(reason))
+
+    async def _pause_engine(self, reason: str) -> tuple[Pause, bool]:
+        async with self._steering:
+            self._state.check(new_work=True)
+            before = self._pause
+            # Recorded first, so that an engine that is restarted meanwhile is paused too.
+            self._pause = Pause(reason, before.since if before is not None else time.time())
+            try:
+                await self._client.pause()
+            except BaseException:
+                self._pause = before
+                raise
+            pause = self._pause
+        if before is None or before.reason != reason:
+            logger.warning("the engine is paused: %s", reason or "(no reason given)")
+        return pause, before is not None
+
+    async def resume(self) -> bool:
+        """End the pause; returns whether there was one.
+
+        Raises:
+            NotReadyError, EngineUnavailableError: the server loads or has no engine.
+        """
+        return await self._carry_out(self._resume_engine())
+
+    async def _resume_engine(self) -> bool:
+        async with self._steering:
+            engine = self.engine()
+            was_paused = self._pause is not None
+            await engine.resume()
+            self._pause = None
+        if was_paused:
+            logger.warning("the engine goes on")
+        return was_paused
+
+    async def end_pause(self) -> None:
+        """End a pause, if there is one and the engine is there, because the server drains."""
+        async with self._steering:
+            if self._pause is None:
+                return
+            try:
+                await self._client.resume()
+            except HeadraceError as error:
+                logger.debug("no engine to resume: %s", error)
+            self._pause = None
+
+    async def engine_started(self) -> None:
+        """Pause the engine that was just started, if there is a pause."""
+        if self._pause is not None:
+            await self._client.pause()
+
+    async def set_log_level(self, level: str) -> str:
+        """Set the log level of the server's processes; returns the previous one."""
+        before = self.log_level
+        logging.getLogger().setLevel(level.upper())
+        logger.warning("the log level is %s; it was %s", level, before)
+        await self.set_log_levels(level)
+        return before
+
+    async def set_log_levels(self, level: str, level_of: tuple[str, ...] = ()) -> None:
+        """Set the log level of the server's processes, and those of modules."""
+        self.log_level = level
+        logging.getLogger().setLevel(level.upper())
+        set_levels(level_of)
+        await self._client.set_log_level(level, level_of)
+
+    def drain(self, timeout_s: float | None, reason: str) -> tuple[Drain, bool]:
+        """Start a drain; returns it, and whether it had already begun."""
+        before = self._state.drain
+        if before is not None:
+            return before, True
+        self._begin_drain(timeout_s, reason)
+        drain = self._state.drain
+        if drain is None:
+            raise RuntimeError("the server did not begin to drain")
+        return drain, False
+
+    def engine(self) -> EngineVerbs:
+        """The engine's verbs.
+
+        Raises:
+            NotReadyError, EngineUnavailableError: the server loads or has no engine.
+        """
+        if self._state.phase is not Phase.DRAINING:
+            self._state.check(new_work=True)
+        return self._client
+
+    async def _carry_out(self, call: Coroutine[Any, Any, T]) -> T:
+        """Wait for a call that is completed even if the waiting task is cancelled."""
+        task = asyncio.create_task(call)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return await join(task)

@@ -1,0 +1,150 @@
+"""The command `headrace-server plan`: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from engine.contract.errors import ConfigError, HeadraceError, InsufficientMemoryError
+from service.command import flags
+from service.command.cli import app
+from service.command.planning import FIELDS, described, parse_size
+
+ROOT = Path(__file__).resolve().parents[3]
+DEMO = ROOT / "models" / "demo"
+COMMAND = [sys.executable, "-c", "from service.command.cli import main; main()"]
+
+
+def _run_here(*arguments: str) -> Result:
+    """In this process, which has imported torch."""
+    return CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=False)
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, "plan", *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def _demo(folder: Path, **changes: Any) -> Path:
+    """A copy of the demo model's config, without weights."""
+    folder.mkdir()
+    config = json.loads((DEMO / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_the_command_line_of_a_plan_starts_the_server_that_was_planned() -> None:
+    found = _run("--json", "--max-batch-tokens", "256", "--memory", "4GiB", "--no-measure")
+    assert found.returncode == 0, found.stderr
+    plan = json.loads(found.stdout)
+    assert plan["times"] is None
+    [group] = plan["kv_cache"]["groups"]
+    command = plan["command"]
+    assert command.startswith("headrace-server serve --max-batch-tokens 256 --num-blocks ")
+    words = [*COMMAND, *shlex.split(command)[1:], "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        lines = []
+        for line in server.stderr:
+            lines.append(line)
+            if line.startswith("Ready"):
+                break
+        server.terminate()
+        server.stderr.read()
+    told = re.search(r"KV cache: (\d+) MiB, (\d+) blocks", "".join(lines))
+    assert told is not None, lines
+    assert int(told[2]) == group["blocks"]
+    assert int(told[1]) == round(plan["memory_bytes"]["kv_cache"] / 2**20)
+    assert f"{plan['model']['parameters']:,} parameters" in lines[-1]
+    assert f"up to {plan['kv_cache']['max_requests']} requests" in lines[-1]
+
+
+def test_a_table_for_a_person(tmp_path: Path) -> None:
+    model = _demo(tmp_path / "model")
+    rates = ("--bandwidth", "40", "--matrix-rate", "0.4")
+    length = ("--prompt-tokens", "100", "--output-tokens", "28", "--requests", "20")
+    found = _run_here("--model", str(model), "--memory", "8GiB", *rates, *length)
+    assert found.exit_code == 0, found.stderr
+    assert "weights " in found.stdout
+    assert "KV cache, when full" in found.stdout
+    assert "Requests of 100 + 28 tokens: 20 at once" in found.stdout
+    assert "step of 16 requests" in found.stdout
+    assert "prompt of 100 tokens" in found.stdout
+    assert "read at 40.0 GB/s" in found.stdout
+    assert "as given" in found.stdout
+    assert "the weights are not on this machine" in found.stdout
+    assert found.stdout.rstrip().endswith(
+        f"serve --model {model} --max-requests-per-batch 20 --num-blocks 89"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--memory", "much"), "--memory: is 'much'; it must be a size such as 16GiB"),
+        (("--bandwidth", "40"), "--bandwidth: and --matrix-rate belong together"),
+        (("--block-size", "0"), "--block-size: is 0; it must be"),
+        (("--quantization", "int4"), "--quantization: is 'int4'; it must be one of none, int8"),
+    ],
+)
+def test_a_wrong_question_is_refused_before_torch_is_imported(
+    arguments: tuple[str, ...], words: str
+) -> None:
+    found = _run(*arguments)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert words in found.stderr
+    assert "importing" not in found.stderr
+
+
+def test_quantized_weights_are_refused_as_serve_refuses_them(tmp_path: Path) -> None:
+    model = _demo(tmp_path / "model", quantization_config={"quant_method": "gptq", "bits": 4})
+    found = _run_here("--model", str(model), "--no-measure")
+    assert (found.exit_code, found.stdout) == (1, "")
+    assert "the weights are quantized already (gptq" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            ConfigError("num_blocks", "follows from requests").naming("requests"),
+            "--num-blocks: follows from --requests",
+        ),
+        (InsufficientMemoryError("lower num_blocks").naming("num_blocks"), "lower --num-blocks"),
+        (
+            ConfigError("prompt_tokens", "is 3; lower output_tokens").naming("output_tokens"),
+            "--prompt-tokens: is 3; lower --output-tokens",
+        ),
+    ],
+)
+def test_errors_speak_of_flags(error: HeadraceError, words: str) -> None:
+    assert described(error) == words
+
+
+def test_it_has_flags_of_serve_that_are_there() -> None:
+    assert set(FIELDS) <= set(flags.flags())
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("16GiB", 16 << 30), ("1.5g", 3 << 29), ("512 MiB", 512 << 20), ("2GB", 2 * 10**9), ("7", 7)],
+)
+def test_sizes(text: str, count: int) -> None:
+    assert parse_size(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1PiB", "1 2"])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(ConfigError, match="must be a size"):
+        parse_size(text)
