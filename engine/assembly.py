@@ -1,8 +1,8 @@
 """Puts an engine together from a verified model, a KV cache, a scheduler and a loop. No other
 module knows all of these parts.
 
-    build_core ─┬─▶ build_loop       for the service: outputs go to a sink
-                └─▶ build_manager    for the Python API
+    build_core ─┬─▶ build_loop              for the service: outputs go to a sink
+                └─▶ api.build_manager       for the Python API
 """
 
 from __future__ import annotations
@@ -10,15 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from engine.api.generation_options import GenerationDefaults
-from engine.api.manager import ContinuousBatchingManager, ManagerKeeper
-from engine.api.observer import Observer
-from engine.api.results import StopFinder
 from engine.contract.admission import AdmissionLimits
 from engine.contract.config import ContinuousBatchingConfig, target_step_time
 from engine.contract.errors import InsufficientMemoryError
 from engine.contract.startup import VOCABULARY, enter
-from engine.contract.types import TokenId
 from engine.core.engine_core import EngineCore
 from engine.core.loop import EngineLoop, StepSink
 from engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -27,7 +22,7 @@ from engine.loading.running import build_runner
 from engine.loading.verified import VerifiedModel
 from engine.scheduler.pace import StepPace
 from engine.scheduler.policies import scheduler_class
-from engine.text import TextStream, Tokenizer
+from engine.text import Tokenizer
 
 if TYPE_CHECKING:
     from engine.structured import GrammarCompiler
@@ -102,7 +97,7 @@ def build_loop(
         tokenizer: for structured output; None: it is refused.
     """
     core, limits, plan = build_core(verified, config, progress)
-    compiler = _grammar_compiler(verified, tokenizer)
+    compiler = grammar_compiler(verified, tokenizer)
     if compiler is not None:
         enter(progress, VOCABULARY)
         progress("reading the vocabulary")  # load it now: later, running requests would wait for it
@@ -117,52 +112,7 @@ def build_loop(
     return loop, limits, plan
 
 
-def build_manager(
-    verified: VerifiedModel,
-    config: ContinuousBatchingConfig,
-    progress: Callable[[str], None],
-    *,
-    defaults: GenerationDefaults,
-    tokenizer: Tokenizer | None = None,
-    keeper: ManagerKeeper | None = None,
-    settings: object = None,
-    observer: Observer | None = None,
-) -> ContinuousBatchingManager:
-    """Build an engine with the Python API; for the other arguments see `build_core` and
-    ContinuousBatchingManager.
-
-    Args:
-        tokenizer: for stop strings and structured output; None: both are refused.
-    """
-    core, limits, _ = build_core(verified, config, progress)
-    compiler = _grammar_compiler(verified, tokenizer)
-    seen = verified.refresh()
-
-    def refresh() -> bool:
-        nonlocal seen
-        before, seen = seen, verified.refresh()
-        if seen.parts != before.parts:
-            core.runner.forget_model()
-        return seen != before
-
-    return ContinuousBatchingManager(
-        core,
-        limits,
-        max_queue_size=config.max_queue_size,
-        max_unread_results=config.max_unread_results,
-        max_unread_requests=config.max_unread_requests,
-        defaults=defaults,
-        per_request_processors=config.per_request_processors,
-        compile_grammar=None if compiler is None else compiler.begin,
-        make_stop_finder=None if tokenizer is None else _StopFinders(tokenizer),
-        keeper=keeper,
-        settings=settings,
-        refresh_model=refresh,
-        observer=observer,
-    )
-
-
-def _grammar_compiler(
+def grammar_compiler(
     verified: VerifiedModel, tokenizer: Tokenizer | None
 ) -> GrammarCompiler | None:
     """The compiler of grammars; None: there is no tokenizer."""
@@ -171,20 +121,3 @@ def _grammar_compiler(
     from engine.structured import GrammarCompiler  # without a tokenizer llguidance is not needed
 
     return GrammarCompiler(tokenizer, verified.vocab_size)
-
-
-class _StopFinders:
-    """Makes a stop string finder for a request."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def __call__(self, stop_strings: tuple[str, ...]) -> StopFinder:
-        stream = TextStream(self._tokenizer, stop_strings=stop_strings)
-
-        def find(token_ids: tuple[TokenId, ...]) -> int | None:
-            was_over = stream.stop is not None
-            stream.push(token_ids)
-            return None if stream.stop is None or was_over else stream.stop.num_tokens
-
-        return find

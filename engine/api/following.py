@@ -6,11 +6,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from engine.contract.config import LoadConfig
 from engine.contract.environment import RankPlace
 from engine.contract.startup import Paced
 from engine.core.threads import call_on_own_thread
+
+if TYPE_CHECKING:
+    from engine.loading.verified import VerifiedModel
+    from engine.parallel.follower import ModelPart
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +55,23 @@ def follow(
         verified = load_model(model, load_config, Paced(logger.info))
         on_loaded()
         if verified.ranks is not None:
-            Follower(verified, verified.ranks).follow()
+            Follower(_part_of(verified), verified.ranks).follow()
 
     call_on_own_thread(work, "headrace-follower")
+
+
+def _part_of(verified: VerifiedModel) -> ModelPart:
+    """What this rank has of a split model."""
+    from engine.loading.kv_memory import allocate_kv, make_groups
+    from engine.loading.running import free_memory
+    from engine.parallel.follower import ModelPart
+
+    shapes, dtype, device = verified.probe.shapes, verified.probe.dtype, verified.device
+    groups = make_groups(shapes, dtype)
+    return ModelPart(
+        verified.model,
+        verified.backend,
+        device,
+        free_memory=lambda: free_memory(verified),
+        allocate=lambda size: allocate_kv(shapes, groups, size, dtype, device),
+    )

@@ -22,11 +22,11 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from engine.api.batch_generation import generate
 from engine.api.batching_options import resolve_config
+from engine.api.build_manager import build_manager
 from engine.api.following import follow, is_follower
 from engine.api.generation_options import GenerationDefaults
 from engine.api.manager import ContinuousBatchingManager
 from engine.api.results import GenerationOutput
-from engine.assembly import build_manager
 from engine.contract.config import ContinuousBatchingConfig, LoadConfig
 from engine.contract.errors import (
     ConfigError,

@@ -9,7 +9,6 @@ import contextlib
 import math
 import mmap
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -17,7 +16,7 @@ from engine.attention.interface import LayerCache, LayerShape
 from engine.contract.types import GroupId
 from engine.kv_cache.groups import LayerGroup
 from engine.loading.pinned import pinned_zeros
-from engine.runner.kv_tensors import KVTensors
+from engine.runner.kv_tensors import CacheSize, KVTensors
 
 
 def make_groups(shapes: Sequence[LayerShape], dtype: torch.dtype) -> tuple[LayerGroup, ...]:
@@ -75,19 +74,6 @@ def allocate_host_caches(
     slots = [count * block_size for count in host_blocks]
     host = torch.device("cpu")
     return _allocate(shapes, groups, slots, dtype=dtype, device=host, pin_memory=pin_memory)
-
-
-class CacheSize(Protocol):
-    """The size of a cache; see CachePlan."""
-
-    @property
-    def num_blocks(self) -> tuple[int, ...]: ...
-
-    @property
-    def host_blocks(self) -> tuple[int, ...]: ...
-
-    @property
-    def block_size(self) -> int: ...
 
 
 def allocate_kv(

@@ -9,21 +9,38 @@ receive ─▶ Begin, Plan    allocate this rank's part of a cache
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from engine.attention.interface import AttentionBackend
 from engine.contract.errors import RanksLostError
-from engine.loading.kv_memory import allocate_kv, make_groups
-from engine.loading.running import free_memory
-from engine.loading.verified import VerifiedModel
 from engine.parallel.rank_messages import Begin, Copies, End, Plan, Step
 from engine.parallel.ranks import Ranks
 from engine.runner.block_copies import BlockCopier
-from engine.runner.forward import ModelForward
+from engine.runner.forward import CausalModel, ModelForward
 from engine.runner.input_batch import InputBatch
+from engine.runner.kv_tensors import CacheSize, KVTensors
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """What a rank has of a model, and how it makes room for steps.
+
+    Attributes:
+        model, backend, device: what computes steps, and where.
+        free_memory: the bytes that are free now, on the device and on the host.
+        allocate: makes this rank's part of a cache; raises if it does not fit.
+    """
+
+    model: CausalModel
+    backend: AttentionBackend
+    device: torch.device
+    free_memory: Callable[[], Sequence[int]]
+    allocate: Callable[[CacheSize], KVTensors]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +54,8 @@ class _Runner:
 class Follower:
     """Computes for rank 0, on the thread that calls it."""
 
-    def __init__(self, verified: VerifiedModel, ranks: Ranks) -> None:
-        self._verified = verified
+    def __init__(self, part: ModelPart, ranks: Ranks) -> None:
+        self._part = part
         self._ranks = ranks
         self._runners: dict[int, _Runner] = {}
 
@@ -48,8 +65,8 @@ class Follower:
         Raises:
             RanksLostError: a rank has failed, or ended unexpectedly.
         """
-        if self._verified.device.type == "cuda":
-            torch.cuda.set_device(self._verified.device)
+        if self._part.device.type == "cuda":
+            torch.cuda.set_device(self._part.device)
         try:
             with torch.inference_mode():
                 while self._go_on():
@@ -66,7 +83,7 @@ class Follower:
         match self._ranks.receive():
             case Begin() as begin:
                 self._runners = {name: self._runners[name] for name in begin.live}
-                self._ranks.least(free_memory(self._verified))
+                self._ranks.least(self._part.free_memory())
             case Plan() as plan:
                 self._ranks.least([self._allocate(plan)])
             case Copies() as message:
@@ -79,21 +96,14 @@ class Follower:
 
     def _allocate(self, plan: Plan) -> bool:
         """Allocate a runner's cache. False: it does not fit."""
-        verified = self._verified
-        groups = make_groups(verified.probe.shapes, verified.probe.dtype)
+        part = self._part
         try:
-            kv = allocate_kv(
-                verified.probe.shapes,
-                groups,
-                plan,
-                verified.probe.dtype,
-                verified.device,
-            )
+            kv = part.allocate(plan)
         except (RuntimeError, MemoryError, OSError):
             logger.exception("the KV cache does not fit")
             return False
         self._runners[plan.runner] = _Runner(
-            ModelForward(verified.model, kv, verified.backend),
+            ModelForward(part.model, kv, part.backend),
             BlockCopier(kv.groups, kv.caches, kv.host_caches, kv.block_size),
         )
         return True

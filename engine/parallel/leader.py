@@ -25,13 +25,12 @@ from engine.attention.interface import AttentionBackend
 from engine.contract.config import ContinuousBatchingConfig
 from engine.contract.errors import ConfigError, InsufficientMemoryError, RanksLostError
 from engine.kv_cache.copies import StepCopies
-from engine.loading.memory import CachePlan
 from engine.parallel.rank_messages import Begin, Copies, End, Message, Plan, Step
 from engine.parallel.ranks import Ranks
 from engine.runner.block_copies import BlockCopier
 from engine.runner.forward import CausalModel, ModelForward
 from engine.runner.input_batch import InputBatch
-from engine.runner.kv_tensors import KVTensors
+from engine.runner.kv_tensors import CacheSize, KVTensors
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ class Leader:
             device, host = self._ranks.least([available, host_available])
         return runner_id, device, host
 
-    def allocate(self, runner_id: int, plan: CachePlan, make: Callable[[], KVTensors]) -> KVTensors:
+    def allocate(self, runner_id: int, plan: CacheSize, make: Callable[[], KVTensors]) -> KVTensors:
         """Let every rank allocate its part of a cache; `make` does so here.
 
         Raises:

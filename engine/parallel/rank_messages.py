@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from engine.attention.interface import BatchLayout
 from engine.kv_cache.copies import StepCopies
-from engine.loading.memory import CachePlan
 from engine.runner.input_batch import InputBatch
+from engine.runner.kv_tensors import CacheSize
 from engine.runner.runner_options import StepPath
 
 
@@ -31,7 +31,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
 
 
 class Plan(msgspec.Struct, frozen=True, tag=True):
-    """The size of the runner's cache; see CachePlan."""
+    """The size of the runner's cache; see CacheSize."""
 
     runner: int
     block_size: int
@@ -39,7 +39,7 @@ class Plan(msgspec.Struct, frozen=True, tag=True):
     host_blocks: tuple[int, ...]
 
     @classmethod
-    def of(cls, runner: int, plan: CachePlan) -> Plan:
+    def of(cls, runner: int, plan: CacheSize) -> Plan:
         """The part of a plan that other ranks need."""
         return cls(runner, plan.block_size, plan.num_blocks, plan.host_blocks)
 

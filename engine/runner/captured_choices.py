@@ -17,8 +17,9 @@ import torch
 
 from engine.runner.cuda_graph import CapturedGraph, GraphBackend
 from engine.runner.static_inputs import InputMemory
+from engine.sampling.filters import choose_bound
 from engine.sampling.plain import PlainChoice, PlainKind, draw_tokens
-from engine.sampling.selection import LeastBound, choose_bound
+from engine.sampling.selection import LeastBound
 
 logger = logging.getLogger(__name__)
 

@@ -5,11 +5,27 @@ requests' blocks. `engine.loading.kv_memory` allocates them once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from engine.attention.interface import LayerCache
 from engine.kv_cache.groups import LayerGroup
+
+
+class CacheSize(Protocol):
+    """The size of a cache, in blocks of `block_size` tokens: by layer group, on the device and on
+    the host.
+    """
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]: ...
+
+    @property
+    def host_blocks(self) -> tuple[int, ...]: ...
+
+    @property
+    def block_size(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ looked at; otherwise the threshold is selected (see `selection`). No row is sort
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +36,15 @@ class Filters:
     top_p: torch.Tensor | None = None
     min_p: torch.Tensor | None = None
     typical_p: torch.Tensor | None = None
+
+
+def choose_bound(device: torch.device) -> LeastBound:
+    """The one for a device: a kernel where there is Triton, else torch's operations."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from engine.sampling import triton_selection
+
+        return triton_selection.least_bound
+    return least_bound
 
 
 def filtered_weights(

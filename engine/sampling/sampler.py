@@ -30,12 +30,11 @@ from engine.native.device_copy import to_device
 from engine.sampling import ops
 from engine.sampling.drawing import choose_draw
 from engine.sampling.edits import LogitEdits
-from engine.sampling.filters import Filters, filtered_weights
+from engine.sampling.filters import Filters, choose_bound, filtered_weights
 from engine.sampling.greedy import choose_greedy, valid
 from engine.sampling.logprobs import GivenLogprobs, RowLogprobs, row_logprobs
 from engine.sampling.plain import PlainChoice, plain_choice
 from engine.sampling.sampling_rows import ARGMAX, DRAW, Row, chance, steps_of
-from engine.sampling.selection import choose_bound
 
 _CHUNK_ON_CPU = 1 << 19
 """How many logits are processed at a time on a CPU, so that they fit in its caches."""

@@ -14,7 +14,6 @@ sorted row. Nothing waits for the device, and shapes depend on no value: the wor
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 
 import torch
@@ -34,15 +33,6 @@ DIGITS = ((20, 11), (10, 10), (0, 10))
 """(lowest bit, number of bits) of each digit."""
 INFINITY = 0x7F800000
 """The bits of infinity."""
-
-
-def choose_bound(device: torch.device) -> LeastBound:
-    """The one for a device: a kernel where there is Triton, else torch's operations."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from engine.sampling import triton_selection
-
-        return triton_selection.least_bound
-    return least_bound
 
 
 def least_bound(

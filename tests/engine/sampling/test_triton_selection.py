@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton")
 
 from engine.sampling import selection, triton_selection
 from engine.sampling import selection_kernels as triton_kernels
-from engine.sampling.selection import choose_bound
+from engine.sampling.filters import choose_bound
 
 ROOT = Path(__file__).parents[3]
 STRIDE = 1 << 11
