@@ -53,6 +53,7 @@ from engine.text import Tokenizer, TokenizerMissingError, read_chat_template
 from service.admission.admission_control import AdmissionControl, Limits
 from service.admission.bounds import Kind
 from service.admission.freed_memory import GivingBack
+from service.admission.phases import Drain, Phase
 from service.admission.places import Places
 from service.admission.text_pool import THREADS, TextPool
 from service.config import ServiceConfig
@@ -83,7 +84,7 @@ from service.servicers.generation_servicer import GenerationServicer
 from service.servicers.model_servicer import ModelServicer
 from service.servicers.operator_control import Control
 from service.servicers.supervision import RESTART_DELAY_S, Supervisor
-from service.state import Drain, FrontEnd, Phase, ServerState
+from service.state import FrontEnd, ServerState
 from service.telemetry import setup as telemetry
 from service.telemetry.figures import Figures
 from service.telemetry.summary import Summary
@@ -394,7 +395,8 @@ class HeadraceServer:
             options=grpc_options(
                 self._config
                 if max_streams is None
-                else replace(self._config, max_streams_per_connection=max_streams)
+                else replace(self._config, max_streams_per_connection=max_streams),
+                self._config.max_queue_size,
             ),
         )
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(

@@ -4,16 +4,17 @@ requests.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from google.protobuf.message import Message
 from headrace.v1 import model_service_pb2
 
 from engine.contract.engine_client import ModelInfo
 from engine.contract.startup import Transfer, size_text
+from service.admission.phases import NO_NEW_WORK, Drain, Phase
 from service.admission.text_pool import TextPool
 from service.convert.converter import Converter
 from service.convert.incoming import IncomingCheck
@@ -27,47 +28,6 @@ from service.errors.refusals import Refusals
 if TYPE_CHECKING:
     from service.telemetry.metrics import Metrics
     from service.telemetry.request_spans import Spans
-
-
-class Phase(enum.Enum):
-    """The phases of the process."""
-
-    LOADING = "loading"
-    READY = "ready"
-    RESTARTING = "restarting"
-    DRAINING = "draining"
-    FAILED = "failed"
-
-
-NO_NEW_WORK = {
-    Phase.FAILED: ("ENGINE_STOPPED", "the engine has stopped; the server takes no requests"),
-    Phase.RESTARTING: (
-        "ENGINE_RESTARTING",
-        "the engine has failed and is being started again; try again soon",
-    ),
-    Phase.DRAINING: (
-        "DRAINING",
-        "the server is shutting down and takes no new requests; use another one",
-    ),
-}
-"""The phases in which no requests are accepted although the model was loaded, each with a reason
-and a message.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """A drain of the server.
-
-    Attributes:
-        reason: the operator's; empty if a signal started it.
-        since: wall-clock seconds.
-        timeout_s: after how many seconds live requests are cancelled.
-    """
-
-    reason: str
-    since: float
-    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +114,14 @@ class ServerState:
         """
         if instance_id and instance_id != self.instance_id:
             raise WrongInstanceError(instance_id, self.instance_id)
+
+    def enter(self, *, new_work: bool) -> None:
+        """Set the front end for the RPC that this task serves; see `check`."""
+        current_front.set(self.check(new_work=new_work))
+
+    def check_message(self, message: Message) -> None:
+        """Check a message before any other code reads it (`convert.incoming`)."""
+        self.incoming.check(message)
 
     def check(self, *, new_work: bool) -> FrontEnd:
         """The front end, if this phase serves the RPC. `new_work`: whether the RPC may start

@@ -26,9 +26,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import unquote
 
-from engine.contract.errors import HeadraceError
 from engine.contract.types import CallerKey
+from service.errors.call_errors import CallerNameError
 
+ANONYMOUS = "anonymous"
+"""The identity of every caller if no callers are configured."""
 ON_BEHALF_OF = "headrace-on-behalf-of"
 """The metadata key with which a gateway names the user it calls for."""
 MAX_NAME = 64
@@ -41,10 +43,6 @@ _MAX_ADDRESS = 128
 _IPV6_HOST_BITS = 64
 
 Metadata = Iterable[tuple[str, str | bytes]]
-
-
-class CallerNameError(HeadraceError):
-    """The name of the user that a gateway calls for is malformed."""
 
 
 @dataclass(frozen=True, slots=True)

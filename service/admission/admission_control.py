@@ -34,8 +34,9 @@ from typing import NamedTuple
 
 from engine.fairness.shares import Refusal
 from service.admission.accounts import Account
-from service.admission.bounds import Kind, LimitReachedError, bound_of
+from service.admission.bounds import Kind, bound_of
 from service.admission.footprint import Footprint
+from service.errors.call_errors import LimitReachedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,44 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from engine.contract.errors import HeadraceError, kept_places
+from engine.contract.errors import kept_places
 from engine.fairness.shares import Level, Refusal, Shares
 from service.admission.accounts import Account
-from service.errors.call_errors import FieldError
-
-
-class LimitReachedError(HeadraceError):
-    """A limit is reached: that of all callers, that of an identity, or a caller's share of it.
-
-    Attributes:
-        reason: for programs.
-        option, limit: the limit's name and value.
-        present: how much is in use now.
-        retry_after_s: when to try again, in seconds.
-        held, share: how much the caller has, and its share while others want theirs; None: the
-            caller's share is not the reason.
-    """
-
-    def __init__(
-        self,
-        reason: str,
-        message: str,
-        *,
-        option: str,
-        limit: int,
-        present: int,
-        retry_after_s: float,
-        held: int | None = None,
-        share: int | None = None,
-    ) -> None:
-        super().__init__(f"{message}, or try again in {retry_after_s:.1f} s")
-        self.reason = reason
-        self.option = option
-        self.limit = limit
-        self.present = present
-        self.retry_after_s = retry_after_s
-        self.held = held
-        self.share = share
+from service.errors.call_errors import FieldError, LimitReachedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

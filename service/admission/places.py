@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from service.admission.accounts import Account, account_at
+from service.admission.accounts import ANONYMOUS, Account, account_at
 from service.admission.bounds import Kind, bound_of
-from service.door.callers_file import ANONYMOUS
 
 
 class Places:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +18,7 @@ from engine.contract.environment import RankPlace
 from engine.contract.errors import ConfigError
 from service.command import config_command, flags, models, planning, tokens
 from service.command.config_file import filled
+from service.command.serve_options import options_of
 from service.config import ProcessConfig, ServiceConfig, notify_socket
 from service.telemetry.telemetry_config import TelemetryConfig
 
@@ -33,11 +33,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-
-
-def default_model() -> str:
-    """The path of the demo model: beside this package, in a checkout as where it is installed."""
-    return str(Path(__file__).resolve().parents[2] / "models" / "demo")
 
 
 def _version() -> str:
@@ -102,43 +97,6 @@ def serve(given: flags.Given) -> None:
             source=Source(given, lambda again: options_of(again).service),
             notify=notify_socket(),
         )
-
-
-class Options(NamedTuple):
-    """All options of `serve`, checked. `model`: the path or the hub id."""
-
-    process: ProcessConfig
-    model: str
-    service: ServiceConfig
-    load: LoadConfig
-    batching: ContinuousBatchingConfig
-
-
-def options_of(given: flags.Given) -> Options:
-    """Check what was given.
-
-    Raises:
-        ConfigError: an option is out of bounds, or contradicts another.
-    """
-    from service.door.receiving import default_receive_bytes
-
-    process = given.config(ProcessConfig)
-    model = process.model or default_model()
-    receive = given["max_receive_bytes"]
-    service = given.config(
-        ServiceConfig,
-        max_receive_bytes=default_receive_bytes(model) if receive is None else receive,
-        log_level=given["log_level"].lower(),
-        log_format=given["log_format"].lower(),
-    )
-    batching = given.config(
-        ContinuousBatchingConfig,
-        max_queue_size=service.max_queue_size,
-        scheduler_type=service.scheduler,
-        allow_block_sharing=service.prefix_cache,
-        per_request_processors=True,
-    )
-    return Options(process, model, service, given.config(LoadConfig), batching)
 
 
 def _rank(load: LoadConfig) -> int:

@@ -16,6 +16,7 @@ import typer
 from engine.contract.errors import ConfigError
 from service.command import flags
 from service.command.config_file import compare, document, filled
+from service.command.serve_options import options_of
 
 _GROUP = "Config file"
 _WRONG = 2
@@ -69,7 +70,6 @@ def _config(given: flags.Given) -> None:
 def _check(given: flags.Given) -> int:
     """Say what is wrong with a file, and what a reload could not do; returns the exit code."""
     # Imported here, so that --help is fast.
-    from service.command.cli import options_of
     from service.server import credentials_of
 
     new = filled(given, given["check"])

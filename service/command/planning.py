@@ -26,6 +26,7 @@ from engine.contract.errors import ConfigError, HeadraceError
 from engine.planning.plan_request import Wanted
 from service.command import flags
 from service.command.config_file import filled
+from service.command.serve_options import default_model
 
 if TYPE_CHECKING:
     from engine.planning.plan import Plan
@@ -107,7 +108,6 @@ def _plan(given: flags.Given) -> None:
     Its memory by kind, how many requests of a length run at once, the expected times of steps, and
     the command line that follows. Takes the flags of serve that change the answer.
     """
-    from service.command.cli import default_model
 
     try:
         given = filled(given)

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.contract.errors import ConfigError
+from service.admission.phases import Phase
 from service.command.config_file import Changes, compare, filled
 from service.command.flags import FILE, Given, describe, flags
 from service.config import ServiceConfig
-from service.state import Phase
 
 if TYPE_CHECKING:
     from service.server import HeadraceServer

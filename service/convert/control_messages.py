@@ -10,15 +10,15 @@ from headrace.v1 import control_service_pb2 as pb
 from headrace.v1 import generation_pb2, generation_service_pb2
 
 from engine.contract.stats import EngineStats
+from service.admission.phases import Drain, Phase
 from service.config import LOG_LEVELS
 from service.convert.model import server_version
 from service.convert.response import cancel_result
+from service.convert.snapshot import Pause, Snapshot
 from service.convert.values import interval_seconds, seconds, to_duration
 from service.delivery.served_request import ServedRequest
 from service.door.network_config import DAY_S
 from service.errors.call_errors import FieldError
-from service.servicers.operator_control import Pause, Snapshot
-from service.state import Drain, Phase
 
 DEFAULT_INTERVAL_S = 1.0
 DEFAULT_PAGE_SIZE = 100

@@ -19,12 +19,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from engine.contract.types import CallerKey
-    from service.delivery.served_request import ServedRequest
-
+from engine.contract.types import CallerKey
+from service.admission.accounts import Account
 
 LONG = 1 << 20
 """Above this many bytes, what a live request's reader has had is dropped first."""
@@ -45,7 +43,17 @@ class Retention:
     max_bytes: int
 
 
-class _Share:
+class Charged(Protocol):
+    """Something that is charged to an account."""
+
+    @property
+    def account(self) -> Account: ...
+
+
+Request = TypeVar("Request", bound=Charged)
+
+
+class _Share(Generic[Request]):
     """What is kept for one caller: bytes by request, oldest first; those of `ended` requests, and
     of live ones of which `much` or `little` is kept.
     """
@@ -53,9 +61,9 @@ class _Share:
     __slots__ = ("ended", "little", "much", "size")
 
     def __init__(self) -> None:
-        self.much: dict[ServedRequest, int] = {}
-        self.ended: dict[ServedRequest, int] = {}
-        self.little: dict[ServedRequest, int] = {}
+        self.much: dict[Request, int] = {}
+        self.ended: dict[Request, int] = {}
+        self.little: dict[Request, int] = {}
         self.size = 0
 
     @property
@@ -63,18 +71,18 @@ class _Share:
         return len(self.ended)
 
 
-class _Group:
+class _Group(Generic[Request]):
     """What is kept for the callers of one group."""
 
     __slots__ = ("callers", "count", "size")
 
     def __init__(self) -> None:
-        self.callers: dict[CallerKey, _Share] = {}
+        self.callers: dict[CallerKey, _Share[Request]] = {}
         self.count = 0
         self.size = 0
 
 
-class KeptResults:
+class KeptResults(Generic[Request]):
     """See the module. O(1) to count what a request keeps, and O(groups + callers of one group) to
     drop something.
 
@@ -87,24 +95,24 @@ class KeptResults:
     def __init__(self, max_results: int, max_bytes: int) -> None:
         self._max_results = max_results
         self._max_bytes = max_bytes
-        self.groups: dict[str, _Group] = {}
+        self.groups: dict[str, _Group[Request]] = {}
         self.count = 0
         self.size = 0
 
-    def __contains__(self, request: ServedRequest) -> bool:
+    def __contains__(self, request: Request) -> bool:
         """Whether an ended request is kept."""
         group = self.groups.get(request.account.group)
         share = None if group is None else group.callers.get(request.account.key)
         return share is not None and request in share.ended
 
-    def add(self, request: ServedRequest, size: int) -> None:
+    def add(self, request: Request, size: int) -> None:
         """Keep an ended request; call `surplus` afterwards. `size`: about how many bytes."""
         self.discard(request)
         share = self._share(request)
         share.ended[request] = size
         self._count(request, share, 1, size)
 
-    def add_read(self, request: ServedRequest, size: int) -> None:
+    def add_read(self, request: Request, size: int) -> None:
         """Note how many bytes are kept now of what a live request's reader has had; call `surplus`
         afterwards.
         """
@@ -118,7 +126,7 @@ class KeptResults:
         there[request] = size
         self._count(request, share, 0, size - before)
 
-    def discard(self, request: ServedRequest) -> None:
+    def discard(self, request: Request) -> None:
         """Keep nothing of a request. Harmless if nothing is kept."""
         account = request.account
         group = self.groups.get(account.group)
@@ -134,12 +142,12 @@ class KeptResults:
             if not group.callers:
                 del self.groups[account.group]
 
-    def _share(self, request: ServedRequest) -> _Share:
+    def _share(self, request: Request) -> _Share[Request]:
         account = request.account
         group = self.groups.setdefault(account.group, _Group())
         return group.callers.setdefault(account.key, _Share())
 
-    def _count(self, request: ServedRequest, share: _Share, number: int, size: int) -> None:
+    def _count(self, request: Request, share: _Share[Request], number: int, size: int) -> None:
         group = self.groups[request.account.group]
         share.size += size
         group.count += number
@@ -147,7 +155,7 @@ class KeptResults:
         self.count += number
         self.size += size
 
-    def surplus(self) -> ServedRequest | None:
+    def surplus(self) -> Request | None:
         """The request of which something is to be dropped next; None: all may stay."""
         if self.count > self._max_results:
             return next(iter(self._with_most(attrgetter("count")).ended))
@@ -156,6 +164,8 @@ class KeptResults:
             return next(iter(share.much or share.ended or share.little))
         return None
 
-    def _with_most(self, amount: Callable[[_Group | _Share], int]) -> _Share:
+    def _with_most(
+        self, amount: Callable[[_Group[Request] | _Share[Request]], int]
+    ) -> _Share[Request]:
         group = max(self.groups.values(), key=amount)
         return max(group.callers.values(), key=amount)

@@ -102,7 +102,7 @@ class Registry:
         self.requests: dict[tuple[str, str], ServedRequest] = {}
         self._live: dict[RequestId, ServedRequest] = {}
         self._dropped: dict[tuple[str, str], str] = {}  # why a result is no longer kept
-        self.kept = KeptResults(retention.max_results, retention.max_bytes)
+        self.kept = KeptResults[ServedRequest](retention.max_results, retention.max_bytes)
         self._numbers = itertools.count(1)
         self._serials = itertools.count(1)
         self._admitting: dict[tuple[str, str], asyncio.Task[None]] = {}

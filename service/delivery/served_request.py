@@ -25,24 +25,23 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from engine.contract.errors import EngineUnavailableError, HeadraceError
 from engine.contract.outputs import RequestFailure, RequestOutput
+from service.admission.admission_control import AdmissionControl, Holding
 from service.delivery.charges import UNIT, RequestCharge, in_units
+from service.delivery.engine_calls import EngineCalls
 from service.delivery.kept import LONG
 from service.delivery.log import EventLog
 from service.delivery.session import MAX_BATCH_BYTES, ResultStream
 from service.delivery.states import TRANSITIONS, State
+from service.delivery.timers import Timer
 from service.delivery.waiters import Waiters
 from service.errors.result_errors import OutputNotReadError, ResultsFullError, TooManyWaitError
 from service.results.events import Accepted, Failed, NumberedEvent, ReadResult, at_most
-from service.results.submission import NO_LABELS, LivesBy
-
-if TYPE_CHECKING:
-    from service.admission.admission_control import Holding
-    from service.delivery.registry import Registry
-    from service.results.submission import Submission
+from service.results.flow import FlowOptions
+from service.results.submission import NO_LABELS, LivesBy, Submission
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +50,49 @@ MAX_WAITING_CALLS = 16
 moment. A caller that retries has one or two, because calls whose loss was not noticed yet also
 wait.
 """
+
+
+class RequestKeeper(Protocol):
+    """Who finds requests and counts them: the registry, as a request knows it.
+
+    Attributes:
+        admission, engine, flow: limits, the engine, and how much may wait to be read.
+        leases, holds: the timers of requests.
+    """
+
+    admission: AdmissionControl
+    engine: EngineCalls
+    flow: FlowOptions
+    leases: Timer[ServedRequest]
+    holds: Timer[ServedRequest]
+
+    def has_ended(self, request: ServedRequest) -> None:
+        """Note that a request is no longer live."""
+        ...
+
+    def keep(self, request: ServedRequest) -> None:
+        """Keep an ended request's result; it may be dropped at once."""
+        ...
+
+    def keep_read(self, request: ServedRequest, size: int) -> None:
+        """Note how many bytes are kept of what a live request's reader has had."""
+        ...
+
+    def unkeep(self, request: ServedRequest) -> None:
+        """Keep nothing of a request."""
+        ...
+
+    def forget(self, request: ServedRequest) -> None:
+        """Free a request's id."""
+        ...
+
+    def expect_reader(self, stream: ResultStream, request: ServedRequest) -> None:
+        """Watch a stream's reader, because one of its requests has ended."""
+        ...
+
+    def stop_admitting(self, request: ServedRequest) -> None:
+        """Cancel the admission of a request."""
+        ...
 
 
 class ServedRequest:
@@ -79,7 +121,7 @@ class ServedRequest:
 
     def __init__(
         self,
-        registry: Registry,
+        registry: RequestKeeper,
         submission: Submission,
         holding: Holding,
         *,

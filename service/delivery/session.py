@@ -23,20 +23,42 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from service.delivery.charges import StreamCharge
+from service.delivery.load_watch import LoadReport
+from service.delivery.log import EventLog
 from service.errors.result_errors import RequestMovedError, ResultsNotReadError
 from service.results.events import Detached, NumberedEvent, Reply, in_flight
-
-if TYPE_CHECKING:
-    from service.delivery.load_watch import LoadReport
-    from service.delivery.served_request import ServedRequest
 
 MAX_BATCH_BYTES = 2 << 20
 """About the largest message; the rest goes into the next one."""
 MAX_REPLIES = 512
 """With this many unread answers, no further command is read."""
+
+
+class AttachedRequest(Protocol):
+    """A request, as the stream of its results knows it.
+
+    Attributes:
+        request_id: its id at its owner.
+        log: its events.
+    """
+
+    request_id: str
+    log: EventLog
+
+    def take(self, limit: int) -> list[NumberedEvent]:
+        """Take its next events, of about `limit` bytes; the last one makes it leave the stream."""
+        ...
+
+    def leave(self) -> None:
+        """Leave the stream, whose client reads nothing."""
+        ...
+
+    def lost(self, lease_s: float) -> None:
+        """Go on without the stream for so many seconds, or be cancelled."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +100,7 @@ class ResultStream:
         the charge for its messages.
         """
         self._sending = sending
-        self._dirty: dict[ServedRequest, None] = {}
+        self._dirty: dict[AttachedRequest, None] = {}
         self._replies: list[Reply] = []
         self._wake = asyncio.Event()
         self.has_room = asyncio.Event()
@@ -87,10 +109,10 @@ class ResultStream:
         self._has_last_word = False  # everything before the refusal was received
         self.is_over = False
         self.last_taken = 0.0
-        self.ended_at: dict[ServedRequest, float] = {}
-        self.requests: dict[ServedRequest, int] = {}
+        self.ended_at: dict[AttachedRequest, float] = {}
+        self.requests: dict[AttachedRequest, int] = {}
         self._numbers = 0
-        self.moved: ServedRequest | None = None
+        self.moved: AttachedRequest | None = None
         self.given_up = False
         self.lease_s = 0.0
         self.initial_credit: int | None = None
@@ -101,25 +123,25 @@ class ResultStream:
 
     # The requests' and the reader's side
 
-    def mark(self, request: ServedRequest) -> None:
+    def mark(self, request: AttachedRequest) -> None:
         """Note that one of its requests has something to take."""
         if not self._dirty:  # else the writer is awake
             self._wake.set()
         self._dirty[request] = None
 
-    def add(self, request: ServedRequest) -> None:
+    def add(self, request: AttachedRequest) -> None:
         """Add a request, which gets a number."""
         if self.is_session:
             self._numbers += 1
         self.requests[request] = self._numbers
 
-    def remove(self, request: ServedRequest) -> None:
+    def remove(self, request: AttachedRequest) -> None:
         """Remove a request."""
         self.requests.pop(request, None)
         self.ended_at.pop(request, None)
         self._dirty.pop(request, None)
 
-    def moved_away(self, request: ServedRequest) -> None:
+    def moved_away(self, request: AttachedRequest) -> None:
         """Remove a request that now goes to another stream."""
         self.moved = request
         if self.is_session:
@@ -221,7 +243,7 @@ class ResultStream:
             if refusal is None:
                 await self._wake.wait()
 
-    def check_end(self, request: ServedRequest) -> None:
+    def check_end(self, request: AttachedRequest) -> None:
         """Check how a stream of a single request ends; called by its writer when nothing is left to
         send.
 

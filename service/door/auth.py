@@ -24,7 +24,7 @@ import logging
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 
-from engine.contract.errors import ConfigError, HeadraceError
+from engine.contract.errors import ConfigError
 from service.admission.accounts import (
     ON_BEHALF_OF,
     Metadata,
@@ -34,6 +34,7 @@ from service.admission.accounts import (
 )
 from service.door.callers_file import EVERYONE, MAX_FILE_BYTES, Caller, CallerTable, parse_callers
 from service.door.watched_files import Watched, read
+from service.errors.call_errors import PermissionDeniedError, UnauthenticatedError
 
 logger = logging.getLogger(__name__)
 
@@ -45,22 +46,6 @@ _MISSING = "authorization is missing: send 'authorization: Bearer <token>'"
 
 current_permit: ContextVar[Permit] = ContextVar("permit")
 """The permit of the RPC that this task serves."""
-
-
-class UnauthenticatedError(HeadraceError):
-    """The caller sent no credentials, or wrong ones. `reason`: for programs."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
-class PermissionDeniedError(HeadraceError):
-    """The caller is known but may not do this. `reason`: for programs."""
-
-    def __init__(self, message: str, reason: str = "SERVICE_NOT_GRANTED") -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 class Permit:

@@ -38,10 +38,8 @@ from typing import Any
 
 from engine.contract.admission import MAX_PRIORITY, MAX_WEIGHT
 from engine.contract.errors import ConfigError
-from service.admission.accounts import USUAL_WEIGHT
+from service.admission.accounts import ANONYMOUS, USUAL_WEIGHT
 
-ANONYMOUS = "anonymous"
-"""The identity of every caller if no callers are configured."""
 EVERYTHING = "*"
 """Stands for all services."""
 SERVICES = {

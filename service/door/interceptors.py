@@ -16,27 +16,24 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextvars import ContextVar
+from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any, Protocol
 
 import grpc
+from google.protobuf.message import Message
 from google.rpc import status_pb2
 
 from engine.contract.errors import HeadraceError
 from service.door.auth import Authenticator, current_permit
 from service.door.reading import OPEN_TO_EVERYONE, Reading
+from service.errors.call_end import CallEnd, Continuation, Handler, Unary, Watcher, current_call
 from service.errors.call_errors import AnswerTooLargeError
 from service.errors.refusals import Refusals
-from service.errors.status_table import abort, code_of_number, status_code, to_status
-from service.state import ServerState, current_front
+from service.errors.status_table import abort, status_code, to_status
 
 logger = logging.getLogger(__name__)
 
-Handler = Any  # grpc.RpcMethodHandler: generic in its stubs, not at run time
-Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
-Unary = Callable[[Any, Any], Awaitable[Any]]
 Stream = Callable[[Any, Any], AsyncIterator[Any]]
 
 _ALWAYS_SERVED = ("/grpc.health.", "/grpc.reflection.", "/headrace.v1.ControlService/")
@@ -50,73 +47,6 @@ _SERVED_WHILE_DRAINING = (
     "/vllm.grpc.engine.VllmEngine/Get",
 )
 _CHECKED_PARTS = ("/headrace.", "/vllm.")
-
-
-SERVER_FAULTS: Final = frozenset(
-    {
-        grpc.StatusCode.UNKNOWN,
-        grpc.StatusCode.DEADLINE_EXCEEDED,
-        grpc.StatusCode.UNIMPLEMENTED,
-        grpc.StatusCode.INTERNAL,
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.DATA_LOSS,
-    }
-)
-"""The codes that OpenTelemetry's conventions count as errors of a server."""
-
-
-class CallEnd:
-    """How a call ends. It does not hold the call: tasks that outlive the call hold this.
-
-    Attributes:
-        code: what the handler ended it with; None: it has not ended it.
-        kept: the handler's exception, if it was caught before `Recovery`, which treats it as if it
-            had been raised there.
-    """
-
-    __slots__ = ("_began", "_deadline", "code", "kept")
-
-    def __init__(self, context: Any) -> None:
-        self.code: grpc.StatusCode | None = None
-        self.kept: Exception | None = None
-        self._began = time.monotonic()
-        left = context.time_remaining()
-        self._deadline = None if left is None else self._began + left
-
-    def aborted(self, context: Any) -> None:
-        """Note that the handler ended it through its context, or found that it had ended."""
-        code = context.code()
-        self.code = code if isinstance(code, grpc.StatusCode) else code_of_number(code)
-
-    def raise_kept(self) -> None:
-        """Raise the kept exception, if there is one, and keep it no longer."""
-        error, self.kept = self.kept, None
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # it would keep itself alive by this frame
-
-    def code_at_end(self) -> grpc.StatusCode:
-        """The code, once it has ended."""
-        if self.code is not None:
-            return self.code
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            return grpc.StatusCode.DEADLINE_EXCEEDED
-        return grpc.StatusCode.CANCELLED
-
-    def seconds(self) -> float:
-        """How long it has taken."""
-        return time.monotonic() - self._began
-
-
-current_call: ContextVar[CallEnd] = ContextVar("call")
-"""The call of this task."""
-
-Watcher = Callable[[str, Any], Callable[[CallEnd], None] | None]
-"""Called in a new call's task with its method and context; returns what is called at its end, if
-anything.
-"""
 
 
 def wrap(
@@ -257,12 +187,33 @@ class Recovery(grpc.aio.ServerInterceptor):
         return call
 
 
+class Serving(Protocol):
+    """What is served now: the server's state, as the entrance sees it."""
+
+    def enter(self, *, new_work: bool) -> None:
+        """Admit the RPC of this task, if this phase serves it. `new_work`: whether the RPC may
+        start requests.
+
+        Raises:
+            NotReadyError: with the reason.
+        """
+        ...
+
+    def check_message(self, message: Message) -> None:
+        """Check a message before any other code reads it.
+
+        Raises:
+            FieldError, CapabilityMissingError: it has too many parts, or wants what is not there.
+        """
+        ...
+
+
 class Entrance(grpc.aio.ServerInterceptor):
     """Runs before every servicer. It identifies the caller and checks its permission
-    (`service.door.auth`), checks that the method is served now (`service.state`), reads the message
+    (`service.door.auth`), checks that the method is served now (`Serving`), reads the message
     of a unary request (`service.door.reading`), and checks it (`service.convert.incoming`). In this
     order, refused calls are not read, so untrusted clients cannot make the server hold megabytes.
-    It sets `current_permit` and `current_front` for the servicer. It also refuses a single answer
+    It sets `current_permit` for the servicer. It also refuses a single answer
     that is too large for a message, which gRPC would refuse without a reason.
 
     Health checks are open to everybody. Health and reflection are always served; ControlService
@@ -272,12 +223,12 @@ class Entrance(grpc.aio.ServerInterceptor):
     def __init__(
         self,
         authenticator: Authenticator,
-        state: ServerState,
+        serving: Serving,
         reading: Reading,
         max_send_bytes: int,
     ) -> None:
         self._authenticator = authenticator
-        self._state = state
+        self._serving = serving
         self._reading = reading
         self._max_send_bytes = max_send_bytes
         self._refusals = _RefusalLog()
@@ -312,13 +263,13 @@ class Entrance(grpc.aio.ServerInterceptor):
                     raise
                 current_permit.set(permit.of_call(metadata, peer))
             if is_checked:
-                current_front.set(self._state.check(new_work=new_work))
+                self._serving.enter(new_work=new_work)
 
         async def received(context: Any) -> Any:
             enter(context)
             message = await read(context)
             if counts_parts:
-                self._state.incoming.check(message)
+                self._serving.check_message(message)
             return message
 
         async def unary_unary(_requests: Any, context: Any) -> Any:

@@ -18,8 +18,8 @@ from pathlib import Path
 import grpc
 
 from engine.contract.errors import ConfigError, HeadraceError
-from service.config import ServiceConfig
 from service.door.address import Address, parse_address
+from service.door.network_config import NetworkOptions
 from service.door.tls import Tls
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class UnixSockets:
 
 
 def bind(
-    config: ServiceConfig,
+    config: NetworkOptions,
     tls: Tls,
     server_of: Callable[[Address], grpc.aio.Server],
     health: grpc.Server | None,
@@ -113,7 +113,7 @@ def _bind_one(
     text: str,
     server: AnyServer,
     tls: Tls | None,
-    config: ServiceConfig,
+    config: NetworkOptions,
     group: int | None,
     sockets: UnixSockets,
 ) -> Address:

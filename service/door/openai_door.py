@@ -23,9 +23,8 @@ from functools import partial
 from engine.contract.errors import ConfigError
 from engine.logs.lines import LineReader, open_pipe
 from engine.logs.records import MAX_MESSAGE, cut, foreign
-from service.config import ServiceConfig
 from service.door.address import Address
-from service.door.network_config import DAY_S
+from service.door.network_config import DAY_S, NetworkOptions
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ class Door:
         restarts: how often it was started again.
     """
 
-    def __init__(self, config: ServiceConfig, address: Address, own: Address, secret: str) -> None:
+    def __init__(self, config: NetworkOptions, address: Address, own: Address, secret: str) -> None:
         """Start the child, which listens on `address` and calls `own`, with `secret`."""
         self.address = address
         self.restarts = 0

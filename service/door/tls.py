@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from engine.contract.errors import ConfigError
-from service.config import ServiceConfig
+from service.door.network_config import NetworkOptions
 from service.door.watched_files import Watched, read
 
 
@@ -58,7 +58,7 @@ class _Files:
 class Tls:
     """The configured TLS files."""
 
-    def __init__(self, config: ServiceConfig) -> None:
+    def __init__(self, config: NetworkOptions) -> None:
         """Read the files.
 
         Raises:

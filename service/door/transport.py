@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import logging
 
-from service.config import ServiceConfig
 from service.door import open_files
+from service.door.network_config import NetworkOptions
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _UNREAD_BYTES = 16 << 10
 _HANDSHAKE_MS = 10_000
 
 
-def most_received(config: ServiceConfig) -> int:
+def most_received(config: NetworkOptions) -> int:
     """The largest message that gRPC accepts, in bytes. Messages slightly above the allowed size are
     read, so that they can be refused with details (`service.door.reading`); gRPC refuses much
     larger ones by their length.
@@ -34,9 +34,9 @@ def most_received(config: ServiceConfig) -> int:
     return config.max_receive_bytes + _READ_BEYOND
 
 
-def grpc_options(config: ServiceConfig) -> list[tuple[str, int]]:
+def grpc_options(config: NetworkOptions, max_queue_size: int) -> list[tuple[str, int]]:
     """The options of a gRPC server."""
-    pending = min(max(_MIN_PENDING, 2 * config.max_queue_size), 2**31 - 1)
+    pending = min(max(_MIN_PENDING, 2 * max_queue_size), 2**31 - 1)
     options = [
         ("grpc.max_receive_message_length", most_received(config)),
         ("grpc.max_send_message_length", config.max_send_bytes),
@@ -87,7 +87,7 @@ def grpc_options(config: ServiceConfig) -> list[tuple[str, int]]:
     return options
 
 
-def _most_connections(config: ServiceConfig) -> int:
+def _most_connections(config: NetworkOptions) -> int:
     """How many connections an address may have: limited by the number of open files, so that idle
     connections cannot use up the files that starting an engine's process needs.
     """

@@ -24,7 +24,8 @@ import grpc
 import grpc._cython
 
 from engine.contract.errors import HeadraceError
-from service.door.auth import Authenticator, PermissionDeniedError
+from service.door.auth import Authenticator
+from service.errors.call_errors import PermissionDeniedError
 from service.errors.status_table import abort, status_code, to_status
 
 logger = logging.getLogger(__name__)

@@ -164,3 +164,57 @@ class MalformedMessageError(HeadraceError):
 
 class PreconditionError(HeadraceError):
     """A valid command at the wrong time."""
+
+
+class UnauthenticatedError(HeadraceError):
+    """The caller sent no credentials, or wrong ones. `reason`: for programs."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class PermissionDeniedError(HeadraceError):
+    """The caller is known but may not do this. `reason`: for programs."""
+
+    def __init__(self, message: str, reason: str = "SERVICE_NOT_GRANTED") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class CallerNameError(HeadraceError):
+    """The name of the user that a gateway calls for is malformed."""
+
+
+class LimitReachedError(HeadraceError):
+    """A limit is reached: that of all callers, that of an identity, or a caller's share of it.
+
+    Attributes:
+        reason: for programs.
+        option, limit: the limit's name and value.
+        present: how much is in use now.
+        retry_after_s: when to try again, in seconds.
+        held, share: how much the caller has, and its share while others want theirs; None: the
+            caller's share is not the reason.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        message: str,
+        *,
+        option: str,
+        limit: int,
+        present: int,
+        retry_after_s: float,
+        held: int | None = None,
+        share: int | None = None,
+    ) -> None:
+        super().__init__(f"{message}, or try again in {retry_after_s:.1f} s")
+        self.reason = reason
+        self.option = option
+        self.limit = limit
+        self.present = present
+        self.retry_after_s = retry_after_s
+        self.held = held
+        self.share = share

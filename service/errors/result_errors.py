@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from engine.contract.errors import DuplicateRequestError, HeadraceError, RequestNotFoundError
 from engine.contract.outputs import RequestFailure
-from service.admission.bounds import LimitReachedError
+from service.errors.call_errors import LimitReachedError
 
 _RETRY_S = 1.0
 """The retry delay when a request's end must be waited for, which may come at any time."""

@@ -36,13 +36,12 @@ from engine.contract.errors import (
 )
 from engine.contract.outputs import RequestFailure
 from engine.text import ChatTemplateUnavailableError
-from service.admission.accounts import CallerNameError
-from service.admission.bounds import LimitReachedError
-from service.door.auth import PermissionDeniedError, UnauthenticatedError
 from service.errors.call_errors import (
     AnswerTooLargeError,
+    CallerNameError,
     CapabilityMissingError,
     FieldError,
+    LimitReachedError,
     MalformedMessageError,
     MessageMissingError,
     MessageTimeoutError,
@@ -51,8 +50,10 @@ from service.errors.call_errors import (
     ModelNotFoundError,
     NoTokenizerError,
     NotReadyError,
+    PermissionDeniedError,
     PreconditionError,
     TooManyCallsError,
+    UnauthenticatedError,
     UnsupportedFieldError,
     WrongInstanceError,
 )

@@ -23,6 +23,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from engine.contract.errors import EngineUnavailableError
 from engine.contract.stats import EngineStats
 from service.convert.model import server_version
+from service.convert.snapshot import Snapshot
 from service.delivery.joining import join
 from service.door.auth import current_permit
 from service.errors.call_errors import FieldError, MethodNotServedError, NoTokenizerError
@@ -31,7 +32,7 @@ from service.gateway.generate_request import generation
 from service.gateway.generate_response import Answers
 from service.gateway.throughput import Throughput
 from service.gateway.tokenizer_archive import TokenizerArchive
-from service.servicers.operator_control import Control, Snapshot
+from service.servicers.operator_control import Control
 from service.servicers.submit import start_request
 from service.state import FrontEnd, current_front
 

@@ -21,15 +21,21 @@ from typing import Any
 
 from headrace.v1 import generation_service_pb2
 
+from service.admission.phases import NO_NEW_WORK
 from service.convert.converter import Draft, check_request_id
 from service.convert.values import interval_seconds, seconds
 from service.delivery.session import ResultStream
-from service.door.auth import PermissionDeniedError, Permit, UnauthenticatedError
+from service.door.auth import Permit
 from service.door.reading import parsed
-from service.errors.call_errors import FieldError, PreconditionError
+from service.errors.call_errors import (
+    FieldError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
 from service.results.events import Attached, CancelAnswered, Opened, Rejected
 from service.servicers.submit import start_request
-from service.state import NO_NEW_WORK, ServerState, current_front
+from service.state import ServerState, current_front
 
 Command = generation_service_pb2.StreamResultRequest
 

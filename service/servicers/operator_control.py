@@ -14,18 +14,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from engine.contract.engine_client import EngineClient, EngineVerbs
 from engine.contract.errors import HeadraceError
 from engine.contract.stats import EngineStats
 from engine.logs.levels import set_levels
+from service.admission.phases import Drain, Phase
+from service.convert.snapshot import Pause, Snapshot
 from service.delivery.joining import join
-from service.delivery.registry import Registry, RegistryStats
-from service.errors.refusals import Refusal
-from service.state import Drain, Phase, ServerState
+from service.delivery.registry import Registry
+from service.state import ServerState
 from service.telemetry.figures import Figures
 
 logger = logging.getLogger(__name__)
@@ -34,46 +34,6 @@ ENGINE_ANSWER_S = 2.0
 """If the engine does not answer within this time, its statistics are left out."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """A pause of the engine. `since`: wall-clock seconds."""
-
-    reason: str
-    since: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """The server's statistics at one moment.
-
-    Attributes:
-        taken_at, moment: wall-clock and monotonic seconds.
-        uptime_s: how long the server has run.
-        model: its name; empty while it loads.
-        engine: its statistics; None: it did not answer.
-        engine_restarts: how often it was restarted.
-        sessions, live_bytes, unknown_fields, refusals, startup: see Figures.
-    """
-
-    instance_id: str
-    model: str
-    taken_at: float
-    moment: float
-    uptime_s: float
-    phase: Phase
-    pause: Pause | None
-    drain: Drain | None
-    log_level: str
-    engine_restarts: int
-    front_end: RegistryStats
-    engine: EngineStats | None
-    sessions: int
-    live_bytes: int
-    unknown_fields: int
-    refusals: Mapping[Refusal, int]
-    startup: Mapping[str, float]
 
 
 class Control:

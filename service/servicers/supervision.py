@@ -14,8 +14,9 @@ from collections.abc import Awaitable, Callable
 
 from engine.contract.engine_client import EngineClient
 from engine.contract.errors import HeadraceError
+from service.admission.phases import Phase
 from service.door.health import HealthServicer
-from service.state import Phase, ServerState
+from service.state import ServerState
 
 logger = logging.getLogger(__name__)
 

@@ -31,8 +31,8 @@ from engine.contract.outputs import StepOutputs
 from engine.contract.stats import CallerStats, EngineStats
 from engine.contract.types import CallerKey, RequestId
 from engine.telemetry.instruments import StepInstruments, counts, observe_stats
-from service.door.interceptors import SERVER_FAULTS, CallEnd
-from service.state import Phase
+from service.admission.phases import Phase
+from service.errors.call_end import SERVER_FAULTS, CallEnd
 from service.telemetry.figures import Figures
 
 logger = logging.getLogger(__name__)

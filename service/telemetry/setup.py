@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from engine.contract.stats import EngineStats
-from service.door.interceptors import Watcher
+from service.errors.call_end import Watcher
 from service.telemetry.figures import Figures
 from service.telemetry.metrics import Metrics
 from service.telemetry.request_spans import Spans

@@ -25,8 +25,7 @@ from service.admission.admission_control import (
     Charge,
     Limits,
 )
-from service.admission.bounds import LimitReachedError
-from service.errors.call_errors import FieldError
+from service.errors.call_errors import FieldError, LimitReachedError
 from tests.engine.crowd import Clock, Crowd, Served, at_random, by_the_batch, evenly
 from tests.service.door.test_auth import add_request, bearer, callers, guarded  # noqa: F401
 from tests.service.fake_engine import FakeEngine, says

@@ -28,11 +28,10 @@ from engine.fairness.shares import RESERVE_PART
 from engine.text import TextStream
 from service.admission.accounts import account_of
 from service.admission.admission_control import AdmissionControl, Charge, Holding, Limits
-from service.admission.bounds import LimitReachedError
 from service.admission.footprint import Footprint
 from service.convert.weight import message_footprint
 from service.delivery.log import EventLog
-from service.errors.call_errors import FieldError
+from service.errors.call_errors import FieldError, LimitReachedError
 from service.results.events import Accepted, DeliveryOptions
 from tests.service.admission.test_admission import Clock, check_advice, limit_of, no_jitter
 from tests.service.fake_engine import FakeEngine, byte_tokenizer, model_info

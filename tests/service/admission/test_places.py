@@ -14,8 +14,9 @@ from headrace.v1 import control_service_pb2 as control
 from headrace.v1 import generation_service_pb2 as rpc
 
 from service.admission.accounts import account_of
-from service.admission.bounds import Kind, LimitReachedError
+from service.admission.bounds import Kind
 from service.admission.places import Places
+from service.errors.call_errors import LimitReachedError
 from tests.service.door.test_auth import bearer, callers, guarded  # noqa: F401
 from tests.service.helpers import DEADLINE_S, Harness, Refused, refused, serving, until
 

@@ -23,7 +23,6 @@ from headrace.v1 import model_service_pb2 as model
 from engine.fairness.shares import RESERVE_PART
 from engine.text import Tokenizer
 from service.admission.accounts import account_of
-from service.admission.bounds import LimitReachedError
 from service.admission.text_pool import (
     INLINE_ANSWER_BYTES,
     MAX_WAITING,
@@ -32,7 +31,7 @@ from service.admission.text_pool import (
     TextPool,
 )
 from service.convert.inputs import MIN_MOST_TEXT_BYTES
-from service.errors.call_errors import NotReadyError
+from service.errors.call_errors import LimitReachedError, NotReadyError
 from tests.service.door.test_auth import TOKENS, bearer, entry, replace
 from tests.service.fake_engine import CHAT_TEMPLATE, FakeEngine, byte_tokenizer, model_info
 from tests.service.helpers import DEADLINE_S, Harness, refused, serving, spec, until

@@ -20,7 +20,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 from service.command import config_file
-from service.command.cli import options_of
+from service.command.serve_options import options_of
 from service.command.config_file import compare, filled
 from service.command.flags import FILE, Given, flags
 from service.command.reloading import Reloading, Source

@@ -17,9 +17,9 @@ from headrace.v1 import generation_service_pb2 as rpc
 from engine.fairness.drain_rate import MARGIN, UNKNOWN_DELAY_S
 from service.admission.accounts import Account, account_of
 from service.admission.admission_control import AdmissionControl, Limits
-from service.admission.bounds import LimitReachedError
 from service.delivery.charges import UNIT, in_units
 from service.delivery.kept import LONG, KeptResults
+from service.errors.call_errors import LimitReachedError
 from service.results.events import HELD_EVENT_BYTES, DeliveryOptions
 from service.results.flow import EVENTS_BYTES, WholeLimits
 from service.results.submission import LivesBy

@@ -29,12 +29,13 @@ from opentelemetry.trace import SpanKind, StatusCode
 from typer.testing import CliRunner
 
 from engine.contract.errors import ConfigError, HeadraceError
+from service.admission.phases import Phase
 from service.command import cli
 from service.config import ServiceConfig
-from service.door.auth import Authenticator, PermissionDeniedError, UnauthenticatedError
+from service.door.auth import Authenticator
 from service.door.callers_file import SERVICES, parse_callers
+from service.errors.call_errors import PermissionDeniedError, UnauthenticatedError
 from service.server import HeadraceServer
-from service.state import Phase
 from service.telemetry import setup as telemetry
 from service.telemetry.request_spans import Spans
 from tests.service.fake_engine import FakeEngine, says

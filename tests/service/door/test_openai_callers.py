@@ -11,7 +11,8 @@ import pytest
 from headrace.v1 import generation_service_pb2 as rpc
 
 from service.admission.accounts import origin_of
-from service.door.auth import DOOR_PEER, DOOR_SECRET, Authenticator, PermissionDeniedError
+from service.door.auth import DOOR_PEER, DOOR_SECRET, Authenticator
+from service.errors.call_errors import PermissionDeniedError
 from tests.service.door.test_auth import bearer, callers, guarded  # noqa: F401
 from tests.service.fake_engine import FakeEngine
 from tests.service.helpers import DEADLINE_S, Harness, Refused, refused, serving, spec

@@ -13,7 +13,8 @@ import pytest
 from headrace.v1 import control_service_pb2 as control
 from headrace.v1 import generation_service_pb2 as rpc
 
-from service.door.auth import Authenticator, Permit, UnauthenticatedError
+from service.door.auth import Authenticator, Permit
+from service.errors.call_errors import UnauthenticatedError
 from tests.service.door.test_auth import (
     CALLERS,
     TOKENS,

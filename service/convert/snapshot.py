@@ -1,0 +1,51 @@
+"""The server's figures at one moment, as ControlService tells them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.contract.stats import EngineStats
+from service.admission.phases import Drain, Phase
+from service.delivery.registry import RegistryStats
+from service.errors.refusals import Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A pause of the engine. `since`: wall-clock seconds."""
+
+    reason: str
+    since: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The server's statistics at one moment.
+
+    Attributes:
+        taken_at, moment: wall-clock and monotonic seconds.
+        uptime_s: how long the server has run.
+        model: its name; empty while it loads.
+        engine: its statistics; None: it did not answer.
+        engine_restarts: how often it was restarted.
+        sessions, live_bytes, unknown_fields, refusals, startup: see Figures.
+    """
+
+    instance_id: str
+    model: str
+    taken_at: float
+    moment: float
+    uptime_s: float
+    phase: Phase
+    pause: Pause | None
+    drain: Drain | None
+    log_level: str
+    engine_restarts: int
+    front_end: RegistryStats
+    engine: EngineStats | None
+    sessions: int
+    live_bytes: int
+    unknown_fields: int
+    refusals: Mapping[Refusal, int]
+    startup: Mapping[str, float]

@@ -1,0 +1,88 @@
+"""How a call ends, as those are told who count, log and trace calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any, Final
+
+import grpc
+
+from service.errors.status_table import code_of_number
+
+Handler = Any  # grpc.RpcMethodHandler: generic in its stubs, not at run time
+
+
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
+
+
+Unary = Callable[[Any, Any], Awaitable[Any]]
+
+
+SERVER_FAULTS: Final = frozenset(
+    {
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DATA_LOSS,
+    }
+)
+"""The codes that OpenTelemetry's conventions count as errors of a server."""
+
+
+class CallEnd:
+    """How a call ends. It does not hold the call: tasks that outlive the call hold this.
+
+    Attributes:
+        code: what the handler ended it with; None: it has not ended it.
+        kept: the handler's exception, if it was caught before `Recovery`, which treats it as if it
+            had been raised there.
+    """
+
+    __slots__ = ("_began", "_deadline", "code", "kept")
+
+    def __init__(self, context: Any) -> None:
+        self.code: grpc.StatusCode | None = None
+        self.kept: Exception | None = None
+        self._began = time.monotonic()
+        left = context.time_remaining()
+        self._deadline = None if left is None else self._began + left
+
+    def aborted(self, context: Any) -> None:
+        """Note that the handler ended it through its context, or found that it had ended."""
+        code = context.code()
+        self.code = code if isinstance(code, grpc.StatusCode) else code_of_number(code)
+
+    def raise_kept(self) -> None:
+        """Raise the kept exception, if there is one, and keep it no longer."""
+        error, self.kept = self.kept, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # it would keep itself alive by this frame
+
+    def code_at_end(self) -> grpc.StatusCode:
+        """The code, once it has ended."""
+        if self.code is not None:
+            return self.code
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            return grpc.StatusCode.DEADLINE_EXCEEDED
+        return grpc.StatusCode.CANCELLED
+
+    def seconds(self) -> float:
+        """How long it has taken."""
+        return time.monotonic() - self._began
+
+
+current_call: ContextVar[CallEnd] = ContextVar("call")
+"""The call of this task."""
+
+
+Watcher = Callable[[str, Any], Callable[[CallEnd], None] | None]
+"""Called in a new call's task with its method and context; returns what is called at its end, if
+anything.
+"""
