@@ -46,8 +46,7 @@ from benchmarks.decoder_table import BASELINE, KIND, LIBRARY, OURS, render
 from benchmarks.measures import decode_figures, figure, turn_figures
 from benchmarks.models import DEMO
 from benchmarks.processes import ROOT, System, SystemFailure
-from benchmarks.records import commit, machine_record, rounded
-from benchmarks.report import FORMAT
+from benchmarks.records import FORMAT, commit, machine_record, rounded
 from benchmarks.workloads import WORKLOADS, Lengths, make_prompts
 
 PARTS = (*FAMILIES, "shapes", "ready", "float32")

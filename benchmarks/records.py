@@ -189,3 +189,21 @@ def rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [rounded(entry) for entry in value]
     return value
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """A record; None: there is no such file. Raises ValueError if it is not of this format."""
+    if not path.exists():
+        return None
+    record: dict[str, Any] = json.loads(path.read_text())
+    if record.get("format") != FORMAT:
+        raise ValueError(f"{path} is of format {record.get('format')}, {FORMAT} is wanted")
+    return record
+
+
+FORMAT = 1
+"""Of records; another one when a reader of the old would misread the new."""
+
+
+KIND_GPU = "gpu"
+"""A record of `python -m benchmarks gpu`; of `run` there is no kind."""

@@ -9,7 +9,6 @@ A block names the record that it shows; nothing between the marks is written by 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from benchmarks import decoder_table, tables
 from benchmarks.blocks import rewrite_blocks, update_document
 from benchmarks.gpu import tables as gpu_tables
 from benchmarks.measures import figure
+from benchmarks.records import KIND_GPU, read_record
 
 
 def rewrite(text: str, read: Callable[[str], dict[str, Any] | None]) -> str:
@@ -48,20 +48,6 @@ def update(document: Path, root: Path, *, check: bool = False) -> bool:
     )
 
 
-def read_record(path: Path) -> dict[str, Any] | None:
-    """A record; None: there is no such file. Raises ValueError if it is not of this format."""
-    if not path.exists():
-        return None
-    record: dict[str, Any] = json.loads(path.read_text())
-    if record.get("format") != FORMAT:
-        raise ValueError(f"{path} is of format {record.get('format')}, {FORMAT} is wanted")
-    return record
-
-
-FORMAT = 1
-"""Of records; another one when a reader of the old would misread the new."""
-KIND_GPU = "gpu"
-"""A record of `python -m benchmarks gpu`; of `run` there is no kind."""
 KIND_TRUST = "trust"
 """A record of `python -m benchmarks.trust`, whose document is written by `benchmarks.trust`."""
 

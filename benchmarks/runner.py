@@ -20,8 +20,7 @@ from benchmarks.floors import read_shape
 from benchmarks.instructions import ENVIRONMENTS
 from benchmarks.measures import turn_figures
 from benchmarks.processes import System, SystemFailure
-from benchmarks.records import Case, Found, Plan, case_record, commit, machine_record
-from benchmarks.report import FORMAT
+from benchmarks.records import FORMAT, Case, Found, Plan, case_record, commit, machine_record
 from benchmarks.systems import SystemSpec
 from benchmarks.workloads import make_prompts
 

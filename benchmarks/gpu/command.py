@@ -39,8 +39,7 @@ from benchmarks.gpu.session import CPU_SIZES, DTYPE, GPU_SIZES, OutOfTime, Sessi
 from benchmarks.gpu.tables import predictions, render_part
 from benchmarks.models import SHAPES
 from benchmarks.processes import ROOT, System, SystemFailure
-from benchmarks.records import commit
-from benchmarks.report import read_record
+from benchmarks.records import commit, read_record
 
 CHECKS = "checks"
 PARTS = (CHECKS, *MEASURING)

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import machine_record, rounded
-from benchmarks.report import FORMAT, KIND_GPU, read_record
+from benchmarks.records import FORMAT, KIND_GPU, machine_record, read_record, rounded
 
 RUNNING = "running"
 COMPLETE = "complete"

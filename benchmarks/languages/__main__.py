@@ -16,8 +16,7 @@ from benchmarks.languages.document import KIND, update
 from benchmarks.languages.rows import ROWS
 from benchmarks.languages.turns import CASES, measure
 from benchmarks.processes import ROOT
-from benchmarks.records import commit, machine_record, rounded
-from benchmarks.report import FORMAT, read_record
+from benchmarks.records import FORMAT, commit, machine_record, read_record, rounded
 
 RECORD = ROOT / "benchmarks" / "results" / "languages.json"
 DOCUMENT = ROOT / "docs" / "clients.md"

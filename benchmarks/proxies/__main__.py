@@ -23,8 +23,7 @@ from benchmarks.processes import ROOT
 from benchmarks.proxies.calls import CALLS, LONG, SITUATIONS, Situation, Tried, Way, tried
 from benchmarks.proxies.document import DEFAULTS, DOCUMENT, KIND, PINGED, RECIPE, update
 from benchmarks.proxies.running import NGINX, PROGRAMS, Program, proxy
-from benchmarks.records import commit, machine_record, rounded
-from benchmarks.report import FORMAT, read_record
+from benchmarks.records import FORMAT, commit, machine_record, read_record, rounded
 from benchmarks.stalled_readers import free_port
 
 RECORD = ROOT / "benchmarks" / "results" / "proxies.json"

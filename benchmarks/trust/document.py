@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import ROOT
-from benchmarks.report import read_record
+from benchmarks.records import read_record
 from benchmarks.trust.campaign import is_wrong
 from benchmarks.trust.parts import Part
 

@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import commit, machine_record, rounded
-from benchmarks.report import FORMAT, KIND_TRUST, read_record
+from benchmarks.records import FORMAT, commit, machine_record, read_record, rounded
+from benchmarks.report import KIND_TRUST
 from benchmarks.trust.parts import Tried
 
 RUNS_KEPT = 2

@@ -22,7 +22,8 @@ from benchmarks.gpu.record import Provenance, Record, record_name
 from benchmarks.gpu.session import GPU_SIZES, Engine
 from benchmarks.gpu.tables import NO_GPU, render_part
 from benchmarks.processes import ROOT
-from benchmarks.report import FORMAT, read_record, render
+from benchmarks.records import FORMAT, read_record
+from benchmarks.report import render
 
 FAKES = '''
 import os, sys, time

@@ -16,7 +16,7 @@ from benchmarks.languages.program import Program
 from benchmarks.languages.rows import ROWS, Row
 from benchmarks.languages.turns import CASES, Case, Turn, cpu_seconds, figures
 from benchmarks.processes import ROOT
-from benchmarks.report import read_record
+from benchmarks.records import read_record
 from tests.clients.python.scripted import ScriptedServer
 
 CASE = Case("one", "2 requests on one session", 1, 2, 500, 3)

@@ -17,7 +17,7 @@ from benchmarks.proxies.__main__ import PINGS_S, RECORD, everything, server, way
 from benchmarks.proxies.calls import CALLS, SITUATIONS, Situation, Tried
 from benchmarks.proxies.document import DOCUMENT, PINGED, render, rewrite, update
 from benchmarks.proxies.running import ENVOY, HAPROXY, NGINX, PROGRAMS, Program
-from benchmarks.report import read_record
+from benchmarks.records import read_record
 
 EACH = [
     pytest.param(

@@ -12,7 +12,8 @@ import pytest
 from benchmarks.__main__ import DOCUMENTS
 from benchmarks.plot import draw
 from benchmarks.processes import ROOT
-from benchmarks.report import FORMAT, read_record, render, rewrite, update
+from benchmarks.records import FORMAT, read_record
+from benchmarks.report import render, rewrite, update
 
 FIGURES = {
     "wall_s": 2.0,

@@ -20,10 +20,10 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 from service.command import config_file
-from service.command.serve_options import options_of
 from service.command.config_file import compare, filled
 from service.command.flags import FILE, Given, flags
 from service.command.reloading import Reloading, Source
+from service.command.serve_options import options_of
 from tests.service.certificates import needs_openssl
 from tests.service.door.test_auth import bearer, entry, replace
 from tests.service.door.test_tls import Pair, pairs, port_of, secure, shown
