@@ -75,7 +75,7 @@ test-telemetry: $(DEV) $(NATIVE) ## Run tests of sessions, faults, ends and shut
 
 .PHONY: test-clients
 test-clients: $(DEV) ## Run the conformance suite of the client libraries (ARGS='--language go --vector resume'; REQUIRE=1: all).
-	GRPC_VERBOSITY=NONE $(BIN)/python -m clients.conformance $(if $(REQUIRE),--require) $(ARGS)
+	GRPC_VERBOSITY=NONE $(BIN)/python -m tests.conformance $(if $(REQUIRE),--require) $(ARGS)
 
 .PHONY: lint
 lint: $(DEV) ## Check style, import arrows and the contract's form.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from benchmarks.processes import ROOT
-from clients.conformance import registry
+from tests.conformance import registry
 
 _TOOLS = ROOT / ".tools" / "bin"
 Build = tuple[tuple[str, tuple[str, ...]], ...]

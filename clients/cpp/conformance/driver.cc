@@ -1,4 +1,4 @@
-// The conformance suite's driver of the example of a session: ../../conformance/README.md. It has the commands that
+// The conformance suite's driver of the example of a session: tests/conformance/README.md. It has the commands that
 // a session of text, conversations aside, needs.
 #include <atomic>
 #include <cmath>

@@ -1,4 +1,4 @@
-// The conformance suite's driver of this library: clients/conformance/README.md. It translates, and decides nothing.
+// The conformance suite's driver of this library: tests/conformance/README.md. It translates, and decides nothing.
 import { Client, type RequestStream, type Session, SessionRequest } from "@headrace/client";
 
 import { traced, useTelemetry } from "../test/telemetry.js";

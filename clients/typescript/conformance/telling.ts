@@ -1,5 +1,5 @@
 // A REQUEST of the conformance suite as the library's prompt and options, and its public results and errors as
-// clients/conformance/README.md has them.
+// tests/conformance/README.md has them.
 import type {
   BatchOutcome,
   Choice,

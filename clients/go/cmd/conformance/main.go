@@ -1,6 +1,6 @@
-// Command conformance is the driver of this library for the suite in clients/conformance: it reads commands from the
+// Command conformance is the driver of this library for the suite in tests/conformance: it reads commands from the
 // standard input, a JSON object a line, carries them out with the library, and writes an answer for each. It decides
-// nothing and compares nothing; clients/conformance/README.md has the protocol.
+// nothing and compares nothing; tests/conformance/README.md has the protocol.
 package main
 
 import (

@@ -103,7 +103,7 @@ func answersFromTheFile(_ *driver, do act) act {
 	var vectors []struct {
 		Steps []struct{ Events []any }
 	}
-	file, err := os.ReadFile("clients/conformance/vectors/output.json")
+	file, err := os.ReadFile("tests/conformance/vectors/output.json")
 	if err == nil {
 		err = json.Unmarshal(file, &vectors)
 	}

@@ -40,9 +40,9 @@ import java.util.concurrent.Executors;
 import java.util.concurrent.TimeUnit;
 
 /**
- * The driver of this library for the suite in clients/conformance: it reads commands from the
+ * The driver of this library for the suite in tests/conformance: it reads commands from the
  * standard input, a JSON object a line, carries them out with the library, and writes an answer for
- * each. It decides nothing and compares nothing; clients/conformance/README.md has the protocol.
+ * each. It decides nothing and compares nothing; tests/conformance/README.md has the protocol.
  */
 public final class Driver {
   /** Commands that wait run beside the others; the rest take effect in the order of their lines. */

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from clients.conformance.driver import ROOT
+from tests.conformance.driver import ROOT
 
 _CPP_BUILD = ROOT / ".tools" / "cpp"
 _CPP_OPTIONS = ("-DCMAKE_BUILD_TYPE=Release",)
@@ -55,13 +55,13 @@ class Language:
 LANGUAGES = (
     Language(
         "python",
-        (sys.executable, "-m", "clients.conformance.drivers.python_threads"),
+        (sys.executable, "-m", "tests.conformance.drivers.python_threads"),
         environment=_PYTHON,
         lacks={"abandon": "a call that blocks its thread is given up by an exception alone"},
     ),
     Language(
         "python-asyncio",
-        (sys.executable, "-m", "clients.conformance.drivers.python_asyncio"),
+        (sys.executable, "-m", "tests.conformance.drivers.python_asyncio"),
         environment=_PYTHON,
     ),
     Language(

@@ -23,9 +23,9 @@ from headrace.v1 import generation_pb2 as g
 from headrace.v1 import generation_service_pb2 as s
 from headrace.v1 import model_service_pb2 as m
 
-from clients.conformance.folding import generate_response
-from clients.conformance.proxy import Proxy
-from clients.conformance.stage import WAIT_SECONDS, Arrival, Call, End, Served, Stage, Unmet
+from tests.conformance.folding import generate_response
+from tests.conformance.proxy import Proxy
+from tests.conformance.stage import WAIT_SECONDS, Arrival, Call, End, Served, Stage, Unmet
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _LEASE_SECONDS = 30

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import headrace
 
-from clients.conformance.drivers import python_telling as telling
+from tests.conformance.drivers import python_telling as telling
 
 Command = dict[str, Any]
 Tell = Callable[[dict[str, Any]], None]

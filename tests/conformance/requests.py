@@ -9,8 +9,8 @@ from typing import Any
 from google.protobuf.duration_pb2 import Duration
 from headrace.v1 import generation_pb2 as g
 
-from clients.conformance.chance import Chance
-from clients.conformance.folding import difference
+from tests.conformance.chance import Chance
+from tests.conformance.folding import difference
 
 _OWN = ("name", "no_id", "echo")
 _ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from clients.conformance.folding import (
+from tests.conformance.folding import (
     chunks_of,
     difference,
     told_result,
     whole_chunk,
     whole_result,
 )
-from clients.conformance.stage import Served, Stage, Unmet
+from tests.conformance.stage import Served, Stage, Unmet
 
 
 @dataclass
@@ -115,7 +115,7 @@ class Judge:
 
     def _compare_echo(self, choice: dict[str, Any], handle: Handle, wanted: dict[str, Any]) -> None:
         """A real server's output is the prompt, over and over."""
-        from clients.conformance.real import echo
+        from tests.conformance.real import echo
 
         request = self.requests[handle.name]
         right = echo(request["text"], request["max_tokens"])

@@ -14,8 +14,8 @@ from typing import Any
 
 import headrace
 
-from clients.conformance.drivers import python_telling as telling
-from clients.conformance.drivers.python_naming import Naming, Tell, begin, seconds
+from tests.conformance.drivers import python_telling as telling
+from tests.conformance.drivers.python_naming import Naming, Tell, begin, seconds
 
 WAITING = {
     "generate", "read", "result", "leave", "close_session", "close_client", "batch",

@@ -11,9 +11,9 @@ from typing import Any
 
 from headrace._session import Record, SessionCore
 
-from clients.conformance.drivers import python_threads
-from clients.conformance.drivers.python_threads import Driver
-from clients.conformance.suite import VECTORS
+from tests.conformance.drivers import python_threads
+from tests.conformance.drivers.python_threads import Driver
+from tests.conformance.suite import VECTORS
 
 Tell = Callable[[dict[str, Any]], None]
 

@@ -16,16 +16,16 @@ from typing import Any
 
 from headrace.v1 import generation_service_pb2 as s
 
-from clients.conformance.certificates import Certificates
-from clients.conformance.chance import Chance
-from clients.conformance.driver import ANSWER_SECONDS, Driver
-from clients.conformance.events import UNKNOWN_FIELD, EventMaker, accepted
-from clients.conformance.folding import difference
-from clients.conformance.judging import Handle, Judge
-from clients.conformance.proxy import Proxy
-from clients.conformance.requests import fault_of_spec, make_request
-from clients.conformance.server import ScriptedServer, accept_alone, answer_whole
-from clients.conformance.stage import Served, Stage, Unmet, make_status
+from tests.conformance.certificates import Certificates
+from tests.conformance.chance import Chance
+from tests.conformance.driver import ANSWER_SECONDS, Driver
+from tests.conformance.events import UNKNOWN_FIELD, EventMaker, accepted
+from tests.conformance.folding import difference
+from tests.conformance.judging import Handle, Judge
+from tests.conformance.proxy import Proxy
+from tests.conformance.requests import fault_of_spec, make_request
+from tests.conformance.server import ScriptedServer, accept_alone, answer_whole
+from tests.conformance.stage import Served, Stage, Unmet, make_status
 
 CLEAR_SECONDS = 5.0
 """How long what was closed may take to be gone."""
@@ -69,7 +69,7 @@ class Scenario:
 
     def _make_server(self, name: str, proxy: Proxy, folder: Path) -> Any:
         if "real" in self.vector:
-            from clients.conformance.real import RealServer  # all of the server's code
+            from tests.conformance.real import RealServer  # all of the server's code
 
             return RealServer(name, proxy, folder, self.vector["real"])
         server = ScriptedServer(self.stage, name, proxy, folder, self.chance)

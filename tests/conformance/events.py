@@ -19,8 +19,8 @@ from typing import Any
 
 from headrace.v1 import generation_pb2 as g
 
-from clients.conformance.chance import Chance
-from clients.conformance.stage import make_status
+from tests.conformance.chance import Chance
+from tests.conformance.stage import make_status
 
 UNKNOWN_FIELD = b"\xba\x3e\x04\x0a\x02hi"  # number 999, a message
 _DELTA = ("text", "ids", "reasoning", "tool_calls", "pieces")

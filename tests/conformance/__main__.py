@@ -1,4 +1,4 @@
-"""`python -m clients.conformance`: builds the drivers, runs all vectors, and prints a table."""
+"""`python -m tests.conformance`: builds the drivers, runs all vectors, and prints a table."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-from clients.conformance.driver import ROOT
-from clients.conformance.registry import LANGUAGES, Language
-from clients.conformance.suite import TRANSPORTS, Outcome, load_vectors, run_language
+from tests.conformance.driver import ROOT
+from tests.conformance.registry import LANGUAGES, Language
+from tests.conformance.suite import TRANSPORTS, Outcome, load_vectors, run_language
 
 
 def main() -> int:
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="clients.conformance", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tests.conformance", description=__doc__)
     parser.add_argument("--language", action="append", choices=[one.name for one in LANGUAGES])
     parser.add_argument("--vector", action="append", help="those whose names contain this")
     parser.add_argument("--transport", choices=TRANSPORTS)

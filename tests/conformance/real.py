@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from clients.conformance.proxy import Proxy
 from engine.contract.request import GenerationRequest
 from service.config import ServiceConfig
 from service.server import HeadraceServer
+from tests.conformance.proxy import Proxy
 from tests.service.fake_engine import FakeEngine, byte_tokenizer, model_info
 
 _STEP_SECONDS = 0.002

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clients.conformance.driver import Driver, DriverFault
-from clients.conformance.registry import Language
-from clients.conformance.scenario import NotApplicable, Scenario
-from clients.conformance.stage import Unmet
+from tests.conformance.driver import Driver, DriverFault
+from tests.conformance.registry import Language
+from tests.conformance.scenario import NotApplicable, Scenario
+from tests.conformance.stage import Unmet
 
 VECTORS = Path(__file__).parent / "vectors"
 TRANSPORTS = ("tcp", "unix")

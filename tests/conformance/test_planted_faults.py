@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from clients.conformance import driver, scenario
-from clients.conformance.driver import ROOT
-from clients.conformance.registry import LANGUAGES, Language
-from clients.conformance.suite import END, Outcome, load_vectors, run_language
-from tests.clients.conformance.faulty_driver import CHANGES, DRIVERS
+from tests.conformance import driver, scenario
+from tests.conformance.driver import ROOT
+from tests.conformance.faulty_driver import CHANGES, DRIVERS
+from tests.conformance.registry import LANGUAGES, Language
+from tests.conformance.suite import END, Outcome, load_vectors, run_language
 
 PYTHON, ASYNCIO, GO = LANGUAGES[:3]
 FAULTS = {
@@ -70,7 +70,7 @@ async def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPa
     if fault in NEVER:
         monkeypatch.setattr(*NEVER[fault], 0.5)
     name, problem = FAULTS[fault]
-    command = (sys.executable, "-m", "tests.clients.conformance.faulty_driver", fault)
+    command = (sys.executable, "-m", "tests.conformance.faulty_driver", fault)
     outcomes = await run(replace(PYTHON, command=command), name)
     found = {one.vector: one.problem for one in outcomes}
     assert problem in found[name]
@@ -139,6 +139,6 @@ def test_the_vectors_are_many_and_say_what_they_mean() -> None:
 def test_a_name_is_used_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one = {"name": "a", "meaning": "x.", "steps": []}
     (tmp_path / "a.json").write_text(json.dumps([one, one]))
-    monkeypatch.setattr("clients.conformance.suite.VECTORS", tmp_path)
+    monkeypatch.setattr("tests.conformance.suite.VECTORS", tmp_path)
     with pytest.raises(ValueError, match="two vectors have the name a"):
         load_vectors()
