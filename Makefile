@@ -144,19 +144,19 @@ image: ## Build the server's image by buildah, try it and record it (as root; AR
 
 .PHONY: model-table
 model-table: $(DEV) ## Write the tables of docs/models.md from tests/model_recipes.py.
-	$(BIN)/python scripts/model_table.py
+	$(BIN)/python tests/model_table.py
 
 .PHONY: launch-table
 launch-table: $(DEV) ## Write what a step of each family launches on CUDA, traced without a device: two minutes.
-	$(BIN)/python scripts/launch_table.py
+	$(BIN)/python tests/launch_table.py
 
 .PHONY: kernels
 kernels: $(DEV) ## Compile every Triton kernel for an H100 (that of experts for 8.0 and 8.9 too), without one, in all sizes, block sizes and types: some minutes (ARGS='more flags').
-	$(BIN)/python scripts/compile_kernels.py $(ARGS)
+	$(BIN)/python tests/compile_kernels.py $(ARGS)
 
 .PHONY: top-picture
 top-picture: $(DEV) $(NATIVE) ## Draw docs/top.svg, the picture of `headrace top` in README.md, from a real run.
-	$(BIN)/python scripts/draw_top.py
+	$(BIN)/python tests/draw_top.py
 
 # ---- figures ---------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import re
 
 from headrace.v1 import control_service_pb2 as pb
 
-from scripts.draw_top import CALLERS, drawn
+from tests.draw_top import CALLERS, drawn
 from tests.service.readme import README, ROOT
 
 FOUND = pb.Statistics(

@@ -1,6 +1,6 @@
 """The digests of model classes' sources that our decoder was compared with.
 
-Written by scripts/decoder_digests.py.
+Written by tests/decoder_digests.py.
 """
 
 VERSIONS = ("5.17.0", "5.23.0", "5.24.0")

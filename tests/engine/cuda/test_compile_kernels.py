@@ -1,4 +1,4 @@
-"""`scripts/compile_kernels.py`: a fault ends it with 1 and keeps no other case from being told."""
+"""`tests/compile_kernels.py`: a fault ends it with 1 and keeps no other case from being told."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from scripts import compile_kernels
-from scripts.compile_kernels import compile_case, describe, main
+from tests import compile_kernels
+from tests.compile_kernels import compile_case, describe, main
 from tests.engine.cuda.kernel_cases import Case, faults
 from tests.engine.cuda.kernels import Found
 

@@ -1,4 +1,4 @@
-"""Writes engine/models/digests.py: `.venv-versions/newest/bin/python scripts/decoder_digests.py`.
+"""Writes engine/models/digests.py: `.venv-versions/newest/bin/python tests/decoder_digests.py`.
 
 Adds the digests of the installed version of transformers to those that are there, and compares our
 decoder of every family with transformers' models by test. Where a test fails, the file is put back:
@@ -29,7 +29,7 @@ tokens, in every mode.
 """
 HEAD = '''"""The digests of model classes' sources that our decoder was compared with.
 
-Written by scripts/decoder_digests.py.
+Written by tests/decoder_digests.py.
 """
 '''
 

@@ -1,0 +1,270 @@
+"""Counts the rooms of the house (`python scripts/rooms.py`; `--names` tells what stands twice).
+
+A **room** is a folder of engine/ or service/, or a module beside such folders; a package's own
+`__init__` is one if it imports anything. An **arrow** is a room that imports another, however often
+and wherever: also inside a function, and for type checkers alone. A room's **floor** is the longest
+way down from it. A **circle** is a set of modules each of which reaches all others by such imports:
+of all Python, and of the Rust and the TypeScript client. **Neighbours** are folders at the top that
+import each other.
+
+Of the words: how much of the engine's lines that are not blank are docstrings; how many docstrings
+only name another one ("See X."); and which files and public classes of the engine, the service and
+the Python client have the name of another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("engine", "service")
+TOPS = ("engine", "service", "benchmarks", "tests", "scripts")
+CLIENT = Path("clients/python/src")
+GENERATED = re.compile(r"(^|/)(v1|gen|proto)/|_pb2")
+SEE = re.compile(r"See\s+\S+(\s+(and|of)\s+\S+)*")
+"""A docstring that says no more than where to look."""
+
+Graph = Mapping[str, set[str]]
+"""What each module or room imports, by names."""
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    """A package's rooms.
+
+    Attributes:
+        arrows: the rooms that each room imports.
+        flat: the files at the package's top.
+    """
+
+    arrows: Graph
+    flat: int
+
+    @property
+    def floors(self) -> int:
+        """The longest way down, in rooms; those of a circle are on one floor."""
+        group = {room: index for index, one in enumerate(groups(self.arrows)) for room in one}
+        floor: dict[int, int] = {}
+        for index, one in enumerate(groups(self.arrows)):  # what is imported comes first
+            below = {group[other] for room in one for other in self.arrows[room]} - {index}
+            floor[index] = 1 + max((floor[other] for other in below), default=0)
+        return max(floor.values(), default=0)
+
+
+def python_files() -> dict[str, Path]:
+    """Every module of ours by its name; generated ones are left out."""
+    found: dict[str, Path] = {}
+    bases = [(ROOT, name) for name in TOPS]
+    bases += [(ROOT / CLIENT, name) for name in ("headrace", "headrace_command")]
+    for base, name in bases:
+        for path in sorted((base / name).rglob("*.py")):
+            if not GENERATED.search(str(path.relative_to(base))):
+                parts = path.relative_to(base).with_suffix("").parts
+                found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def python_imports(modules: Mapping[str, Path]) -> dict[str, set[str]]:
+    """What each module imports of the others."""
+    return {name: set(_imported(name, path, modules)) - {name} for name, path in modules.items()}
+
+
+def _imported(name: str, path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            wanted = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join([*(above if node.level else []), *filter(None, [node.module])])
+            wanted = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for one in wanted:
+            if one.startswith("headrace.v1"):  # generated
+                continue
+            while one and one not in modules:
+                one = one.rpartition(".")[0]
+            if one:
+                yield one
+
+
+def rust_imports() -> dict[str, set[str]]:
+    """What each module of the Rust client imports of the others; its tests are left out."""
+    base = ROOT / "clients/rust/src"
+    names = {
+        "::".join(p for p in path.relative_to(base).with_suffix("").parts if p != "mod"): path
+        for path in base.rglob("*.rs")
+        if not GENERATED.search(str(path.relative_to(base)))
+    }
+    names.pop("lib", None)
+    found: dict[str, set[str]] = {}
+    for name, path in names.items():
+        text = path.read_text(encoding="utf-8").partition("#[cfg(test)]")[0]
+        wanted = re.findall(r"\bcrate::([a-z_]+(?:::[a-z_]+)*)", text)
+        parent = name.rpartition("::")[0]
+        wanted += [f"{parent}::{one}" for one in re.findall(r"\bsuper::([a-z_]+)", text)]
+        wanted += [f"{name}::{one}" for one in re.findall(r"(?m)^\s*(?:pub )?mod ([a-z_]+);", text)]
+        found[name] = {_longest(one, "::", names) for one in wanted} - {name, ""}
+    return found
+
+
+def _longest(name: str, separator: str, names: Iterable[str]) -> str:
+    known = set(names)
+    while name and name not in known:
+        name = name.rpartition(separator)[0]
+    return name
+
+
+def typescript_imports() -> dict[str, set[str]]:
+    """What each module of the TypeScript client imports of the others, types included."""
+    base = (ROOT / "clients/typescript/src").resolve()
+    paths = [p for p in base.rglob("*.ts") if not GENERATED.search(str(p.relative_to(base)))]
+    return {
+        str(path.relative_to(base)): {
+            str(target.relative_to(base))
+            for one in re.findall(r"""from\s+["'](\.[^"']+)\.js["']""", path.read_text("utf-8"))
+            if (target := (path.parent / f"{one}.ts").resolve()) in paths
+        }
+        for path in paths
+    }
+
+
+def groups(graph: Graph) -> list[list[str]]:
+    """The strongly connected components (Tarjan, 1972), each after those that it reaches."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in sorted(graph.get(name, ())):
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            one: list[str] = []
+            while not one or one[-1] != name:
+                one.append(stack.pop())
+            found.append(sorted(one))
+
+    for name in sorted(graph):
+        if name not in index:
+            visit(name)
+    return found
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """The groups of several modules."""
+    return [one for one in groups(graph) if len(one) > 1]
+
+
+def house(package: str, modules: Mapping[str, Path], imports: Graph) -> House:
+    """The rooms of a package."""
+    arrows: defaultdict[str, set[str]] = defaultdict(set)
+    for name in modules:
+        if name.partition(".")[0] == package and (name != package or imports[name]):
+            room = _room(name)
+            arrows[room] |= {
+                _room(other) for other in imports[name] if other.partition(".")[0] == package
+            } - {room}
+    return House(dict(arrows), len(list((ROOT / package).glob("*.py"))))
+
+
+def _room(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def neighbours(imports: Graph) -> list[tuple[str, str]]:
+    """The folders at the top that import each other."""
+    tops = {
+        (name.partition(".")[0], other.partition(".")[0])
+        for name, others in imports.items()
+        for other in others
+    }
+    return sorted((a, b) for a, b in tops if a < b and (b, a) in tops)
+
+
+def docstrings(package: str) -> tuple[float, int]:
+    """How much of a package's lines that are not blank are docstrings, and how many of these only
+    name another one. The strings behind a constant's or a field's definition count.
+    """
+    lines = documented = see = 0
+    for path in (ROOT / package).rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        lines += sum(1 for line in text.splitlines() if line.strip())
+        for node in ast.walk(ast.parse(text)):
+            body = getattr(node, "body", None)
+            for one in body if isinstance(body, list) else ():
+                if (
+                    isinstance(one, ast.Expr)
+                    and isinstance(one.value, ast.Constant)
+                    and isinstance(one.value.value, str)
+                ):
+                    documented += (one.end_lineno or one.lineno) - one.lineno + 1
+                    see += SEE.fullmatch(one.value.value.strip().rstrip(".")) is not None
+    return documented / lines, see
+
+
+def twice(modules: Mapping[str, Path]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """The names of files, and of public classes, that stand more than once in what is delivered,
+    with the modules.
+    """
+    files: defaultdict[str, list[str]] = defaultdict(list)
+    classes: defaultdict[str, list[str]] = defaultdict(list)
+    for name, path in modules.items():
+        if name.partition(".")[0] not in (*PACKAGES, "headrace", "headrace_command"):
+            continue
+        if path.name not in ("__init__.py", "__main__.py"):
+            files[path.name].append(name)
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                classes[node.name].append(name)
+    return (
+        {name: where for name, where in sorted(files.items()) if len(where) > 1},
+        {name: where for name, where in sorted(classes.items()) if len(where) > 1},
+    )
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--names", action="store_true", help="tell which names stand twice")
+    options = parser.parse_args()
+    sys.setrecursionlimit(10_000)
+    modules = python_files()
+    imports = python_imports(modules)
+    say = sys.stdout.write
+    for package in PACKAGES:
+        one = house(package, modules, imports)
+        count = sum(map(len, one.arrows.values()))
+        share, see = docstrings(package)
+        say(
+            f"{package}: {len(one.arrows)} rooms on {one.floors} floors, {count} arrows, "
+            f"{one.flat} files flat; {share:.1%} docstrings, {see} that only name another\n"
+        )
+    for graph in (imports, rust_imports(), typescript_imports()):
+        for circle in circles(graph):
+            say(f"circle: {', '.join(circle)}\n")
+    for pair in neighbours(imports):
+        say(f"neighbours: {' and '.join(pair)}\n")
+    files, classes = twice(modules)
+    say(f"{len(files)} names of files and {len(classes)} of public classes stand twice\n")
+    if options.names:
+        for name, where in [*files.items(), *classes.items()]:
+            say(f"  {name}: {', '.join(where)}\n")
+
+
+if __name__ == "__main__":
+    main()
