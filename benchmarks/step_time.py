@@ -116,9 +116,9 @@ def w2_turn(engine: CoreEngine, turn: int, vocab_size: int) -> dict[str, float]:
         for prompt, one in zip(prompts, lengths, strict=True)
     ]
     running = Turn(requests)
-    before = engine.core.engine_core.stats()
+    before = engine.core.stats()
     drive(engine, running)
-    after = engine.core.engine_core.stats()
+    after = engine.core.stats()
     found = turn_figures([one.prompt for one in lengths], running.reply())
     decode_steps = after.num_decode_steps - before.num_decode_steps
     return {
@@ -144,8 +144,8 @@ def long_turn(engine: CoreEngine, turn: int, vocab_size: int, length: int) -> di
         for index, tokens, _ in engine.step():
             times[index] += [time.perf_counter()] * len(tokens)
     for index in range(len(lengths)):
-        engine.core.engine_core.cancel(RequestId(f"{engine.turn}/{index}"))
-    engine.core.engine_core.take_outputs()
+        engine.core.cancel(RequestId(f"{engine.turn}/{index}"))
+    engine.core.take_outputs()
     gaps = [
         later - earlier
         for own in times[:_STREAMS]

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from engine.contract.admission import AdmissionLimits
 from engine.contract.config import ContinuousBatchingConfig, target_step_time
 from engine.contract.errors import InsufficientMemoryError
 from engine.contract.startup import VOCABULARY, enter
+from engine.core.admission import AdmissionLimits
 from engine.core.engine_core import EngineCore
 from engine.core.loop import EngineLoop, StepSink
 from engine.kv_cache.kv_cache_manager import KVCacheManager

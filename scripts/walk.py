@@ -1,16 +1,21 @@
-"""Through which rooms a request walks before the engine has it (`python scripts/walk.py`).
+"""Through which rooms a request walks (`python scripts/walk.py`).
 
-    a client's add ──wire──▶ first interceptor ──calls──▶ … ──▶ the engine's inbox
+    wire ──▶ first interceptor ──▶ … ──▶ the engine's inbox               wire → inbox
+    inbox ──▶ scheduler, batch, model ──▶ the sampler                     inbox → sampler
+    one step of the engine that decodes, from its begin to the next one   decode step
+    the step's outputs ──▶ delivery ──▶ the message to the client         token → wire
 
-A real server with the demo model runs in this process; one client opens a session and sends one
-`add`. Every call of a function of ours on the event loop is noted, from the first interceptor to
-the inbox, and each is in a room: a folder of the package (service/delivery), or a module beside
-such folders (service/server.py). Where one call is in another room than the call before, that is a
-change of room. A reader who follows the request opens as many doors.
+A real server with the demo model runs in this process, its engine on a thread of its own; one
+client opens a session and sends one `add`. Every call of a function of ours is noted, and each is
+in a room: a folder of the package (service/delivery), or a module beside such folders
+(service/server.py). Where one call is in another room than the call before, that is a change of
+room. A reader who follows the request opens as many doors.
 
-- Methods of data classes are in no room.
+- Values are in no room: what is only made, compared and read (`VALUES`). Every other call counts,
+  those of data classes too.
 - A function of a class counts as a call of its module, as does a coroutine that goes on; what
   Python makes (a comprehension, a lambda) belongs to the function that it stands in.
+- The clock runs: what is measured now and then is measured when it is due.
 
 The code that is walked is that of the tree on PYTHONPATH, or else of the one the script is in; so
 it can be run on another version: `PYTHONPATH=OTHER python scripts/walk.py`.
@@ -20,11 +25,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import json
 import sys
+import threading
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -37,6 +43,13 @@ ROOT = Path(engine.__file__).resolve().parents[1]
 DEMO = ROOT / "models" / "demo"
 PACKAGES = ("engine", "service")
 PROMPT = "Once upon a time there was a mill by the river"
+TOKENS = 16
+
+VALUES = frozenset(
+    f"engine/contract/{name}.py"
+    for name in ("outputs", "request", "sampling_params", "token_ids", "types")
+)
+"""The modules of values: ids, parameters, outputs and the request itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,36 +92,30 @@ def sizes() -> dict[str, int]:
 
 
 class Trace:
-    """The calls of this thread while it is entered. `begin`, `end`: the qualified names of the
-    first and the last function that count.
-    """
+    """The calls of all threads that begin while it is entered, and of the one that enters it."""
 
-    def __init__(self, begin: str, end: str) -> None:
-        self.calls: list[Call] = []
-        self._begin = begin
-        self._end = end
-        self._is_on = False
-        self._is_over = False
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, Call]] = []
+        self.is_on = False
         self._files: dict[str, str | None] = {}
 
     def __enter__(self) -> Trace:
+        threading.setprofile(self._note)
         sys.setprofile(self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
+        threading.setprofile(None)
 
     def _note(self, frame: FrameType, event: str, _argument: object) -> None:
-        if event != "call" or self._is_over:
+        if event != "call" or not self.is_on:
             return
         code = frame.f_code
         file = self._file(code)
-        if file is None or code.co_name.startswith("<") or _is_of_data(frame):
+        if file is None or file in VALUES or code.co_name.startswith("<"):
             return
-        self._is_on = self._is_on or code.co_qualname.endswith(self._begin)
-        if self._is_on:
-            self.calls.append(Call(file, code.co_qualname))
-            self._is_over = code.co_qualname == self._end
+        self.calls.append((threading.get_ident(), Call(file, code.co_qualname)))
 
     def _file(self, code: CodeType) -> str | None:
         """Where the code stands, from the root; None: it is not ours."""
@@ -120,16 +127,54 @@ class Trace:
         return self._files[name]
 
 
-def _is_of_data(frame: FrameType) -> bool:
-    """Whether a data class's method is called."""
-    arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-    if not arguments or arguments[0] not in ("self", "cls"):
-        return False
-    return dataclasses.is_dataclass(frame.f_locals.get(arguments[0]))
+def cut(calls: list[Call], *marks: str) -> list[Call]:
+    """The calls from the first of the first mark to the next of each other mark in turn. A mark is
+    the end of a function's qualified name, or a file.
+    """
+    places: list[int] = []
+    for mark in marks:
+        first = places[-1] + 1 if places else 0
+        places.append(
+            next(
+                index
+                for index, call in enumerate(calls[first:], first)
+                if call.file == mark or f".{call.function}".endswith(f".{mark}")
+            )
+        )
+    return calls[places[0] : places[-1] + 1]
 
 
-async def walk() -> list[Call]:
-    """The calls of one add, after another one has loaded what is loaded only once."""
+async def walks() -> dict[str, list[Call]]:
+    """The walks of one add, after another one has loaded what is loaded only once."""
+    with Trace() as trace:
+        front = threading.get_ident()
+        await _serve(trace)
+    here = [call for thread, call in trace.calls if thread == front]
+    there = [call for thread, call in trace.calls if thread != front]
+    step = [index for index, call in enumerate(there) if call.function == "EngineCore.step"]
+    told = [index for index, call in enumerate(here) if call.function == "Registry.on_step"]
+    return {
+        "wire → inbox": cut(here, "intercept_service", "Inbox.put"),
+        "inbox → sampler": cut(there, "EngineLoop._add", "engine/sampling/sampler.py"),
+        "decode step": _usual([there[i:j] for i, j in pairwise(step)]),
+        "token → wire": _usual(
+            [
+                cut(here[i:], "Registry.on_step", "Responder.batch", "ResultStream.finished")
+                for i in told[:-1]
+            ]
+        ),
+    }
+
+
+def _usual(walked: list[list[Call]]) -> list[Call]:
+    """The one in the middle, by changes of room: of a request's steps the first has a prompt, and
+    the last its end; and of the tokens some reach the front end while another one is sent.
+    """
+    return sorted(walked, key=lambda calls: len(visits(calls)))[len(walked) // 2]
+
+
+async def _serve(trace: Trace) -> None:
+    """Send two adds to a server, and note the calls of the second one."""
     import grpc
     from headrace.v1 import generation_pb2 as pb
     from headrace.v1 import generation_service_pb2 as rpc
@@ -148,8 +193,7 @@ async def walk() -> list[Call]:
         max_queue_size=config.max_queue_size,
     )
     client = LocalEngineClient(str(DEMO), batching, LoadConfig(device="cpu", threads=1))
-    # Its clock stands still: what is measured now and then is measured with the first add.
-    server = HeadraceServer(config, client, progress=lambda _line: None, clock=lambda: 0.0)
+    server = HeadraceServer(config, client, progress=lambda _line: None)
     await server.start()
     try:
         await server.ready()
@@ -157,7 +201,7 @@ async def walk() -> list[Call]:
             stub: Any = GenerationServiceStub(channel)
 
             async def add() -> None:
-                spec = pb.GenerationSpec(text={"text": PROMPT}, stop={"max_tokens": 4})
+                spec = pb.GenerationSpec(text={"text": PROMPT}, stop={"max_tokens": TOKENS})
                 session = stub.StreamResult()
                 await session.write(rpc.StreamResultRequest(add=rpc.AddCommand(spec=spec)))
                 await session.done_writing()
@@ -165,9 +209,9 @@ async def walk() -> list[Call]:
                     pass
 
             await add()
-            with Trace("intercept_service", "Inbox.put") as trace:
-                await add()
-            return trace.calls
+            trace.is_on = True
+            await add()
+            trace.is_on = False
     finally:
         await server.stop()
 
@@ -177,29 +221,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print it for programs")
     options = parser.parse_args()
-    calls = asyncio.run(walk())
-    entered, lines = visits(calls), sizes()
-    counts = Counter(room for room, _ in entered)
+    found = asyncio.run(walks())
     if options.json:
-        found = {
-            "changes": len(entered) - 1,
-            "calls": len(calls),
-            "files": len({call.file for call in calls}),
-            "visits": entered,
-            "rooms": {room: {"visits": counts[room], "lines": lines[room]} for room in counts},
-            "largest_room": max(lines.values()),
+        told = {
+            name: {
+                "changes": len(visits(calls)) - 1,
+                "calls": len(calls),
+                "files": len({call.file for call in calls}),
+                "visits": visits(calls),
+            }
+            for name, calls in found.items()
         }
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        sys.stdout.write(json.dumps({"walks": told, "lines": sizes()}, indent=2) + "\n")
         return
-    for number, (room, functions) in enumerate(entered, 1):
-        sys.stdout.write(f"{number:3} {room:28} {', '.join(functions)}\n")
-    sys.stdout.write("\nvisits  lines  room\n")
-    for room, count in counts.most_common():
-        sys.stdout.write(f"{count:6} {lines[room]:6}  {room}\n")
-    sys.stdout.write(
-        f"\n{len(calls)} calls in {len({call.file for call in calls})} files; {len(entered)} "
-        f"visits to {len(counts)} rooms: {len(entered) - 1} changes of room\n"
-    )
+    for name, calls in found.items():
+        entered = visits(calls)
+        sys.stdout.write(f"\n{name}\n")
+        for number, (room, functions) in enumerate(entered, 1):
+            sys.stdout.write(f"{number:3} {room:20} {', '.join(functions)}\n")
+    sys.stdout.write("\n")
+    for name, calls in found.items():
+        sys.stdout.write(
+            f"{name:16} {len(visits(calls)) - 1:3} changes of room, {len(calls)} calls in "
+            f"{len({call.file for call in calls})} files of {len(Counter(c.room for c in calls))} "
+            "rooms\n"
+        )
 
 
 if __name__ == "__main__":

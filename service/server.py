@@ -62,6 +62,7 @@ from service.convert.inputs import InputEncoder
 from service.convert.lacking import why_lacking
 from service.convert.model import model_card
 from service.convert.response import Responder
+from service.delivery.flow import FlowOptions, WholeLimits
 from service.delivery.kept import Retention
 from service.delivery.load_watch import LoadWatch
 from service.delivery.registry import Registry
@@ -78,7 +79,6 @@ from service.door.tls import Tls
 from service.door.transport import grpc_options, most_received
 from service.door.unknown_methods import make_server
 from service.replies import ModelFormat, format_option
-from service.results.flow import FlowOptions, WholeLimits
 from service.servicers.control_servicer import ControlServicer
 from service.servicers.generation_servicer import GenerationServicer
 from service.servicers.model_servicer import ModelServicer

@@ -31,11 +31,11 @@ from engine.api.results import (
     ResultHandler,
     ResultRouter,
 )
-from engine.contract.admission import AdmissionLimits
 from engine.contract.errors import InvalidRequestError, UnsupportedFeatureError
 from engine.contract.request import GenerationRequest
 from engine.contract.stats import EngineStats
 from engine.contract.types import RequestId
+from engine.core.admission import AdmissionLimits
 from engine.core.engine_core import EngineCore
 from engine.core.loop import EngineLoop, GrammarCompile
 from engine.core.model_pause import Pause

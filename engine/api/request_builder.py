@@ -15,10 +15,10 @@ from typing import Any
 
 from engine.api.generation_options import REQUEST_KEYS, GenerationDefaults
 from engine.api.results import StopFinder
-from engine.contract.admission import AdmissionLimits
 from engine.contract.errors import InvalidRequestError, UnsupportedFeatureError
 from engine.contract.request import GenerationRequest, MatcherFactory
 from engine.contract.types import TokenId
+from engine.core.admission import AdmissionLimits
 
 _FREE_KEYS = frozenset(
     {

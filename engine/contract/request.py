@@ -27,6 +27,14 @@ from engine.contract.sampling_params import (
 from engine.contract.token_ids import TokenIds
 from engine.contract.types import NO_CALLER, CallerKey, RequestId, RequestKey, TokenId
 
+MAX_PRIORITY = 100
+"""The highest priority; the lowest is its negative."""
+MAX_CACHE_SALT_BYTES = 256
+"""The longest cache salt."""
+MAX_CALLER_CHARS = 512
+"""The longest name of a caller."""
+MIN_WEIGHT, MAX_WEIGHT = 1 / 1000, 1000.0
+"""The bounds of a caller's weight; the default weight is 1."""
 PENDING_TOKEN = TokenId(-2)
 """A placeholder in token_ids for a token that is being computed: its step was launched, but its
 value is not on the host yet.

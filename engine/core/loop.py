@@ -33,7 +33,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from engine.contract.admission import AdmissionLimits
 from engine.contract.engine_client import Admission
 from engine.contract.errors import (
     DuplicateRequestError,
@@ -46,6 +45,7 @@ from engine.contract.request import GenerationRequest, MatcherFactory, TokenMatc
 from engine.contract.sampling_params import GrammarParams
 from engine.contract.stats import EngineStats
 from engine.contract.types import CallerKey, RequestId, TokenId
+from engine.core.admission import AdmissionLimits
 from engine.core.endings import new_error_id
 from engine.core.engine_core import EngineCore
 from engine.core.inbox import Inbox

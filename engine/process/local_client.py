@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, BinaryIO
 
-from engine.contract.admission import AdmissionLimits
 from engine.contract.config import ContinuousBatchingConfig, LoadConfig
 from engine.contract.engine_client import Admission, ModelInfo, ProgressSink, StepSink
 from engine.contract.errors import EngineUnavailableError
@@ -25,6 +24,7 @@ from engine.contract.request import GenerationRequest, MatcherFactory
 from engine.contract.startup import IMPORT, WARM_UP, Stages
 from engine.contract.stats import EngineStats
 from engine.contract.types import RequestId
+from engine.core.admission import AdmissionLimits
 from engine.core.loop import EngineLoop
 from engine.core.threads import await_on_own_thread
 from engine.logs.levels import set_levels

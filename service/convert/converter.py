@@ -1,4 +1,4 @@
-"""A GenerationSpec becomes a `results.Submission`: checked, with every default filled in.
+"""A GenerationSpec becomes a `delivery.Submission`: checked, with every default filled in.
 
 Every field has an effect or is refused by name: in `unsupported`, here, or in `sampling`.
 """
@@ -14,9 +14,8 @@ from functools import partial
 
 from headrace.v1 import generation_pb2, generation_service_pb2
 
-from engine.contract.admission import MAX_PRIORITY, MIN_WEIGHT
 from engine.contract.engine_client import ModelInfo
-from engine.contract.request import GenerationRequest
+from engine.contract.request import MAX_PRIORITY, MIN_WEIGHT, GenerationRequest
 from engine.contract.sampling_params import (
     MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
@@ -38,11 +37,11 @@ from service.convert.sampling import check_min_tokens, sampling_params
 from service.convert.unsupported import refuse_unsupported
 from service.convert.values import check_enum, check_ids, check_labels, seconds
 from service.convert.weight import input_field, message_footprint
+from service.delivery.events import DeliveryOptions
+from service.delivery.flow import WholeLimits
+from service.delivery.submission import NO_LABELS, LivesBy, Submission
 from service.errors.call_errors import FieldError, ModelNotFoundError, NoTokenizerError
 from service.replies import ModelFormat
-from service.results.events import DeliveryOptions
-from service.results.flow import WholeLimits
-from service.results.submission import NO_LABELS, LivesBy, Submission
 
 MAX_SALT_BYTES = 128
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
@@ -227,6 +226,11 @@ class Converter:
         if plan.model is not None:
             ending = prompt[-PROMPT_TAIL:]
             tail = self._text.tokenizer.decode(ending, skip_special_tokens=False)
+        grammar = plan.grammar(tail, rendered.form)
+        texts = [
+            make_text and make_text(prompt_tail=prompt[-PROMPT_TAIL:], initial_text=echo)
+            for _ in range(request.n)
+        ]
         room, stop = self._info.max_context_tokens - len(prompt), request.stop
         output_tokens = min(stop.max_tokens, room)
         given = spec.stop.HasField("max_tokens")
@@ -234,7 +238,6 @@ class Converter:
             output_tokens = whole.fitting(output_tokens, request.n, is_given=given)
         if not given:
             stop = replace(stop, max_tokens=output_tokens)
-        grammar = plan.grammar(tail, rendered.form)
         request = replace(request, prompt=prompt, stop=stop, grammar=grammar)
         return Submission(
             account=account,
@@ -251,10 +254,7 @@ class Converter:
                 labels=draft.labels,
             ),
             options=options,
-            texts=[
-                make_text and make_text(prompt_tail=prompt[-PROMPT_TAIL:], initial_text=echo)
-                for _ in range(request.n)
-            ],
+            texts=texts,
             replies=[]
             if plan.parser is None
             else reply_texts(

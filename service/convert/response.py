@@ -18,10 +18,10 @@ from engine.contract.sampling_params import SCALARS, SamplingParams
 from engine.contract.stats import EngineStats
 from engine.text import Tokenizer
 from service.convert.values import to_duration
+from service.delivery import events
 from service.delivery.session import Batch
 from service.errors.status_table import failure_status, to_status
 from service.replies.reply_text import Apart, CallPart
-from service.results import events
 
 _REASONS = {
     FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,

@@ -15,10 +15,10 @@ The journey of a result:
 Each request changes its own state, by one table of states (`states`); `registry` finds requests and
 counts them; `timers` has all timers.
 
-Nothing here knows protobuf: events are the plain data of `service.results`; `service.convert` turns
+Nothing here knows protobuf: events are plain data (`events`); `service.convert` turns
 them into messages.
 
-Memory is bounded. `results.flow` limits the pending output of a request (the request is held, then
+Memory is bounded. `flow` limits the pending output of a request (the request is held, then
 ended), or its whole length, if that must have room. `charges` charges unread output to its caller
 as it comes and goes; `service.admission.admission_control` limits what all may have (beyond that,
 new requests are refused, and those that run are held, or end). `kept` limits what is kept to be

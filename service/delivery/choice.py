@@ -22,8 +22,7 @@ from typing import Any
 from engine.contract.outputs import Finish, FinishReason, TokenLogprobs
 from engine.contract.types import TokenId
 from engine.text import StopMatch, TextStream
-from service.replies.reply_text import Part, ReplyText, together
-from service.results.events import (
+from service.delivery.events import (
     EVENT_BYTES,
     HELD_EVENT_BYTES,
     HELD_TEXT_BYTES,
@@ -32,6 +31,7 @@ from service.results.events import (
     Delta,
     Finished,
 )
+from service.replies.reply_text import Part, ReplyText, together
 
 
 class ChoiceLog:

@@ -34,9 +34,7 @@ from engine.contract.token_ids import NO_IDS, TokenIds
 from engine.contract.types import TokenId
 from engine.text import StopMatch, TextStream
 from service.delivery.choice import ChoiceLog
-from service.errors.result_errors import RequestFailedError, ResultGoneError
-from service.replies.reply_text import ReplyText
-from service.results.events import (
+from service.delivery.events import (
     HELD_EVENT_BYTES,
     Accepted,
     DeliveryOptions,
@@ -50,6 +48,8 @@ from service.results.events import (
     num_tokens,
     prompt_size,
 )
+from service.errors.result_errors import RequestFailedError, ResultGoneError
+from service.replies.reply_text import ReplyText
 
 
 class EventLog:

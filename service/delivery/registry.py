@@ -27,16 +27,16 @@ from service.admission.accounts import Account
 from service.admission.admission_control import AdmissionControl, Holding
 from service.delivery.charges import AnswerCharges, StreamCharge
 from service.delivery.engine_calls import EngineCalls
+from service.delivery.events import ALREADY_FINISHED, CANCELLED, NOT_FOUND, Accepted, ReadResult
+from service.delivery.flow import FlowOptions
 from service.delivery.joining import join
 from service.delivery.kept import KeptResults, Retention
 from service.delivery.served_request import ServedRequest
 from service.delivery.session import ResultStream
 from service.delivery.states import State
+from service.delivery.submission import Submission
 from service.delivery.timers import Timer
 from service.errors.result_errors import OtherContentError, ResultDroppedError
-from service.results.events import ALREADY_FINISHED, CANCELLED, NOT_FOUND, Accepted, ReadResult
-from service.results.flow import FlowOptions
-from service.results.submission import Submission
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ Besides its stream, calls may wait for a request (`joined`): those of Generate f
 and retries of AddRequest for the engine's answer. If a request exists only for such calls, it is
 cancelled when the last of them has left.
 
-Whether the request is held in the engine because its output is not read (`results.flow`) is
+Whether the request is held in the engine because its output is not read (`flow`) is
 separate from the state: `is_held`.
 """
 
@@ -32,16 +32,16 @@ from engine.contract.outputs import RequestFailure, RequestOutput
 from service.admission.admission_control import AdmissionControl, Holding
 from service.delivery.charges import UNIT, RequestCharge, in_units
 from service.delivery.engine_calls import EngineCalls
+from service.delivery.events import Accepted, Failed, NumberedEvent, ReadResult, at_most
+from service.delivery.flow import FlowOptions
 from service.delivery.kept import LONG
 from service.delivery.log import EventLog
 from service.delivery.session import MAX_BATCH_BYTES, ResultStream
 from service.delivery.states import TRANSITIONS, State
+from service.delivery.submission import NO_LABELS, LivesBy, Submission
 from service.delivery.timers import Timer
 from service.delivery.waiters import Waiters
 from service.errors.result_errors import OutputNotReadError, ResultsFullError, TooManyWaitError
-from service.results.events import Accepted, Failed, NumberedEvent, ReadResult, at_most
-from service.results.flow import FlowOptions
-from service.results.submission import NO_LABELS, LivesBy, Submission
 
 logger = logging.getLogger(__name__)
 

@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from service.delivery.charges import StreamCharge
+from service.delivery.events import Detached, NumberedEvent, Reply, in_flight
 from service.delivery.load_watch import LoadReport
 from service.delivery.log import EventLog
 from service.errors.result_errors import RequestMovedError, ResultsNotReadError
-from service.results.events import Detached, NumberedEvent, Reply, in_flight
 
 MAX_BATCH_BYTES = 2 << 20
 """About the largest message; the rest goes into the next one."""

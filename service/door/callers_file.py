@@ -36,8 +36,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.contract.admission import MAX_PRIORITY, MAX_WEIGHT
 from engine.contract.errors import ConfigError
+from engine.contract.request import MAX_PRIORITY, MAX_WEIGHT
 from service.admission.accounts import ANONYMOUS, USUAL_WEIGHT
 
 EVERYTHING = "*"

@@ -117,7 +117,8 @@ class Recovery(grpc.aio.ServerInterceptor):
         """
         ended = asyncio.get_running_loop().create_future()
         self.open.add(ended)
-        call = CallEnd(context)
+        now, left = time.monotonic(), context.time_remaining()
+        call = CallEnd(now, None if left is None else now + left)
         current_call.set(call)
         ends = [watch(method, context) for watch in self.watchers]
 

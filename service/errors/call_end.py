@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
@@ -33,23 +34,21 @@ SERVER_FAULTS: Final = frozenset(
 """The codes that OpenTelemetry's conventions count as errors of a server."""
 
 
+@dataclass(slots=True)
 class CallEnd:
     """How a call ends. It does not hold the call: tasks that outlive the call hold this.
 
     Attributes:
+        began, deadline: monotonic seconds; None: it has no deadline.
         code: what the handler ended it with; None: it has not ended it.
         kept: the handler's exception, if it was caught before `Recovery`, which treats it as if it
             had been raised there.
     """
 
-    __slots__ = ("_began", "_deadline", "code", "kept")
-
-    def __init__(self, context: Any) -> None:
-        self.code: grpc.StatusCode | None = None
-        self.kept: Exception | None = None
-        self._began = time.monotonic()
-        left = context.time_remaining()
-        self._deadline = None if left is None else self._began + left
+    began: float
+    deadline: float | None
+    code: grpc.StatusCode | None = None
+    kept: Exception | None = None
 
     def aborted(self, context: Any) -> None:
         """Note that the handler ended it through its context, or found that it had ended."""
@@ -69,13 +68,13 @@ class CallEnd:
         """The code, once it has ended."""
         if self.code is not None:
             return self.code
-        if self._deadline is not None and time.monotonic() >= self._deadline:
+        if self.deadline is not None and time.monotonic() >= self.deadline:
             return grpc.StatusCode.DEADLINE_EXCEEDED
         return grpc.StatusCode.CANCELLED
 
     def seconds(self) -> float:
         """How long it has taken."""
-        return time.monotonic() - self._began
+        return time.monotonic() - self.began
 
 
 current_call: ContextVar[CallEnd] = ContextVar("call")

@@ -14,8 +14,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from engine.contract.outputs import FinishReason, TokenLogprobs
 from engine.contract.types import TokenId
+from service.delivery import events
 from service.errors.call_errors import AnswerTooLargeError
-from service.results import events
 
 _REASONS = {
     FinishReason.STOP: "stop",

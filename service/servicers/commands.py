@@ -24,6 +24,7 @@ from headrace.v1 import generation_service_pb2
 from service.admission.phases import NO_NEW_WORK
 from service.convert.converter import Draft, check_request_id
 from service.convert.values import interval_seconds, seconds
+from service.delivery.events import Attached, CancelAnswered, Opened, Rejected
 from service.delivery.session import ResultStream
 from service.door.auth import Permit
 from service.door.reading import parsed
@@ -33,7 +34,6 @@ from service.errors.call_errors import (
     PreconditionError,
     UnauthenticatedError,
 )
-from service.results.events import Attached, CancelAnswered, Opened, Rejected
 from service.servicers.submit import start_request
 from service.state import ServerState, current_front
 

@@ -23,12 +23,12 @@ from service.admission.places import Places
 from service.convert.converter import check_request_id
 from service.convert.response import cancel_result
 from service.convert.values import seconds
+from service.delivery.events import in_flight
 from service.delivery.session import Batch, ResultStream
 from service.delivery.states import State
+from service.delivery.submission import LivesBy
 from service.door.auth import current_permit
 from service.errors.call_errors import AnswerTooLargeError, FieldError
-from service.results.events import in_flight
-from service.results.submission import LivesBy
 from service.servicers.commands import read_commands
 from service.servicers.submit import called_request, start_request
 from service.state import FrontEnd, ServerState, current_front

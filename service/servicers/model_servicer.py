@@ -10,9 +10,9 @@ from headrace.v1 import model_service_pb2, model_service_pb2_grpc
 from service.admission.accounts import Account
 from service.convert.inputs import InputEncoder
 from service.convert.values import check_ids
+from service.delivery.events import detail_bytes
 from service.door.auth import current_permit
 from service.errors.call_errors import FieldError, NoTokenizerError
-from service.results.events import detail_bytes
 from service.state import FrontEnd, current_front
 
 MIN_MOST_TOKENS = 1 << 17

@@ -16,11 +16,11 @@ from service.admission.admission_control import Charge
 from service.convert.converter import Draft
 from service.delivery.served_request import ServedRequest
 from service.delivery.session import ResultStream
+from service.delivery.submission import LivesBy
 from service.door.auth import Permit
 from service.errors.call_errors import FieldError
 from service.errors.contract_fields import field_error
 from service.logs.context import current_request
-from service.results.submission import LivesBy
 from service.state import FrontEnd
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.api.manager import ContinuousBatchingManager
 from engine.api.results import GenerationOutput
-from engine.contract.admission import AdmissionLimits
+from engine.core.admission import AdmissionLimits
 from engine.core.engine_core import EngineCore
 from engine.core.loop import EngineLoop
 from engine.scheduler.scheduled_batch import ScheduledBatch

@@ -26,8 +26,7 @@ from engine.contract.request import GenerationRequest
 from engine.contract.sampling_params import SamplingParams, StopParams
 from engine.contract.types import RequestId, TokenId
 from engine.text import TextStream
-from service.delivery.log import EventLog
-from service.results.events import (
+from service.delivery.events import (
     Accepted,
     DeliveryOptions,
     Delta,
@@ -36,6 +35,7 @@ from service.results.events import (
     NumberedEvent,
     num_tokens,
 )
+from service.delivery.log import EventLog
 from tests.service.fake_engine import EOS, FakeEngine, byte_tokenizer
 from tests.service.helpers import (
     Harness,

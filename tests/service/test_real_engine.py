@@ -277,14 +277,14 @@ async def test_a_client_that_is_killed_leaves_nothing_running() -> None:
         try:
             assert child.stdout is not None
             assert await asyncio.wait_for(child.stdout.readline(), WAIT_S) == b"streaming\n"
-            stats = await engine.contract.stats()
+            stats = await engine.stats()
             assert stats.running == 6
         finally:
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
             await child.wait()
         await until(lambda: server.registry.live == 0)
-        stats = await engine.contract.stats()
+        stats = await engine.stats()
         assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
         assert stats.requests_accepted == stats.requests_finished == 6
         assert stats.generated_tokens < 6 * 1900, "they ran to the end of their context"

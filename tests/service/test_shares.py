@@ -17,7 +17,7 @@ from engine.process.local_client import LocalEngineClient
 from service.admission.accounts import ON_BEHALF_OF, Account, account_of
 from service.admission.text_pool import SHORT_BYTES, TextPool
 from service.config import ServiceConfig
-from service.results.events import DeliveryOptions
+from service.delivery.events import DeliveryOptions
 from service.server import HeadraceServer
 from tests.engine.crowd import Clock
 from tests.service.admission.test_text_pool import Hands, settle

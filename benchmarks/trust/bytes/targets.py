@@ -42,11 +42,11 @@ from service.convert.converter import Converter, RequestLimits
 from service.convert.incoming import IncomingCheck
 from service.convert.inputs import InputEncoder
 from service.convert.lacking import why_lacking
+from service.delivery.flow import WholeLimits
 from service.delivery.served_request import LivesBy
 from service.door.callers_file import parse_callers
 from service.errors.status_table import to_status
 from service.replies import FORMATS, Context, format_option
-from service.results.flow import WholeLimits
 from tests.service.fake_engine import VOCAB_SIZE, byte_tokenizer, model_info
 from tests.service.replies.cases import parse
 

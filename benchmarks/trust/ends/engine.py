@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import ROOT
-from engine.contract.admission import AdmissionLimits
 from engine.contract.engine_client import ModelInfo, ProgressSink
+from engine.core.admission import AdmissionLimits
 from engine.core.engine_core import EngineCore
 from engine.core.loop import EngineLoop
 from engine.kv_cache.kv_cache_manager import KVCacheManager

@@ -14,8 +14,8 @@ from headrace.v1 import generation_service_pb2 as rpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.contract.admission import MAX_CALLER_CHARS, MAX_WEIGHT, MIN_WEIGHT
 from engine.contract.errors import ConfigError
+from engine.contract.request import MAX_CALLER_CHARS, MAX_WEIGHT, MIN_WEIGHT
 from service.admission.accounts import (
     MAX_NAME,
     ON_BEHALF_OF,

@@ -60,8 +60,8 @@ def test_one_method_alone_sets_the_state() -> None:
         if "request.state =" in line or (path.parent.name == "delivery" and "self.state =" in line)
     ]
     assert set_in == [
-        ("request.py", "self.state = State.ADMITTING"),
-        ("request.py", "self.state = state"),
+        ("served_request.py", "self.state = State.ADMITTING"),
+        ("served_request.py", "self.state = state"),
     ]
 
 

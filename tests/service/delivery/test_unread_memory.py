@@ -18,11 +18,11 @@ from engine.fairness.drain_rate import MARGIN, UNKNOWN_DELAY_S
 from service.admission.accounts import Account, account_of
 from service.admission.admission_control import AdmissionControl, Limits
 from service.delivery.charges import UNIT, in_units
+from service.delivery.events import HELD_EVENT_BYTES, DeliveryOptions
+from service.delivery.flow import EVENTS_BYTES, WholeLimits
 from service.delivery.kept import LONG, KeptResults
+from service.delivery.submission import LivesBy
 from service.errors.call_errors import LimitReachedError
-from service.results.events import HELD_EVENT_BYTES, DeliveryOptions
-from service.results.flow import EVENTS_BYTES, WholeLimits
-from service.results.submission import LivesBy
 from tests.engine.crowd import Clock
 from tests.service.delivery.test_flow import LEASE, step
 from tests.service.delivery.test_results import add, get, keep, named

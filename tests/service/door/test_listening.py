@@ -250,8 +250,8 @@ async def test_spans_tell_what_happened(monkeypatch: pytest.MonkeyPatch) -> None
         await h.stream(spec())
         await refused(h.generate(spec(adapter="x")))
         engine.auto = False
-        assert engine.core.loop is not None
-        engine.core.loop.cancel()
+        assert engine.loop is not None
+        engine.loop.cancel()
         call = h.generation.GenerateStream(rpc.GenerateStreamRequest(spec=spec()))
         await call.read()
         call.cancel()

@@ -17,7 +17,6 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import model_service_pb2
 
 import engine
-from engine.contract.admission import AdmissionLimits
 from engine.contract.errors import InvalidRequestError, UnsupportedFeatureError
 from engine.contract.request import GenerationRequest
 from engine.contract.sampling_params import (
@@ -30,6 +29,7 @@ from engine.contract.sampling_params import (
 )
 from engine.contract.token_ids import TokenIds
 from engine.contract.types import CallerKey, RequestId
+from engine.core.admission import AdmissionLimits
 from service.errors.call_errors import FieldError, UnsupportedFieldError
 from service.errors.contract_fields import CONTRACT_FIELDS, contract_path, field_error
 

@@ -132,7 +132,7 @@ async def test_the_model_and_the_server_are_described() -> None:
 async def test_those_who_ask_at_once_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine()
     asked = callers = 0
-    stats, snapshot = engine.contract.stats, VllmEngineServicer._snapshot
+    stats, snapshot = engine.stats, VllmEngineServicer._snapshot
 
     async def note(servicer: VllmEngineServicer) -> Any:
         nonlocal callers
@@ -148,7 +148,7 @@ async def test_those_who_ask_at_once_share_one_question(monkeypatch: pytest.Monk
     monkeypatch.setattr(VllmEngineServicer, "_snapshot", note)
 
     async with gateway(engine) as (_, stub):
-        engine.contract.stats = count  # type: ignore[method-assign]
+        engine.stats = count  # type: ignore[method-assign]
         calls = [stub.GetLoads(pb.GetLoadsRequest()) for _ in range(8)]
         for call in calls:
             assert (await call).loads

@@ -11,8 +11,8 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.model_service_pb2 import GetModelRequest
 
 from engine.contract.errors import QueueFullError
+from service.delivery.events import MAX_DELTA_BYTES, detail_bytes
 from service.delivery.session import MAX_BATCH_BYTES
-from service.results.events import MAX_DELTA_BYTES, detail_bytes
 from service.servicers import commands
 from tests.service.fake_engine import FakeEngine, default_script, says
 from tests.service.helpers import (

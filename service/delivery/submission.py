@@ -11,8 +11,8 @@ from engine.contract.request import GenerationRequest
 from engine.text import TextStream
 from service.admission.accounts import Account
 from service.admission.footprint import Footprint
+from service.delivery.events import DeliveryOptions
 from service.replies.reply_text import ReplyText
-from service.results.events import DeliveryOptions
 
 NO_LABELS: Mapping[str, str] = MappingProxyType({})
 

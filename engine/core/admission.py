@@ -9,18 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.contract.errors import InvalidRequestError, UnsupportedFeatureError
-from engine.contract.request import GenerationRequest
+from engine.contract.request import (
+    MAX_CACHE_SALT_BYTES,
+    MAX_CALLER_CHARS,
+    MAX_PRIORITY,
+    MAX_WEIGHT,
+    MIN_WEIGHT,
+    GenerationRequest,
+)
 from engine.contract.sampling_params import MAX_CHOICES, MAX_LOGPROBS
 from engine.contract.token_ids import TokenIds
-
-MAX_PRIORITY = 100
-"""The highest priority; the lowest is its negative."""
-MAX_CACHE_SALT_BYTES = 256
-"""The longest cache salt."""
-MAX_CALLER_CHARS = 512
-"""The longest name of a caller."""
-MIN_WEIGHT, MAX_WEIGHT = 1 / 1000, 1000.0
-"""The bounds of a caller's weight; the default weight is 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

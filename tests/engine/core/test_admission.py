@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from engine.contract.admission import (
+from engine.contract.errors import InvalidRequestError, UnsupportedFeatureError
+from engine.contract.request import (
     MAX_CACHE_SALT_BYTES,
     MAX_CALLER_CHARS,
     MAX_WEIGHT,
     MIN_WEIGHT,
-    AdmissionLimits,
+    GenerationRequest,
 )
-from engine.contract.errors import InvalidRequestError, UnsupportedFeatureError
-from engine.contract.request import GenerationRequest
 from engine.contract.sampling_params import MAX_CHOICES, MAX_LOGPROBS, LogprobParams, SamplingParams
 from engine.contract.types import TokenId
+from engine.core.admission import AdmissionLimits
 from tests.engine.fake_runner import make_request
 
 LIMITS = AdmissionLimits(vocab_size=10, model_context=16, cache_context=32)

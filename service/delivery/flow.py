@@ -29,9 +29,9 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from service.delivery.events import DeliveryOptions
+from service.delivery.submission import LivesBy
 from service.errors.call_errors import FieldError
-from service.results.events import DeliveryOptions
-from service.results.submission import LivesBy
 
 EVENTS_BYTES = 16 << 10
 """About what a result takes besides its tokens: how it was accepted, the ends of its choices."""
