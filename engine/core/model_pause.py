@@ -16,6 +16,8 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from types import TracebackType
 
+from typing_extensions import override
+
 from engine.contract.errors import EngineUnavailableError, ModelChangedError
 from engine.core.threads import await_on_own_thread
 
@@ -139,8 +141,8 @@ class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
             self._leave()
             raise
 
+    @override
     async def __aenter__(self) -> None:
-        """See `__enter__`."""
         self._ask()
         try:
             await await_on_own_thread(self._wait, "headrace-pause")
@@ -171,13 +173,13 @@ class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
         finally:
             self._leave()
 
+    @override
     async def __aexit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """See `__exit__`."""
         self.__exit__(kind, error, traceback)
 
     def __del__(self) -> None:

@@ -37,7 +37,7 @@ class MaskWatch:
     _windows: dict[int, int | None] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """See `transformers.masking_utils.eager_mask`."""
+        """Note what a layer asks for, and make its mask as transformers does."""
         mask: torch.Tensor | None = eager_mask(*args, **kwargs)
         if mask is not None and "mask_function" in kwargs:
             storage = mask.untyped_storage()._cdata

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from engine.attention.interface import AttentionBackend
 from engine.contract.errors import InsufficientMemoryError
@@ -31,6 +32,7 @@ from engine.loading.gate import ModelProbe
 from engine.loading.kv_memory import allocate_caches
 from engine.loading.memory import GIB, HostLimits, StepLimits
 from engine.runner.captured import CapturedSteps
+from engine.runner.cuda_graph import CapturedGraph, GraphBackend
 from engine.runner.device import step_device
 from engine.runner.forward import CausalModel, ModelForward
 from engine.runner.kv_tensors import KVTensors
@@ -66,11 +68,11 @@ class DeviceMemory(Protocol):
         """
 
 
-class HostMemory:
+class HostMemory(DeviceMemory):
     """The memory of the host, within the container's limit."""
 
+    @override
     def available(self) -> int:
-        """See DeviceMemory."""
         return HostLimits.read().memory_available
 
     def peak(self, run: Callable[[], None]) -> int:
@@ -183,20 +185,20 @@ def measure_graphs(
     return memory.peak(run) if options.captured_paths else 0
 
 
-class _Rehearsal:
+class _Rehearsal(GraphBackend):
     """Runs what would be captured."""
 
+    @override
     def capture(self, run: Callable[[], torch.Tensor]) -> _Rehearsed:
-        """See GraphBackend."""
         return _Rehearsed(run())
 
 
 @dataclass(frozen=True, slots=True)
-class _Rehearsed:
+class _Rehearsed(CapturedGraph):
     output: torch.Tensor
 
+    @override
     def replay(self) -> torch.Tensor:
-        """See CapturedGraph."""
         return self.output
 
 

@@ -55,7 +55,7 @@ class HeldLayer(torch.nn.Module):
         return id(self) if self._shared is None else id(self._shared)
 
     def unpacked(self) -> torch.Tensor:
-        """See HoldsWeight."""
+        """The weight as the model has it, [out, in]."""
         raise NotImplementedError
 
     def hold(self, weight: torch.Tensor) -> None:

@@ -173,7 +173,7 @@ class _Walk:
     parts: list[Part]
 
     def run(self, x: torch.Tensor, tables: Tables | None, attend: Attend, mix: Mix) -> list[Part]:
-        """See `walk`."""
+        """Compute the parts in turn."""
         one = self.layer.description
         heads = one.attention
         query, keys = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim

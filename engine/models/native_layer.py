@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from engine.models import description as described
 from engine.models.joined_tensors import join_parts
-from engine.models.layer_parts import Tables, UnboundError
+from engine.models.layer_parts import LayerParts, Tables, UnboundError
 from engine.models.packed import PANEL, PackedLinear, linear_weight, native_library, type_of
 from engine.native.library import (
     BFLOAT16,
@@ -141,7 +142,7 @@ def _bias(layer: PackedLinear) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class BoundLayer:
+class BoundLayer(LayerParts):
     """A layer with its tensors.
 
     Attributes:
@@ -225,13 +226,13 @@ class BoundLayer:
         made: torch.Tensor = self.experts(x.unsqueeze(0))
         return made[0].contiguous()
 
+    @override
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """See LayerParts."""
         heads = name in ("query_norm", "key_norm")
         return _norm(self.spec, getattr(self.spec.heads if heads else self.spec, name), x)
 
+    @override
     def multiply(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """See LayerParts."""
         weights = getattr(self.spec, name)
         made = []
         for one in [weights] if isinstance(weights, LinearWeight) else weights:
@@ -244,10 +245,10 @@ class BoundLayer:
                 made.append(y)
         return torch.cat(made, -1)
 
+    @override
     def turn(
         self, q: torch.Tensor, k: torch.Tensor, tables: Tables
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See LayerParts."""
         q, k = q.clone(), k.clone()
         call = HeadsCall.from_buffer_copy(self.spec.heads)
         call.query_norm, call.key_norm, call.norms_last = NormWeight(), NormWeight(), 0
@@ -258,8 +259,8 @@ class BoundLayer:
         native_library().heads(ctypes.byref(call), self.spec.dtype, torch.get_num_threads())
         return q, k
 
+    @override
     def gate(self, inner: torch.Tensor) -> torch.Tensor:
-        """See LayerParts."""
         tokens, width = inner.shape
         count = width // 2 if self.spec.gated else width
         y = inner.new_empty((tokens, count))
@@ -270,8 +271,8 @@ class BoundLayer:
         )  # fmt: skip
         return y
 
+    @override
     def add(self, x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-        """See LayerParts."""
         return _sum(self.spec, x, made)
 
     def add_experts(self, x: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from engine.models import description as described
 
@@ -141,9 +142,10 @@ class Operations(Protocol):
         ...
 
 
-class TorchOperations:
+class TorchOperations(Operations):
     """See the module."""
 
+    @override
     def add_norm(
         self,
         x: torch.Tensor,
@@ -152,16 +154,15 @@ class TorchOperations:
         factor: float = 1.0,
         before: BoundNorm | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Operations."""
         for one in made:
             added = one if after is None else normed(one, after)
             x = x + (added if factor == 1.0 else added * factor)
         return x, x if before is None else normed(x, before)
 
+    @override
     def turn(
         self, projected: torch.Tensor, heads: Heads, tables: Tables | None, places: Places
     ) -> torch.Tensor:
-        """See Operations."""
         tokens, dim = len(projected), heads.head_dim
         sizes = (heads.heads * dim, heads.kv_heads * dim, heads.kv_heads * dim)
         query, key, value = projected.split_with_sizes(sizes, -1)
@@ -176,10 +177,10 @@ class TorchOperations:
             places.values.index_copy_(0, places.slots, value)
         return query.contiguous()
 
+    @override
     def gate(
         self, inner: torch.Tensor, activation: described.Activation, *, gated: bool
     ) -> torch.Tensor:
-        """See Operations."""
         if not gated:
             return _activated(inner, activation)
         gate, up = inner.chunk(2, -1)

@@ -22,6 +22,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from engine.contract.errors import NoGradientsError
 from engine.models.held_layer import HeldLayer
@@ -350,16 +351,16 @@ class _Packed(HeldLayer):
         self.register_buffer("scales", scales, persistent=False)
 
     @property
+    @override
     def key(self) -> Hashable:
-        """See HeldLayer."""
         return self.packed.data_ptr() if self._shared is None else super().key
 
+    @override
     def unpacked(self) -> torch.Tensor:
-        """See HoldsWeight."""
         return read_rows(self.packed, self.scales, torch.arange(self.shape[0]), *self.shape)
 
+    @override
     def hold(self, weight: torch.Tensor) -> None:
-        """See HeldLayer."""
         for rows, packed, scales in in_slices(weight, self.packed, self.scales, _SLICE_BYTES):
             rows = rows.to(type_of(packed))
             pack(rows if rows.stride(1) == 1 else rows.contiguous(), packed, scales)

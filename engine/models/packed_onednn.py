@@ -5,6 +5,7 @@ and our kernels do not.
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
 from engine.models.held_layer import HeldLayer
 from engine.models.packed import without_gradients
@@ -28,13 +29,13 @@ class OneDnnLinear(HeldLayer):
         self._held: list[torch.Tensor] = []  # the same list for its twin in a view
         self.hold(linear.weight.detach())
 
+    @override
     def unpacked(self) -> torch.Tensor:
-        """See HoldsWeight."""
         weight: torch.Tensor = self._held[0].to_dense()
         return weight
 
+    @override
     def hold(self, weight: torch.Tensor) -> None:
-        """See HeldLayer."""
         self._held[:] = [
             torch.ops.mkldnn._reorder_linear_weight(
                 weight.to(torch.bfloat16).contiguous(), _TYPICAL_ROWS

@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 from torch.nn.functional import linear
+from typing_extensions import override
 
 from engine.attention.interface import AttentionBackend, AttentionContext, AttentionParams
 from engine.attention.registry import CONTEXT_KEYWORD
 from engine.models import description as described
 from engine.models.decoder_frame import DecoderFrame, DecoderOutput
 from engine.models.joined_tensors import join_tensors
-from engine.models.layer_parts import Kind, UnboundError
+from engine.models.layer_parts import Kind, LayerParts, UnboundError
 from engine.models.operations import BoundNorm, Heads, Operations, Places, Tables
 
 TORCH_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
@@ -56,7 +57,7 @@ class TorchMlp:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchLayer:
+class TorchLayer(LayerParts):
     """A layer with its tensors.
 
     Attributes:
@@ -83,8 +84,8 @@ class TorchLayer:
 
     # ---- part by part, for a comparison: see `engine.models.layer_parts.LayerParts`
 
+    @override
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """See LayerParts."""
         if name not in ("query_norm", "key_norm"):
             return self.operations.add_norm(x, before=getattr(self, name))[1]
         width = self.heads.head_dim * (
@@ -96,30 +97,30 @@ class TorchLayer:
         own = replace(plain, **{name: getattr(self.heads, name)})
         return self._turn(q, k, own, None)[name == "key_norm"]
 
+    @override
     def multiply(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """See LayerParts."""
         product: Product = getattr(self if name in ("projection", "output") else self.mlp, name)
         return product(x)
 
+    @override
     def turn(
         self, q: torch.Tensor, k: torch.Tensor, tables: Tables
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See LayerParts."""
         return self._turn(q, k, replace(self.heads, query_norm=None, key_norm=None), tables)
 
+    @override
     def gate(self, inner: torch.Tensor) -> torch.Tensor:
-        """See LayerParts."""
         one = self.description.mlp
         if not isinstance(one, described.Mlp):
             raise TypeError(f"{one.module} has no gate of ours")
         return self.operations.gate(inner, one.activation, gated=one.gated)
 
+    @override
     def add(self, x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-        """See LayerParts."""
         return self.operations.add_norm(x, (made,), factor=self.description.residual)[0]
 
+    @override
     def mix(self, x: torch.Tensor) -> torch.Tensor:
-        """See LayerParts."""
         if isinstance(self.mlp, TorchMlp):
             raise TypeError(f"{self.description.module} has no experts")
         made: torch.Tensor = self.mlp(x.unsqueeze(0))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from engine.models import description as described
 from engine.models.decoder_kernels import (
@@ -28,7 +29,7 @@ from engine.models.decoder_kernels import (
     gate_kernel,
     turn_kernel,
 )
-from engine.models.operations import BoundNorm, Heads, Places, Tables, TorchOperations
+from engine.models.operations import BoundNorm, Heads, Operations, Places, Tables, TorchOperations
 
 _FORMS: dict[described.NormForm, int] = {
     "plain": PLAIN.value,
@@ -144,12 +145,13 @@ def _padded(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-class TritonOperations:
+class TritonOperations(Operations):
     """See the module, and `engine.models.operations`."""
 
     def __init__(self) -> None:
         self._plain = TorchOperations()
 
+    @override
     def add_norm(
         self,
         x: torch.Tensor,
@@ -158,7 +160,6 @@ class TritonOperations:
         factor: float = 1.0,
         before: BoundNorm | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Operations."""
         launch = add_norm_launch(x.shape[-1], len(made), after, factor, before)
         if launch is None:
             return self._plain.add_norm(x, made, after, factor, before)
@@ -173,10 +174,10 @@ class TritonOperations:
         result = x if total is None else total
         return result, result if normed is None else normed
 
+    @override
     def turn(
         self, projected: torch.Tensor, heads: Heads, tables: Tables | None, places: Places
     ) -> torch.Tensor:
-        """See Operations."""
         turns = tables is not None and heads.rotary_dim > 0
         launch = turn_launch(heads, turns=turns, has_slots=places.slots is not None)
         if launch is None:
@@ -191,10 +192,10 @@ class TritonOperations:
         )
         return queries
 
+    @override
     def gate(
         self, inner: torch.Tensor, activation: described.Activation, *, gated: bool
     ) -> torch.Tensor:
-        """See Operations."""
         width = inner.shape[-1] // (1 + gated)
         made = inner.new_empty((len(inner), width))
         _gate(inner, made, *_pairs(gate_launch(width, activation, gated=gated)))

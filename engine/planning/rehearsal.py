@@ -20,6 +20,7 @@ from functools import partial
 import numpy as np
 import torch
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from engine.attention.interface import AttentionBackend, AttentionParams, LayerCache
 from engine.attention.registry import (
@@ -49,7 +50,7 @@ from engine.runner.kv_tensors import KVTensors
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.scheduler.fifo import FIFOScheduler
-from engine.scheduler.runner_protocol import PendingStep, SampledTokens
+from engine.scheduler.runner_protocol import PendingStep, Runner, SampledTokens
 from engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledRequest
 
 _LAYER_BYTES = 256 << 20
@@ -78,7 +79,7 @@ class _Told:
         return SampledTokens(tuple(map(TokenId, range(self._count))))
 
 
-class _Skipping:
+class _Skipping(Runner):
     """A runner that computes only the wanted steps.
 
     Attributes:
@@ -95,16 +96,16 @@ class _Skipping:
         self.has_computed = all(map(self._wants, batch.requests))
         return self._runner.launch(batch) if self.has_computed else _Told(batch)
 
+    @override
     def release(self, key: RequestKey) -> None:
-        """See Runner."""
         self._runner.release(key)
 
+    @override
     def forget_model(self) -> None:
-        """See Runner."""
         self._runner.forget_model()
 
+    @override
     def warmup(self) -> None:
-        """See Runner."""
         self._runner.warmup()
 
 

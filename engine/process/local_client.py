@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class LocalEngineClient:
-    """See `engine.contract.engine_client.EngineClient`."""
+    """Runs the engine on a thread of this process."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class LocalEngineClient:
         self._ended = asyncio.Event()
 
     def launch(self) -> None:
-        """See EngineClient."""
+        """Do nothing: the engine starts in this process."""
 
     async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:
         """Load the model in a thread, warm it up and begin to serve; see the protocol.

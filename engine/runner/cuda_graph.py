@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from typing_extensions import override
 
 
 class CapturedGraph(Protocol):
@@ -77,7 +78,7 @@ class CaptureDevice(Protocol):
         ...
 
 
-class CudaCapture:
+class CudaCapture(CaptureDevice):
     """A CUDA device. Its graphs share one memory pool: only one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
@@ -86,8 +87,8 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextmanager
+    @override
     def side_stream(self) -> Iterator[None]:
-        """See CaptureDevice."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
@@ -115,12 +116,12 @@ class CudaCapture:
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         return graph
 
+    @override
     def end(self, graph: torch.cuda.CUDAGraph) -> None:
-        """See CaptureDevice."""
         graph.capture_end()
 
+    @override
     def abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """See CaptureDevice."""
         with suppress(RuntimeError):
             graph.capture_end()  # the stream stops capturing, also where this raises
         # Where it raises, torch 2.11 leaves its allocator in the pool (pytorch issue 180395).

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 
 class DeviceEvent(Protocol):
@@ -44,23 +45,23 @@ class _Past:
         """Return at once."""
 
 
-class SynchronousDevice:
+class SynchronousDevice(StepDevice):
     """A CPU: work is done when its call returns."""
 
+    @override
     def host_buffer(self, size: int) -> torch.Tensor:
-        """See StepDevice."""
         return torch.zeros(size, dtype=torch.int64)
 
+    @override
     def upload(self, host: torch.Tensor, target: torch.Tensor) -> None:
-        """See StepDevice."""
         target.copy_(host)
 
+    @override
     def download(self, source: torch.Tensor) -> torch.Tensor:
-        """See StepDevice."""
         return source.clone()
 
+    @override
     def record(self) -> DeviceEvent:
-        """See StepDevice."""
         return _Past()
 
 
@@ -74,27 +75,27 @@ class _CudaEvent:
         self._event.synchronize()
 
 
-class CudaDevice:
+class CudaDevice(StepDevice):
     """A CUDA device, through its current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
+    @override
     def host_buffer(self, size: int) -> torch.Tensor:
-        """See StepDevice."""
         return torch.zeros(size, dtype=torch.int64, pin_memory=True)
 
+    @override
     def upload(self, host: torch.Tensor, target: torch.Tensor) -> None:
-        """See StepDevice."""
         target.copy_(host, non_blocking=True)
 
+    @override
     def download(self, source: torch.Tensor) -> torch.Tensor:
-        """See StepDevice."""
         host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
         return host.copy_(source, non_blocking=True)
 
+    @override
     def record(self) -> DeviceEvent:
-        """See StepDevice."""
         return _CudaEvent(torch.cuda.current_stream(self._device))
 
 

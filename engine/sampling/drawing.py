@@ -41,13 +41,13 @@ def choose_draw(device: torch.device) -> Draw | None:
     if device.type != "cpu":
         return None
     try:
-        return InLibrary(load_library())
+        return DrawInLibrary(load_library())
     except NativeUnavailableError:
         return None
 
 
-class InLibrary:
-    """See Draw."""
+class DrawInLibrary:
+    """A Draw by the kernel of the native library."""
 
     def __init__(self, library: NativeLibrary) -> None:
         self._draw = library.draw
@@ -59,7 +59,6 @@ class InLibrary:
         uniforms: npt.NDArray[np.float64],
         temperatures: npt.NDArray[np.float32],
     ) -> torch.Tensor:
-        """See Draw."""
         if logits.dtype not in (torch.float32, torch.bfloat16) or logits.stride(1) != 1:
             logits, rows = logits.index_select(0, rows).float(), torch.arange(len(rows))
         tokens = torch.empty(len(rows), dtype=torch.int64)

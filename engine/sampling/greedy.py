@@ -28,13 +28,13 @@ def choose_greedy(device: torch.device) -> Greedy:
     if device.type != "cpu":
         return in_torch
     try:
-        return InLibrary(load_library())
+        return GreedyInLibrary(load_library())
     except NativeUnavailableError:
         return in_torch
 
 
 def in_torch(logits: torch.Tensor) -> torch.Tensor:
-    """See Greedy."""
+    """A Greedy by torch's operations."""
     return valid(*ops.argmax(logits))
 
 
@@ -45,14 +45,14 @@ def valid(tokens: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
     return torch.where(best.abs() < torch.inf, tokens, INVALID_TOKEN)
 
 
-class InLibrary:
-    """See Greedy."""
+class GreedyInLibrary:
+    """A Greedy by the kernel of the native library."""
 
     def __init__(self, library: NativeLibrary) -> None:
         self._greedy = library.greedy
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """See Greedy. Logits that are not bfloat16, or not contiguous, go to torch."""
+        """Logits that are not bfloat16, or not contiguous, go to torch."""
         rows, width = logits.shape
         if logits.dtype is not torch.bfloat16 or logits.stride(1) != 1 or not width:
             return in_torch(logits)

@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import override
 
 from engine.contract.request import Request
 from engine.contract.types import RequestKey
@@ -66,7 +67,7 @@ def choose_penalties(vocab_size: int, device: torch.device) -> Penalties:
     return OnHost(vocab_size) if device.type == "cpu" else OnDevice(vocab_size, device)
 
 
-class OnHost:
+class OnHost(Penalties):
     """See the module. The logits are on a CPU."""
 
     needs_host_tokens = True
@@ -75,16 +76,16 @@ class OnHost:
         self._vocab_size = vocab_size
         self._counts: dict[RequestKey, TokenCounts] = {}
 
+    @override
     def prepare(self, rows: Sequence[Row]) -> None:
-        """See Penalties."""
         for request, length in rows:
             counts = self._counts.get(request.key)
             if counts is None:
                 counts = self._counts[request.key] = TokenCounts(request.spec.prompt)
             counts.catch_up(request.token_ids, length)
 
+    @override
     def apply(self, logits: torch.Tensor, places: Sequence[int], rows: Sequence[Row]) -> None:
-        """See Penalties."""
         histories = [self._counts[row.request.key] for row in rows]
         lengths = [len(history.ids) for history in histories]
         offsets = np.repeat(np.array(places, dtype=np.int64) * self._vocab_size, lengths)
@@ -100,8 +101,8 @@ class OnHost:
     def chosen(self, rows: Sequence[Row], tokens: torch.Tensor) -> None:
         """See Penalties. Nothing: they are counted when they are in the requests."""
 
+    @override
     def release(self, key: RequestKey) -> None:
-        """See Penalties."""
         self._counts.pop(key, None)
 
 
@@ -120,7 +121,7 @@ class _Slot:
     length: int
 
 
-class OnDevice:
+class OnDevice(Penalties):
     """See the module. A token's entry is 2 for each time it was in the output, and 1 more if it
     was in the prompt.
 
@@ -138,8 +139,8 @@ class OnDevice:
         self._slots: OrderedDict[RequestKey, _Slot] = OrderedDict()  # least recently used first
         self._free: list[int] = []
 
+    @override
     def prepare(self, rows: Sequence[Row]) -> None:
-        """See Penalties."""
         missing = []
         for row in rows:
             slot = self._slots.get(row.request.key)
@@ -155,8 +156,8 @@ class OnDevice:
             slot = self._slots[request.key] = _Slot(self._free.pop(), request, length)
             self._fill(slot, length)
 
+    @override
     def apply(self, logits: torch.Tensor, places: Sequence[int], rows: Sequence[Row]) -> None:
-        """See Penalties."""
         slots = [self._slots[row.request.key].index for row in rows]
         where = to_device(np.array([places, slots], dtype=np.int64), self._device)
         factors = to_device(_factors(rows), self._device)
@@ -167,8 +168,8 @@ class OnDevice:
         penalized = ops.penalize(part, counts, repetition, presence, frequency)
         logits.index_copy_(0, where[0], torch.where(entries > 0, penalized, part))
 
+    @override
     def chosen(self, rows: Sequence[Row], tokens: torch.Tensor) -> None:
-        """See Penalties."""
         slots = []
         for request, length in rows:
             slot = self._slots[request.key]
@@ -179,8 +180,8 @@ class OnDevice:
         added = torch.full_like(tokens, 2, dtype=torch.int32)
         self._table.view(-1).index_add_(0, offsets + tokens.clamp(min=0), added)
 
+    @override
     def release(self, key: RequestKey) -> None:
-        """See Penalties."""
         slot = self._slots.pop(key, None)
         if slot is not None:
             self._free.append(slot.index)

@@ -38,7 +38,7 @@ INFINITY = 0x7F800000
 def least_bound(
     values: torch.Tensor, masses: torch.Tensor | None, target: torch.Tensor
 ) -> torch.Tensor:
-    """See LeastBound."""
+    """A LeastBound by torch's operations."""
     if masses is None:
         ones = torch.ones((1, 1), dtype=torch.int64, device=values.device)
         masses = ones.expand(values.shape)

@@ -16,7 +16,7 @@ _WARPS = 8
 def least_bound(
     values: torch.Tensor, masses: torch.Tensor | None, target: torch.Tensor
 ) -> torch.Tensor:
-    """See `engine.sampling.selection.LeastBound`."""
+    """A LeastBound by two kernels for each digit."""
     rows, width = values.shape
     stride = 1 << max(bits for _, bits in DIGITS)
     sums = torch.zeros((rows, stride), dtype=torch.int64, device=values.device)

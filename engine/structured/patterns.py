@@ -98,7 +98,6 @@ class LookArounds:
         return [f"{anchor}{rest}", *found], has_ahead and not is_anchored
 
     def complement(self, body: str) -> str:
-        """See `complement`."""
         if body not in self._complements:
             if len(self._complements) == MAX_COMPLEMENTS:
                 raise PatternError(f"is one of more than {MAX_COMPLEMENTS} with look-around")

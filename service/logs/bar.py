@@ -36,7 +36,7 @@ class Bar:
     def __init__(
         self, say: Callable[[str], None], draw: Callable[[str], None], columns: Callable[[], int]
     ) -> None:
-        """See `sink_for`."""
+        """`say` takes lines, `draw` what stays on a line; `columns`: the terminal's width now."""
         self._say = say
         self._draw = draw
         self._columns = columns
