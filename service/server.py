@@ -50,7 +50,7 @@ from engine.contract.outputs import StepOutputs
 from engine.contract.startup import Paced, Transfer
 from engine.logs.levels import replaced
 from engine.text import Tokenizer, TokenizerMissingError, read_chat_template
-from service.admission.admission_control import AdmissionControl, Limits
+from service.admission.admission_control import AdmissionBounds, AdmissionControl
 from service.admission.bounds import Kind
 from service.admission.freed_memory import GivingBack
 from service.admission.phases import Drain, Phase
@@ -91,7 +91,7 @@ from service.telemetry.summary import Summary
 from service.telemetry.telemetry_config import TelemetryConfig
 
 if TYPE_CHECKING:
-    from service.door.openai_door import Door
+    from service.door.openai_door import HttpDoor
 
 logger = logging.getLogger(__name__)
 
@@ -144,8 +144,8 @@ def _add_gateway(server: grpc.aio.Server, control: Control) -> str:
     return add_gateway(server, control)
 
 
-def _limits(config: ServiceConfig) -> Limits:
-    return Limits(
+def _limits(config: ServiceConfig) -> AdmissionBounds:
+    return AdmissionBounds(
         max_open=config.max_open_requests,
         max_open_of_identity=config.max_requests_per_identity or None,
         max_tokens=config.max_reserved_tokens or None,
@@ -275,7 +275,7 @@ class HeadraceServer:
         self.sessions = Places(_sessions(config), clock, jitter)
         self.watches = Places(_watches(config, "WatchStatistics"), clock, jitter)
         self.loads = LoadWatch(client, clock)
-        self._telemetry = telemetry.Telemetry()
+        self._telemetry = telemetry.ServerTelemetry()
         self.servers: dict[bool | None, grpc.aio.Server] = {}
         self._health_server: grpc.Server | None = None
         self._authenticator = Authenticator(None)
@@ -309,7 +309,7 @@ class HeadraceServer:
         self.health_bound: Address | None = None
         self.sockets = UnixSockets()
         self._door_secret = secrets.token_hex(32)
-        self.door: Door | None = None
+        self.door: HttpDoor | None = None
 
     def _make_figures(self) -> Figures:
         return Figures(
@@ -338,7 +338,7 @@ class HeadraceServer:
                 door are missing.
         """
         if self._config.openai is not None:
-            from service.door.openai_door import Door, check_packages
+            from service.door.openai_door import HttpDoor, check_packages
 
             check_packages()
         self._format_of = format_option(self._config.reply_parser)
@@ -367,7 +367,7 @@ class HeadraceServer:
         for server in self.servers.values():
             await server.start()
         if self._config.openai is not None:
-            self.door = Door(self._config, *door_addresses, self._door_secret)
+            self.door = HttpDoor(self._config, *door_addresses, self._door_secret)
         if self._telemetry.page is not None:
             self._telemetry.page.start()
             self._progress(f"metrics at {self._telemetry.page.url}")

@@ -25,7 +25,7 @@ from engine.attention.interface import (
     BatchLayout,
     LayerCache,
 )
-from engine.attention.torch_layout import Bucket, Chunk, TorchMetadata, prepare
+from engine.attention.torch_layout import Bucket, QueryChunk, TorchMetadata, prepare
 
 
 class TorchAttentionBackend(AttentionBackend):
@@ -119,7 +119,7 @@ def _attend_chunk(
     key: torch.Tensor,
     value: torch.Tensor,
     cache: LayerCache,
-    chunk: Chunk,
+    chunk: QueryChunk,
     params: AttentionParams,
 ) -> torch.Tensor:
     """query, key, value of the whole step: [H, T, D] → the chunk's [n, Hq, Dv]."""

@@ -19,7 +19,7 @@ _MIN_BUCKET = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class QueryChunk:
     """One request that computes several tokens.
 
     Attributes:
@@ -68,7 +68,7 @@ class TorchMetadata(AttentionMetadata):
     block_size: int
     fresh_blocks: torch.Tensor | None
     buckets: tuple[Bucket, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[QueryChunk, ...]
     num_padding: int = 0
 
 
@@ -80,7 +80,7 @@ def prepare(layout: BatchLayout, window: int | None, like: torch.Tensor) -> Torc
     slots = slots_of(layout, row_of_token, layout.positions)
     if layout.num_padding:
         slots = np.append(slots, np.zeros(layout.num_padding, dtype=np.int64))
-    chunks: list[Chunk] = []
+    chunks: list[QueryChunk] = []
     begin = layout.num_decodes
     for row in range(layout.num_decodes, len(layout.counts)):
         count = int(layout.counts[row])
@@ -182,7 +182,7 @@ def _bucket_bounds(lengths: list[int]) -> list[tuple[int, int]]:
 
 def _prepare_chunk(
     layout: BatchLayout, row: int, begin: int, window: int | None, like: torch.Tensor
-) -> Chunk:
+) -> QueryChunk:
     start, count = int(layout.starts[row]), int(layout.counts[row])
     end = start + count
     first = 0 if window is None else max(start - window + 1, 0)
@@ -200,4 +200,4 @@ def _prepare_chunk(
             hidden |= keys <= queries - window
         bias = np.where(hidden, -np.inf, 0.0).astype(np.float32)
         mask = to_device(bias, like.device, like.dtype)
-    return Chunk(begin=begin, end=begin + count, slots=slots, mask=mask)
+    return QueryChunk(begin=begin, end=begin + count, slots=slots, mask=mask)

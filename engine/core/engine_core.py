@@ -43,7 +43,7 @@ from engine.contract.stats import EngineStats
 from engine.contract.types import RequestId, RequestKey
 from engine.core import grammar_budget as form_budget
 from engine.core.endings import LiveRequests, new_error_id
-from engine.core.step_results import LaunchedStep, StepResults
+from engine.core.step_results import StepInFlight, StepResults
 from engine.scheduler.base import Scheduler
 from engine.scheduler.runner_protocol import Runner
 from engine.scheduler.scheduled_batch import ScheduledBatch
@@ -83,7 +83,7 @@ class EngineCore:
         self.clock = clock
         self._outgrown: list[Request] = []  # have just outgrown the original length of `rope`
         self._live = LiveRequests(scheduler, runner, clock)
-        self._in_flight: deque[LaunchedStep] = deque()  # at most two, the older first
+        self._in_flight: deque[StepInFlight] = deque()  # at most two, the older first
         self._results = StepResults(scheduler, self._live, clock)
         self._next_key = 0
 
@@ -308,7 +308,7 @@ class EngineCore:
                 rope = self.rope
                 if rope and rope.restarts and part.request.num_tokens == rope.original + 1:
                     self._outgrown.append(part.request)
-        self._in_flight.append(LaunchedStep(batch, pending, now))
+        self._in_flight.append(StepInFlight(batch, pending, now))
         return True
 
     def _collect(self) -> None:

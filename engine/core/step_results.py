@@ -21,7 +21,7 @@ from engine.scheduler.scheduled_batch import ScheduledBatch
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchedStep:
+class StepInFlight:
     """A step whose results have not been collected yet.
 
     Attributes:
@@ -64,7 +64,7 @@ class StepResults:
         record, self._record = self._record, None
         return record
 
-    def take(self, step: LaunchedStep, sampled: SampledTokens) -> None:
+    def take(self, step: StepInFlight, sampled: SampledTokens) -> None:
         """Record what was computed, append the new tokens, end what is complete."""
         self.num_steps += 1
         now = self._clock()
@@ -92,7 +92,7 @@ class StepResults:
                 self._append(live, request, start + num_tokens, token, token_logprobs, now)
         self._measure(step, num_prompt_tokens, now)
 
-    def _measure(self, step: LaunchedStep, num_prompt_tokens: int, now: float) -> None:
+    def _measure(self, step: StepInFlight, num_prompt_tokens: int, now: float) -> None:
         """Record the duration and size of a step. `now`: monotonic seconds."""
         self.num_prompt_tokens += num_prompt_tokens
         self.last_step_s = now - step.launched

@@ -38,7 +38,7 @@ class _Place:
     is_kept: bool = False
 
 
-class Line:
+class RetryTickets:
     """See the module. Times are in seconds of one monotonic clock.
 
     Attributes:

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from engine.fairness.drain_rate import MARGIN, MIN_DELAY_S, DrainRate
-from engine.fairness.retry_tickets import Line
+from engine.fairness.retry_tickets import RetryTickets
 
 RESERVE_PART = 8
 """The reserve is the limit divided by this."""
@@ -230,7 +230,7 @@ class Shares(Generic[Who]):
         self._owed = 0  # to all
         self._owed_due = 0  # to those whose groups are within their shares
         self._ends: list[tuple[float, str]] = []  # heap: when what is owed may be forgotten
-        self.line = Line()
+        self.line = RetryTickets()
 
     @property
     def limit(self) -> int | None:

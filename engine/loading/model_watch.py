@@ -52,7 +52,7 @@ class Noticed(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class ModelChanges:
     """What was changed, by full names.
 
     Attributes:
@@ -92,7 +92,7 @@ class ModelWatch:
         self._noticed = Noticed()
         self._tensors, self._rest = self._look()
 
-    def look(self, check: Callable[[Changes], None]) -> Noticed:
+    def look(self, check: Callable[[ModelChanges], None]) -> Noticed:
         """Look for changes since the last call, or since this was made.
 
         Args:
@@ -104,7 +104,7 @@ class ModelWatch:
         """
         with self._lock:
             tensors, rest = self._look()
-            changes = Changes(
+            changes = ModelChanges(
                 written=_differing(self._tensors, tensors, _Tensor.was_written),
                 replaced=_differing(self._tensors, tensors, _Tensor.was_replaced),
                 attributes=_differing(self._rest, rest, operator.ne),

@@ -21,7 +21,7 @@ _SPARE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PinnedChunk:
     """One allocation.
 
     Attributes:
@@ -33,7 +33,7 @@ class Chunk:
     places: tuple[tuple[int, int], ...]
 
 
-def plan_chunks(sizes: Sequence[int]) -> list[Chunk]:
+def plan_chunks(sizes: Sequence[int]) -> list[PinnedChunk]:
     """Where to put tensors of so many bytes each, the largest first. Of 32 tensors or more with one
     size, chunks have at most an eighth more bytes in all; of a single tensor, they may have twice
     as many.
@@ -54,7 +54,7 @@ def plan_chunks(sizes: Sequence[int]) -> list[Chunk]:
                 used += sizes[number]
             else:
                 others.append(number)
-        chunks.append(Chunk(num_bytes, tuple(places)))
+        chunks.append(PinnedChunk(num_bytes, tuple(places)))
         left = others
     return chunks
 

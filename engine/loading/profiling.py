@@ -32,7 +32,7 @@ from engine.loading.gate import ModelProbe
 from engine.loading.kv_memory import allocate_caches
 from engine.loading.memory import GIB, HostLimits, StepLimits
 from engine.runner.captured import CapturedSteps
-from engine.runner.cuda_graph import CapturedGraph, GraphBackend
+from engine.runner.cuda_graph import GraphBackend
 from engine.runner.device import step_device
 from engine.runner.forward import CausalModel, ModelForward
 from engine.runner.kv_tensors import KVTensors
@@ -194,10 +194,9 @@ class _Rehearsal(GraphBackend):
 
 
 @dataclass(frozen=True, slots=True)
-class _Rehearsed(CapturedGraph):
+class _Rehearsed:
     output: torch.Tensor
 
-    @override
     def replay(self) -> torch.Tensor:
         return self.output
 

@@ -22,7 +22,7 @@ from engine.contract.sampling_params import SamplingParams
 from engine.contract.types import TokenId
 from engine.loading.gate import ModelProbe, probe_layers, self_check
 from engine.loading.memory import StepLimits
-from engine.loading.model_watch import Changes, ModelWatch, Noticed
+from engine.loading.model_watch import ModelChanges, ModelWatch, Noticed
 from engine.loading.rotary import (
     follow_lengths,
     has_own_frequencies,
@@ -129,7 +129,7 @@ class VerifiedModel:
             self.decoder.read_frequencies()
         return noticed
 
-    def _check(self, changes: Changes) -> None:
+    def _check(self, changes: ModelChanges) -> None:
         """Refuse changes that steps cannot follow: see `refresh`."""
         for path, name in {name.rpartition(".")[0]: name for name in changes.names}.items():
             if is_made_beforehand(self.original.get_submodule(path)):

@@ -23,7 +23,7 @@ from engine.models.layer_parts import UnboundError
 from engine.models.native_decoder import NativeDecoder
 from engine.models.native_layer import DTYPES
 from engine.models.operations import Operations, TorchOperations
-from engine.models.recording import Record, record
+from engine.models.recording import ModelRecord, record
 from engine.models.table import NotDescribedError, describe
 from engine.models.torch_decoder import TORCH_DTYPES, TorchDecoder
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 CausalDecoder = NativeDecoder | TorchDecoder
 TORCH_DEVICES = frozenset({"cuda"})
 """The types of devices on which our decoder is the one in torch; on a CPU it is the native one."""
-Plan = tuple[Decoder, Record] | str
+Plan = tuple[Decoder, ModelRecord] | str
 """What our decoder is to compute, and what the model computed; or why it cannot compute the model.
 """
 _REDUCTIONS = (

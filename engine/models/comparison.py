@@ -1,7 +1,7 @@
 """Compares a decoder of ours with what the unmodified model computed, layer by layer and part by
 part.
 
-    Record ─▶ each layer: each part on the model's own input of that part, in all magnitudes
+    ModelRecord ─▶ each layer: each part on the model's own input of that part, in all magnitudes
            ─▶ the whole layer in one call a step, over a paged cache: equal to its parts
            ─▶ embedding, last norm, output layer, logits
 
@@ -34,7 +34,7 @@ from engine.attention.interface import (
 )
 from engine.contract.errors import ModelRefusedError
 from engine.models.layer_parts import Kind, LayerParts, OurDecoder, Tables, walk
-from engine.models.recording import MAGNITUDES, LayerRecord, Record
+from engine.models.recording import MAGNITUDES, LayerRecord, ModelRecord
 
 _MOST_NEIGHBOURS = 0.01
 """The part of a norm's elements that may be rounded the other way."""
@@ -66,7 +66,7 @@ _FLOOR_OF_OUTPUT = 2.0**-11
 _BLOCK_SIZE = 4
 
 
-def compare(decoder: OurDecoder, record: Record, windows: Sequence[int | None]) -> None:
+def compare(decoder: OurDecoder, record: ModelRecord, windows: Sequence[int | None]) -> None:
     """Compare; see the module.
 
     Args:

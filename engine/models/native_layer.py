@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 from engine.models import description as described
 from engine.models.joined_tensors import join_parts
-from engine.models.layer_parts import LayerParts, Tables, UnboundError
+from engine.models.layer_parts import Tables, UnboundError
 from engine.models.packed import PANEL, PackedLinear, linear_weight, native_library, type_of
 from engine.native.library import (
     BFLOAT16,
@@ -142,7 +141,7 @@ def _bias(layer: PackedLinear) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class BoundLayer(LayerParts):
+class BoundLayer:
     """A layer with its tensors.
 
     Attributes:
@@ -226,12 +225,10 @@ class BoundLayer(LayerParts):
         made: torch.Tensor = self.experts(x.unsqueeze(0))
         return made[0].contiguous()
 
-    @override
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         heads = name in ("query_norm", "key_norm")
         return _norm(self.spec, getattr(self.spec.heads if heads else self.spec, name), x)
 
-    @override
     def multiply(self, name: str, x: torch.Tensor) -> torch.Tensor:
         weights = getattr(self.spec, name)
         made = []
@@ -245,7 +242,6 @@ class BoundLayer(LayerParts):
                 made.append(y)
         return torch.cat(made, -1)
 
-    @override
     def turn(
         self, q: torch.Tensor, k: torch.Tensor, tables: Tables
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -259,7 +255,6 @@ class BoundLayer(LayerParts):
         native_library().heads(ctypes.byref(call), self.spec.dtype, torch.get_num_threads())
         return q, k
 
-    @override
     def gate(self, inner: torch.Tensor) -> torch.Tensor:
         tokens, width = inner.shape
         count = width // 2 if self.spec.gated else width
@@ -271,7 +266,6 @@ class BoundLayer(LayerParts):
         )  # fmt: skip
         return y
 
-    @override
     def add(self, x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
         return _sum(self.spec, x, made)
 

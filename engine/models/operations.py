@@ -70,7 +70,7 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class KVPlaces:
     """Where keys and values are put.
 
     Attributes:
@@ -85,7 +85,7 @@ class Places:
 
 class Operations(Protocol):
     """See the module. Tensors are contiguous, and of one type. Nothing that is given is changed but
-    what `Places` has.
+    what `KVPlaces` has.
     """
 
     def add_norm(
@@ -111,7 +111,7 @@ class Operations(Protocol):
         ...
 
     def turn(
-        self, projected: torch.Tensor, heads: Heads, tables: Tables | None, places: Places
+        self, projected: torch.Tensor, heads: Heads, tables: Tables | None, places: KVPlaces
     ) -> torch.Tensor:
         """Norm and rotate queries and keys, and put keys and values where they belong.
 
@@ -161,7 +161,7 @@ class TorchOperations(Operations):
 
     @override
     def turn(
-        self, projected: torch.Tensor, heads: Heads, tables: Tables | None, places: Places
+        self, projected: torch.Tensor, heads: Heads, tables: Tables | None, places: KVPlaces
     ) -> torch.Tensor:
         tokens, dim = len(projected), heads.head_dim
         sizes = (heads.heads * dim, heads.kv_heads * dim, heads.kv_heads * dim)

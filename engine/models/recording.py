@@ -53,7 +53,7 @@ class LayerRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ModelRecord:
     """A model's results.
 
     Attributes:
@@ -71,7 +71,9 @@ class Record:
     logits: torch.Tensor
 
 
-def record(model: PreTrainedModel, decoder: described.Decoder, token_ids: Sequence[int]) -> Record:
+def record(
+    model: PreTrainedModel, decoder: described.Decoder, token_ids: Sequence[int]
+) -> ModelRecord:
     """Run a model on a prompt and record.
 
     Args:
@@ -95,7 +97,7 @@ def record(model: PreTrainedModel, decoder: described.Decoder, token_ids: Sequen
     normed, product = taps.made[decoder.norm.module], taps.made[decoder.output]
     layers = tuple(taps.layers)
     taps.forget()  # transformers keeps what is registered
-    return Record(ids[0], layers, normed, product, logits[0])
+    return ModelRecord(ids[0], layers, normed, product, logits[0])
 
 
 class _Taps:

@@ -22,15 +22,14 @@ from typing import Any
 
 import torch
 from torch.nn.functional import linear
-from typing_extensions import override
 
 from engine.attention.interface import AttentionBackend, AttentionContext, AttentionParams
 from engine.attention.registry import CONTEXT_KEYWORD
 from engine.models import description as described
 from engine.models.decoder_frame import DecoderFrame, DecoderOutput
 from engine.models.joined_tensors import join_tensors
-from engine.models.layer_parts import Kind, LayerParts, UnboundError
-from engine.models.operations import BoundNorm, Heads, Operations, Places, Tables
+from engine.models.layer_parts import Kind, UnboundError
+from engine.models.operations import BoundNorm, Heads, KVPlaces, Operations, Tables
 
 TORCH_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 """The types of models that it computes."""
@@ -57,7 +56,7 @@ class TorchMlp:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchLayer(LayerParts):
+class TorchLayer:
     """A layer with its tensors.
 
     Attributes:
@@ -84,7 +83,6 @@ class TorchLayer(LayerParts):
 
     # ---- part by part, for a comparison: see `engine.models.layer_parts.LayerParts`
 
-    @override
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         if name not in ("query_norm", "key_norm"):
             return self.operations.add_norm(x, before=getattr(self, name))[1]
@@ -97,29 +95,24 @@ class TorchLayer(LayerParts):
         own = replace(plain, **{name: getattr(self.heads, name)})
         return self._turn(q, k, own, None)[name == "key_norm"]
 
-    @override
     def multiply(self, name: str, x: torch.Tensor) -> torch.Tensor:
         product: Product = getattr(self if name in ("projection", "output") else self.mlp, name)
         return product(x)
 
-    @override
     def turn(
         self, q: torch.Tensor, k: torch.Tensor, tables: Tables
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self._turn(q, k, replace(self.heads, query_norm=None, key_norm=None), tables)
 
-    @override
     def gate(self, inner: torch.Tensor) -> torch.Tensor:
         one = self.description.mlp
         if not isinstance(one, described.Mlp):
             raise TypeError(f"{one.module} has no gate of ours")
         return self.operations.gate(inner, one.activation, gated=one.gated)
 
-    @override
     def add(self, x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
         return self.operations.add_norm(x, (made,), factor=self.description.residual)[0]
 
-    @override
     def mix(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(self.mlp, TorchMlp):
             raise TypeError(f"{self.description.module} has no experts")
@@ -137,7 +130,7 @@ class TorchLayer(LayerParts):
         """Queries and keys by the operation that is also used for whole layers."""
         keys, values = k.new_empty((2, len(k), heads.kv_heads, heads.head_dim)).unbind(0)
         projected = torch.cat((q, k, torch.zeros_like(k)), -1)
-        queries = self.operations.turn(projected, heads, tables, Places(keys, values))
+        queries = self.operations.turn(projected, heads, tables, KVPlaces(keys, values))
         return queries.flatten(1), keys.flatten(1)
 
 
@@ -254,11 +247,11 @@ class TorchDecoder(DecoderFrame):
         if slots is None:
             shape = (len(x), heads.kv_heads, heads.head_dim)
             keys, values = projected.new_empty(shape), projected.new_empty(shape)
-            query = turn(projected, heads, own, Places(keys, values))
+            query = turn(projected, heads, own, KVPlaces(keys, values))
             query, keys, values = (one.transpose(0, 1) for one in (query, keys, values))
             return backend.forward(query, keys, values, cache, metadata, layer.params).flatten(1)
         output = projected.new_empty((len(x), heads.heads, heads.head_dim))
-        places = Places(cache.keys, cache.values, slots)
+        places = KVPlaces(cache.keys, cache.values, slots)
         query = turn(projected, heads, own, places).transpose(0, 1)
         backend.attend(query, output, cache, metadata, layer.params)
         return output.flatten(1)

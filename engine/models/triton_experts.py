@@ -22,7 +22,7 @@ from engine.models.experts_kernel import experts_product_kernel
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class ExpertTiles:
     """The constants of a launch.
 
     Attributes:
@@ -38,16 +38,16 @@ class Tiles:
     stages: int
 
 
-_NARROW = Tiles(rows=64, columns=64, inputs=64, warps=4, stages=4)
+_NARROW = ExpertTiles(rows=64, columns=64, inputs=64, warps=4, stages=4)
 """For 16-bit types: what tensor cores multiply, within the 99 KiB of the smallest devices, so that
 three programs have room on a large one. While a tile has few rows, reading weights takes longer
 than multiplying by all of it.
 """
-_WIDE = Tiles(rows=16, columns=64, inputs=32, warps=4, stages=3)
+_WIDE = ExpertTiles(rows=16, columns=64, inputs=32, warps=4, stages=3)
 """For float32, which has no tensor cores: every row that is not there is computed all the same."""
 
 
-def choose_tiles(itemsize: int) -> Tiles:
+def choose_tiles(itemsize: int) -> ExpertTiles:
     """The tiles for elements of so many bytes."""
     return _WIDE if itemsize == 4 else _NARROW
 

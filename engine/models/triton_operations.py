@@ -29,7 +29,7 @@ from engine.models.decoder_kernels import (
     gate_kernel,
     turn_kernel,
 )
-from engine.models.operations import BoundNorm, Heads, Operations, Places, Tables, TorchOperations
+from engine.models.operations import BoundNorm, Heads, KVPlaces, Operations, Tables, TorchOperations
 
 _FORMS: dict[described.NormForm, int] = {
     "plain": PLAIN.value,
@@ -176,7 +176,7 @@ class TritonOperations(Operations):
 
     @override
     def turn(
-        self, projected: torch.Tensor, heads: Heads, tables: Tables | None, places: Places
+        self, projected: torch.Tensor, heads: Heads, tables: Tables | None, places: KVPlaces
     ) -> torch.Tensor:
         turns = tables is not None and heads.rotary_dim > 0
         launch = turn_launch(heads, turns=turns, has_slots=places.slots is not None)

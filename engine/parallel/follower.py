@@ -1,8 +1,8 @@
 """The other ranks of a tensor-parallel model: they only compute what rank 0 tells them.
 
-receive ─▶ Begin, Plan    allocate this rank's part of a cache
+receive ─▶ Begin, Allocate    allocate this rank's part of a cache
            Copies         copy its blocks
-           Step           the forward pass; rank 0 uses the logits
+           RankStep           the forward pass; rank 0 uses the logits
            End            return
 """
 
@@ -16,7 +16,7 @@ import torch
 
 from engine.attention.interface import AttentionBackend
 from engine.contract.errors import RanksLostError
-from engine.parallel.rank_messages import Begin, Copies, End, Plan, Step
+from engine.parallel.rank_messages import Allocate, Begin, Copies, End, RankStep
 from engine.parallel.ranks import Ranks
 from engine.runner.block_copies import BlockCopier
 from engine.runner.forward import CausalModel, ModelForward
@@ -84,17 +84,17 @@ class Follower:
             case Begin() as begin:
                 self._runners = {name: self._runners[name] for name in begin.live}
                 self._ranks.least(self._part.free_memory())
-            case Plan() as plan:
+            case Allocate() as plan:
                 self._ranks.least([self._allocate(plan)])
             case Copies() as message:
                 self._runners[message.runner].copier.run(message.copies)
-            case Step() as step:
+            case RankStep() as step:
                 self._runners[step.runner].forward.as_it_comes(step.inputs(), _nothing_carried)
             case End():
                 return False
         return True
 
-    def _allocate(self, plan: Plan) -> bool:
+    def _allocate(self, plan: Allocate) -> bool:
         """Allocate a runner's cache. False: it does not fit."""
         part = self._part
         try:

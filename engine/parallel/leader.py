@@ -2,7 +2,7 @@
 own part.
 
     ModelRunner ─┬─▶ LeadingCopier ── Copies ──▶ other ranks      then it copies its own blocks
-                 └─▶ LeadingForward ── Step ───▶ other ranks      then it computes its own part
+                 └─▶ LeadingForward ── RankStep ───▶ other ranks      then it computes its own part
 
 If a step cannot be laid out, only its batch fails, as without ranks. After it was sent, a failure
 leaves the other ranks at an unknown point inside the model's collectives, so the engine and all
@@ -25,7 +25,7 @@ from engine.attention.interface import AttentionBackend
 from engine.contract.config import ContinuousBatchingConfig
 from engine.contract.errors import ConfigError, InsufficientMemoryError, RanksLostError
 from engine.kv_cache.copies import StepCopies
-from engine.parallel.rank_messages import Begin, Copies, End, Message, Plan, Step
+from engine.parallel.rank_messages import Allocate, Begin, Copies, End, Message, RankStep
 from engine.parallel.ranks import Ranks
 from engine.runner.block_copies import BlockCopier
 from engine.runner.forward import CausalModel, ModelForward
@@ -74,7 +74,7 @@ class Leader:
             InsufficientMemoryError: it does not fit here, or on another rank.
             RanksLostError: the ranks no longer compute together.
         """
-        with self.telling(Plan.of(runner_id, plan)):
+        with self.telling(Allocate.of(runner_id, plan)):
             kv, failure = None, None
             try:
                 kv = make()
@@ -190,7 +190,7 @@ class LeadingForward(ModelForward):
         Raises:
             RanksLostError: the ranks no longer compute together.
         """
-        message = Step.of(self.runner_id, inputs)
+        message = RankStep.of(self.runner_id, inputs)
         with self._leader.telling(message):
             return super().as_it_comes(inputs, fill_in)
 

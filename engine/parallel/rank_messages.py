@@ -1,11 +1,11 @@
 """The messages of rank 0 to the other ranks of a tensor-parallel model: msgpack that is checked
 against its type on arrival. Nothing received is executed.
 
-Begin(1) ─▶ all report their free memory ─▶ Plan(1) ─▶ all allocate their part of the cache
-Copies(1), Step(1), Step(1), …            a step's block copies, and its inputs, laid out
+Begin(1) ─▶ all report their free memory ─▶ Allocate(1) ─▶ all allocate their part of the cache
+Copies(1), RankStep(1), RankStep(1), …            a step's block copies, and its inputs, laid out
 End
 
-A Begin without a Plan has no effect: rank 0 found that the cache does not fit.
+A Begin without a Allocate has no effect: rank 0 found that the cache does not fit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     live: tuple[int, ...]
 
 
-class Plan(msgspec.Struct, frozen=True, tag=True):
+class Allocate(msgspec.Struct, frozen=True, tag=True):
     """The size of the runner's cache; see CacheSize."""
 
     runner: int
@@ -39,7 +39,7 @@ class Plan(msgspec.Struct, frozen=True, tag=True):
     host_blocks: tuple[int, ...]
 
     @classmethod
-    def of(cls, runner: int, plan: CacheSize) -> Plan:
+    def of(cls, runner: int, plan: CacheSize) -> Allocate:
         """The part of a plan that other ranks need."""
         return cls(runner, plan.block_size, plan.num_blocks, plan.host_blocks)
 
@@ -51,7 +51,7 @@ class Copies(msgspec.Struct, frozen=True, tag=True):
     copies: StepCopies
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class RankStep(msgspec.Struct, frozen=True, tag=True):
     """One step's inputs; arrays as the bytes of int64 elements, and int32 for the tables. Fields as
     of InputBatch and BatchLayout; `tables` by layer group.
     """
@@ -72,7 +72,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     kv_interval: int
 
     @classmethod
-    def of(cls, runner: int, inputs: InputBatch) -> Step:
+    def of(cls, runner: int, inputs: InputBatch) -> RankStep:
         """The part of a step's inputs that the forward pass needs. None of its tokens may be
         carried.
         """
@@ -128,7 +128,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """There is nothing more to compute: the other ranks end."""
 
 
-Message = Begin | Plan | Copies | Step | End
+Message = Begin | Allocate | Copies | RankStep | End
 
 
 def _bytes(array: npt.NDArray[np.int64]) -> bytes:

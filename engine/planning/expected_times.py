@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from engine.planning.outline import Experts, Matrices, Outline
+from engine.planning.outline import Matrices, Outline, OutlineExperts
 
 OPERATION_S = 5e-6
 """Seconds of a small operation."""
@@ -39,7 +39,7 @@ class Rates:
     rate: float
 
 
-class StepTimes:
+class ExpectedTimes:
     """Computes the times of a model's steps."""
 
     def __init__(self, outline: Outline, rates: Rates, max_batch_tokens: int) -> None:
@@ -91,7 +91,7 @@ class StepTimes:
             matrices.held / rates.bandwidth, 2 * matrices.elements * rows / rates.rate
         )
 
-    def _experts_s(self, one: Experts, rows: int) -> float:
+    def _experts_s(self, one: OutlineExperts, rows: int) -> float:
         # How many experts are chosen by any of the tokens, if all are as likely.
         hit = one.total * (1 - (1 - one.chosen / one.total) ** rows)
         read = Matrices(

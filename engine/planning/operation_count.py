@@ -20,7 +20,7 @@ VIEWS = frozenset(
 """Operations that compute nothing."""
 
 
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts tensor operations, except those of excluded modules."""
 
     def __init__(self) -> None:

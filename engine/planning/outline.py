@@ -38,7 +38,7 @@ from engine.loading.rotary import read_rope
 from engine.loading.watching import LayerWatch, masks_of
 from engine.models.choosing import TORCH_DEVICES, computed_dtypes
 from engine.models.table import NotDescribedError, describe
-from engine.planning.operation_count import Operations
+from engine.planning.operation_count import OperationCount
 
 _NAME = "headrace_outline"
 CALLED_WITH = 16
@@ -70,7 +70,7 @@ class Matrices:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class OutlineExperts:
     """A module of experts.
 
     Attributes:
@@ -129,7 +129,7 @@ class Outline:
     linear: Matrices
     head: Matrices
     embedding: Matrices
-    experts: tuple[Experts, ...]
+    experts: tuple[OutlineExperts, ...]
     other: Matrices
     widest: int
     hidden: int
@@ -228,7 +228,7 @@ class _Sorted:
         self, model: PreTrainedModel, held: dict[str, int], chosen: dict[torch.nn.Module, int]
     ) -> None:
         self.linear = self.head = self.embedding = self.other = Matrices()
-        self.experts: list[Experts] = []
+        self.experts: list[OutlineExperts] = []
         self.widest = 0
         head = model.get_output_embeddings().weight
         buffers = sum(buffer.nbytes for buffer in model.buffers())
@@ -242,7 +242,7 @@ class _Sorted:
             if module in chosen:
                 weights = sum(found.values(), Matrices())
                 total = max(len(one) for one in own if one.dim() > 2)
-                self.experts.append(Experts(weights, total, chosen[module]))
+                self.experts.append(OutlineExperts(weights, total, chosen[module]))
                 continue
             for one in own:
                 if one is head:
@@ -256,7 +256,7 @@ class _Sorted:
                     self.other += found[id(one)]
 
 
-class _Work(Operations):  # type: ignore[no-untyped-call]
+class _Work(OperationCount):  # type: ignore[no-untyped-call]
     """Counts the small operations of a forward, and the bytes that they write.
 
     Attributes:

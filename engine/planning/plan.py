@@ -1,7 +1,7 @@
 """Makes a plan of a model: its memory, its speed, and the options that follow.
 
 path ─▶ Outline ─┬─▶ MemoryPlan ─▶ Room ────────────────┬─▶ Plan
-                 └─▶ Rehearsal, or Rates ─▶ StepTimes ──┘
+                 └─▶ Rehearsal, or Rates ─▶ ExpectedTimes ──┘
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.contract.errors import ConfigError, ModelRefusedError
 from engine.loading.checkpoint import resolve_path
 from engine.loading.loader import set_threads
 from engine.loading.memory import CachePlan
-from engine.planning.expected_times import Rates, StepTimes
+from engine.planning.expected_times import ExpectedTimes, Rates
 from engine.planning.memory_plan import MemoryPlan, Room, blocks_for, plan_memory, room
 from engine.planning.outline import Outline, read_outline
 from engine.planning.plan_request import DEFAULT_OUTPUT, DEFAULT_PROMPT, Wanted
@@ -150,10 +150,10 @@ def _times(
     counts = sorted({count for count in DECODES if count < most} | {most})
     rates = None
     try:
-        steps: StepTimes | Rehearsal
+        steps: ExpectedTimes | Rehearsal
         if wanted.bandwidth is not None and wanted.rate is not None:
             rates = Rates(wanted.bandwidth, wanted.rate)
-            steps = StepTimes(outline, rates, cache.max_batch_tokens)
+            steps = ExpectedTimes(outline, rates, cache.max_batch_tokens)
         elif wanted.measures and outline.device.type == "cpu":
             progress("running its steps with made-up weights: some seconds")
             steps = Rehearsal(outline, load_config, cache.block_size, cache.max_batch_tokens)

@@ -1,7 +1,7 @@
 """The messages between the front end and the engine's process.
 
     front end ── Start, then a Call for each verb ───────────────────▶ engine process
-    front end ◀─ Progress, Started, Answer | Refused, Step, Died ───── engine process
+    front end ◀─ StartProgress, Started, Answer | Refused, Step, Died ───── engine process
 
 Each message is one msgpack frame (see `engine.process.wire`), typed on both sides: nothing received
 is executed, and a message that does not match its type is an error.
@@ -56,14 +56,14 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 Command = Start | Call
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
+class StartProgress(msgspec.Struct, frozen=True, tag=True):
     """A line of start-up progress. `transfer`: the values of a `Transfer`, if it is one."""
 
     line: str
     transfer: tuple[int, int, float, float] | None = None
 
     @classmethod
-    def of(cls, line: str) -> Progress:
+    def of(cls, line: str) -> StartProgress:
         """The message for a line."""
         if isinstance(line, Transfer):
             return cls("", (line.done, line.total, line.seconds, line.rate))
@@ -114,7 +114,7 @@ class Died(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Message = Progress | Started | Refused | Answer | Step | Died
+Message = StartProgress | Started | Refused | Answer | Step | Died
 
 
 def options_of(config: ContinuousBatchingConfig | LoadConfig) -> dict[str, Any]:

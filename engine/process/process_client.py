@@ -332,7 +332,7 @@ class ProcessEngineClient(EngineClient):
         match message:
             case messages.Step():
                 self._take_step(message.outputs)
-            case messages.Progress():
+            case messages.StartProgress():
                 progress(message.text())
             case messages.Started():
                 self._computes_on_cpu = message.info.device.startswith("cpu")

@@ -35,10 +35,10 @@ from engine.process.engine_messages import (
     Call,
     Command,
     Died,
-    Progress,
     Refused,
     Start,
     Started,
+    StartProgress,
     Step,
     batching_config,
     to_wire,
@@ -164,7 +164,7 @@ class Worker:
 
     def _on_progress(self, line: str) -> None:
         """Called from any thread."""
-        self._loop.call_soon_threadsafe(self._writer.write, Progress.of(line))
+        self._loop.call_soon_threadsafe(self._writer.write, StartProgress.of(line))
 
 
 async def serve(connection: socket.socket) -> None:

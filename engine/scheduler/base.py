@@ -35,7 +35,7 @@ from engine.contract.request import Request, RequestStatus
 from engine.contract.types import RequestKey
 from engine.kv_cache.groups import growth_blocks
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.scheduler.live_callers import Callers
+from engine.scheduler.live_callers import LiveCallers
 from engine.scheduler.pace import StepPace
 from engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledRequest
 from engine.scheduler.step_plan import StepPendingError, StepPlan
@@ -92,7 +92,7 @@ class Scheduler(ABC):
         self.waiting: OrderedDict[RequestKey, Request] = OrderedDict()
         self.running: dict[RequestKey, Request] = {}
         self.held: dict[RequestKey, Request] = {}
-        self.callers = Callers()
+        self.callers = LiveCallers()
         # Requests that have blocks but do not run, in the order in which they are to lose them:
         # held ones, and waiting ones that were set aside. Then those that were held and go on with
         # the next step.

@@ -14,7 +14,7 @@ from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.scheduler.base import Scheduler, SchedulerLimits, StepPlan
 from engine.scheduler.live_callers import OUTPUT_COST, service_of
 from engine.scheduler.time_limits import TimeLimits
-from engine.scheduler.token_counters import Order, Share, Shares
+from engine.scheduler.token_counters import Order, Share, TokenCounters
 
 LEAD = 16 * OUTPUT_COST
 """How much more service a caller within its share of the places gets before it gives up a place to
@@ -57,7 +57,7 @@ class FairScheduler(Scheduler):
 
     def __init__(self, kv_cache: KVCacheManager, **limits: Unpack[SchedulerLimits]) -> None:
         super().__init__(kv_cache, **limits)
-        self._shares = Shares(self.callers, self._busiest)
+        self._shares = TokenCounters(self.callers, self._busiest)
         self._limits = TimeLimits(kv_cache, self.waiting, self.max_batch_tokens)
         self._is_choosing = False
 
@@ -146,7 +146,7 @@ class _FairStep:
     def __init__(
         self,
         scheduler: Scheduler,
-        shares: Shares,
+        shares: TokenCounters,
         limits: TimeLimits,
         plan: StepPlan,
         now: float,

@@ -47,7 +47,7 @@ class _Caller:
     service: int = 0
 
 
-class Callers:
+class LiveCallers:
     """The callers that have requests, and a few that had some. Used on the engine's thread, O(1)
     for each change; `named` and `others` may be called on any thread.
     """

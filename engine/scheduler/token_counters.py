@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from engine.contract.request import Request
 from engine.contract.types import CallerKey, RequestKey
-from engine.scheduler.live_callers import Callers
+from engine.scheduler.live_callers import LiveCallers
 from engine.scheduler.request_heap import RequestHeap
 
 _REMEMBERED = 1024
@@ -122,13 +122,13 @@ class _Lowest:
         return self._latest.get(entry[2]) == entry[1]
 
 
-class Shares:
+class TokenCounters:
     """The shares of the callers that have requests, and of some that had requests before.
 
     O(log n) for each change, amortised, with n waiting callers.
     """
 
-    def __init__(self, callers: Callers, busiest: Callable[[], float]) -> None:
+    def __init__(self, callers: LiveCallers, busiest: Callable[[], float]) -> None:
         """Start with no shares.
 
         Args:

@@ -33,7 +33,16 @@ from engine.structured.properties import (
 )
 from engine.structured.schema import schema_text
 from engine.structured.tag_grammar import excluding
-from engine.structured.tag_nodes import EMPTY, Choice, Json, Literal, Node, Open, Repeated, Sequence
+from engine.structured.tag_nodes import (
+    EMPTY,
+    Alternatives,
+    JsonNode,
+    Literal,
+    Node,
+    Open,
+    Repeated,
+    Sequence,
+)
 
 _OF_STRINGS = NOTES | {"type", "minLength", "maxLength"}
 _OF_LISTS = NOTES | {"type", "items", "prefixItems", "minItems", "maxItems"}
@@ -55,8 +64,8 @@ def python_arguments(schema: dict[str, Any], place: str, options: dict[str, obje
         values: list[Node] = [Literal((PYTHON[word],)) for word in words]
         if kinds:
             typed = with_definitions({**inner, "type": kinds}, schema)
-            values.append(Json(schema_text(typed, options), inside))
-        written[name] = Sequence((Literal((f"{name}=",)), Choice(tuple(values))))
+            values.append(JsonNode(schema_text(typed, options), inside))
+        written[name] = Sequence((Literal((f"{name}=",)), Alternatives(tuple(values))))
     return _in_order(written, required, ", ")
 
 
@@ -80,8 +89,8 @@ def _in_order(written: Mapping[str, Node], required: Listed[Any], separator: str
         if name in required:
             ways, more = [way], [behind, *more]
         else:
-            ways, more = [way, *ways], [Choice((behind, EMPTY)), *more]
-    return Choice(tuple(ways))
+            ways, more = [way, *ways], [Alternatives((behind, EMPTY)), *more]
+    return Alternatives(tuple(ways))
 
 
 class BareObjects:
@@ -128,7 +137,7 @@ class BareObjects:
                 kinds = [kind for one in branches for kind in allowed_types(one, self._root)]
                 if word == "oneOf" and len(set(kinds)) < max(len(kinds), len(branches)):
                     refuse(place, "has a oneOf whose branches may overlap; use anyOf")
-                return Choice(tuple(self._value(one, place, depth + 1) for one in branches))
+                return Alternatives(tuple(self._value(one, place, depth + 1) for one in branches))
         constants = target.get("enum", [target["const"]] if "const" in target else None)
         if isinstance(constants, list):
             check_keywords(target, NOTES | {"type", "enum", "const"}, place, "a constant")
@@ -138,10 +147,10 @@ class BareObjects:
             self._num_values += len(constants)
             if not constants:
                 refuse(place, "has no value that its type allows")
-            return Choice(tuple(self._constant(value, place) for value in constants))
+            return Alternatives(tuple(self._constant(value, place) for value in constants))
         types = sorted(own_types(target)) or ["string"]
         nodes = tuple(self._of_type(kind, target, place, depth) for kind in types)
-        return nodes[0] if len(nodes) == 1 else Choice(nodes)
+        return nodes[0] if len(nodes) == 1 else Alternatives(nodes)
 
     def _of_type(self, kind: str, schema: Schema, place: str, depth: int) -> Node:
         match kind:
@@ -160,7 +169,7 @@ class BareObjects:
             case "array":
                 return self._list(schema, place, depth)
             case _:
-                return Json(schema_text({**schema, "type": kind}, self._options), place)
+                return JsonNode(schema_text({**schema, "type": kind}, self._options), place)
 
     def _list(self, schema: Schema, place: str, depth: int) -> Node:
         check_keywords(schema, _OF_LISTS, place, "a list")
@@ -184,7 +193,7 @@ class BareObjects:
         node: Node = Repeated(again) if most is None else EMPTY
         for count in range(max(least, most or 1), 0, -1):  # from the last item on
             node = Sequence((item if count == 1 else again, node))
-            node = node if count <= least else Choice((node, EMPTY))
+            node = node if count <= least else Alternatives((node, EMPTY))
         return Sequence((Literal(("[",)), EMPTY if most == 0 else node, Literal(("]",))))
 
     def _constant(self, value: object, place: str) -> Node:

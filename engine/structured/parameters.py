@@ -45,7 +45,16 @@ from engine.structured.properties import (
 )
 from engine.structured.schema import schema_text
 from engine.structured.tag_grammar import excluding
-from engine.structured.tag_nodes import EMPTY, Choice, Json, Literal, Node, Open, Sequence, Value
+from engine.structured.tag_nodes import (
+    EMPTY,
+    Alternatives,
+    JsonNode,
+    Literal,
+    Node,
+    Open,
+    Sequence,
+    Value,
+)
 
 _OF_STRINGS = NOTES | {"type", "enum", "const", "minLength", "maxLength"}
 _OF_OTHERS = NOTES | {
@@ -73,7 +82,7 @@ class _Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class ParameterMarks:
     """What stands around keys and values.
 
     Attributes:
@@ -114,7 +123,7 @@ class Marks:
 
 
 def tagged_parameters(
-    schema: dict[str, Any], place: str, options: dict[str, object], marks: Marks
+    schema: dict[str, Any], place: str, options: dict[str, object], marks: ParameterMarks
 ) -> Node:
     """The parameters of an object's schema between marks, in its order; those that are not required
     may be left out.
@@ -133,7 +142,7 @@ def tagged_parameters(
     for name, inner in properties.items():
         value = _Parameter(schema, options, f"{where}.properties.{name}", marks, name)
         node = value.node(inner)
-        nodes.append(node if name in required else Choice((node, EMPTY)))
+        nodes.append(node if name in required else Alternatives((node, EMPTY)))
     return Sequence(tuple(nodes))
 
 
@@ -145,7 +154,7 @@ class _Parameter:
         root: dict[str, Any],
         options: dict[str, object],
         place: str,
-        marks: Marks,
+        marks: ParameterMarks,
         name: str,
     ) -> None:
         self._marks = marks
@@ -177,9 +186,13 @@ class _Parameter:
         if texts:
             choices.insert(0, ("string", self._free(" | ".join(texts))))
         if self._marks.tells_types:
-            return Choice(tuple(Sequence((self._opening(kind), node)) for kind, node in choices))
+            return Alternatives(
+                tuple(Sequence((self._opening(kind), node)) for kind, node in choices)
+            )
         nodes = tuple(node for _, node in choices)
-        return Sequence((self._opening("string"), nodes[0] if len(nodes) == 1 else Choice(nodes)))
+        return Sequence(
+            (self._opening("string"), nodes[0] if len(nodes) == 1 else Alternatives(nodes))
+        )
 
     def _typed_choices(self, held: _Held) -> list[tuple[str, Node]]:
         """The values that are no text, by a type that tells the mark of each."""
@@ -207,7 +220,7 @@ class _Parameter:
 
     def _json(self, schema: dict[str, Any]) -> Node:
         text = schema_text(with_definitions(schema, self._root), self._options)
-        return Sequence((Json(text, self._place), self._marks.literal(self._close)))
+        return Sequence((JsonNode(text, self._place), self._marks.literal(self._close)))
 
     def _opening(self, kind: str) -> Literal:
         name, barred = self._name, self._marks.barred

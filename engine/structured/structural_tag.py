@@ -19,14 +19,14 @@ from llguidance import LLMatcher
 
 from engine.contract.json_types import JSON_TYPES
 from engine.structured.arguments import BareObjects, python_arguments
-from engine.structured.parameters import Marks, tagged_parameters
+from engine.structured.parameters import ParameterMarks, tagged_parameters
 from engine.structured.schema import SchemaChecks, SchemaError, read_json, schema_text
 from engine.structured.special_names import SpecialNames
 from engine.structured.tag_grammar import TagError, TagGrammar, excluding
 from engine.structured.tag_nodes import (
     EMPTY,
-    Choice,
-    Json,
+    Alternatives,
+    JsonNode,
     Lark,
     Literal,
     Node,
@@ -184,11 +184,13 @@ class _Reader:
 
     def _json_schema(self, value: _Object, place: str, depth: int) -> Node:
         _check_members(value, place, {"json_schema"})
-        return Json(schema_text(self._schema(value, place), self._options), f"{place}.json_schema")
+        return JsonNode(
+            schema_text(self._schema(value, place), self._options), f"{place}.json_schema"
+        )
 
     def _qwen_xml_parameter(self, value: _Object, place: str, depth: int) -> Node:
         _check_members(value, place, {"json_schema"})
-        marks = Marks("<parameter=", ">\n", "\n</parameter>\n", self._literal)
+        marks = ParameterMarks("<parameter=", ">\n", "\n</parameter>\n", self._literal)
         schema = self._schema(value, place)
         return tagged_parameters(schema, f"{place}.json_schema", self._one_line, marks)
 
@@ -205,7 +207,7 @@ class _Reader:
             message = "ends as it begins, so it is not clear where a text ends; use another mark"
             _refuse(f"{place}.after_value", message)
         schema = self._schema(value, place)
-        marks = Marks(before, after, end, self._literal)
+        marks = ParameterMarks(before, after, end, self._literal)
         return tagged_parameters(schema, f"{place}.json_schema", self._one_line, marks)
 
     def _python_arguments(self, value: _Object, place: str, depth: int) -> Node:
@@ -246,7 +248,7 @@ class _Reader:
         return Sequence(self._elements(value, place, depth))
 
     def _or(self, value: _Object, place: str, depth: int) -> Node:
-        return Choice(self._elements(value, place, depth))
+        return Alternatives(self._elements(value, place, depth))
 
     def _tag(self, value: _Object, place: str, depth: int) -> Node:
         begin, behind = self._parts_of_tag(value, place, depth)
@@ -265,11 +267,11 @@ class _Reader:
         _check_members(value, place, {"tags", "separator", "at_least_one", "stop_after_first"})
         stops = _flag(value, "stop_after_first", place)
         tags = self._tags(value, place, depth, must_end=not stops)
-        one = Choice(tuple(Sequence((begin, behind)) for _, begin, behind in tags))
+        one = Alternatives(tuple(Sequence((begin, behind)) for _, begin, behind in tags))
         separator = self._literal(_string(value, "separator", place))
         more = () if stops else (Repeated(Sequence((separator, one))),)
         node = Sequence((one, *more))
-        return node if _flag(value, "at_least_one", place) else Choice((node, EMPTY))
+        return node if _flag(value, "at_least_one", place) else Alternatives((node, EMPTY))
 
     # ---- parts -----------------------------------------------------------------------------------
 
@@ -307,7 +309,7 @@ class _Reader:
         if not isinstance(ends, list):
             return begin, Sequence((content, self._literal(_string(value, "end", place))))
         found = [self._literal(end) for end in self._strings(value, "end", place, empty=True)]
-        return begin, Sequence((content, Choice(tuple(found))))
+        return begin, Sequence((content, Alternatives(tuple(found))))
 
     def _triggers(self, value: _Object, place: str) -> list[Literal]:
         triggers = self._strings(value, "triggers", place, empty=False)

@@ -19,8 +19,8 @@ from collections.abc import Iterable
 from typing import NamedTuple, NoReturn
 
 from engine.structured.tag_nodes import (
-    Choice,
-    Json,
+    Alternatives,
+    JsonNode,
     Lark,
     Literal,
     Node,
@@ -137,13 +137,13 @@ class TagGrammar:
                     return " ".join([*parts, self._open(node, behind)])
                 case Triggered():
                     return " ".join([*parts, self._triggered(node, behind)])
-                case Choice() if behind and is_open((node,)):
+                case Alternatives() if behind and is_open((node,)):
                     return " ".join([*parts, self._distributed(node, behind)])
                 case _:
                     parts.append(self._closed(node))
         return " ".join(parts)
 
-    def _distributed(self, node: Choice, behind: _Nodes) -> str:
+    def _distributed(self, node: Alternatives, behind: _Nodes) -> str:
         """A choice of which a member ends with open text, and what follows it."""
         return _any_of(
             self._rule((member, *behind))
@@ -158,14 +158,14 @@ class TagGrammar:
                 return _written(node)
             case Value():
                 return self._name("lazy", self._name("T", node.terminal))
-            case Json():
+            case JsonNode():
                 self.parts[node.place] = f"start: %json {node.schema}"
                 return self._name("j", f"%json {node.schema}")
             case Lark():
                 self.parts[node.place] = node.grammar
                 self.larks.append(node.grammar)
                 return f"@lark_{len(self.larks) - 1}"
-            case Choice():
+            case Alternatives():
                 return _any_of(self._rule((choice,)) for choice in node.nodes)
             case Repeated():
                 return f"({self._rule((node.node,))})*"
@@ -263,8 +263,8 @@ def _exits(nodes: _Nodes) -> tuple[list[_Exit] | None, bool]:
         match node:
             case Literal():
                 return [*found, _Exit(node, behind)], False
-            case Choice() | Repeated():
-                for inner in node.nodes if isinstance(node, Choice) else (node.node,):
+            case Alternatives() | Repeated():
+                for inner in node.nodes if isinstance(node, Alternatives) else (node.node,):
                     exits, _ = _exits((inner,))
                     if exits is None:
                         return None, False

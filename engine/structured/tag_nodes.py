@@ -1,10 +1,10 @@
 """What a structural tag comes to: a tree of few kinds of nodes, which `tag_grammar` writes down.
 
-    const_string, begin, end  Literal     regex, any_text      Open
-    json_schema               Json        …_parameters         Sequence of Literal, Value and Json
-    grammar                   Lark        or, ends             Choice
-    sequence, tag             Sequence    triggered_tags       Triggered
-    tags_with_separator       Sequence of Choice and Repeated
+    const_string, begin, end  Literal     regex, any_text   Open
+    json_schema               JsonNode    …_parameters      Sequence of Literal, Value and JsonNode
+    grammar                   Lark        or, ends          Alternatives
+    sequence, tag             Sequence    triggered_tags    Triggered
+    tags_with_separator       Sequence of Alternatives and Repeated
 
 Nodes are compared by identity, because the same node followed by the same nodes becomes one rule.
 """
@@ -49,7 +49,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Json:
+class JsonNode:
     """A JSON value of a schema, which is ready for llguidance; `place`: where it was described."""
 
     schema: str
@@ -72,7 +72,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choice:
+class Alternatives:
     """One of several nodes."""
 
     nodes: tuple[Node, ...]
@@ -110,7 +110,7 @@ class Triggered:
     stop_after_first: bool
 
 
-Node = Literal | Open | Value | Json | Lark | Sequence | Choice | Repeated | Triggered
+Node = Literal | Open | Value | JsonNode | Lark | Sequence | Alternatives | Repeated | Triggered
 
 EMPTY = Literal(())
 
@@ -166,7 +166,7 @@ def is_open(nodes: Listed[Node]) -> bool:
             case Sequence():
                 if is_open(node.nodes):
                     return True
-            case Choice():
+            case Alternatives():
                 if any(is_open((choice,)) for choice in node.nodes):
                     return True
             case Repeated():
@@ -186,7 +186,7 @@ def may_be_empty(node: Node) -> bool:
             return not node.parts
         case Sequence():
             return all(map(may_be_empty, node.nodes))
-        case Choice():
+        case Alternatives():
             return any(map(may_be_empty, node.nodes))
         case Repeated():
             return True

@@ -1,6 +1,6 @@
 """`engine.Telemetry`: metrics and spans of what managers of the Python API do.
 
-    LoadedModel(telemetry=…) ── a manager's Observer ◀── its requests, steps, start and end
+    LoadedModel(telemetry=…) ── a manager's ManagerObserver ◀── its requests, steps, start and end
                                      └──▶ one set of instruments, which sums up all managers
 
 The metrics are the engine's part of a server's, by the same names (docs/offline.md lists them).
@@ -58,25 +58,25 @@ class Telemetry:
         self._meter = meter
         self._trace_steps = trace_steps
         self._lock = threading.Lock()
-        self._running: dict[Observer, _Running] = {}
+        self._running: dict[ManagerObserver, _Running] = {}
         self._before: dict[str, int] = {}
         self._steps: dict[str, StepInstruments] = {}
         observe_stats(meter, self._present, self._totals)
 
-    def observer(self, model: str) -> Observer:
+    def observer(self, model: str) -> ManagerObserver:
         """The observer of a new manager. `model`: the name of its model."""
         with self._lock:
             if model not in self._steps:
                 self._steps[model] = StepInstruments(self._meter, model)
             steps = self._steps[model]
-        return Observer(self, model, steps, self._tracer if self._trace_steps else None)
+        return ManagerObserver(self, model, steps, self._tracer if self._trace_steps else None)
 
-    def started(self, observer: Observer, stats: Callable[[], EngineStats]) -> None:
+    def started(self, observer: ManagerObserver, stats: Callable[[], EngineStats]) -> None:
         """Note that a manager runs."""
         with self._lock:
             self._running[observer] = _Running(stats, counts(stats()))
 
-    def ended(self, observer: Observer) -> None:
+    def ended(self, observer: ManagerObserver) -> None:
         """Note that a manager runs no longer; its counts are kept."""
         with self._lock:
             running = self._running.pop(observer, None)
@@ -108,7 +108,7 @@ class _Running:
         return {name: count - self.at_start[name] for name, count in counts(self.stats()).items()}
 
 
-class Observer:
+class ManagerObserver:
     """What one manager tells; see `engine.api.observer.Observer`."""
 
     def __init__(

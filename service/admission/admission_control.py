@@ -40,7 +40,7 @@ from service.errors.call_errors import LimitReachedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class AdmissionBounds:
     """The limits on what may exist at the same time.
 
     Attributes:
@@ -172,7 +172,7 @@ class AdmissionControl:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: AdmissionBounds,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
         freed: Callable[[int], None] = lambda size: None,
@@ -188,7 +188,7 @@ class AdmissionControl:
         self._leaving = 0  # of them
         self._beyond = 0  # of them
 
-    def change(self, limits: Limits) -> None:
+    def change(self, limits: AdmissionBounds) -> None:
         """Have other limits from now on. Requests that have been let in stay."""
         for bound, kind in zip(self.bounds, _kinds(limits), strict=True):
             bound.change(kind)
@@ -356,12 +356,12 @@ class AdmissionControl:
         return Holding(self, account, ticket)
 
 
-def _kinds(limits: Limits) -> tuple[Kind, Kind, Kind]:
+def _kinds(limits: AdmissionBounds) -> tuple[Kind, Kind, Kind]:
     """The kinds of limits, in the order of Charge."""
     return _places(limits), _bytes(limits), _tokens(limits)
 
 
-def _places(limits: Limits) -> Kind:
+def _places(limits: AdmissionBounds) -> Kind:
     return Kind(
         what="{present} requests{of} are running or have results that were not read yet",
         remedy="read the results",
@@ -374,7 +374,7 @@ def _places(limits: Limits) -> Kind:
     )
 
 
-def _bytes(limits: Limits) -> Kind:
+def _bytes(limits: AdmissionBounds) -> Kind:
     return Kind(
         what="requests that wait or run hold about {present} bytes, and this one needs {amount} "
         "more",
@@ -387,7 +387,7 @@ def _bytes(limits: Limits) -> Kind:
     )
 
 
-def _unread(limits: Limits) -> Kind:
+def _unread(limits: AdmissionBounds) -> Kind:
     return Kind(
         what="results of about {present} bytes were not read yet, of all callers together",
         remedy="read results as they come",
@@ -397,7 +397,7 @@ def _unread(limits: Limits) -> Kind:
     )
 
 
-def _tokens(limits: Limits) -> Kind:
+def _tokens(limits: AdmissionBounds) -> Kind:
     return Kind(
         what="running requests{of} reserve {present} tokens, and this one needs {amount} (its "
         "prompt, and max_tokens for each of its n choices)",

@@ -87,14 +87,14 @@ def serve(given: flags.Given) -> None:
         output.say(f"headrace-server {_version()}: starting")
         client.launch()  # before what serving imports: the engine's process has more to import
         from service.command.process import run_to_the_end
-        from service.command.reloading import Source
+        from service.command.reloading import ConfigSource
 
         run_to_the_end(
             config,
             client,
             output,
             telemetry_config=telemetry,
-            source=Source(given, lambda again: options_of(again).service),
+            source=ConfigSource(given, lambda again: options_of(again).service),
             notify=notify_socket(),
         )
 

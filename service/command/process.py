@@ -25,7 +25,7 @@ from engine.contract.engine_client import EngineClient
 from engine.contract.errors import HeadraceError
 from service.admission.freed_memory import bound_arenas
 from service.command.flags import describe
-from service.command.reloading import Reloading, Source
+from service.command.reloading import ConfigSource, Reloading
 from service.command.welcome import welcome
 from service.config import ServiceConfig
 from service.door.listening import ListeningError
@@ -48,7 +48,7 @@ def run(
     *,
     telemetry_config: TelemetryConfig = NO_TELEMETRY,
     tokenizer_loader: TokenizerLoader = load_tokenizer,
-    source: Source | None = None,
+    source: ConfigSource | None = None,
     notify: str | None = None,
 ) -> int:
     """Serve until a signal comes; returns the exit code.
@@ -78,7 +78,7 @@ def run_to_the_end(
     *,
     telemetry_config: TelemetryConfig = NO_TELEMETRY,
     tokenizer_loader: TokenizerLoader = load_tokenizer,
-    source: Source | None = None,
+    source: ConfigSource | None = None,
     notify: str | None = None,
 ) -> NoReturn:
     """Serve until a signal comes, then end the process with the exit code. Everything that must be
@@ -111,7 +111,7 @@ class _Process:
         output: Output,
         telemetry_config: TelemetryConfig,
         tokenizer_loader: TokenizerLoader,
-        source: Source | None,
+        source: ConfigSource | None,
         notify: str | None,
     ) -> None:
         self._config = config

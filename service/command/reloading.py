@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ConfigSource:
     """Where a server's options come from. `config_of`: checks them all, and raises ConfigError."""
 
     given: Given
@@ -44,7 +44,7 @@ class Reloading:
     """See the module. All methods run on one event loop."""
 
     def __init__(
-        self, server: HeadraceServer, config: ServiceConfig, source: Source | None
+        self, server: HeadraceServer, config: ServiceConfig, source: ConfigSource | None
     ) -> None:
         """`config`: with which the server is started. `source`: where that comes from; None: from
         no file.
@@ -72,7 +72,7 @@ class Reloading:
             else:
                 await self._reload(self._source)
 
-    async def _reload(self, source: Source) -> None:
+    async def _reload(self, source: ConfigSource) -> None:
         given = source.given
         try:
             given = await asyncio.to_thread(filled, given)
@@ -106,7 +106,7 @@ class Reloading:
             or "nothing has changed",
         )
 
-    def _read(self, source: Source, given: Given) -> tuple[ServiceConfig, Changes]:
+    def _read(self, source: ConfigSource, given: Given) -> tuple[ServiceConfig, Changes]:
         """Check what the file sets, read the files that it names, and use those if all is in order.
         Runs in a thread.
 

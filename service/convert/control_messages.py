@@ -14,7 +14,7 @@ from service.admission.phases import Drain, Phase
 from service.config import LOG_LEVELS
 from service.convert.model import server_version
 from service.convert.response import cancel_result
-from service.convert.snapshot import Pause, Snapshot
+from service.convert.snapshot import OperatorPause, Snapshot
 from service.convert.values import interval_seconds, seconds, to_duration
 from service.delivery.served_request import ServedRequest
 from service.door.network_config import DAY_S
@@ -257,7 +257,7 @@ def cancellation(name: pb.RequestName, status: str) -> pb.RequestCancellation:
     )
 
 
-def pause_message(pause: Pause) -> pb.PauseState:
+def pause_message(pause: OperatorPause) -> pb.PauseState:
     """A pause."""
     return pb.PauseState(reason=pause.reason, start_time=to_timestamp(pause.since))
 

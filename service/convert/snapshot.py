@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from engine.contract.stats import EngineStats
 from service.admission.phases import Drain, Phase
 from service.delivery.registry import RegistryStats
-from service.errors.refusals import Refusal
+from service.errors.refusals import RefusalKind
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
+class OperatorPause:
     """A pause of the engine. `since`: wall-clock seconds."""
 
     reason: str
@@ -38,7 +38,7 @@ class Snapshot:
     moment: float
     uptime_s: float
     phase: Phase
-    pause: Pause | None
+    pause: OperatorPause | None
     drain: Drain | None
     log_level: str
     engine_restarts: int
@@ -47,5 +47,5 @@ class Snapshot:
     sessions: int
     live_bytes: int
     unknown_fields: int
-    refusals: Mapping[Refusal, int]
+    refusals: Mapping[RefusalKind, int]
     startup: Mapping[str, float]

@@ -27,7 +27,7 @@ ANSWER_S = 2.0
 """If the engine has not answered after this time, its load is unknown."""
 
 
-class Follower(Protocol):
+class LoadFollower(Protocol):
     """A session that wants load reports.
 
     Attributes:
@@ -49,10 +49,10 @@ class LoadWatch:
         self.current: EngineStats | None = None
         self._client = client
         self._clock = clock
-        self._followers: dict[Follower, float] = {}
+        self._followers: dict[LoadFollower, float] = {}
         self._task: asyncio.Task[None] | None = None
 
-    def follow(self, follower: Follower, interval_s: float) -> LoadReport:
+    def follow(self, follower: LoadFollower, interval_s: float) -> LoadReport:
         """Start to report the load to a session, at most once every `interval_s` seconds, until it
         is over.
         """

@@ -48,7 +48,7 @@ from service.delivery.events import (
     num_tokens,
     prompt_size,
 )
-from service.errors.result_errors import RequestFailedError, ResultGoneError
+from service.errors.result_errors import AcceptedRequestFailedError, ResultGoneError
 from service.replies.reply_text import ReplyText
 
 
@@ -298,7 +298,7 @@ class EventLog:
         if failed is not None and failed.error is not None:
             raise failed.error
         if failed is not None and failed.finish.failure is not None:
-            raise RequestFailedError(failed.finish.failure)
+            raise AcceptedRequestFailedError(failed.finish.failure)
 
     # Numbering
 

@@ -32,9 +32,15 @@ from service.admission.accounts import (
     account_of,
     name_in,
 )
-from service.door.callers_file import EVERYONE, MAX_FILE_BYTES, Caller, CallerTable, parse_callers
-from service.door.watched_files import Watched, read
-from service.errors.call_errors import PermissionDeniedError, UnauthenticatedError
+from service.door.callers_file import (
+    EVERYONE,
+    MAX_FILE_BYTES,
+    CallerEntry,
+    CallerTable,
+    parse_callers,
+)
+from service.door.watched_files import WatchedFiles, read
+from service.errors.call_errors import NotGrantedError, UnknownCallerError
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +66,10 @@ class Permit:
 
     def __init__(
         self,
-        caller: Caller,
-        tables: Watched[CallerTable] | None = None,
+        caller: CallerEntry,
+        tables: WatchedFiles[CallerTable] | None = None,
         table: CallerTable | None = None,
-        find: Callable[[CallerTable], Caller] | None = None,
+        find: Callable[[CallerTable], CallerEntry] | None = None,
     ) -> None:
         """Make a permit.
 
@@ -89,14 +95,14 @@ class Permit:
 
         Raises:
             CallerNameError: the metadata name a user, and the name is malformed.
-            PermissionDeniedError: the caller may not call for others.
+            NotGrantedError: the caller may not call for others.
         """
         permit = Permit(self.caller, self._tables, self._table, self._find)
         if ON_BEHALF_OF in dict(metadata):
             permit._name = name_in(metadata)
         if self._tables is None:
             if permit._name is not None:
-                raise PermissionDeniedError(
+                raise NotGrantedError(
                     f"nobody may send {ON_BEHALF_OF} here: this server has no callers' file "
                     "(auth_file) that would say who may",
                     "ON_BEHALF_OF_NOT_GRANTED",
@@ -109,7 +115,7 @@ class Permit:
     def _set_account(self) -> None:
         caller = self.caller
         if self._name is not None and not caller.may_call_for_others:
-            raise PermissionDeniedError(
+            raise NotGrantedError(
                 f"{caller.identity!r} may not send {ON_BEHALF_OF}; may_call_for_others must be "
                 "granted to them",
                 "ON_BEHALF_OF_NOT_GRANTED",
@@ -120,8 +126,8 @@ class Permit:
         """Check the permit against the present callers' file, and update it from there.
 
         Raises:
-            UnauthenticatedError: the token or certificate no longer belongs to that caller.
-            PermissionDeniedError: the caller may no longer call this service, or no longer call for
+            UnknownCallerError: the token or certificate no longer belongs to that caller.
+            NotGrantedError: the caller may no longer call this service, or no longer call for
                 others.
         """
         if self._tables is None or self._find is None:
@@ -131,7 +137,7 @@ class Permit:
             return
         found = self._find(table)
         if found.identity != self.caller.identity:
-            raise UnauthenticatedError(
+            raise UnknownCallerError(
                 "IDENTITY_CHANGED",
                 "what this call was opened with belongs to another identity by now; open a new one",
             )
@@ -165,9 +171,13 @@ class Authenticator:
         """
         self._client_certificates = client_certificates
         self._door_secret = door_secret
-        self.tables: Watched[CallerTable] | None = None  # whoever asks for a caller has it fresh
+        self.tables: WatchedFiles[CallerTable] | None = (
+            None  # whoever asks for a caller has it fresh
+        )
         if path is not None:
-            self.tables = Watched("callers", (path,), lambda: self._load(path), private=(path,))
+            self.tables = WatchedFiles(
+                "callers", (path,), lambda: self._load(path), private=(path,)
+            )
 
     @property
     def knows_callers(self) -> bool:
@@ -183,14 +193,14 @@ class Authenticator:
             peer: where its connection comes from.
 
         Raises:
-            PermissionDeniedError: it has another secret, which is not told.
+            NotGrantedError: it has another secret, which is not told.
         """
         given = [str(value) for key, value in metadata if key == DOOR_SECRET]
         if not given:
             return peer
         known = self._door_secret or ""
         if not known or not all(hmac.compare_digest(one.encode(), known.encode()) for one in given):
-            raise PermissionDeniedError(
+            raise NotGrantedError(
                 f"{DOOR_SECRET} is not what this server gave to its HTTP door; leave it out",
                 "DOOR_UNKNOWN",
             )
@@ -221,9 +231,9 @@ class Authenticator:
             metadata: the call's metadata.
 
         Raises:
-            UnauthenticatedError: the token is not known, or no token was sent and certificates are
+            UnknownCallerError: the token is not known, or no token was sent and certificates are
                 not used.
-            PermissionDeniedError: the caller may not call this service.
+            NotGrantedError: the caller may not call this service.
         """
         if self.tables is None:
             return _ANYBODY
@@ -231,18 +241,18 @@ class Authenticator:
         if not given:
             if self._client_certificates:
                 return None
-            raise UnauthenticatedError("TOKEN_MISSING", _MISSING)
+            raise UnknownCallerError("TOKEN_MISSING", _MISSING)
         if len(given) > 1:
-            raise UnauthenticatedError("TOKEN_INVALID", "authorization was sent more than once")
+            raise UnknownCallerError("TOKEN_INVALID", "authorization was sent more than once")
         value = given[0].encode("utf-8", "replace") if isinstance(given[0], str) else given[0]
         scheme, _, token = value.partition(b" ")
         digest = hashlib.sha256(token.strip(b" ")).digest()
         is_bearer = scheme.lower() == b"bearer"
 
-        def find(table: CallerTable) -> Caller:
+        def find(table: CallerTable) -> CallerEntry:
             found = table.by_digest(digest)
             if found is None or not is_bearer:
-                raise UnauthenticatedError(
+                raise UnknownCallerError(
                     "TOKEN_INVALID", "authorization is not a bearer token that this server knows"
                 )
             return _allowed(found, method)
@@ -257,20 +267,20 @@ class Authenticator:
             names: those in the client's verified certificate; empty if it has none.
 
         Raises:
-            UnauthenticatedError: the certificate is not known, or belongs to several callers.
-            PermissionDeniedError: the caller may not call this service.
+            UnknownCallerError: the certificate is not known, or belongs to several callers.
+            NotGrantedError: the caller may not call this service.
         """
         if self.tables is None:
             return _ANYBODY
         names = tuple(names)
         if not names:
-            raise UnauthenticatedError("TOKEN_MISSING", _MISSING)
+            raise UnknownCallerError("TOKEN_MISSING", _MISSING)
 
-        def find(table: CallerTable) -> Caller:
+        def find(table: CallerTable) -> CallerEntry:
             found = table.by_names(names)
             if len(found) != 1:
                 what = "of more than one caller" if found else "that this server does not know"
-                raise UnauthenticatedError(
+                raise UnknownCallerError(
                     "CERTIFICATE_UNKNOWN",
                     f"the client certificate has names {what}; send 'authorization: Bearer "
                     "<token>', or use another certificate",
@@ -292,14 +302,16 @@ class Authenticator:
         return table
 
 
-def _allowed(caller: Caller, method: str) -> Caller:
+def _allowed(caller: CallerEntry, method: str) -> CallerEntry:
     if not caller.may_call(method):
-        raise PermissionDeniedError(
+        raise NotGrantedError(
             f"{caller.identity!r} may not call {method}; its service must be granted to them"
         )
     return caller
 
 
-def _permit_of(tables: Watched[CallerTable], find: Callable[[CallerTable], Caller]) -> Permit:
+def _permit_of(
+    tables: WatchedFiles[CallerTable], find: Callable[[CallerTable], CallerEntry]
+) -> Permit:
     table = tables.last
     return Permit(find(table), tables, table, find)

@@ -77,7 +77,7 @@ _KEYS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class CallerEntry:
     """A caller from the file.
 
     Attributes:
@@ -100,31 +100,31 @@ class Caller:
         return EVERYTHING in self.services or service in self.services
 
 
-EVERYONE = Caller(ANONYMOUS, frozenset({EVERYTHING}))
+EVERYONE = CallerEntry(ANONYMOUS, frozenset({EVERYTHING}))
 
 
 @dataclass(frozen=True, slots=True)
 class CallerTable:
     """The callers in one version of the file. `tokens`: callers by their token's SHA-256."""
 
-    tokens: tuple[tuple[bytes, Caller], ...]
-    certificates: Mapping[str, Caller]
+    tokens: tuple[tuple[bytes, CallerEntry], ...]
+    certificates: Mapping[str, CallerEntry]
 
-    def by_digest(self, digest: bytes) -> Caller | None:
+    def by_digest(self, digest: bytes) -> CallerEntry | None:
         """The caller whose token has this SHA-256. Takes the same time for every caller, and for
         none.
         """
-        found: Caller | None = None
+        found: CallerEntry | None = None
         for known, caller in self.tokens:
             if hmac.compare_digest(known, digest):
                 found = caller
         return found
 
-    def by_names(self, names: Iterable[str]) -> frozenset[Caller]:
+    def by_names(self, names: Iterable[str]) -> frozenset[CallerEntry]:
         """The callers to whom a certificate with these names belongs, one for each identity. If
         several entries of one identity match, the caller has what any of them grants.
         """
-        found: dict[str, Caller] = {}
+        found: dict[str, CallerEntry] = {}
         for name in names:
             caller = self.certificates.get(name)
             if caller is not None:
@@ -155,8 +155,8 @@ def parse_callers(text: str) -> CallerTable:
         raise ConfigError("auth_file", "must have [[callers]] entries, and nothing else")
     read = [_entry(entry, f"callers[{index}]") for index, entry in enumerate(entries)]
     bounds = _bounds(read)
-    tokens: dict[bytes, Caller] = {}
-    certificates: dict[str, Caller] = {}
+    tokens: dict[bytes, CallerEntry] = {}
+    certificates: dict[str, CallerEntry] = {}
     for one in read:
         caller = replace(one.caller, **bounds[one.caller.identity])
         for digest in one.digests:
@@ -177,7 +177,7 @@ class _Entry:
     """One entry. `bounds`: the limits that it sets, by key; `where`: its name in messages."""
 
     where: str
-    caller: Caller
+    caller: CallerEntry
     bounds: dict[str, Any]
     digests: list[bytes]
     certificates: list[str]
@@ -227,7 +227,7 @@ def _entry(entry: Any, where: str) -> _Entry:
     names_others = entry.get("may_call_for_others", False)
     if not isinstance(names_others, bool):
         raise ConfigError("auth_file", f"{where}.may_call_for_others must be true or false")
-    caller = Caller(identity, frozenset(services), may_call_for_others=names_others)
+    caller = CallerEntry(identity, frozenset(services), may_call_for_others=names_others)
     return _Entry(where, caller, _bounds_of(entry, where), digests, names)
 
 

@@ -7,7 +7,7 @@ others).
 
 Servicers raise exceptions, and `Recovery` turns these into the RPC's status by
 `service.errors.status_table`. What stands between may keep an exception for it instead of letting
-it through (`CallEnd.kept`). CancelledError is never caught: it must reach gRPC.
+it through (`CallOutcome.kept`). CancelledError is never caught: it must reach gRPC.
 """
 
 from __future__ import annotations
@@ -27,8 +27,15 @@ from google.rpc import status_pb2
 from engine.contract.errors import HeadraceError
 from service.door.auth import Authenticator, current_permit
 from service.door.reading import OPEN_TO_EVERYONE, Reading
-from service.errors.call_end import CallEnd, Continuation, Handler, Unary, Watcher, current_call
 from service.errors.call_errors import AnswerTooLargeError
+from service.errors.call_outcome import (
+    CallOutcome,
+    Continuation,
+    Handler,
+    Unary,
+    Watcher,
+    current_call,
+)
 from service.errors.refusals import Refusals
 from service.errors.status_table import abort, status_code, to_status
 
@@ -111,14 +118,14 @@ class Recovery(grpc.aio.ServerInterceptor):
             partial(self._stream, method),
         )
 
-    def begin(self, method: str, context: Any) -> CallEnd:
+    def begin(self, method: str, context: Any) -> CallOutcome:
         """Track a new call; its context reports when its status was sent, or the call was cut
         off.
         """
         ended = asyncio.get_running_loop().create_future()
         self.open.add(ended)
         now, left = time.monotonic(), context.time_remaining()
-        call = CallEnd(now, None if left is None else now + left)
+        call = CallOutcome(now, None if left is None else now + left)
         current_call.set(call)
         ends = [watch(method, context) for watch in self.watchers]
 
@@ -133,7 +140,7 @@ class Recovery(grpc.aio.ServerInterceptor):
         context.add_done_callback(end)
         return call
 
-    def _refuse(self, method: str, call: CallEnd, error: Exception) -> status_pb2.Status:
+    def _refuse(self, method: str, call: CallOutcome, error: Exception) -> status_pb2.Status:
         status = to_status(error)
         call.code = status_code(status)
         self._refusals.add(method, error)

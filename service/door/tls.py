@@ -15,7 +15,7 @@ import grpc
 
 from engine.contract.errors import ConfigError
 from service.door.network_config import NetworkOptions
-from service.door.watched_files import Watched, read
+from service.door.watched_files import WatchedFiles, read
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,14 @@ class Tls:
         Raises:
             ConfigError: a file cannot be read, or has the wrong content.
         """
-        self._watched: Watched[grpc.ServerCertificateConfiguration] | None = None
+        self._watched: WatchedFiles[grpc.ServerCertificateConfiguration] | None = None
         self._client_certificates = config.tls_client_ca is not None
         if config.tls_cert is not None and config.tls_key is not None:
             files = _Files(config.tls_cert, config.tls_key, config.tls_client_ca)
             paths: tuple[str, ...] = (files.certificate, files.key)
             if files.client_ca is not None:
                 paths = (*paths, files.client_ca)
-            self._watched = Watched("TLS files", paths, files.load, private=(files.key,))
+            self._watched = WatchedFiles("TLS files", paths, files.load, private=(files.key,))
 
     @property
     def is_used(self) -> bool:

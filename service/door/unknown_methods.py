@@ -25,7 +25,7 @@ import grpc._cython
 
 from engine.contract.errors import HeadraceError
 from service.door.auth import Authenticator
-from service.errors.call_errors import PermissionDeniedError
+from service.errors.call_errors import NotGrantedError
 from service.errors.status_table import abort, status_code, to_status
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ async def _refuse(call: Any, authenticator: Authenticator, ended: Ended | None) 
             if authenticator.tables is not None:
                 await authenticator.tables.fresh()
             authenticator.by_token("", context.invocation_metadata())
-        except PermissionDeniedError:
+        except NotGrantedError:
             pass  # known; permissions do not matter here
         except HeadraceError as error:
             status = to_status(error)

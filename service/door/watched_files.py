@@ -28,7 +28,7 @@ _Stamp = tuple[tuple[int, ...] | None, ...]
 _TRIES = 3
 
 
-class Watched(Generic[T]):
+class WatchedFiles(Generic[T]):
     """A value that is loaded from files. Safe to use from several threads."""
 
     def __init__(
@@ -115,7 +115,7 @@ class Watched(Generic[T]):
         else:
             self._reading.add_done_callback(self._was_read)
 
-    def become(self, other: Watched[T]) -> None:
+    def become(self, other: WatchedFiles[T]) -> None:
         """Have the files and the content of another one from now on."""
         with self._lock:
             self._paths, self._load, self._private = other._paths, other._load, other._private

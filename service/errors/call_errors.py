@@ -166,7 +166,7 @@ class PreconditionError(HeadraceError):
     """A valid command at the wrong time."""
 
 
-class UnauthenticatedError(HeadraceError):
+class UnknownCallerError(HeadraceError):
     """The caller sent no credentials, or wrong ones. `reason`: for programs."""
 
     def __init__(self, reason: str, message: str) -> None:
@@ -174,7 +174,7 @@ class UnauthenticatedError(HeadraceError):
         self.reason = reason
 
 
-class PermissionDeniedError(HeadraceError):
+class NotGrantedError(HeadraceError):
     """The caller is known but may not do this. `reason`: for programs."""
 
     def __init__(self, message: str, reason: str = "SERVICE_NOT_GRANTED") -> None:

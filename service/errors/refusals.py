@@ -13,7 +13,7 @@ from typing import NamedTuple
 from service.errors.status_table import NOT_REFUSALS, code_of, reason_of
 
 
-class Refusal(NamedTuple):
+class RefusalKind(NamedTuple):
     """What was refused and why.
 
     Attributes:
@@ -31,14 +31,14 @@ class Refusals:
     """See the module. Counted on the event loop, read from any thread."""
 
     def __init__(self) -> None:
-        self._counts: Counter[Refusal] = Counter()
+        self._counts: Counter[RefusalKind] = Counter()
 
     def add(self, method: str, error: BaseException) -> None:
         """Count an answer that was an error, unless the request had been accepted."""
         if not isinstance(error, NOT_REFUSALS):
-            self._counts[Refusal(method, reason_of(error), code_of(error).name)] += 1
+            self._counts[RefusalKind(method, reason_of(error), code_of(error).name)] += 1
 
-    def counts(self) -> dict[Refusal, int]:
+    def counts(self) -> dict[RefusalKind, int]:
         """How many of each there were since the start."""
         return self._counts.copy()
 

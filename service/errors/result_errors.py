@@ -110,7 +110,7 @@ class RequestMovedError(HeadraceError):
         self.request_id = request_id
 
 
-class RequestFailedError(HeadraceError):
+class AcceptedRequestFailedError(HeadraceError):
     """An accepted request failed."""
 
     def __init__(self, failure: RequestFailure) -> None:

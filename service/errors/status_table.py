@@ -48,19 +48,19 @@ from service.errors.call_errors import (
     MessageTooLargeError,
     MethodNotServedError,
     ModelNotFoundError,
+    NotGrantedError,
     NoTokenizerError,
     NotReadyError,
-    PermissionDeniedError,
     PreconditionError,
     TooManyCallsError,
-    UnauthenticatedError,
+    UnknownCallerError,
     UnsupportedFieldError,
     WrongInstanceError,
 )
 from service.errors.contract_fields import NamedError, contract_path, field_error
 from service.errors.result_errors import (
+    AcceptedRequestFailedError,
     OutputNotReadError,
-    RequestFailedError,
     RequestMovedError,
     ResultGoneError,
     ResultsFullError,
@@ -165,7 +165,7 @@ def _unavailable(error: EngineUnavailableError) -> _Public:
     return _Public(_Code.UNAVAILABLE, reason, str(error), retry_after_s=_RESTART_DELAY_S)
 
 
-def _failed(error: RequestFailedError) -> _Public:
+def _failed(error: AcceptedRequestFailedError) -> _Public:
     return _of_failure(error.failure)
 
 
@@ -264,8 +264,8 @@ _TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
             tell=lambda error: _limit(error.option, error.limit, error.present) | _share(error),
         ),
     ),
-    (UnauthenticatedError, _as(_Code.UNAUTHENTICATED)),
-    (PermissionDeniedError, _as(_Code.PERMISSION_DENIED)),
+    (UnknownCallerError, _as(_Code.UNAUTHENTICATED)),
+    (NotGrantedError, _as(_Code.PERMISSION_DENIED)),
     (CallerNameError, _as(_Code.INVALID_ARGUMENT, "CALLER_NAME_INVALID")),
     (ResultsNotReadError, _as(_Code.RESOURCE_EXHAUSTED, "RESULTS_NOT_READ")),
     (OutputNotReadError, _as(_Code.RESOURCE_EXHAUSTED, "RESULTS_NOT_READ", _unread)),
@@ -274,7 +274,7 @@ _TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
     (MethodNotServedError, _as(_Code.UNIMPLEMENTED, "METHOD_NOT_SERVED")),
     (ChatTemplateUnavailableError, _as(_Code.FAILED_PRECONDITION, "NO_CHAT_TEMPLATE")),
     (PreconditionError, _as(_Code.FAILED_PRECONDITION, "FAILED_PRECONDITION")),
-    (RequestFailedError, _failed),
+    (AcceptedRequestFailedError, _failed),
     # A request hit an option of the engine, which only the operator can change.
     (ConfigError, _as(_Code.FAILED_PRECONDITION, "SERVER_CONFIGURATION")),
 )
@@ -390,7 +390,7 @@ def _number(code: grpc.StatusCode) -> int:
 
 
 NOT_REFUSALS = (
-    RequestFailedError,
+    AcceptedRequestFailedError,
     RequestMovedError,
     ResultsNotReadError,
     OutputNotReadError,

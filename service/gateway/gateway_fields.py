@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from service.errors.call_errors import FieldError, UnsupportedFieldError
 from service.errors.contract_fields import contract_path
-from service.errors.result_errors import RequestFailedError
+from service.errors.result_errors import AcceptedRequestFailedError
 
 SPEC = "spec"
 """The path of the spec in the message of our contract."""
@@ -50,7 +50,7 @@ def named_for_gateway() -> Iterator[None]:
     except FieldError as error:
         kind = UnsupportedFieldError if isinstance(error, UnsupportedFieldError) else FieldError
         raise kind(gateway_path(error.path), error.description) from None
-    except RequestFailedError as error:
+    except AcceptedRequestFailedError as error:
         failure = error.failure
         if failure.field is None or failure.retryable:
             raise

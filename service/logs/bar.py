@@ -27,10 +27,10 @@ def sink_for(
         draw: writes without an end of the line.
         columns: how wide the terminal is now.
     """
-    return Bar(say, draw, columns) if is_terminal else Paced(say)
+    return TransferBar(say, draw, columns) if is_terminal else Paced(say)
 
 
-class Bar:
+class TransferBar:
     """A sink that draws `Transfer`s in one place. Used by one thread."""
 
     def __init__(

@@ -29,7 +29,7 @@ class _Place:
     skipped: int = 0
 
 
-class Limits:
+class LogLimits:
     """Counts lines by the place that logs them. Not safe to use from several threads at once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -16,7 +16,7 @@ from engine.logs.lines import LineReader, open_pipe
 from engine.logs.queue import LogQueue
 from service.logs.bar import columns_of
 from service.logs.form import Console, Form, form
-from service.logs.limits import Limits
+from service.logs.limits import LogLimits
 
 _STDERR = 2
 _FLUSH_S = 1.0
@@ -133,7 +133,7 @@ class _Handler(logging.Handler):
         super().__init__()
         self._queue = queue
         self._form = used
-        self._limits = Limits()
+        self._limits = LogLimits()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Put one in."""

@@ -24,7 +24,7 @@ mark.
 
 from __future__ import annotations
 
-from service.replies.call_form import CallForm, ToolMode, ToolSchema
+from service.replies.call_form import CallGrammar, ToolMode, ToolSchema
 from service.replies.families import FORMATS
 from service.replies.format import Context, Format, ReplyParser
 from service.replies.model_format import ModelFormat, choose, format_option, special_marks
@@ -33,11 +33,11 @@ from service.replies.pieces import (
     CallBegin,
     CallEnd,
     Mark,
+    ParsedCall,
     Piece,
     Reasoning,
     Reply,
     Text,
-    ToolCall,
     fold,
 )
 from service.replies.tool_types import ToolTypes, tool_types
@@ -47,17 +47,17 @@ __all__ = [
     "Arguments",
     "CallBegin",
     "CallEnd",
-    "CallForm",
+    "CallGrammar",
     "Context",
     "Format",
     "Mark",
     "ModelFormat",
+    "ParsedCall",
     "Piece",
     "Reasoning",
     "Reply",
     "ReplyParser",
     "Text",
-    "ToolCall",
     "ToolMode",
     "ToolSchema",
     "ToolTypes",

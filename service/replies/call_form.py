@@ -1,6 +1,6 @@
 """How a format writes tool calls, so that a reply can be held to a choice of tools.
 
-    tools, choice ──▶ CallForm ──▶ a structural tag (JSON) ──▶ the engine's grammar
+    tools, choice ──▶ CallGrammar ──▶ a structural tag (JSON) ──▶ the engine's grammar
 
 A form is texts alone: those around a call's arguments, and those around all calls. `structural_tag`
 makes of it the description that the engine compiles (`engine.structured`): its strings may have the
@@ -43,7 +43,7 @@ class ToolSchema:
 
 
 @dataclass(frozen=True, slots=True)
-class CallForm:
+class CallGrammar:
     """How a family of models writes calls.
 
     Attributes:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from service.replies.call_form import CallForm
+from service.replies.call_form import CallGrammar
 from service.replies.format import Context, Format, ReadCall, marked
 from service.replies.json_calls import (
     arguments,
@@ -31,7 +31,7 @@ from service.replies.python_calls import python_call
 from service.replies.reader import (
     MAX_BLANKS,
     MalformedError,
-    Reader,
+    ReplyReader,
     Steps,
 )
 from service.replies.tagged_calls import TaggedCalls
@@ -71,15 +71,15 @@ class JsonCalls:
     written: tuple[str, str] | None = None
 
     @property
-    def forms(self) -> tuple[CallForm, ...]:
+    def forms(self) -> tuple[CallGrammar, ...]:
         """How calls are held."""
         around = [(mark, "".join(self.closing[:1])) for mark in self.marks if mark[-1] != "["]
         return tuple(map(self._form, (self.written or around[0], *around[1:]), self.marks))
 
-    def _form(self, around: tuple[str, str], mark: str) -> CallForm:
+    def _form(self, around: tuple[str, str], mark: str) -> CallGrammar:
         opening, closing = around
         named, given = f'{{"{self.name}": "', f'", "{self.arguments}": '
-        form = CallForm(
+        form = CallGrammar(
             before=named if self.name else '{"',
             after=given if self.name else '": ',
             end="}",
@@ -117,7 +117,7 @@ class JsonCalls:
         """How to read calls that begin a line: see `marked`."""
         return {_NAMED: self._read_line, _FENCE: self._read_block} if self.bare else {}
 
-    def _read(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
+    def _read(self, reader: ReplyReader, out: PieceWriter, context: Context) -> Steps:
         yield from reader.blanks()
         if self.fence:
             if not (yield from reader.literal(self.fence)):
@@ -130,24 +130,24 @@ class JsonCalls:
             yield from self._objects(reader, out, None)
         yield from reader.past_any(*self.closing)
 
-    def _read_items(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
+    def _read_items(self, reader: ReplyReader, out: PieceWriter, context: Context) -> Steps:
         yield from call_items(reader, out, name=self.name)
 
-    def _read_bare(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
+    def _read_bare(self, reader: ReplyReader, out: PieceWriter, context: Context) -> Steps:
         yield from reader.blanks()
         yield from self._objects(reader, out, None)
 
-    def _read_line(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
+    def _read_line(self, reader: ReplyReader, out: PieceWriter, context: Context) -> Steps:
         reader.back(_NAMED)
         yield from self._objects(reader, out, context.tools.keys())
 
-    def _read_block(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
+    def _read_block(self, reader: ReplyReader, out: PieceWriter, context: Context) -> Steps:
         yield from reader.literal("json")
         yield from reader.blanks(MAX_BLANKS)
         yield from self._objects(reader, out, context.tools.keys())
         yield from reader.past(_FENCE)
 
-    def _objects(self, reader: Reader, out: PieceWriter, names: Set[str] | None) -> Steps:
+    def _objects(self, reader: ReplyReader, out: PieceWriter, names: Set[str] | None) -> Steps:
         """Read the objects that come next. `names`: those that tools may have; None: any."""
         if "{" not in self.first:
             raise MalformedError
@@ -198,10 +198,10 @@ class NamedCalls:
     written: tuple[str, str] = ("", "")
 
     @property
-    def forms(self) -> tuple[CallForm, ...]:
+    def forms(self) -> tuple[CallGrammar, ...]:
         """How calls are held."""
         before, after = self.written
-        form = CallForm(
+        form = CallGrammar(
             before=self.call + before,
             after=after + self.name_end,
             end=self.call_end,
@@ -236,14 +236,14 @@ class NamedCalls:
         marks = (self.section_end, self.name_end.strip(), self.call_end, self.id)
         return tuple(mark for mark in marks if len(mark) > 1)
 
-    def _read_section(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
+    def _read_section(self, reader: ReplyReader, out: PieceWriter, context: Context) -> Steps:
         yield from reader.blanks()
         if (yield from reader.literal(self.call)):
             yield from self._read(reader, out, context)
         elif not (yield from reader.literal(self.section_end)):
             raise MalformedError
 
-    def _read(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
+    def _read(self, reader: ReplyReader, out: PieceWriter, context: Context) -> Steps:
         while True:
             yield from self._call(reader, out)
             yield from reader.past_any(self.call_end)
@@ -253,7 +253,7 @@ class NamedCalls:
                 yield from reader.past(self.section_end)
                 return
 
-    def _call(self, reader: Reader, out: PieceWriter) -> Steps:
+    def _call(self, reader: ReplyReader, out: PieceWriter) -> Steps:
         yield from reader.blanks()
         if self.or_list and (yield from reader.peek()) == "[":
             yield from reader.expect("[")
@@ -303,10 +303,10 @@ class PythonCalls:
     bare: bool = False
 
     @property
-    def forms(self) -> tuple[CallForm, ...]:
+    def forms(self) -> tuple[CallGrammar, ...]:
         """How calls are held."""
         opening, closing = ("", "") if self.bare else (self.marks[0], self.closing)
-        form = CallForm(
+        form = CallGrammar(
             before="",
             after="(",
             end=")",
@@ -335,10 +335,10 @@ class PythonCalls:
         """How to read calls without a mark: see `marked`."""
         return {"[": self._read_bare} if self.bare else {}
 
-    def _read_bare(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
+    def _read_bare(self, reader: ReplyReader, out: PieceWriter, context: Context) -> Steps:
         yield from self._list(reader, out, context.tools.keys())
 
-    def _read(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
+    def _read(self, reader: ReplyReader, out: PieceWriter, context: Context) -> Steps:
         if self.in_list:
             yield from self._list(reader, out, None)
             yield from reader.past(self.closing)
@@ -350,7 +350,7 @@ class PythonCalls:
             if not ahead or (ahead == "<" and (yield from reader.past(self.closing))):
                 return
 
-    def _list(self, reader: Reader, out: PieceWriter, names: Set[str] | None) -> Steps:
+    def _list(self, reader: ReplyReader, out: PieceWriter, names: Set[str] | None) -> Steps:
         yield from reader.blanks()
         yield from reader.expect("[")
         yield from reader.blanks()
@@ -374,7 +374,7 @@ def declared(
     reasoning: tuple[str, str] = ("<think>", "</think>"),
     silent: tuple[str, ...] = (),
     ends_reasoning: tuple[str, ...] = (),
-    forms: tuple[CallForm, ...] | None = None,
+    forms: tuple[CallGrammar, ...] | None = None,
 ) -> Format:
     """A format of calls that are declared; see `marked` for the arguments. `forms`: instead of the
     structures' own.

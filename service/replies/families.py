@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from service.replies import functionary, gemma4, harmony
-from service.replies.call_form import CallForm
+from service.replies.call_form import CallGrammar
 from service.replies.declared import JsonCalls, NamedCalls, PythonCalls, TaggedCalls, declared
 from service.replies.format import Format, marked
 
 _M3 = "]<]minimax[>["
 
 
-def _command_a_form(text: str) -> CallForm:
-    return CallForm(
+def _command_a_form(text: str) -> CallGrammar:
+    return CallGrammar(
         before='{"tool_name": "',
         after='", "parameters": ',
         end="}",
@@ -32,7 +32,7 @@ def _command_a_form(text: str) -> CallForm:
     )
 
 
-_COMMAND_R_FORM = CallForm(
+_COMMAND_R_FORM = CallGrammar(
     before='    {\n        "tool_name": "',
     after='",\n        "parameters": ',
     end="\n    }",

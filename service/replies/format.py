@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from service.replies.call_form import CallForm
+from service.replies.call_form import CallGrammar
 from service.replies.json_scanner import BLANKS
 from service.replies.pieces import Piece, PieceWriter
-from service.replies.reader import MAX_BLANKS, MalformedError, Marks, Reader, Steps
+from service.replies.reader import MAX_BLANKS, MalformedError, ReplyMarks, ReplyReader, Steps
 from service.replies.tool_types import ToolTypes
 
 
@@ -72,11 +72,11 @@ class Format:
     name: str
     marks: frozenset[str]
     reasoning: ReasoningMarks
-    read: Callable[[Reader, PieceWriter, Context], Steps]
-    forms: tuple[CallForm, ...] = ()
+    read: Callable[[ReplyReader, PieceWriter, Context], Steps]
+    forms: tuple[CallGrammar, ...] = ()
 
     @property
-    def form(self) -> CallForm | None:
+    def form(self) -> CallGrammar | None:
         """The form in which calls are held where no template says another."""
         return next(iter(self.forms), None)
 
@@ -103,7 +103,7 @@ class ReplyParser:
     __slots__ = ("_out", "_over", "_reader", "_steps")
 
     def __init__(self, format: Format, context: Context) -> None:
-        self._reader = Reader(context.special)
+        self._reader = ReplyReader(context.special)
         self._out = PieceWriter(context.seed, in_reasoning=context.in_reasoning)
         self._steps = format.read(self._reader, self._out, context)
         self._over = False
@@ -143,7 +143,7 @@ class ReplyParser:
         return self._out.drain()
 
 
-ReadCall = Callable[[Reader, PieceWriter, Context], Steps]
+ReadCall = Callable[[ReplyReader, PieceWriter, Context], Steps]
 """Reads one or several calls after a mark, which is held. Raises MalformedError if there is none;
 the held text then becomes text of the reply.
 """
@@ -159,7 +159,7 @@ def marked(
     marks: tuple[str, ...] = (),
     silent: tuple[str, ...] = (),
     ends_reasoning: tuple[str, ...] = (),
-    forms: tuple[CallForm, ...] = (),
+    forms: tuple[CallGrammar, ...] = (),
 ) -> Format:
     """Make a format of text with marks.
 
@@ -177,15 +177,15 @@ def marked(
         forms: see Format.
     """
     opening, closing = reasoning
-    in_words = Marks({opening, *silent})
+    in_words = ReplyMarks({opening, *silent})
     in_text, with_tools = (
-        Marks({opening, *calls, *silent}),
-        Marks({opening, *calls, *lines, *silent}),
+        ReplyMarks({opening, *calls, *silent}),
+        ReplyMarks({opening, *calls, *lines, *silent}),
     )
-    in_reasoning, with_ends = Marks({closing}), Marks({closing, *ends_reasoning})
+    in_reasoning, with_ends = ReplyMarks({closing}), ReplyMarks({closing, *ends_reasoning})
     ends = frozenset(ends_reasoning)
 
-    def read(reader: Reader, out: PieceWriter, context: Context) -> Steps:
+    def read(reader: ReplyReader, out: PieceWriter, context: Context) -> Steps:
         has_tools = bool(context.tools) and context.calls
         words = (with_tools if has_tools else in_text) if context.calls else in_words
         thoughts = with_ends if context.calls and ends <= context.special else in_reasoning
@@ -222,14 +222,14 @@ def marked(
     return Format(name, every, ReasoningMarks(opening, closing), read, forms)
 
 
-def _blanks(reader: Reader, out: PieceWriter) -> Steps:
+def _blanks(reader: ReplyReader, out: PieceWriter) -> Steps:
     """Extend the held mark by the blanks after it."""
     out.mark(reader.take())
     yield from reader.blanks(MAX_BLANKS)
     out.mark(reader.take())
 
 
-def _call(reader: Reader, out: PieceWriter, context: Context, read: ReadCall) -> Steps:
+def _call(reader: ReplyReader, out: PieceWriter, context: Context, read: ReadCall) -> Steps:
     try:
         yield from read(reader, out, context)
     except MalformedError:

@@ -10,18 +10,18 @@ A part to nobody that is known is text, and so is a reply that names nobody.
 
 from __future__ import annotations
 
-from service.replies.call_form import CallForm
+from service.replies.call_form import CallGrammar
 from service.replies.format import Context, Format, ReasoningMarks
 from service.replies.json_calls import arguments, begin
 from service.replies.pieces import PieceWriter
-from service.replies.reader import MalformedError, Marks, Reader, Steps
+from service.replies.reader import MalformedError, ReplyMarks, ReplyReader, Steps
 
 _PART = ">>>"
-_PARTS = Marks({_PART})
+_PARTS = ReplyMarks({_PART})
 _ALL = "all"
 
 
-def _read(reader: Reader, out: PieceWriter, context: Context) -> Steps:
+def _read(reader: ReplyReader, out: PieceWriter, context: Context) -> Steps:
     yield from reader.literal(_PART)
     while True:
         try:
@@ -32,7 +32,7 @@ def _read(reader: Reader, out: PieceWriter, context: Context) -> Steps:
             return
 
 
-def _part(reader: Reader, out: PieceWriter, context: Context) -> Steps:
+def _part(reader: ReplyReader, out: PieceWriter, context: Context) -> Steps:
     name = yield from reader.name("\n{")
     yield from reader.expect("\n")
     if name == _ALL:
@@ -52,7 +52,7 @@ FORMAT = Format(
     ReasoningMarks("", "", in_prompt=False),
     _read,
     forms=(
-        CallForm(
+        CallGrammar(
             before="",
             after="\n",
             end="",

@@ -12,21 +12,21 @@ import json
 from collections.abc import Generator
 from types import MappingProxyType
 
-from service.replies.call_form import CallForm
+from service.replies.call_form import CallGrammar
 from service.replies.format import Context, marked
 from service.replies.json_calls import MAX_PARAMETERS, begin
 from service.replies.json_scanner import MAX_DEPTH, is_json
 from service.replies.pieces import PieceWriter
-from service.replies.reader import MAX_HELD, MalformedError, Marks, Reader, Steps
+from service.replies.reader import MAX_HELD, MalformedError, ReplyMarks, ReplyReader, Steps
 
 _CALL = "<|tool_call>"
 _CALL_END = "<tool_call|>"
 _QUOTE = '<|"|>'
-_QUOTES = Marks({_QUOTE})
+_QUOTES = ReplyMarks({_QUOTE})
 _NO_WORD = ",{}[]:\n"
 
 
-def _read(reader: Reader, out: PieceWriter, context: Context) -> Steps:
+def _read(reader: ReplyReader, out: PieceWriter, context: Context) -> Steps:
     yield from reader.blanks()
     if not (yield from reader.literal("call:")):
         raise MalformedError
@@ -44,7 +44,7 @@ def _read(reader: Reader, out: PieceWriter, context: Context) -> Steps:
     yield from reader.past(_CALL_END)
 
 
-def _arguments(reader: Reader, out: PieceWriter) -> Steps:
+def _arguments(reader: ReplyReader, out: PieceWriter) -> Steps:
     """Read keys and values, and the closing brace."""
     keys: set[str] = set()
     while (yield from _more(reader, "}", bool(keys))):
@@ -68,7 +68,7 @@ def _arguments(reader: Reader, out: PieceWriter) -> Steps:
             out.arguments(value, reader.take())
 
 
-def _more(reader: Reader, closing: str, begun: bool) -> Generator[None, None, bool]:
+def _more(reader: ReplyReader, closing: str, begun: bool) -> Generator[None, None, bool]:
     """Read the comma before the next value, or the closing bracket: False."""
     yield from reader.blanks()
     if (yield from reader.peek()) == closing:
@@ -80,7 +80,7 @@ def _more(reader: Reader, closing: str, begun: bool) -> Generator[None, None, bo
     return True
 
 
-def _key(reader: Reader) -> Generator[None, None, str]:
+def _key(reader: ReplyReader) -> Generator[None, None, str]:
     quoted = yield from reader.literal(_QUOTE)
     key = yield from reader.name("<" if quoted else _NO_WORD)
     if quoted and not (yield from reader.literal(_QUOTE)):
@@ -91,7 +91,7 @@ def _key(reader: Reader) -> Generator[None, None, str]:
     return key
 
 
-def _value(reader: Reader, depth: int) -> Generator[None, None, str]:
+def _value(reader: ReplyReader, depth: int) -> Generator[None, None, str]:
     """Read a value within so many containers, which is held; returns its JSON text."""
     if (yield from reader.literal(_QUOTE)):
         text: list[str] = []
@@ -117,7 +117,7 @@ def _value(reader: Reader, depth: int) -> Generator[None, None, str]:
     return f"{{{listed}}}" if first == "{" else f"[{listed}]"
 
 
-def _word(reader: Reader) -> Generator[None, None, str]:
+def _word(reader: ReplyReader) -> Generator[None, None, str]:
     word: list[str] = []
     while (character := (yield from reader.peek())) not in _NO_WORD or not character:
         if not character or len(word) > MAX_HELD:
@@ -138,7 +138,7 @@ FORMAT = marked(
     reasoning=("<|channel>thought", "<channel|>"),
     marks=(_CALL_END, _QUOTE),
     forms=(
-        CallForm(
+        CallGrammar(
             before=f"{_CALL}call:",
             after="{",
             end="}" + _CALL_END,

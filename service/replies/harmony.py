@@ -18,11 +18,18 @@ from __future__ import annotations
 import re
 from collections.abc import Generator
 
-from service.replies.call_form import CallForm
+from service.replies.call_form import CallGrammar
 from service.replies.format import Context, Format, ReasoningMarks
 from service.replies.json_calls import arguments, begin
 from service.replies.pieces import PieceWriter
-from service.replies.reader import MAX_BLANKS, MalformedError, Marks, Reader, Steps, checked_name
+from service.replies.reader import (
+    MAX_BLANKS,
+    MalformedError,
+    ReplyMarks,
+    ReplyReader,
+    Steps,
+    checked_name,
+)
 
 _START = "<|start|>"
 _CHANNEL = "<|channel|>"
@@ -30,8 +37,8 @@ _CONSTRAIN = "<|constrain|>"
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _MARKS = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
-_BETWEEN = Marks({_START, _CHANNEL})
-_WITHIN = Marks({_START, _CHANNEL, *_ENDS})
+_BETWEEN = ReplyMarks({_START, _CHANNEL})
+_WITHIN = ReplyMarks({_START, _CHANNEL, *_ENDS})
 _MAX_HEADER = 1_024
 _CHANNELS = ("analysis", "commentary", "final")
 _RECIPIENT = re.compile(r"(?:\A|\s)to=functions\.([^\s<]+)")
@@ -39,7 +46,7 @@ _IN_HEADER = re.compile(re.escape(_CHANNEL) + r"([a-z]+)")
 _TO = " to="
 
 
-def _read(reader: Reader, out: PieceWriter, context: Context) -> Steps:
+def _read(reader: ReplyReader, out: PieceWriter, context: Context) -> Steps:
     mark = _START if (yield from reader.literal(_TO)) else ""
     before = _TO if mark else ""
     while True:
@@ -60,7 +67,7 @@ def _read(reader: Reader, out: PieceWriter, context: Context) -> Steps:
             mark = before = ""
 
 
-def _header(reader: Reader, before: str) -> Generator[None, None, tuple[str, str | None]]:
+def _header(reader: ReplyReader, before: str) -> Generator[None, None, tuple[str, str | None]]:
     """Read the rest of a header: its channel, and the tool that it calls."""
     found = [before]
     size = 0
@@ -92,7 +99,7 @@ def _header(reader: Reader, before: str) -> Generator[None, None, tuple[str, str
 
 
 def _message(
-    reader: Reader, out: PieceWriter, channel: str, recipient: str | None
+    reader: ReplyReader, out: PieceWriter, channel: str, recipient: str | None
 ) -> Generator[None, None, str]:
     """Read a message after its header, up to the mark that ends it. Returns the mark if it begins
     the next header; it is then held.
@@ -112,7 +119,7 @@ def _message(
     return ""
 
 
-def _arguments(reader: Reader, out: PieceWriter) -> Steps:
+def _arguments(reader: ReplyReader, out: PieceWriter) -> Steps:
     """Read a call's arguments, and the blanks around them. If the message is closed without any,
     they are an empty object.
     """
@@ -143,7 +150,7 @@ FORMAT = Format(
     ),
     _read,
     forms=(
-        CallForm(
+        CallGrammar(
             before=f"{_CHANNEL}commentary to=functions.",
             after=f" {_CONSTRAIN}json{_MESSAGE}",
             end="",

@@ -11,7 +11,7 @@ from collections.abc import Container, Generator
 
 from service.replies.json_scanner import JsonScanner, is_json
 from service.replies.pieces import PieceWriter
-from service.replies.reader import MalformedError, Reader, Steps, checked_name
+from service.replies.reader import MalformedError, ReplyReader, Steps, checked_name
 
 MAX_CALLS = 128
 """The most calls in a reply; further ones are text."""
@@ -23,7 +23,7 @@ _MAX_ID = 64
 _ARGUMENTS = ("arguments", "parameters")
 
 
-def begin(reader: Reader, out: PieceWriter, name: str, id: str | None = None) -> None:
+def begin(reader: ReplyReader, out: PieceWriter, name: str, id: str | None = None) -> None:
     """Begin a call with everything that is held.
 
     Raises:
@@ -34,7 +34,7 @@ def begin(reader: Reader, out: PieceWriter, name: str, id: str | None = None) ->
     out.begin(reader.take(), name, id)
 
 
-def arguments(reader: Reader, out: PieceWriter) -> Steps:
+def arguments(reader: ReplyReader, out: PieceWriter) -> Steps:
     """Read the arguments of the call that has begun, which come next.
 
     Raises:
@@ -46,7 +46,9 @@ def arguments(reader: Reader, out: PieceWriter) -> Steps:
         raise MalformedError
 
 
-def json_value(reader: Reader, out: PieceWriter, *, around: int = 0) -> Generator[None, None, bool]:
+def json_value(
+    reader: ReplyReader, out: PieceWriter, *, around: int = 0
+) -> Generator[None, None, bool]:
     """Read a JSON value that comes next, as a part of the arguments of the call that has begun.
 
     Args:
@@ -68,7 +70,7 @@ def json_value(reader: Reader, out: PieceWriter, *, around: int = 0) -> Generato
     return scanner.done
 
 
-def call_items(reader: Reader, out: PieceWriter, *, name: str = "name") -> Steps:
+def call_items(reader: ReplyReader, out: PieceWriter, *, name: str = "name") -> Steps:
     """Read a list of calls, behind its opening bracket: {"name": …, "arguments": {…}}, …]; it may
     be empty. `name`: see `call_object`. What stands behind a call that is not followed by another
     is left to be read.
@@ -91,7 +93,7 @@ def call_items(reader: Reader, out: PieceWriter, *, name: str = "name") -> Steps
 
 
 def call_object(
-    reader: Reader,
+    reader: ReplyReader,
     out: PieceWriter,
     *,
     name: str = "name",
@@ -117,7 +119,7 @@ def call_object(
     return True
 
 
-def keyed_object(reader: Reader, out: PieceWriter) -> Generator[None, None, bool]:
+def keyed_object(reader: ReplyReader, out: PieceWriter) -> Generator[None, None, bool]:
     """Read a call as an object with one member: {"tool's name": {…arguments…}}. See `call_object`
     for what it returns and raises.
     """
@@ -130,7 +132,7 @@ def keyed_object(reader: Reader, out: PieceWriter) -> Generator[None, None, bool
     return (yield from _rest(reader, out))
 
 
-def _rest(reader: Reader, out: PieceWriter) -> Generator[None, None, bool]:
+def _rest(reader: ReplyReader, out: PieceWriter) -> Generator[None, None, bool]:
     """Read what follows the arguments in a call's object; see `call_object` for what it returns."""
     try:
         while (yield from _separator(reader)) != "}":
@@ -145,7 +147,7 @@ def _rest(reader: Reader, out: PieceWriter) -> Generator[None, None, bool]:
 
 
 def _as_far_as_arguments(
-    reader: Reader,
+    reader: ReplyReader,
     out: PieceWriter,
     name_member: str,
     needs_arguments: bool,
@@ -185,7 +187,7 @@ def _as_far_as_arguments(
     return False
 
 
-def _key(reader: Reader) -> Generator[None, None, str]:
+def _key(reader: ReplyReader) -> Generator[None, None, str]:
     """A member's name, up to its value."""
     yield from reader.blanks()
     key = yield from reader.string()
@@ -195,13 +197,13 @@ def _key(reader: Reader) -> Generator[None, None, str]:
     return key
 
 
-def _separator(reader: Reader) -> Generator[None, None, str]:
+def _separator(reader: ReplyReader) -> Generator[None, None, str]:
     """What follows a member: a comma, or the object's end."""
     yield from reader.blanks()
     return (yield from reader.expect(",}"))
 
 
-def _held_arguments(reader: Reader, kind: str) -> Generator[None, None, str]:
+def _held_arguments(reader: ReplyReader, kind: str) -> Generator[None, None, str]:
     """Arguments that cannot be passed on yet."""
     text = yield from reader.value()
     if kind == "n":

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from engine.contract.errors import ConfigError
 from engine.contract.plugins import is_outside, outside_object
-from service.replies.call_form import CallForm
+from service.replies.call_form import CallGrammar
 from service.replies.families import FORMATS
 from service.replies.format import Format, marked
 from service.replies.response_template import NAME, declared_format
@@ -47,7 +47,7 @@ class ModelFormat:
     shown: Mapping[int, str]
     special: tuple[str, ...]
     reasons: bool
-    call_form: CallForm | None
+    call_form: CallGrammar | None
     proof: str
 
 
@@ -175,7 +175,7 @@ def _declared(tokenizer: Tokenizer) -> Format:
 
 
 def _of_model(
-    format: Format, tokenizer: Tokenizer, form: CallForm | None, proof: str
+    format: Format, tokenizer: Tokenizer, form: CallGrammar | None, proof: str
 ) -> ModelFormat:
     template = tokenizer.chat_template_source
     shown = special_marks(format, tokenizer)

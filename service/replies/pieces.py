@@ -87,7 +87,7 @@ Piece = Text | Reasoning | Mark | CallBegin | Arguments | CallEnd
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
+class ParsedCall:
     """A whole call; see `CallBegin` and `CallEnd`."""
 
     index: int
@@ -103,7 +103,7 @@ class Reply:
 
     text: str
     reasoning: str
-    calls: tuple[ToolCall, ...]
+    calls: tuple[ParsedCall, ...]
     raw: str
 
 
@@ -133,7 +133,7 @@ def fold(pieces: Iterable[Piece]) -> Reply:
             case Mark():
                 pass
     calls = tuple(
-        ToolCall(call.index, call.id, call.name, "".join(fragments), call.index in complete)
+        ParsedCall(call.index, call.id, call.name, "".join(fragments), call.index in complete)
         for call, fragments in zip(begun, arguments, strict=True)
     )
     return Reply("".join(text), "".join(reasoning), calls, "".join(raw))

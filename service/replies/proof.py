@@ -18,7 +18,7 @@ from itertools import product, takewhile
 from typing import Any
 
 from engine.text import ChatTemplates, JsonObject
-from service.replies.call_form import CallForm
+from service.replies.call_form import CallGrammar
 from service.replies.format import Context, Format
 from service.replies.pieces import Reply, fold
 from service.replies.tool_types import tool_types
@@ -116,7 +116,7 @@ class Proof:
     reasoning: bool | None
     left: int
     is_foreign: bool
-    form: CallForm | None
+    form: CallGrammar | None
 
     @property
     def rank(self) -> tuple[bool, int, bool]:
@@ -231,12 +231,12 @@ class Writings:
             rest = rest.replace(special, "")
         return len(left) if self._end.rstrip().endswith(rest.strip()) else None
 
-    def _form(self, format: Format, written: str) -> CallForm | None:
+    def _form(self, format: Format, written: str) -> CallGrammar | None:
         """The form that the template writes, of those that a format has; None: it writes the marks
         of none, to which a model must not be held.
         """
 
-        def fits(form: CallForm) -> tuple[bool, bool]:
+        def fits(form: CallGrammar) -> tuple[bool, bool]:
             return form.begun(_LOOK[0]) in written, not form.text or form.text in written
 
         known = [form for form in format.forms if form.bare or form.marks[0] in written]

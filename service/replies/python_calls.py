@@ -19,7 +19,7 @@ from collections.abc import Container, Generator
 from service.replies.json_calls import MAX_PARAMETERS, begin, json_value
 from service.replies.json_scanner import MAX_DEPTH, is_json
 from service.replies.pieces import PieceWriter
-from service.replies.reader import MalformedError, Reader, Steps
+from service.replies.reader import MalformedError, ReplyReader, Steps
 
 _NO_NAME = "(),=<>[]{}'\"\n"
 _WORDS = {"True": "true", "False": "false", "None": "null"}
@@ -29,7 +29,9 @@ _CLOSING = {"[": "]", "(": ")", "{": "}"}
 _BEHIND_VALUES = ",)]}:"
 
 
-def python_call(reader: Reader, out: PieceWriter, names: Container[str] | None = None) -> Steps:
+def python_call(
+    reader: ReplyReader, out: PieceWriter, names: Container[str] | None = None
+) -> Steps:
     """Read a call that comes next. `names`: those that its tool may have; None: any.
 
     Raises:
@@ -57,7 +59,7 @@ def python_call(reader: Reader, out: PieceWriter, names: Container[str] | None =
     out.end(complete=True)
 
 
-def _arguments(reader: Reader, out: PieceWriter, key: str) -> Steps:
+def _arguments(reader: ReplyReader, out: PieceWriter, key: str) -> Steps:
     """Read values and names, after the first name and up to the closing bracket."""
     keys: set[str] = set()
     while True:
@@ -73,7 +75,7 @@ def _arguments(reader: Reader, out: PieceWriter, key: str) -> Steps:
         key = yield from _key(reader)
 
 
-def _next(reader: Reader, closing: str) -> Generator[None, None, bool]:
+def _next(reader: ReplyReader, closing: str) -> Generator[None, None, bool]:
     """Read the comma after a value; False if the closing bracket comes instead, or behind it. It is
     not read.
     """
@@ -85,13 +87,13 @@ def _next(reader: Reader, closing: str) -> Generator[None, None, bool]:
     return (yield from reader.peek()) != closing
 
 
-def _key(reader: Reader) -> Generator[None, None, str]:
+def _key(reader: ReplyReader) -> Generator[None, None, str]:
     key = yield from reader.name(_NO_NAME)
     yield from reader.expect("=")
     return key
 
 
-def _argument(reader: Reader, out: PieceWriter) -> Steps:
+def _argument(reader: ReplyReader, out: PieceWriter) -> Steps:
     """Read a value, and hand it on."""
     if (yield from reader.peek()) in "TFN'[({":
         value = yield from _value(reader, 1)
@@ -103,7 +105,7 @@ def _argument(reader: Reader, out: PieceWriter) -> Steps:
 
 def python_value(text: str) -> str | None:
     """The JSON text of a list, a tuple or a dictionary as in Python; None: it is none."""
-    reader = Reader()
+    reader = ReplyReader()
     reader.add(text)
     reader.close()
     steps = _value(reader, 1)
@@ -116,7 +118,7 @@ def python_value(text: str) -> str | None:
     return None
 
 
-def _value(reader: Reader, depth: int) -> Generator[None, None, str]:
+def _value(reader: ReplyReader, depth: int) -> Generator[None, None, str]:
     """Read a value within so many containers, which is held; returns its JSON text."""
     for word, value in _WORDS.items():
         if (yield from reader.literal(word)):
@@ -144,7 +146,7 @@ def _value(reader: Reader, depth: int) -> Generator[None, None, str]:
     return f"{{{listed}}}" if first == "{" else f"[{listed}]"
 
 
-def _member(reader: Reader) -> Generator[None, None, str]:
+def _member(reader: ReplyReader) -> Generator[None, None, str]:
     """Read a dictionary's key, up to its value."""
     if (yield from reader.peek()) == "'":
         key = _string((yield from _quoted(reader)))
@@ -156,7 +158,7 @@ def _member(reader: Reader) -> Generator[None, None, str]:
     return key + ": "
 
 
-def _quoted(reader: Reader) -> Generator[None, None, str]:
+def _quoted(reader: ReplyReader) -> Generator[None, None, str]:
     """Read text between single quotes."""
     yield from reader.expect("'")
     found: list[str] = []

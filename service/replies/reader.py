@@ -3,7 +3,7 @@
 A format is written as if the whole text were there. If it needs more text, it yields (in `more`),
 and goes on when the next text has come:
 
-    push(text) ──▶ Reader.add ──▶ the generator goes on ──▶ pieces
+    push(text) ──▶ ReplyReader.add ──▶ the generator goes on ──▶ pieces
 
 The result depends only on the characters, not on how they were divided: a reply gives the same
 whether it is added as a whole, by token or by character. Text that was read but not passed on yet
@@ -41,7 +41,7 @@ class MalformedError(Exception):
     """The held text does not follow the format."""
 
 
-class Reader:
+class ReplyReader:
     """The text of one reply, to read from.
 
     Attributes:
@@ -282,7 +282,7 @@ class Reader:
 
     def until(
         self,
-        marks: Marks,
+        marks: ReplyMarks,
         hand_on: Callable[[str], None],
         *,
         blanks: str = BLANKS,
@@ -320,7 +320,7 @@ class Reader:
                 return ""
 
 
-class Marks:
+class ReplyMarks:
     """Literal marks to look for, compiled.
 
     Attributes:

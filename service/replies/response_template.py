@@ -22,7 +22,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from service.replies.call_form import CallForm
+from service.replies.call_form import CallGrammar
 from service.replies.declared import JsonCalls, declared
 from service.replies.format import Format
 
@@ -165,12 +165,12 @@ def _calls(field: Mapping[str, object]) -> _Calls:
     return _Calls(opening, closing, name[1], arguments[1], in_list)
 
 
-def _form(calls: _Calls) -> CallForm:
+def _form(calls: _Calls) -> CallGrammar:
     opening, closing = calls.opening[0], "".join(calls.closing[:1])
     marks = tuple(mark.strip() for mark in calls.opening)
     before, after = f'{{"{calls.name}": "', f'", "{calls.arguments}": '
     if calls.in_list:
-        return CallForm(
+        return CallGrammar(
             before=before,
             after=after,
             end="}",
@@ -179,4 +179,4 @@ def _form(calls: _Calls) -> CallForm:
             closing="]" + closing,
             separator=", ",
         )
-    return CallForm(before=opening + before, after=after, end="}" + closing, marks=marks)
+    return CallGrammar(before=opening + before, after=after, end="}" + closing, marks=marks)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from html import unescape
 from types import MappingProxyType
 
-from service.replies.call_form import CallForm
+from service.replies.call_form import CallGrammar
 from service.replies.format import Context, ReadCall
 from service.replies.json_calls import MAX_PARAMETERS, begin
 from service.replies.json_scanner import MAX_DEPTH
 from service.replies.pieces import PieceWriter
-from service.replies.reader import MAX_NAME, MalformedError, Marks, Reader, Steps
+from service.replies.reader import MAX_NAME, MalformedError, ReplyMarks, ReplyReader, Steps
 from service.replies.typed_values import TypedValue, as_json
 
 _STRING = frozenset({"string"})
@@ -66,7 +66,7 @@ class TaggedCalls:
     plain: bool = False
 
     @property
-    def forms(self) -> tuple[CallForm, ...]:
+    def forms(self) -> tuple[CallGrammar, ...]:
         """How calls are held; values that nest are held to JSON, which is read there."""
         return tuple(
             self._form(gap, section, end)
@@ -74,7 +74,7 @@ class TaggedCalls:
             for section, end in zip(self.section or ("",), self.section_end or ("",), strict=True)
         )
 
-    def _form(self, gap: str, section: str, section_end: str) -> CallForm:
+    def _form(self, gap: str, section: str, section_end: str) -> CallGrammar:
         trimmed = self.trimmed
         key_end = self.key_end + (gap + self.value if self.value else "") + trimmed
         after: object = {
@@ -87,7 +87,7 @@ class TaggedCalls:
             "after_name": after if self.attributes else key_end,
             "after_value": trimmed + self.value_end + ("{name}>" if self.key_again else "") + gap,
         }
-        form = CallForm(
+        form = CallGrammar(
             before=self.call,
             after=self.name_end + self.name_attributes + self.attributes_end + gap,
             end=self.call_end,
@@ -119,20 +119,20 @@ class TaggedCalls:
         )  # fmt: skip
         return tuple(mark for mark in marks if len(mark) > 2)
 
-    def _read_section(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
+    def _read_section(self, reader: ReplyReader, out: PieceWriter, context: Context) -> Steps:
         yield from reader.blanks()
         if not (yield from reader.literal(self.call)):
             raise MalformedError
         yield from self._read(reader, out, context)
 
-    def _read(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
+    def _read(self, reader: ReplyReader, out: PieceWriter, context: Context) -> Steps:
         while True:
             yield from self._call(reader, out, context)
             if not self.section or not (yield from reader.past(self.call)):
                 yield from reader.past_any(*self.section_end)
                 return
 
-    def _call(self, reader: Reader, out: PieceWriter, context: Context) -> Steps:
+    def _call(self, reader: ReplyReader, out: PieceWriter, context: Context) -> Steps:
         more: bool | None = None
         if self.name_end:
             name = yield from self._text(reader, self.name_end)
@@ -154,7 +154,7 @@ class TaggedCalls:
 
     def _arguments(
         self,
-        reader: Reader,
+        reader: ReplyReader,
         out: PieceWriter,
         types: Mapping[str, frozenset[str]],
         more: bool | None,
@@ -185,7 +185,7 @@ class TaggedCalls:
                 out.arguments("", reader.take())
             more = ended == self.key or (yield from self._more(reader))
 
-    def _more(self, reader: Reader) -> Generator[None, None, bool]:
+    def _more(self, reader: ReplyReader) -> Generator[None, None, bool]:
         """Read the mark of the next key, or the call's end: False."""
         yield from reader.blanks()
         if (yield from reader.literal(self.call_end)):
@@ -194,14 +194,14 @@ class TaggedCalls:
             raise MalformedError
         return True
 
-    def _text(self, reader: Reader, end: str) -> Generator[None, None, str]:
+    def _text(self, reader: ReplyReader, end: str) -> Generator[None, None, str]:
         """Read a name or a key, and what stands behind it."""
         found = yield from reader.name(end[0] if end[0] == "<" else end[0] + "\n")
         if not (yield from reader.literal(end)):
             raise MalformedError
         return unescape(found) if self.attributes_end and "&" in found else found
 
-    def _attributes(self, reader: Reader) -> Generator[None, None, str]:
+    def _attributes(self, reader: ReplyReader) -> Generator[None, None, str]:
         found: list[str] = []
         while self.attributes_end and not (yield from reader.literal(self.attributes_end)):
             character = yield from reader.peek()
@@ -213,7 +213,7 @@ class TaggedCalls:
 
     def _value(
         self,
-        reader: Reader,
+        reader: ReplyReader,
         out: PieceWriter,
         types: frozenset[str],
         others: Set[str],
@@ -229,7 +229,7 @@ class TaggedCalls:
             out.arguments(tree, reader.take())
             return self.value_end
         value = TypedValue(out, types)
-        ends = Marks({self.value_end} if self.nests else {self.value_end, self.key})
+        ends = ReplyMarks({self.value_end} if self.nests else {self.value_end, self.key})
         while True:
             mark, raw = yield from value.read(reader, ends, trimmed=self.trimmed)
             if mark == self.key:
@@ -240,7 +240,7 @@ class TaggedCalls:
             value.close(raw)
             return mark
 
-    def _tree(self, reader: Reader, depth: int) -> Generator[None, None, str]:
+    def _tree(self, reader: ReplyReader, depth: int) -> Generator[None, None, str]:
         """Read a value with tags in it, which is held, and what ends it; returns its JSON."""
         text: list[str] = []
         members: dict[str, list[str]] = {}

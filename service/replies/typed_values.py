@@ -22,7 +22,7 @@ from collections.abc import Generator
 from service.replies.json_scanner import BLANKS, JsonScanner, is_json
 from service.replies.pieces import PieceWriter
 from service.replies.python_calls import python_value
-from service.replies.reader import MAX_HELD, MalformedError, Marks, Reader
+from service.replies.reader import MAX_HELD, MalformedError, ReplyMarks, ReplyReader
 
 _INTEGER = re.compile(r"(-?(?:0|[1-9][0-9]*))(\.0+)?\Z")
 _BOOLEANS = ("true", "false")
@@ -50,7 +50,7 @@ class TypedValue:
         self._json = JsonScanner(around=1)
 
     def read(
-        self, reader: Reader, ends: Marks, *, trimmed: str = ""
+        self, reader: ReplyReader, ends: ReplyMarks, *, trimmed: str = ""
     ) -> Generator[None, None, tuple[str, str]]:
         """Read it up to one of these marks, or go on where one did not end it.
 

@@ -30,9 +30,9 @@ from service.door.auth import Permit
 from service.door.reading import parsed
 from service.errors.call_errors import (
     FieldError,
-    PermissionDeniedError,
+    NotGrantedError,
     PreconditionError,
-    UnauthenticatedError,
+    UnknownCallerError,
 )
 from service.servicers.submit import start_request
 from service.state import ServerState, current_front
@@ -74,7 +74,7 @@ class CommandReader:
         and until all commands are carried out.
 
         Raises:
-            UnauthenticatedError, PermissionDeniedError: the caller no longer has permission.
+            UnknownCallerError, NotGrantedError: the caller no longer has permission.
             MalformedMessageError, MessageTooLargeError: a command could not be read.
         """
         stream, waiting = self._stream, self._waiting
@@ -86,7 +86,7 @@ class CommandReader:
                     self._state.incoming.check(command)  # limits the parts of waiting commands
                     if command.HasField("add"):
                         draft = self._front.converter.draft(command.add, "add.spec")
-                except (UnauthenticatedError, PermissionDeniedError) as error:
+                except (UnknownCallerError, NotGrantedError) as error:
                     self._reject(command, error)
                     raise
                 except Exception as error:

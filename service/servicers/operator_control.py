@@ -22,7 +22,7 @@ from engine.contract.errors import HeadraceError
 from engine.contract.stats import EngineStats
 from engine.logs.levels import set_levels
 from service.admission.phases import Drain, Phase
-from service.convert.snapshot import Pause, Snapshot
+from service.convert.snapshot import OperatorPause, Snapshot
 from service.delivery.joining import join
 from service.delivery.registry import Registry
 from service.state import ServerState
@@ -70,7 +70,7 @@ class Control:
         self._figures = figures
         self._begin_drain = begin_drain
         self._began = time.monotonic()
-        self._pause: Pause | None = None
+        self._pause: OperatorPause | None = None
         self._steering = asyncio.Lock()
         self.tasks: set[asyncio.Task[Any]] = set()
         self.ending = asyncio.Event()
@@ -113,7 +113,7 @@ class Control:
 
     # Steering
 
-    async def pause(self, reason: str) -> tuple[Pause, bool]:
+    async def pause(self, reason: str) -> tuple[OperatorPause, bool]:
         """Pause the engine between two steps. Returns the pause, and whether there was one
         already.
 
@@ -122,12 +122,12 @@ class Control:
         """
         return await self._carry_out(self._pause_engine(reason))
 
-    async def _pause_engine(self, reason: str) -> tuple[Pause, bool]:
+    async def _pause_engine(self, reason: str) -> tuple[OperatorPause, bool]:
         async with self._steering:
             self._state.check(new_work=True)
             before = self._pause
             # Recorded first, so that an engine that is restarted meanwhile is paused too.
-            self._pause = Pause(reason, before.since if before is not None else time.time())
+            self._pause = OperatorPause(reason, before.since if before is not None else time.time())
             try:
                 await self._client.pause()
             except BaseException:

@@ -21,7 +21,7 @@ from typing import Any, Final
 import grpc
 from opentelemetry.instrumentation import grpc as instrumentation
 
-from service.errors.call_end import Continuation, Handler, Unary, current_call
+from service.errors.call_outcome import Continuation, Handler, Unary, current_call
 from service.errors.status_table import code_of, reason_of
 from service.telemetry.request_spans import Spans
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from engine.contract.startup import Transfer
-from service.errors.refusals import Refusal
+from service.errors.refusals import RefusalKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Figures:
 
     live_bytes: Callable[[], int]
     unknown_fields: Callable[[], int]
-    refusals: Callable[[], Mapping[Refusal, int]]
+    refusals: Callable[[], Mapping[RefusalKind, int]]
     phase: Callable[[], str]
     restarts: Callable[[], int]
     door_restarts: Callable[[], int]

@@ -32,7 +32,7 @@ from engine.contract.stats import CallerStats, EngineStats
 from engine.contract.types import CallerKey, RequestId
 from engine.telemetry.instruments import StepInstruments, counts, observe_stats
 from service.admission.phases import Phase
-from service.errors.call_end import SERVER_FAULTS, CallEnd
+from service.errors.call_outcome import SERVER_FAULTS, CallOutcome
 from service.telemetry.figures import Figures
 
 logger = logging.getLogger(__name__)
@@ -247,11 +247,11 @@ class Metrics:
         figures = self._figures
         return figures.stats if figures.is_there else None
 
-    def watch(self, method: str, _context: object) -> Callable[[CallEnd], None] | None:
+    def watch(self, method: str, _context: object) -> Callable[[CallOutcome], None] | None:
         """Watch a call; returns what records its end. `method`: one of this server's."""
         return None if method.startswith("grpc.health.") else partial(self._call_ended, method)
 
-    def _call_ended(self, method: str, call: CallEnd) -> None:
+    def _call_ended(self, method: str, call: CallOutcome) -> None:
         self._record_call(method, call.code_at_end(), call.seconds())
 
     def unknown_call_ended(self, code: grpc.StatusCode, seconds: float) -> None:

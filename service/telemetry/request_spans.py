@@ -30,7 +30,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from engine.contract.outputs import StepOutputs
 from engine.telemetry.instruments import CHAT, TEXT
 from engine.telemetry.spans import Decode, LiveSpans, RequestSpan, attributes_of, set_error
-from service.errors.call_end import SERVER_FAULTS
+from service.errors.call_outcome import SERVER_FAULTS
 from service.errors.status_table import code_of, reason_of
 from service.logs.context import current_trace
 

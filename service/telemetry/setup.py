@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from engine.contract.stats import EngineStats
-from service.errors.call_end import Watcher
+from service.errors.call_outcome import Watcher
 from service.telemetry.figures import Figures
 from service.telemetry.metrics import Metrics
 from service.telemetry.request_spans import Spans
@@ -37,7 +37,7 @@ LAST_EXPORT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Telemetry:
+class ServerTelemetry:
     """What telemetry adds to the server.
 
     Attributes:
@@ -107,7 +107,7 @@ def _shut_down(provider: Any, loop: asyncio.AbstractEventLoop, ended: asyncio.Ev
             loop.call_soon_threadsafe(ended.set)
 
 
-def set_up(config: TelemetryConfig, figures: Figures) -> Telemetry:
+def set_up(config: TelemetryConfig, figures: Figures) -> ServerTelemetry:
     """Set up what the config asks for. `figures`: see `Metrics`.
 
     Raises:
@@ -120,7 +120,7 @@ def set_up(config: TelemetryConfig, figures: Figures) -> Telemetry:
         page = _page(config, stats) if PROMETHEUS in config.metrics else None
         meter_provider = _meter_provider(config, page)
         metrics = stats.metrics = Metrics(meter_provider.get_meter("headrace"), figures)
-    return Telemetry(
+    return ServerTelemetry(
         spans=Spans(provider, content=config.content) if provider is not None else None,
         metrics=metrics,
         provider=provider,
@@ -190,7 +190,7 @@ def _meter_provider(config: TelemetryConfig, page: Page | None) -> MeterProvider
         readers.append(PeriodicExportingMetricReader(_otlp_metrics(config.metrics_protocol)))
     if CONSOLE in config.metrics:
         readers.append(PeriodicExportingMetricReader(ConsoleMetricExporter()))
-    # Shut down by `Telemetry.shutdown`, in the server's order of shutdown.
+    # Shut down by `ServerTelemetry.shutdown`, in the server's order of shutdown.
     return MeterProvider(readers, resource=_resource(config), shutdown_on_exit=False)
 
 

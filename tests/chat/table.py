@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from service.replies import FORMATS, CallForm
+from service.replies import FORMATS, CallGrammar
 from service.replies.proof import Writings
 from tests.chat.families import CONVERSATIONS, FAMILIES, Family
 from tests.chat.test_replies import SPECIAL, templates
@@ -38,7 +38,7 @@ def parsers() -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _call(form: CallForm) -> str:
+def _call(form: CallGrammar) -> str:
     """A call with one argument, as it is written."""
     match form.content["type"]:
         case "json_schema":

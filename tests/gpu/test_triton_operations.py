@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from engine.models.comparison import _norm as judge_norm
-from engine.models.operations import BoundNorm, Heads, Places, Tables, TorchOperations
+from engine.models.operations import BoundNorm, Heads, KVPlaces, Tables, TorchOperations
 from engine.models.triton_operations import TritonOperations, add_norm_launch, turn_launch
 from tests.gpu.conftest import INTERPRETED
 
@@ -119,11 +119,11 @@ def turned(
     tokens, slots = len(projected), 3 * len(projected) + 8
     shape = (slots if cached else tokens, heads.kv_heads, heads.head_dim)
     keys, values = projected.new_full((2, *shape), -1.0).unbind(0)
-    places = Places(keys, values)
+    places = KVPlaces(keys, values)
     if cached:
         where = torch.randperm(slots - 8, generator=torch.Generator().manual_seed(1))[:tokens] + 8
         where[-1] = 5  # a token of padding
-        places = Places(keys, values, where.to(projected.device))
+        places = KVPlaces(keys, values, where.to(projected.device))
     queries = operations.turn(projected, heads, tables, places)
     return [queries, keys, values]
 

@@ -12,8 +12,8 @@ from typing import Any
 import httpx2
 import uvicorn
 from headrace import AsyncClient
-from headrace.openai.app import Door
 from headrace.openai.callers import Callers, Metadata
+from headrace.openai.door import Door
 from headrace.openai.guard import Guard
 from headrace.openai.protocol import make_protocol
 

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
-from headrace.openai import app
+from headrace.openai import door as app
 from headrace.openai.replies import dumps, dumps_in_pieces
 
 from service.config import ServiceConfig

@@ -58,7 +58,7 @@ def with_telemetry(
         provider.add_span_processor(spans)
         return provider
 
-    def set_up(config: TelemetryConfig, figures: Figures) -> setup.Telemetry:
+    def set_up(config: TelemetryConfig, figures: Figures) -> setup.ServerTelemetry:
         if config.traces or config.metrics:
             return make(config, figures)
         with pytest.MonkeyPatch.context() as patch:

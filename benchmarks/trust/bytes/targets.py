@@ -408,7 +408,7 @@ def _frames() -> list[bytes]:
     found: list[Any] = [
         messages.Step(outputs),
         messages.Died("why"),
-        messages.Progress("a line"),
+        messages.StartProgress("a line"),
         messages.Started(model_info()),
         messages.Call(1, "submit", verbs.raw((request,))),
         messages.Refused(2, messages.to_wire(EngineUnavailableError("no"))),

@@ -240,14 +240,14 @@ def a_leak() -> None:
 def a_share_that_is_ignored() -> None:
     from dataclasses import replace
 
-    from engine.fairness.shares import Shares
+    from engine.fairness.shares import TokenCounters
 
-    right = Shares._due
+    right = TokenCounters._due
 
     def blind(self: Any, *arguments: Any) -> Any:
         return replace(right(self, *arguments), is_within=True, is_of_due_group=True)
 
-    Shares._due = blind  # type: ignore[method-assign]
+    TokenCounters._due = blind  # type: ignore[method-assign]
 
 
 @plant(
@@ -290,9 +290,9 @@ def a_frank_error() -> None:
     in_cut=True,
 )
 def a_grant_for_all() -> None:
-    from service.door.callers_file import Caller
+    from service.door.callers_file import CallerEntry
 
-    Caller.may_call = lambda self, method: True  # type: ignore[method-assign]
+    CallerEntry.may_call = lambda self, method: True  # type: ignore[method-assign]
 
 
 @plant(
@@ -341,9 +341,9 @@ def a_token_in_the_log() -> None:
     caught_by="tests/engine/scheduler/test_fair.py::test_weights_are_heeded",
 )
 def a_weight_that_is_ignored() -> None:
-    from engine.scheduler.token_counters import Shares
+    from engine.scheduler.token_counters import TokenCounters
 
-    Shares.weight = lambda self, share: 1.0  # type: ignore[method-assign]
+    TokenCounters.weight = lambda self, share: 1.0  # type: ignore[method-assign]
 
 
 @plant(

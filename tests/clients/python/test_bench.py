@@ -13,7 +13,7 @@ from typing import Any
 import headrace
 import pytest
 from headrace.cli.app import app
-from headrace.cli.bench.load import Load, Run
+from headrace.cli.bench.load import Load, LoadRun
 from headrace.cli.bench.measures import Goals, Histogram, Progress, Tally, Timeline
 from headrace.cli.bench.prompts import FilePrompts, Lengths
 from headrace.results import Result
@@ -299,7 +299,7 @@ async def test_an_open_loop_counts_from_when_a_request_was_due(
     tally = Tally(Goals(ttft=1.0), ttft=Told(first))
     load = Load(2, None, 1, 1e6, "constant", 0.0, 0)  # due at 1 and at 2 µs, one at a time
     async with aclient.session() as session:
-        running = asyncio.create_task(Run([session], prompts, load, tally, clock).run())
+        running = asyncio.create_task(LoadRun([session], prompts, load, tally, clock).run())
         await asyncio.to_thread(server.wait_for, lambda: len(server.live) == 1)
         await first.wait()
         clock.now = 5.0  # the first one takes so long, and the second one waits behind it

@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from headrace import Message, ServerLoad, build_spec
 from headrace._attempts import Attempts, OwnerTries
-from headrace._fleet import FleetState, RetryBudget, Server, ServerState
+from headrace._fleet import FleetState, MemberState, RetryBudget, Server
 from headrace._health import questions
 from headrace._placement import BOUND, Candidate, Placement, PrefixKeys, order, prefix_keys
 from headrace._targets import Address, Name, parse_targets
@@ -197,7 +197,7 @@ def test_addresses_come_and_go() -> None:
     state, (one, other), clock = fleet_of(2)
     state.begun(one)
     [new] = state.listed([other.address, Address("127.0.0.1:9")])
-    assert (one.state, new.state) == (ServerState.LEAVING, ServerState.JOINING)
+    assert (one.state, new.state) == (MemberState.LEAVING, MemberState.JOINING)
     assert state.choose(None) is other
     state.joined(new, "i9", 8)
     assert {state.choose(None, avoid=[other]), state.choose(None, avoid=[new])} == {new, other}
@@ -214,13 +214,13 @@ def test_one_server_behind_two_addresses_is_used_once() -> None:
     state, (one, _), clock = fleet_of(2)
     [twin] = state.listed([*state.servers, Address("[::1]:1")])
     state.joined(twin, "i0", 8)
-    assert twin.state is ServerState.JOINING
+    assert twin.state is MemberState.JOINING
     state.set_aside(one, headrace.UnavailableError("lost"))
     clock.now += 5
     assert twin in state.to_ask()
     state.joined(twin, "i0", 8)
     assert state.by_instance("i0")[0] is twin
-    assert twin.state is ServerState.READY
+    assert twin.state is MemberState.READY
 
 
 @pytest.mark.parametrize("last", ["ready", "not ready", "silent"])
@@ -277,12 +277,12 @@ def test_a_server_is_asked_for_its_health_then_who_it_is() -> None:
     card.model.instance_id, card.model.limits.max_running_requests = "i", 8
     gone = headrace.UnavailableError("gone")
     found = asked_of(serving, card)
-    assert (found.state, found.instance_id, found.capacity) == (ServerState.READY, "i", 8)
+    assert (found.state, found.instance_id, found.capacity) == (MemberState.READY, "i", 8)
     found = asked_of(serving, headrace.PermissionDeniedError("not for you"))
-    assert (found.state, found.instance_id, found.capacity) == (ServerState.READY, "", 1)
+    assert (found.state, found.instance_id, found.capacity) == (MemberState.READY, "", 1)
     for answers in [(check(status=check.NOT_SERVING),), (gone,), (serving, gone)]:
         found = asked_of(*answers)
-        assert (found.state, found.is_known, found.is_asked) == (ServerState.JOINING, True, False)
+        assert (found.state, found.is_known, found.is_asked) == (MemberState.JOINING, True, False)
         assert isinstance(found.problem, headrace.UnavailableError)
 
 

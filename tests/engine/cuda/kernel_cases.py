@@ -12,7 +12,7 @@ import torch
 
 from engine.attention.interface import AttentionParams, BatchLayout, LayerCache
 from engine.models.description import Activation, NormForm
-from engine.models.operations import BoundNorm, Heads, Places
+from engine.models.operations import BoundNorm, Heads, KVPlaces
 from tests.engine.cuda.kernels import Found
 from tests.engine.cuda.watch import ADA, AMPERE, CUDA, HOPPER, Properties
 
@@ -163,7 +163,7 @@ def between(rest: Rest, dtype: torch.dtype) -> Case:
         of_heads = norm(rest.dim) if rest.normed_heads else None
         heads = Heads(rest.heads, rest.kv_heads, rest.dim, of_heads, of_heads, rotary_dim=rest.dim)
         cos, sin = torch.zeros((2, tokens, rest.dim // 2), device=CUDA).unbind()
-        places = Places(
+        places = KVPlaces(
             zeros(256, rest.kv_heads, rest.dim),
             zeros(256, rest.kv_heads, rest.dim),
             torch.zeros(tokens, dtype=torch.int64, device=CUDA),

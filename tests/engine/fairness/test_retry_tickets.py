@@ -13,7 +13,7 @@ from engine.contract.types import CallerKey
 from engine.fairness import retry_tickets as lines
 from engine.fairness.drain_rate import DrainRate
 from engine.fairness.queue_room import QueueRoom
-from engine.fairness.retry_tickets import KEPT_S, MAX_TICKETS, SOON_S, Line
+from engine.fairness.retry_tickets import KEPT_S, MAX_TICKETS, SOON_S, RetryTickets
 from engine.fairness.shares import Shares
 from tests.engine.crowd import Clock
 from tests.engine.fake_runner import make_request
@@ -35,7 +35,7 @@ A, B = Who("a", "a"), Who("b", "b")
 
 
 def test_a_place_is_kept_from_half_its_time_on_and_a_while_longer() -> None:
-    line = Line()
+    line = RetryTickets()
     line.put("a", "1", 3, now=0.0, delay=10.0)
     early, late = (10.0 - SOON_S) / 2, 10.0 + KEPT_S
     assert [line.kept("a", now) for now in (0.0, early - 0.01, early, late - 0.01)] == [
@@ -51,7 +51,7 @@ def test_a_place_is_kept_from_half_its_time_on_and_a_while_longer() -> None:
 
 
 def test_who_comes_before_the_time_stands_behind_those_who_are_due() -> None:
-    line = Line()
+    line = RetryTickets()
     line.put("a", "due", 1, now=0.0, delay=1.0)
     line.put("a", "early", 1, now=0.0, delay=100.0)
     assert line.kept("a", 1.0) == 1
@@ -61,7 +61,7 @@ def test_who_comes_before_the_time_stands_behind_those_who_are_due() -> None:
 
 
 def test_who_is_in_leaves_the_line_and_who_is_told_again_has_one_place() -> None:
-    line = Line()
+    line = RetryTickets()
     line.put("a", "1", 2, now=0.0, delay=1.0)
     assert line.kept("a", 1.0) == 2
     line.put("a", "1", 2, now=1.0, delay=1.0)
@@ -75,7 +75,7 @@ def test_who_is_in_leaves_the_line_and_who_is_told_again_has_one_place() -> None
 
 def test_the_memory_of_a_line_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "MAX_TICKETS", 8)
-    line = Line()
+    line = RetryTickets()
     for number in range(20):
         line.put("a", str(number), 1, now=0.0, delay=50.0)
     for _ in range(100):  # one that comes again and again

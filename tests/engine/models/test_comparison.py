@@ -281,7 +281,7 @@ def test_what_was_recorded_is_gone_when_memory_is_returned(
     alive: list[bool] = []
     right = choosing.record
 
-    def record(*arguments: Any) -> recording.Record:
+    def record(*arguments: Any) -> recording.ModelRecord:
         found = right(*arguments)
         kept.append(weakref.ref(found.layers[0].parts["inner"]))
         return found
@@ -301,7 +301,7 @@ def test_the_unmodified_model_runs_twice(monkeypatch: pytest.MonkeyPatch) -> Non
         prompts.append(ids.shape[1])
         return eager_forward(model, ids)
 
-    def recorded(model: Any, described: Decoder, prompt: Sequence[int]) -> recording.Record:
+    def recorded(model: Any, described: Decoder, prompt: Sequence[int]) -> recording.ModelRecord:
         prompts.append(len(prompt))
         return record(model, described, prompt)
 

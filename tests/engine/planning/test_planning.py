@@ -17,7 +17,7 @@ from engine.loading.memory import HostLimits
 from engine.loading.running import build_runner
 from engine.models.packed import native_library
 from engine.planning import memory_plan as memory
-from engine.planning.expected_times import Rates, StepTimes
+from engine.planning.expected_times import ExpectedTimes, Rates
 from engine.planning.memory_plan import plan_memory, room, step_bytes
 from engine.planning.outline import read_outline
 from engine.planning.plan import make_plan
@@ -199,7 +199,7 @@ def test_times_follow_the_rates(tmp_path: Path) -> None:
     path = tmp_path / "model"
     FAMILIES["llama"](hidden_size=1024, intermediate_size=4096).save_pretrained(path)
     outline = read_outline(path, LoadConfig())
-    slow, fast = (StepTimes(outline, Rates(rate, rate * 10), 16) for rate in (1e6, 2e6))
+    slow, fast = (ExpectedTimes(outline, Rates(rate, rate * 10), 16) for rate in (1e6, 2e6))
     assert slow.decode_s(1, 100) == pytest.approx(2 * fast.decode_s(1, 100), rel=0.01)
     assert slow.prefill_s(64) == pytest.approx(2 * fast.prefill_s(64), rel=0.01)
     # One row is the time of reading all weights but the embedding.
@@ -212,7 +212,7 @@ def test_times_follow_the_rates(tmp_path: Path) -> None:
 def test_rows_are_sampled(tmp_path: Path) -> None:
     outline = read_outline(_saved(tmp_path / "model", "llama"), LoadConfig())
     larger = dataclasses.replace(outline, vocab_size=outline.vocab_size + 10**9)
-    without, with_it = (StepTimes(one, Rates(8e9, 1e12), 16) for one in (outline, larger))
+    without, with_it = (ExpectedTimes(one, Rates(8e9, 1e12), 16) for one in (outline, larger))
     assert outline.dtype is torch.float32
     assert with_it.decode_s(3, 0) - without.decode_s(3, 0) == pytest.approx(3)
     assert with_it.prefill_s(64) - without.prefill_s(64) == pytest.approx(1)
@@ -223,7 +223,7 @@ def test_chosen_experts_alone_are_read(tmp_path: Path) -> None:
     FAMILIES["mixtral"](hidden_size=256, intermediate_size=1024).save_pretrained(path)
     outline = read_outline(path, LoadConfig())
     assert {(one.total, one.chosen) for one in outline.experts} == {(4, 2)}
-    times = StepTimes(outline, Rates(1e6, 1e12), 16)
+    times = ExpectedTimes(outline, Rates(1e6, 1e12), 16)
     assert outline.linear.held + outline.head.held + outline.experts_bytes / 2 == pytest.approx(
         times.decode_s(1, 0) * 1e6, rel=0.02
     )

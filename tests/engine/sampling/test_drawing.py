@@ -16,7 +16,7 @@ from engine.native import library
 from engine.native.build import LIBRARY, variants
 from engine.native.library import NativeUnavailableError, load_library
 from engine.sampling import drawing, ops
-from engine.sampling.drawing import InLibrary, choose_draw
+from engine.sampling.drawing import DrawInLibrary, choose_draw
 from engine.sampling.filters import Filters, filtered_weights
 from engine.sampling.greedy import valid
 from engine.sampling.sampler import Sampler
@@ -28,15 +28,15 @@ WIDTHS = (1, 2, 15, 16, 17, 2047, 2048, 2049, 6144, 40_000, 151_936)
 
 
 @pytest.fixture(scope="module")
-def kernel() -> InLibrary:
+def kernel() -> DrawInLibrary:
     try:
-        return InLibrary(load_library())
+        return DrawInLibrary(load_library())
     except NativeUnavailableError as error:
         pytest.skip(str(error))
 
 
 @pytest.fixture(params=ISAS)
-def variant(request: pytest.FixtureRequest) -> Iterator[InLibrary]:
+def variant(request: pytest.FixtureRequest) -> Iterator[DrawInLibrary]:
     """The kernel of each instruction set that this machine has."""
     try:
         best = load_library().isa
@@ -46,12 +46,12 @@ def variant(request: pytest.FixtureRequest) -> Iterator[InLibrary]:
     handle.headrace_use.restype = ctypes.c_bool
     if not handle.headrace_use(request.param.encode()):
         pytest.skip(f"this machine has no {request.param}")
-    yield InLibrary(load_library())
+    yield DrawInLibrary(load_library())
     assert handle.headrace_use(best.encode())
 
 
 def _draw(
-    kernel: InLibrary, logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor
+    kernel: DrawInLibrary, logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor
 ) -> torch.Tensor:
     rows = torch.arange(len(logits))
     return kernel(logits, rows, uniforms.double().numpy(), temperatures.float().numpy())
@@ -79,7 +79,7 @@ def _rows(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_by_the_law(variant: InLibrary, width: int, dtype: torch.dtype) -> None:
+def test_by_the_law(variant: DrawInLibrary, width: int, dtype: torch.dtype) -> None:
     """The token's part of the cumulative distribution has the uniform number in it."""
     logits, temperatures, uniforms = _rows(40, width, width, dtype)
     tokens = _draw(variant, logits, temperatures, uniforms)
@@ -92,7 +92,7 @@ def test_by_the_law(variant: InLibrary, width: int, dtype: torch.dtype) -> None:
     assert bool(((begin - 1e-6 <= uniforms) & (uniforms <= end + 1e-6)).all())
 
 
-def test_those_of_the_tensor_steps(variant: InLibrary) -> None:
+def test_those_of_the_tensor_steps(variant: DrawInLibrary) -> None:
     for seed, (count, width) in enumerate([(3000, 50), (1000, 3000), (30, 151_936)]):
         for dtype in (torch.float32, torch.bfloat16):
             rows = _rows(count, width, seed, dtype)
@@ -108,7 +108,7 @@ def test_those_of_the_tensor_steps(variant: InLibrary) -> None:
 )
 @settings(max_examples=40, deadline=None)
 def test_a_row_in_any_company(
-    kernel: InLibrary, count: int, width: int, threads: int, seed: int
+    kernel: DrawInLibrary, count: int, width: int, threads: int, seed: int
 ) -> None:
     logits, temperatures, uniforms = _rows(count, width, seed, torch.bfloat16)
     together = _draw(kernel, logits, temperatures, uniforms)
@@ -132,7 +132,7 @@ def test_a_row_in_any_company(
         torch.set_num_threads(before)
 
 
-def test_all_instruction_sets_draw_the_same(kernel: InLibrary) -> None:
+def test_all_instruction_sets_draw_the_same(kernel: DrawInLibrary) -> None:
     """Every variant's weights have the same bits: so many draws fall into the same tokens."""
     handle = ctypes.CDLL(str(LIBRARY))
     handle.headrace_use.restype = ctypes.c_bool
@@ -145,7 +145,7 @@ def test_all_instruction_sets_draw_the_same(kernel: InLibrary) -> None:
     assert handle.headrace_use(best.encode())
 
 
-def test_rows_may_lie_apart(kernel: InLibrary) -> None:
+def test_rows_may_lie_apart(kernel: DrawInLibrary) -> None:
     logits, temperatures, uniforms = _rows(9, 3000, 1, torch.bfloat16)
     for part in (logits[::3], logits[:, 5:2900], logits[2:5], logits[:, ::2], logits[:0]):
         count = len(part)
@@ -159,7 +159,7 @@ def test_rows_may_lie_apart(kernel: InLibrary) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_not_finite(kernel: InLibrary, dtype: torch.dtype) -> None:
+def test_what_is_not_finite(kernel: DrawInLibrary, dtype: torch.dtype) -> None:
     infinity, nan = float("inf"), float("nan")
     logits = torch.randn(8, 5000).to(dtype)
     logits[1, 4999] = nan
@@ -179,7 +179,7 @@ def test_what_is_not_finite(kernel: InLibrary, dtype: torch.dtype) -> None:
     assert 0 <= tokens[7] < 5000
 
 
-def test_forbidden_tokens_are_never_drawn(kernel: InLibrary) -> None:
+def test_forbidden_tokens_are_never_drawn(kernel: DrawInLibrary) -> None:
     """Neither by the smallest nor by the largest number, where nothing but one token is left."""
     logits = torch.full((3, 4097), float("-inf"))
     logits[:, 2048] = -7.0
@@ -189,7 +189,7 @@ def test_forbidden_tokens_are_never_drawn(kernel: InLibrary) -> None:
         assert kernel(logits, torch.arange(3), uniforms, temperatures).tolist() == [2048] * 3
 
 
-def test_a_tiny_temperature_is_greedy(kernel: InLibrary) -> None:
+def test_a_tiny_temperature_is_greedy(kernel: DrawInLibrary) -> None:
     logits, _, uniforms = _rows(20, 6144, 5, torch.float32)
     temperatures = np.full(20, np.finfo(np.float32).tiny)
     found = kernel(logits, torch.arange(20), uniforms.numpy(), temperatures)
@@ -197,17 +197,17 @@ def test_a_tiny_temperature_is_greedy(kernel: InLibrary) -> None:
 
 
 def test_the_sampler_draws_by_it_with_and_without_edits(
-    kernel: InLibrary, monkeypatch: pytest.MonkeyPatch
+    kernel: DrawInLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests without filters, and these alone, whatever else changes their logits."""
     drawn: list[int] = []
 
-    class Counting(InLibrary):
+    class Counting(DrawInLibrary):
         def __call__(self, logits: torch.Tensor, rows: torch.Tensor, *more: object) -> torch.Tensor:
             drawn.append(len(rows))
             return super().__call__(logits, rows, *more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("engine.sampling.drawing.InLibrary", Counting)
+    monkeypatch.setattr("engine.sampling.drawing.DrawInLibrary", Counting)
     sampler = Sampler(300, CPU)
     requests = [
         make(temperature=1.0, seed=1),

@@ -14,7 +14,7 @@ from engine.contract.request import Request
 from engine.contract.types import RequestId
 from engine.scheduler import fair
 from engine.scheduler.fair import LEAD, FairScheduler
-from engine.scheduler.token_counters import Share, Shares
+from engine.scheduler.token_counters import Share, TokenCounters
 from tests.engine.fake_runner import make_request
 from tests.engine.scheduler.sharing import Client, Sharing
 from tests.engine.scheduler.test_policies import Watched
@@ -237,14 +237,14 @@ def test_a_step_s_cost_does_not_grow_with_the_queue(
         caller = f"c{index % num_callers}"
         watched.core.add(make_request(f"r{index}", [1, 2, 3], 9, caller=caller), 0.0)
     orders = 0
-    order = Shares.order
+    order = TokenCounters.order
 
-    def counted(self: Shares, share: Share, given: float = 0.0) -> tuple[float, bool, int]:
+    def counted(self: TokenCounters, share: Share, given: float = 0.0) -> tuple[float, bool, int]:
         nonlocal orders
         orders += 1
         return order(self, share, given)
 
-    monkeypatch.setattr(Shares, "order", counted)
+    monkeypatch.setattr(TokenCounters, "order", counted)
     for _ in range(50):
         watched.core.step()
     assert orders <= 50 * 8 * 16
@@ -314,7 +314,7 @@ def run_by_chance(number: int) -> None:
 Plant = Callable[[pytest.MonkeyPatch], None]
 PLANTS: dict[str, Plant] = {}
 
-_served = Shares.served
+_served = TokenCounters.served
 
 
 def plant(function: Plant) -> Plant:
@@ -325,40 +325,40 @@ def plant(function: Plant) -> Plant:
 @plant
 def a_counter_is_never_lifted(patch: pytest.MonkeyPatch) -> None:
     """A caller that comes back goes on from what it was given before."""
-    queued = Shares.queued
+    queued = TokenCounters.queued
 
-    def unlifted(self: Shares, request: Request, *, lifts: bool) -> None:
+    def unlifted(self: TokenCounters, request: Request, *, lifts: bool) -> None:
         queued(self, request, lifts=lifts and self.of(request).since == 0)
 
-    patch.setattr(Shares, "queued", unlifted)
+    patch.setattr(TokenCounters, "queued", unlifted)
 
 
 @plant
 def a_newcomer_has_no_floor(patch: pytest.MonkeyPatch) -> None:
     """A caller that comes for the first time was given nothing yet."""
-    queued = Shares.queued
+    queued = TokenCounters.queued
 
-    def unlifted(self: Shares, request: Request, *, lifts: bool) -> None:
+    def unlifted(self: TokenCounters, request: Request, *, lifts: bool) -> None:
         share = self.of(request)
         if share.since == 0:
             share.counter = 0.0
         queued(self, request, lifts=lifts and share.since != 0)
 
-    patch.setattr(Shares, "queued", unlifted)
+    patch.setattr(TokenCounters, "queued", unlifted)
 
 
 @plant
 def a_weight_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Shares, "weight", lambda self, share: 1.0)
+    patch.setattr(TokenCounters, "weight", lambda self, share: 1.0)
 
 
 @plant
 def prompts_are_not_counted(patch: pytest.MonkeyPatch) -> None:
-    def served(self: Shares, request: Request, service: int) -> None:
+    def served(self: TokenCounters, request: Request, service: int) -> None:
         if service == 2:
             _served(self, request, service)
 
-    patch.setattr(Shares, "served", served)
+    patch.setattr(TokenCounters, "served", served)
 
 
 @plant
@@ -398,12 +398,12 @@ def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_floor_that_does_not_rise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def floor(self: Shares) -> float:
+    def floor(self: TokenCounters) -> float:
         """Those that were given nothing yet make it too."""
         first = self.peek()
         return self._busiest() if first is None else first.counter
 
-    monkeypatch.setattr(Shares, "floor", floor)
+    monkeypatch.setattr(TokenCounters, "floor", floor)
     assert new_callers_keep_coming() is None
 
 

@@ -21,9 +21,9 @@ from engine.fairness.shares import GRACE_S, MAX_WANT_S
 from service.admission.accounts import account_of
 from service.admission.admission_control import (
     PLACE,
+    AdmissionBounds,
     AdmissionControl,
     Charge,
-    Limits,
 )
 from service.errors.call_errors import FieldError, LimitReachedError
 from tests.engine.crowd import Clock, Crowd, Served, at_random, by_the_batch, evenly
@@ -61,7 +61,7 @@ def limit_of(call: Any) -> LimitReachedError:
 
 def test_tokens_are_bounded_for_all_and_for_each() -> None:
     control = AdmissionControl(
-        Limits(max_open=9, max_tokens=100, max_tokens_of_identity=60), Clock()
+        AdmissionBounds(max_open=9, max_tokens=100, max_tokens_of_identity=60), Clock()
     )
     control.take(account_of("a"), Charge(tokens=50))
     control.take(account_of("b"), Charge(tokens=40))
@@ -88,7 +88,7 @@ def test_tokens_are_bounded_for_all_and_for_each() -> None:
     ],
 )
 def test_what_can_never_fit_is_wrong_not_early(limits: dict[str, int], option: str) -> None:
-    control = AdmissionControl(Limits(max_open=9, **limits))
+    control = AdmissionControl(AdmissionBounds(max_open=9, **limits))
     with pytest.raises(FieldError, match=rf"at most 10 .*\({option}\)") as caught:
         control.take(account_of("a"), Charge(tokens=11))
     assert caught.value.path == "stop.max_tokens"
@@ -97,7 +97,9 @@ def test_what_can_never_fit_is_wrong_not_early(limits: dict[str, int], option: s
 
 def test_each_account_has_its_own_rate() -> None:
     clock = Clock()
-    limits = Limits(max_open=4, max_open_of_identity=2, max_tokens=40, max_tokens_of_identity=20)
+    limits = AdmissionBounds(
+        max_open=4, max_open_of_identity=2, max_tokens=40, max_tokens_of_identity=20
+    )
     control = AdmissionControl(limits, clock, no_jitter)
     for name in ("slow", "slow", "quick", "quick"):
         control.take(account_of(name), Charge(tokens=10))
@@ -129,7 +131,7 @@ def test_each_account_has_its_own_rate() -> None:
 
 def test_what_was_taken_back_says_nothing_of_the_rate() -> None:
     clock = Clock()
-    control = AdmissionControl(Limits(max_open=1), clock, no_jitter)
+    control = AdmissionControl(AdmissionBounds(max_open=1), clock, no_jitter)
     for _ in range(100):
         control.add(account_of("a"), PLACE)
         control.remove(account_of("a"), PLACE, served=False)
@@ -169,15 +171,15 @@ class House:
 @pytest.mark.parametrize(
     "limits",
     [
-        Limits(max_open=1000),
-        Limits(max_open=5000, max_open_of_identity=1000),
-        Limits(max_open=5000, max_tokens=7000),
-        Limits(max_open=5000, max_tokens=7000, max_tokens_of_identity=7000),
+        AdmissionBounds(max_open=1000),
+        AdmissionBounds(max_open=5000, max_open_of_identity=1000),
+        AdmissionBounds(max_open=5000, max_tokens=7000),
+        AdmissionBounds(max_open=5000, max_tokens=7000, max_tokens_of_identity=7000),
     ],
     ids=["open", "open of identity", "tokens", "tokens of identity"],
 )
 def test_a_crowd_gets_in_when_it_was_told_to_come(
-    limits: Limits, law: Callable[[float], Served], per_second: float
+    limits: AdmissionBounds, law: Callable[[float], Served], per_second: float
 ) -> None:
     clock = Clock()
     control = AdmissionControl(limits, clock, random.Random(7).random)
@@ -188,7 +190,7 @@ def test_a_crowd_gets_in_when_it_was_told_to_come(
 
 def test_identities_without_requests_take_no_room() -> None:
     clock = Clock()
-    control = AdmissionControl(Limits(max_open=9, max_tokens=100), clock)
+    control = AdmissionControl(AdmissionBounds(max_open=9, max_tokens=100), clock)
     rng = random.Random(7)
     held: list[tuple[str, int]] = []
     for _ in range(3000):

@@ -27,7 +27,7 @@ from engine.contract.types import RequestId, TokenId
 from engine.fairness.shares import RESERVE_PART
 from engine.text import TextStream
 from service.admission.accounts import account_of
-from service.admission.admission_control import AdmissionControl, Charge, Holding, Limits
+from service.admission.admission_control import AdmissionBounds, AdmissionControl, Charge, Holding
 from service.admission.footprint import Footprint
 from service.convert.weight import message_footprint
 from service.delivery.events import Accepted, DeliveryOptions
@@ -54,7 +54,7 @@ def hold(holding: Holding, footprint: Footprint) -> None:
 
 def test_bytes_are_bounded_and_come_free_again() -> None:
     clock = Clock()
-    control = AdmissionControl(Limits(max_open=9, max_live_bytes=1000), clock, no_jitter)
+    control = AdmissionControl(AdmissionBounds(max_open=9, max_live_bytes=1000), clock, no_jitter)
     one, two = control.holding(account_of("a")), control.holding(account_of("a"))
     hold(one, part(300))
     hold(one, part(400))
@@ -80,7 +80,7 @@ def test_bytes_are_bounded_and_come_free_again() -> None:
 
 
 def test_what_alone_is_too_much_is_wrong_and_not_early() -> None:
-    control = AdmissionControl(Limits(max_open=9, max_live_bytes=1000))
+    control = AdmissionControl(AdmissionBounds(max_open=9, max_live_bytes=1000))
     holding = control.holding(account_of("a"))
     hold(holding, part(600, "text.text"))
     with pytest.raises(FieldError, match=r"at most 1000 .*\(max_live_bytes\)") as caught:
@@ -90,7 +90,7 @@ def test_what_alone_is_too_much_is_wrong_and_not_early() -> None:
 
 
 def test_what_was_not_taken_over_is_released() -> None:
-    control = AdmissionControl(Limits(max_open=9))
+    control = AdmissionControl(AdmissionBounds(max_open=9))
     with control.holding(account_of("a")) as holding:
         hold(holding, part(600))
     assert control.live_bytes == 0
@@ -108,7 +108,7 @@ STEPS = st.lists(
 @given(STEPS)
 @settings(deadline=None)
 def test_the_count_is_the_sum_of_what_is_held(steps: list[tuple[str, int]]) -> None:
-    control = AdmissionControl(Limits(max_open=9, max_live_bytes=1000))
+    control = AdmissionControl(AdmissionBounds(max_open=9, max_live_bytes=1000))
     held: list[tuple[str, Holding, list[int]]] = []
     for action, number in steps:
         if action == "begin" or not held:
@@ -351,7 +351,7 @@ async def test_a_request_that_alone_is_too_large_names_what_is(
 ) -> None:
     async with serving(long_engine(), max_live_bytes=MIB) as h:
         # As small a bound as the largest of them needs, which is no option's business.
-        control = AdmissionControl(Limits(max_open=9, max_live_bytes=600_000))
+        control = AdmissionControl(AdmissionBounds(max_open=9, max_live_bytes=600_000))
         h.registry.admission = control
         error = await refused(add(h, "a", **fields))
         assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, f"spec.{field}")

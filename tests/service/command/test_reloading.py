@@ -22,7 +22,7 @@ from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 from service.command import config_file
 from service.command.config_file import compare, filled
 from service.command.flags import FILE, Given, flags
-from service.command.reloading import Reloading, Source
+from service.command.reloading import ConfigSource, Reloading
 from service.command.serve_options import options_of
 from tests.service.certificates import needs_openssl
 from tests.service.door.test_auth import bearer, entry, replace
@@ -64,7 +64,7 @@ def text_with(**values: str) -> str:
 class Loaded:
     """A server with a config file, and requests in flight."""
 
-    def __init__(self, h: Harness, path: Path, source: Source) -> None:
+    def __init__(self, h: Harness, path: Path, source: ConfigSource) -> None:
         self.h, self.path, self.readings = h, path, 0
         config = source.config_of(source.given)
 
@@ -72,7 +72,7 @@ class Loaded:
             self.readings += 1
             return source.config_of(given)
 
-        self.reloading = Reloading(h.server, config, Source(source.given, config_of))
+        self.reloading = Reloading(h.server, config, ConfigSource(source.given, config_of))
 
     async def reload(self, text: str | None = None) -> None:
         """What SIGHUP does, once the file has this text."""
@@ -97,7 +97,7 @@ async def loaded(
     replace(path, text)
     values = {**defaults(), FILE: str(path)}
     given = filled(Given(values, frozenset({"listen"})))
-    source = Source(given, lambda again: options_of(again).service)
+    source = ConfigSource(given, lambda again: options_of(again).service)
     config = source.config_of(given)
     options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     engine = FakeEngine(script=says(TEXT), auto=False)

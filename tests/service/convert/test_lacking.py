@@ -13,7 +13,7 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 
 from service.convert.lacking import why_lacking
-from service.replies import FORMATS, CallForm, format_option
+from service.replies import FORMATS, CallGrammar, format_option
 from service.replies.format import marked
 from service.replies.json_calls import call_object
 from tests.service.fake_engine import byte_tokenizer
@@ -59,7 +59,7 @@ NO_CALLS = Model(BARE, "think")
 OTHER = marked(
     "other",
     {"<|tool_call|>": lambda reader, out, _: call_object(reader, out)},  # type: ignore[arg-type,return-value]
-    forms=(CallForm(before="", after="", end="", marks=("<call>",)),),
+    forms=(CallGrammar(before="", after="", end="", marks=("<call>",)),),
 )
 SPOKEN = marked("spoken", {"=>": call_object})  # type: ignore[dict-item]
 NOT_HELD = Model(BARE, f"{__name__}:SPOKEN")

@@ -16,7 +16,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 
 from engine.fairness.drain_rate import MARGIN, UNKNOWN_DELAY_S
 from service.admission.accounts import Account, account_of
-from service.admission.admission_control import AdmissionControl, Limits
+from service.admission.admission_control import AdmissionBounds, AdmissionControl
 from service.delivery.charges import UNIT, in_units
 from service.delivery.events import HELD_EVENT_BYTES, DeliveryOptions
 from service.delivery.flow import EVENTS_BYTES, WholeLimits
@@ -61,7 +61,7 @@ def limit_of(call: Callable[[], object]) -> LimitReachedError:
 
 
 def control_of(clock: Clock) -> AdmissionControl:
-    limits = Limits(max_open=9, max_undelivered_bytes=1000)
+    limits = AdmissionBounds(max_open=9, max_undelivered_bytes=1000)
     return AdmissionControl(limits, clock, lambda: 0.0)
 
 
@@ -113,7 +113,7 @@ def test_when_to_come_again_follows_from_how_fast_results_are_read() -> None:
 
 
 def test_without_a_limit_nobody_is_refused() -> None:
-    control = AdmissionControl(Limits(max_open=9))
+    control = AdmissionControl(AdmissionBounds(max_open=9))
     control.charge_unread(account_of("a"), 1 << 40)
     control.check_unread(account_of("a"))
     assert control.unread_bytes == 1 << 40

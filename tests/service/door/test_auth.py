@@ -34,7 +34,7 @@ from service.command import cli
 from service.config import ServiceConfig
 from service.door.auth import Authenticator
 from service.door.callers_file import SERVICES, parse_callers
-from service.errors.call_errors import PermissionDeniedError, UnauthenticatedError
+from service.errors.call_errors import NotGrantedError, UnknownCallerError
 from service.server import HeadraceServer
 from service.telemetry import setup as telemetry
 from service.telemetry.request_spans import Spans
@@ -464,21 +464,21 @@ def test_names_of_certificates(callers: Path) -> None:
     found = Authenticator(str(callers), client_certificates=True)
     get_model = "/headrace.v1.ModelService/GetModel"
     assert found.by_certificate(get_model, ["other", "a.example"]).caller.identity == "a"
-    with pytest.raises(PermissionDeniedError):
+    with pytest.raises(NotGrantedError):
         found.by_certificate(GENERATE, ["a.example"])
     for names in ([], ["other"], ["A.example"], ["a.example", "b.example"]):
-        with pytest.raises(UnauthenticatedError):
+        with pytest.raises(UnknownCallerError):
             found.by_certificate(get_model, names)
     # Names in two entries of one identity: it may do what either grants, and no more.
     both = ["a.example", "ops.a.example"]
     for method in (get_model, "/headrace.v1.ControlService/Drain"):
         assert found.by_certificate(method, both).caller.identity == "a"
-    with pytest.raises(PermissionDeniedError):
+    with pytest.raises(NotGrantedError):
         found.by_certificate(GENERATE, both)
-    with pytest.raises(UnauthenticatedError):
+    with pytest.raises(UnknownCallerError):
         found.by_certificate(get_model, [*both, "b.example"])
     assert found.by_token(get_model, []) is None
-    with pytest.raises(UnauthenticatedError):  # a wrong token is not made good by a certificate
+    with pytest.raises(UnknownCallerError):  # a wrong token is not made good by a certificate
         found.by_token(get_model, [("authorization", "Bearer wrong")])
 
 
@@ -502,13 +502,13 @@ def test_metadata_of_any_kind(tmp_path_factory: Any, metadata: Any, method: str)
     if not path.exists():
         replace(path, CALLERS)
     right = [v for k, v in metadata if k == "authorization"] == ["Bearer alice's secret"]
-    expected = "alice" if method == GENERATE else "PermissionDeniedError"
+    expected = "alice" if method == GENERATE else "NotGrantedError"
     try:
         permit = Authenticator(str(path)).by_token(method, metadata)
         outcome = permit.caller.identity if permit is not None else ""
     except HeadraceError as error:
         outcome = type(error).__name__
-    assert outcome == (expected if right else "UnauthenticatedError")
+    assert outcome == (expected if right else "UnknownCallerError")
 
 
 async def _raw_call(port: int, authorization: bytes) -> None:

@@ -12,7 +12,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 
 from service.admission.accounts import origin_of
 from service.door.auth import DOOR_PEER, DOOR_SECRET, Authenticator
-from service.errors.call_errors import PermissionDeniedError
+from service.errors.call_errors import NotGrantedError
 from tests.service.door.test_auth import bearer, callers, guarded  # noqa: F401
 from tests.service.fake_engine import FakeEngine
 from tests.service.helpers import DEADLINE_S, Harness, Refused, refused, serving, spec
@@ -60,7 +60,7 @@ def test_the_door_s_client_is_known_by_the_address_that_the_door_tells(
 )
 def test_a_wrong_secret_is_refused_and_not_told(known: str | None, given: list[str]) -> None:
     metadata = [*((DOOR_SECRET, one) for one in given), (DOOR_PEER, "192.0.2.7")]
-    with pytest.raises(PermissionDeniedError) as raised:
+    with pytest.raises(NotGrantedError) as raised:
         Authenticator(None, door_secret=known).peer_of(metadata, UNIX)
     assert not any(one in str(raised.value) for one in (*given, SECRET) if one not in ("", "None"))
 

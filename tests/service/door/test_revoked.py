@@ -14,7 +14,7 @@ from headrace.v1 import control_service_pb2 as control
 from headrace.v1 import generation_service_pb2 as rpc
 
 from service.door.auth import Authenticator, Permit
-from service.errors.call_errors import UnauthenticatedError
+from service.errors.call_errors import UnknownCallerError
 from tests.service.door.test_auth import (
     CALLERS,
     TOKENS,
@@ -195,7 +195,7 @@ async def test_a_file_that_changes_before_the_account_is_known_counts(
     assert isinstance(permit, Permit)
     replace(callers, NOT_BOB)
     of_call = permit.of_call(bearer("bob"), "ipv4:192.0.2.7:1")
-    with pytest.raises(UnauthenticatedError):
+    with pytest.raises(UnknownCallerError):
         await of_call.check()
 
 
@@ -226,5 +226,5 @@ async def test_nobody_is_looked_for_again_while_the_file_is_as_it_was(
     assert lookups == 1
     replace(callers, NOT_BOB)
     for _ in range(3):
-        with pytest.raises(UnauthenticatedError):
+        with pytest.raises(UnknownCallerError):
             await permit.check()

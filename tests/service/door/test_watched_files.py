@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.contract.errors import ConfigError
-from service.door.watched_files import Watched
+from service.door.watched_files import WatchedFiles
 from tests.service.helpers import until
 
 
@@ -34,8 +34,8 @@ class Restless:
         self.reads += 1
         return first, self.second.read_text()
 
-    def watched(self) -> Watched[tuple[str, str]]:
-        return Watched("files", (str(self.first), str(self.second)), self.load)
+    def watched(self) -> WatchedFiles[tuple[str, str]]:
+        return WatchedFiles("files", (str(self.first), str(self.second)), self.load)
 
 
 def test_what_is_read_stood_there_at_one_time(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ async def test_a_thread_reads_what_has_changed_and_the_loop_goes_on(tmp_path: Pa
         return files.load()
 
     goes_on.set()
-    watched = Watched("files", (str(files.first), str(files.second)), load)
+    watched = WatchedFiles("files", (str(files.first), str(files.second)), load)
     begun.clear()
     goes_on.clear()
     files.first.write_text("1")
@@ -109,7 +109,7 @@ async def test_who_asks_while_files_are_read_has_them_read_once_more(tmp_path: P
         return found
 
     goes_on.set()
-    watched = Watched("files", (str(files.first), str(files.second)), load)
+    watched = WatchedFiles("files", (str(files.first), str(files.second)), load)
     begun.clear()
     goes_on.clear()
     watched.begin_reload()

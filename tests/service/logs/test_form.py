@@ -14,7 +14,7 @@ import pytest
 from engine.logs.records import MAX_MESSAGE, MAX_TRACEBACK
 from service.logs.context import current_request, current_trace
 from service.logs.form import Console, Json
-from service.logs.limits import BURST, Limits
+from service.logs.limits import BURST, LogLimits
 
 SECRET = "s3cret-0123456789"
 
@@ -131,14 +131,14 @@ def test_the_fact_and_its_place_do() -> None:
 def test_that_a_caller_has_gone_is_no_line() -> None:
     gone = grpc._cython.cygrpc.ExecuteBatchError("Failed")  # type: ignore[attr-defined]
     name = "grpc._cython.cygrpc"
-    assert Limits().admit(record("raised by a method", name=name, error=gone)) is None
-    assert Limits().admit(record("raised by a method", name=name, error=ValueError())) == 0
-    assert Limits().admit(record("raised by a method", error=gone)) == 0
+    assert LogLimits().admit(record("raised by a method", name=name, error=gone)) is None
+    assert LogLimits().admit(record("raised by a method", name=name, error=ValueError())) == 0
+    assert LogLimits().admit(record("raised by a method", error=gone)) == 0
 
 
 def test_a_place_in_the_code_is_heard_once_a_second() -> None:
     now = 0.0
-    limits = Limits(lambda: now)
+    limits = LogLimits(lambda: now)
     made, other = record("x"), record("x")
     other.lineno = 2
     assert [limits.admit(made) for _ in range(BURST + 7)] == [0] * BURST + [None] * 7

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from service.replies import FORMATS, Context, Format, fold
 from service.replies.pieces import Mark
-from service.replies.reader import MAX_BLANKS, MAX_HELD, Marks, Reader, Steps
+from service.replies.reader import MAX_BLANKS, MAX_HELD, ReplyMarks, ReplyReader, Steps
 from tests.service.replies.cases import parse, spelled
 from tests.service.replies.corpus import CORPORA
 
@@ -88,8 +88,8 @@ def test_special_tokens_among_texts_that_spell_them(format: Format, data: st.Dat
 
 
 def test_places_that_were_passed_are_dropped() -> None:
-    reader = Reader(frozenset({"<a>"}))
-    marks = Marks({"<a>"})
+    reader = ReplyReader(frozenset({"<a>"}))
+    marks = ReplyMarks({"<a>"})
     found: list[str] = []
 
     def read() -> Steps:
@@ -193,6 +193,6 @@ def test_arguments_are_handed_on_as_they_come() -> None:
 
 def test_marks_that_could_overlap_are_refused() -> None:
     with pytest.raises(ValueError, match="overlap"):
-        Marks(["<a>", "<a><b>"])
+        ReplyMarks(["<a>", "<a><b>"])
     with pytest.raises(ValueError, match="overlap"):
-        Marks(["<a><b>c", "<b>"])
+        ReplyMarks(["<a><b>c", "<b>"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from service.replies import FORMATS, CallForm, Context, Reply, ToolMode, ToolSchema, fold
+from service.replies import FORMATS, CallGrammar, Context, Reply, ToolMode, ToolSchema, fold
 
 TOOLS = [ToolSchema("look", {"type": "object"}), ToolSchema("schauen_水", {"type": "object"})]
 TYPES: dict[str, dict[str, frozenset[str]]] = {tool.name: {} for tool in TOOLS}
@@ -60,7 +60,7 @@ def written(node: dict[str, Any], words: str = "") -> list[str]:
             raise AssertionError(kind)
 
 
-def replies(form: CallForm, mode: ToolMode, parallel: bool = True, words: str = "") -> list[str]:
+def replies(form: CallGrammar, mode: ToolMode, parallel: bool = True, words: str = "") -> list[str]:
     tag = json.loads(form.structural_tag(mode, TOOLS, parallel=parallel))
     assert tag["type"] == "structural_tag"
     return written(tag["format"], words)
@@ -74,7 +74,7 @@ def test_plain_reasoning_has_no_form() -> None:
 
 
 @pytest.mark.parametrize(("name", "form"), forms())
-def test_what_is_required_is_read_as_calls(name: str, form: CallForm) -> None:
+def test_what_is_required_is_read_as_calls(name: str, form: CallGrammar) -> None:
     one = [["look"], ["schauen_水"]]
     both = [["look", "schauen_水"]] if form.separator is not None else []
     for parallel in (False, True):
@@ -87,7 +87,7 @@ def test_what_is_required_is_read_as_calls(name: str, form: CallForm) -> None:
 
 
 @pytest.mark.parametrize(("name", "form"), forms())
-def test_words_are_text_and_calls_come_with_them(name: str, form: CallForm) -> None:
+def test_words_are_text_and_calls_come_with_them(name: str, form: CallGrammar) -> None:
     found = [read(name, text) for text in replies(form, ToolMode.AUTO, words="I look.")]
     assert any((reply.text, reply.calls) == ("I look.", ()) for reply in found)
     called = [[call.name for call in reply.calls] for reply in found if reply.calls]
@@ -99,7 +99,7 @@ def test_words_are_text_and_calls_come_with_them(name: str, form: CallForm) -> N
 
 
 @pytest.mark.parametrize(("name", "form"), forms())
-def test_a_call_without_arguments_is_written_for_the_parser(name: str, form: CallForm) -> None:
+def test_a_call_without_arguments_is_written_for_the_parser(name: str, form: CallGrammar) -> None:
     [call] = read(name, form.written("look")).calls
     assert (call.name, call.arguments, call.complete) == ("look", "{}", True)
     if not form.name_in_json:
@@ -108,7 +108,7 @@ def test_a_call_without_arguments_is_written_for_the_parser(name: str, form: Cal
 
 
 @pytest.mark.parametrize(("name", "form"), forms())
-def test_where_there_are_no_calls_what_looks_like_one_is_text(name: str, form: CallForm) -> None:
+def test_where_there_are_no_calls_what_looks_like_one_is_text(name: str, form: CallGrammar) -> None:
     reply = read(name, form.written("look"), calls=False)
     assert reply.calls == ()
     assert reply.raw == form.written("look")

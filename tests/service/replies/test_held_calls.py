@@ -15,7 +15,7 @@ from engine.contract.sampling_params import GrammarKind, GrammarParams
 from engine.contract.types import TokenId
 from engine.structured import GrammarCompiler
 from engine.text import Tokenizer
-from service.replies import FORMATS, CallForm, Context, ToolMode, ToolSchema, tool_types
+from service.replies import FORMATS, CallGrammar, Context, ToolMode, ToolSchema, tool_types
 from tests.engine.structured.following import allowed
 from tests.service.replies.cases import parse
 
@@ -54,7 +54,7 @@ def forms() -> list[Any]:
 @pytest.mark.parametrize("parallel", [False, True], ids=["one", "parallel"])
 @pytest.mark.parametrize(("name", "form"), forms())
 def test_required_calls_are_read(
-    name: str, form: CallForm, parallel: bool, compiler: GrammarCompiler, tokenizer: Tokenizer
+    name: str, form: CallGrammar, parallel: bool, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
     text = form.structural_tag(ToolMode.REQUIRED, TOOLS, parallel=parallel)
     params = GrammarParams(kind=GrammarKind.STRUCTURAL_TAG, text=text)
@@ -92,7 +92,7 @@ def test_required_calls_are_read(
 @pytest.mark.parametrize("mode", [ToolMode.AUTO, ToolMode.NONE])
 @pytest.mark.parametrize(("name", "form"), forms())
 def test_other_forms_can_be_held(
-    name: str, form: CallForm, mode: ToolMode, compiler: GrammarCompiler
+    name: str, form: CallGrammar, mode: ToolMode, compiler: GrammarCompiler
 ) -> None:
     text = form.structural_tag(mode, TOOLS, parallel=True)
     params = GrammarParams(kind=GrammarKind.STRUCTURAL_TAG, text=text)

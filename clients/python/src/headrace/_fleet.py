@@ -48,7 +48,7 @@ _ALONE_SECONDS = 60.0
 _OWNERS = 65_536
 
 
-class ServerState(enum.Enum):
+class MemberState(enum.Enum):
     """What a server is good for."""
 
     JOINING = "joining"  # not known to be ready: asked until it is
@@ -62,7 +62,7 @@ class Server:
     def __init__(self, address: Address, now: float) -> None:
         self.address = address
         self.link: Any = None
-        self.state = ServerState.JOINING
+        self.state = MemberState.JOINING
         self.instance_id = ""
         """Its process; empty: not known (yet)."""
         self.capacity = 1
@@ -106,7 +106,7 @@ class Server:
 
     def found_ready(self) -> None:
         """Its health was good."""
-        self.state = ServerState.READY
+        self.state = MemberState.READY
         self.problem = None
         self._checks = 0
 
@@ -160,10 +160,10 @@ class FleetState:
             if server is None:
                 server = self.servers[address] = Server(address, now)
                 new.append(server)
-            elif server.state is ServerState.LEAVING:
-                server.state, server.check_at = ServerState.JOINING, now
+            elif server.state is MemberState.LEAVING:
+                server.state, server.check_at = MemberState.JOINING, now
         for address in self.servers.keys() - set(wanted):
-            self.servers[address].state = ServerState.LEAVING
+            self.servers[address].state = MemberState.LEAVING
         return new
 
     def left(self) -> list[Server]:
@@ -172,7 +172,7 @@ class FleetState:
         gone = [
             server
             for server in self.servers.values()
-            if server.state is ServerState.LEAVING
+            if server.state is MemberState.LEAVING
             and not server.outstanding
             and server.used_at < before
         ]
@@ -207,7 +207,7 @@ class FleetState:
 
     def _unasked(self) -> list[Server]:
         every = self.servers.values()
-        return [s for s in every if s.state is ServerState.JOINING and not s.is_asked]
+        return [s for s in every if s.state is MemberState.JOINING and not s.is_asked]
 
     def found(self, server: Server, instance_id: str, capacity: int) -> None:
         """A server is ready, and gets requests from the next `tell` on: with the others that were
@@ -234,10 +234,10 @@ class FleetState:
         server.instance_id = instance_id
         server.capacity = max(capacity, 1)
         server.is_known, server.is_asked = True, False
-        if server.state is not ServerState.JOINING:
+        if server.state is not MemberState.JOINING:
             return
         twins = [one for one in self.by_instance(instance_id) if one is not server]
-        if any(one.state is ServerState.READY for one in twins):
+        if any(one.state is MemberState.READY for one in twins):
             server.check_at = self.clock() + _TWIN_SECONDS
         else:
             server.found_ready()
@@ -245,12 +245,12 @@ class FleetState:
     def set_aside(self, server: Server, problem: HeadraceError) -> None:
         """A server cannot be reached, or is not ready: it gets nothing new until it is."""
         server.problem = problem
-        if server.state is ServerState.LEAVING:
+        if server.state is MemberState.LEAVING:
             return
-        server.state = ServerState.JOINING
+        server.state = MemberState.JOINING
         server.wait_for_check(self.clock())
         for twin in self.by_instance(server.instance_id):
-            if twin.state is ServerState.JOINING and twin is not server:
+            if twin.state is MemberState.JOINING and twin is not server:
                 twin.check_at = self.clock()
 
     def full(self, server: Server, seconds: float) -> None:
@@ -270,7 +270,7 @@ class FleetState:
         now = self.clock()
         while self._alone and next(iter(self._alone.values()))[1] < now:
             self.ended_alone(next(iter(self._alone)))
-        ready = [one for one in self.servers.values() if one.state is ServerState.READY]
+        ready = [one for one in self.servers.values() if one.state is MemberState.READY]
         roomy = [one for one in ready if one.full_until <= now]
         chosen_from = [one for one in roomy if one not in avoid] or roomy
         if not chosen_from and even_full:
@@ -283,7 +283,7 @@ class FleetState:
 
     def room_in(self) -> float | None:
         """In how many seconds a ready server has room, as these said; None: none is ready."""
-        ready = [one for one in self.servers.values() if one.state is ServerState.READY]
+        ready = [one for one in self.servers.values() if one.state is MemberState.READY]
         return max(min(one.full_until for one in ready) - self.clock(), 0.0) if ready else None
 
     def begun(self, server: Server) -> None:
@@ -328,7 +328,7 @@ class FleetState:
     def by_instance(self, instance_id: str) -> list[Server]:
         """The servers that are this instance: the ready ones first."""
         found = [s for s in self.servers.values() if instance_id and s.instance_id == instance_id]
-        return sorted(found, key=lambda one: one.state is not ServerState.READY)
+        return sorted(found, key=lambda one: one.state is not MemberState.READY)
 
     def not_joined(self, server: Server, problem: HeadraceError) -> None:
         """A server was asked, and is not ready."""
@@ -344,7 +344,7 @@ class FleetState:
 
     def reachable(self) -> list[Server]:
         """All servers that may answer for what they have: those that are ready or leave."""
-        return [one for one in self.servers.values() if one.state is not ServerState.JOINING]
+        return [one for one in self.servers.values() if one.state is not MemberState.JOINING]
 
     def nobody(self) -> UnavailableError:
         """The error for a request that found no server."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 from headrace._fleet import Server
-from headrace._fleet_record import Link
+from headrace._fleet_record import ServerLink
 from headrace._session import Record, SessionCore, SessionOptions
 from headrace.errors import HeadraceError
 from headrace.results import ServerLoad
@@ -27,8 +27,8 @@ class Links:
 
     def __init__(
         self,
-        open_link: Callable[[Link], None],
-        refused: Callable[[Link, Record, HeadraceError], HeadraceError | None],
+        open_link: Callable[[ServerLink], None],
+        refused: Callable[[ServerLink, Record, HeadraceError], HeadraceError | None],
         live: Collection[str],
         options: SessionOptions,
     ) -> None:
@@ -36,14 +36,14 @@ class Links:
         self._refused = refused
         self._live = live
         self._options = options
-        self._links: dict[Server, Link] = {}
+        self._links: dict[Server, ServerLink] = {}
         self._orphans: dict[str, set[str]] = {}
         """By instance: what was sent elsewhere since."""
 
-    def __iter__(self) -> Iterator[Link]:
+    def __iter__(self) -> Iterator[ServerLink]:
         return iter(list(self._links.values()))
 
-    def to(self, server: Server) -> Link:
+    def to(self, server: Server) -> ServerLink:
         """The stream to a server.
 
         Raises:
@@ -51,14 +51,14 @@ class Links:
         """
         link = self._links.get(server)
         if link is None:
-            link = Link(server, SessionCore(**self._options))
+            link = ServerLink(server, SessionCore(**self._options))
             link.core.on_refusal = partial(self._refused, link)
             self._open(link)
             self._links[server] = link
             self._end_orphans(link)
         return link
 
-    def lost(self, link: Link) -> None:
+    def lost(self, link: ServerLink) -> None:
         """A stream has ended; the server's next request opens another."""
         if self._links.get(link.server) is link:
             del self._links[link.server]
@@ -103,7 +103,7 @@ class Links:
         for link in self:
             self._end_orphans(link)
 
-    def _end_orphans(self, link: Link) -> None:
+    def _end_orphans(self, link: ServerLink) -> None:
         """Cancels what runs at a server for nobody: its request has ended elsewhere. What still
         lives may come back to this server, and find its work there.
         """

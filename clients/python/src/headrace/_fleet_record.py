@@ -19,7 +19,7 @@ class FleetRecord(Record):
         self.sent = spec
         """What to send elsewhere; None: another stream started the request."""
         self.keys: PrefixKeys | None = None if spec is None else prefix_keys(spec)
-        self.link: Link | None = None
+        self.link: ServerLink | None = None
         """Where it is; None: it waits."""
         self.was_sent = spec is None
         """Whether a server may have it, or had."""
@@ -40,7 +40,7 @@ class FleetRecord(Record):
         """Grows whenever it is sent or begins to wait: an action of an earlier turn is void."""
 
 
-class Link:
+class ServerLink:
     """The stream to one server. `wire`: the flavour's call."""
 
     def __init__(self, server: Server, core: SessionCore) -> None:

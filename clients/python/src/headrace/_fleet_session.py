@@ -27,7 +27,7 @@ from headrace._attempts import WRONG_INSTANCE, is_worth_a_retry, note_failure
 from headrace._deadline import timed_out
 from headrace._fleet import LOAD_INTERVAL, PATIENCE_SECONDS, FleetState, Server
 from headrace._fleet_links import Links
-from headrace._fleet_record import FleetRecord, Link, assert_fleet
+from headrace._fleet_record import FleetRecord, ServerLink, assert_fleet
 from headrace._fold import Fold
 from headrace._session import Record, SessionOptions, copy_of, duplicate
 from headrace.errors import (
@@ -67,7 +67,7 @@ class FleetCore:
         self,
         state: FleetState,
         guard: AbstractContextManager[Any],
-        open_link: Callable[[Link], None],
+        open_link: Callable[[ServerLink], None],
         later: Callable[[float, Callable[[], list[Record]]], None],
         *,
         restarts: bool = False,
@@ -196,7 +196,7 @@ class FleetCore:
 
     # ---- what the servers do ---------------------------------------------------------------------
 
-    def receive(self, link: Link, response: StreamResultResponse) -> list[Record]:
+    def receive(self, link: ServerLink, response: StreamResultResponse) -> list[Record]:
         """Processes one message of a server; returns the records that changed."""
         for record in link.core.receive(response):
             self._changed[id(record)] = record
@@ -210,7 +210,7 @@ class FleetCore:
                 link.server.take_load(link.core.load, self._state.clock())
         return self.take_changed()
 
-    def lost(self, link: Link, error: HeadraceError | None) -> list[Record]:
+    def lost(self, link: ServerLink, error: HeadraceError | None) -> list[Record]:
         """A stream has ended; `error`: None if the server ended it in order."""
         records = link.core.give_up()
         self.links.lost(link)
@@ -313,7 +313,9 @@ class FleetCore:
         with self._guard:
             return self._state.nobody()
 
-    def _refused(self, link: Link, refused: Record, error: HeadraceError) -> HeadraceError | None:
+    def _refused(
+        self, link: ServerLink, refused: Record, error: HeadraceError
+    ) -> HeadraceError | None:
         """A server refused a request; returns the error that ends it, or None: it goes on."""
         record = assert_fleet(refused)
         record.link = None
@@ -354,7 +356,7 @@ class FleetCore:
         self._wait(record, seconds)
         return None
 
-    def _move(self, link: Link, record: FleetRecord, error: HeadraceError) -> None:
+    def _move(self, link: ServerLink, record: FleetRecord, error: HeadraceError) -> None:
         """A request's stream was lost, and perhaps its server."""
         begun = bool(record.fold.chunks) and not self._restarts
         if record.sent is None or begun or record.losses >= _MOST_LOSSES:
@@ -379,14 +381,14 @@ class FleetCore:
         else:
             self._wait(record, _AGAIN_SECONDS * (0.5 + spread))
 
-    def _note_place(self, link: Link, record: FleetRecord) -> None:
+    def _note_place(self, link: ServerLink, record: FleetRecord) -> None:
         """A server has told something of a request: it lives there."""
         if record.instance_id != link.core.instance_id:
             record.instance_id = link.core.instance_id
             with self._guard:
                 self._state.note_owner(record.request_id, record.instance_id)
 
-    def _ended(self, link: Link, record: FleetRecord) -> None:
+    def _ended(self, link: ServerLink, record: FleetRecord) -> None:
         """A request has ended, unless its server failed before it had delivered anything."""
         error = record.fold.error
         with self._guard:
@@ -419,7 +421,7 @@ class FleetCore:
         record.link, record.attaching = link, True
         link.core.put_attached(record, record.instance_id)
 
-    def _reattach(self, link: Link, record: FleetRecord, error: HeadraceError) -> None:
+    def _reattach(self, link: ServerLink, record: FleetRecord, error: HeadraceError) -> None:
         """Attaches a request again where it lives, until its lease has passed."""
         pause = min(_FIRST_REATTACH * 2**record.reattached, _LONGEST_REATTACH)
         if not record.instance_id or time.monotonic() + pause > record.lost_until:
@@ -431,7 +433,7 @@ class FleetCore:
         self._later_for(record, pause, lambda: self._attach_at(link.server, record))
 
     def _not_attached(
-        self, link: Link, record: FleetRecord, error: HeadraceError
+        self, link: ServerLink, record: FleetRecord, error: HeadraceError
     ) -> HeadraceError | None:
         """A server refused to attach a request."""
         if record.sent is None and not record.instance_id and isinstance(error, NotFoundError):
@@ -472,7 +474,7 @@ class FleetCore:
 
     # ---- housekeeping ----------------------------------------------------------------------------
 
-    def _link_to(self, server: Server, record: FleetRecord) -> Link | None:
+    def _link_to(self, server: Server, record: FleetRecord) -> ServerLink | None:
         """The stream to a server for a request that is begun there; None: the client is closed, and
         the request has failed.
         """

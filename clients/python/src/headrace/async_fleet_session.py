@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Unpack
 
 from headrace._async_streams import AsyncWire
-from headrace._fleet_record import Link
+from headrace._fleet_record import ServerLink
 from headrace._fleet_session import FleetCore
 from headrace._session import Record, SessionOptions, wake
 from headrace.async_fleet import AsyncFleet
@@ -75,7 +75,7 @@ class AsyncManyStreams:
             for wire in wires:
                 await wire.finish(max(end - time.monotonic(), 0.0))
 
-    def _open(self, link: Link) -> None:
+    def _open(self, link: ServerLink) -> None:
         self._fleet.begin()  # raises if the client is closed
         metadata = self._fleet.settings.metadata
         link.wire = AsyncWire(link.server.link, metadata, link.core, self, link)
@@ -94,12 +94,12 @@ class AsyncManyStreams:
         for wire in wires:
             wire.drop()
 
-    def received(self, place: Link, response: StreamResultResponse) -> bool:
+    def received(self, place: ServerLink, response: StreamResultResponse) -> bool:
         """See `headrace._async_streams.AsyncReader`."""
         self._done(self.core.receive(place, response))
         return not place.core.ended
 
-    def lost(self, place: Link, error: HeadraceError | None) -> None:
+    def lost(self, place: ServerLink, error: HeadraceError | None) -> None:
         """See `headrace._async_streams.AsyncReader`."""
         self._done(self.core.lost(place, error))
         if self._fleet.is_closed:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Unpack
 
-from headrace._fleet_record import Link
+from headrace._fleet_record import ServerLink
 from headrace._fleet_session import FleetCore
 from headrace._session import Record, SessionOptions, wake
 from headrace._streams import Later, Wire
@@ -61,7 +61,7 @@ class ManyStreams:
         for wire in wires:
             wire.finish(max(end - time.monotonic(), 0.0))
 
-    def _open(self, link: Link) -> None:
+    def _open(self, link: ServerLink) -> None:
         """Opens the stream to a server; the lock is held."""
         link.wire = Wire(link.server.link, link.core, self, link)
         link.wire.start()
@@ -78,13 +78,13 @@ class ManyStreams:
         """Does something after so many seconds."""
         self._later.add(seconds, act)
 
-    def received(self, place: Link, response: StreamResultResponse) -> bool:
+    def received(self, place: ServerLink, response: StreamResultResponse) -> bool:
         """See `headrace._streams.Reader`."""
         with self.lock:
             self._done(self.core.receive(place, response))
             return not place.core.ended
 
-    def lost(self, place: Link, error: HeadraceError | None) -> None:
+    def lost(self, place: ServerLink, error: HeadraceError | None) -> None:
         """See `headrace._streams.Reader`."""
         with self.lock:
             if self._is_dropped:

@@ -25,7 +25,7 @@ import typer
 
 from headrace._batch import BatchFeed, run_batch
 from headrace.cli import common
-from headrace.cli.batch_input import Reader, open_source, split_lines
+from headrace.cli.batch_input import InputReader, open_source, split_lines
 from headrace.cli.batch_output import Sink, check_output, keep_results
 from headrace.cli.options import OtherOptions, RequestOptions, ServerOptions, grouped, make_options
 from headrace.client import Client
@@ -126,7 +126,7 @@ def _run(client: Client, job: _Job) -> None:
         except OSError as error:
             common.fail(f"cannot keep the results: {error}", common.EXIT_USAGE)
         sink = Sink(job.output, resume=job.resume, overwrite=job.overwrite, stack=stack)
-        reader = Reader(kept)
+        reader = InputReader(kept)
         feed = BatchFeed(reader.requests(split_lines(source)), ahead=job.max_in_flight)
         stack.enter_context(_interrupting(feed))
         outcomes = run_batch(

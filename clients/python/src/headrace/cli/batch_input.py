@@ -1,8 +1,8 @@
 """The input of `headrace batch`: from the bytes of a file to requests and their ids.
 
 1. `open_source` gives the bytes, `split_lines` the lines as they come.
-2. `Reader.requests` makes a request from each line, or an error if it is invalid: an invalid line
-   affects no others.
+2. `InputReader.requests` makes a request from each line, or an error if it is invalid: an invalid
+   line affects no others.
 3. Every line has an id, given or its number; no two lines have the same.
 """
 
@@ -63,7 +63,7 @@ def split_lines(source: RawIOBase) -> Iterator[bytes]:
         yield rest
 
 
-class Reader:
+class InputReader:
     """Turns lines into requests and remembers the ids of those in progress."""
 
     def __init__(self, done: set[Id]) -> None:

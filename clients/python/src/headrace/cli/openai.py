@@ -58,8 +58,8 @@ def openai(
     'headrace[openai]'.
     """
     try:
-        from headrace.openai.app import Door
         from headrace.openai.callers import Callers
+        from headrace.openai.door import Door
         from headrace.openai.guard import Guard
         from headrace.openai.run import Listening, log_to_stderr, serve
     except ModuleNotFoundError as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 import uvicorn
 
 from headrace._targets import is_local
-from headrace.openai.app import Door
+from headrace.openai.door import Door
 from headrace.openai.protocol import make_protocol
 
 SWITCH_SECONDS = 0.001

@@ -17,7 +17,7 @@ import typer
 from headrace.async_client import AsyncClient
 from headrace.async_session import AsyncSession
 from headrace.cli import common
-from headrace.cli.bench.load import Load, Run
+from headrace.cli.bench.load import Load, LoadRun
 from headrace.cli.bench.measures import Goals, Tally
 from headrace.cli.bench.options import LoadOptions, PromptOptions, ReportOptions
 from headrace.cli.bench.plot import draw
@@ -172,7 +172,7 @@ async def _measure(connection: common.Connection, job: Job) -> tuple[Report, Hea
         card = await clients[0].model()
         prompts = await asyncio.to_thread(_prompts, job, card)
         async with _opened(clients, job.sessions) as sessions:
-            run = Run(sessions, prompts, job.load, tally)
+            run = LoadRun(sessions, prompts, job.load, tally)
             with _interrupting(run):
                 await run.warm_up(job.warmup)
                 if not run.interrupted:
@@ -208,7 +208,7 @@ async def _opened(clients: Sequence[AsyncClient], count: int) -> AsyncIterator[l
 
 
 @contextmanager
-def _interrupting(run: Run) -> Iterator[None]:
+def _interrupting(run: LoadRun) -> Iterator[None]:
     """Makes the first Ctrl-C end the load in an orderly way; the second one interrupts at once."""
     if threading.current_thread() is not threading.main_thread():  # signals are the main one's
         yield

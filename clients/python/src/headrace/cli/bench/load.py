@@ -60,7 +60,7 @@ class Load:
             yield chance.expovariate(rate) if self.arrivals == "poisson" else 1 / rate
 
 
-class Run:
+class LoadRun:
     """One load on some sessions.
 
     Args:

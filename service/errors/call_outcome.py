@@ -35,7 +35,7 @@ SERVER_FAULTS: Final = frozenset(
 
 
 @dataclass(slots=True)
-class CallEnd:
+class CallOutcome:
     """How a call ends. It does not hold the call: tasks that outlive the call hold this.
 
     Attributes:
@@ -77,11 +77,11 @@ class CallEnd:
         return time.monotonic() - self.began
 
 
-current_call: ContextVar[CallEnd] = ContextVar("call")
+current_call: ContextVar[CallOutcome] = ContextVar("call")
 """The call of this task."""
 
 
-Watcher = Callable[[str, Any], Callable[[CallEnd], None] | None]
+Watcher = Callable[[str, Any], Callable[[CallOutcome], None] | None]
 """Called in a new call's task with its method and context; returns what is called at its end, if
 anything.
 """

@@ -19,10 +19,10 @@ from headrace.errors import HeadraceError
 from headrace.openai import asked
 from headrace.openai.bodies import Bodies
 from headrace.openai.callers import Callers
+from headrace.openai.door_metrics import DoorMetrics
 from headrace.openai.errors import ApiError, from_headrace, invalid
 from headrace.openai.fields import Route
 from headrace.openai.guard import Guard
-from headrace.openai.metrics import Metrics
 from headrace.openai.protocol import WRITER, Writer
 from headrace.openai.replies import Replies, dumps
 from headrace.openai.serving import Run
@@ -55,7 +55,7 @@ class Door:
         # One large body or answer at a time: what a thread makes of it slows all streams.
         self._turn = asyncio.Lock()
         self._bodies = Bodies(self._turn)
-        self._metrics = Metrics()
+        self._metrics = DoorMetrics()
         self._created = int(time.time())
 
         self._routes: dict[str, tuple[str, Answer]] = {
@@ -226,7 +226,7 @@ class Door:
 class _Stream(Response):
     """Server-sent events, until their end or until the client leaves."""
 
-    def __init__(self, run: Run, replies: Replies, metrics: Metrics) -> None:
+    def __init__(self, run: Run, replies: Replies, metrics: DoorMetrics) -> None:
         super().__init__(
             headers={"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"},
             media_type="text/event-stream",

@@ -9,7 +9,7 @@ BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Seconds."""
 
 
-class Metrics:
+class DoorMetrics:
     """Counts requests by route and status.
 
     Attributes:
