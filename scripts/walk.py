@@ -8,7 +8,7 @@
 A real server with the demo model runs in this process, its engine on a thread of its own; one
 client opens a session and sends one `add`. Every call of a function of ours is noted, and each is
 in a room: a folder of the package (service/delivery), or a module beside such folders
-(service/server.py). Where one call is in another room than the call before, that is a change of
+(service/state.py). Where one call is in another room than the call before, that is a change of
 room. A reader who follows the request opens as many doors.
 
 - Values are in no room: what is only made, compared and read (`VALUES`). Every other call counts,

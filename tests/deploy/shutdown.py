@@ -1,7 +1,7 @@
 """How long a shutdown may take, by the server's own constants."""
 
 from engine.process import child as engine_process
-from service import server
+from service.server import server
 from service.telemetry.setup import LAST_EXPORT_S
 
 REST_S = (

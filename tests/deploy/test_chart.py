@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from benchmarks.fleet.rollout import PodSettings, Rollout
-from service import server
 from service.command.flags import flags
+from service.server import server
 from tests.deploy.chart import CHART, NEEDS_HELM, RefusedError, only, rendered
 from tests.deploy.shutdown import REST_S
 from tests.deploy.valid import check_object

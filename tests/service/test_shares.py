@@ -178,7 +178,7 @@ async def test_a_session_is_kept_for_who_has_none(callers: Path) -> None:  # noq
         assert share_of(error) == {"share": "8", "held": "16"}
         for call in calls:
             call.cancel()
-        await until(lambda: not h.server.sessions.taken)
+        await until(lambda: not h.server.limits.sessions.taken)
 
 
 async def test_nobody_is_told_to_stand_behind_another_s_refused_calls(

@@ -143,7 +143,7 @@ async def test_the_servers_stop_when_the_last_call_has_ended(
     # Whoever is told to go away before the end of its call may lose the end.
     async with serving(FakeEngine(script=says("x", eos=False), auto=False)) as h:
         calls, open_at_stop = h.server.recovery, []
-        for server in h.server.servers.values():
+        for server in h.server.servers:
             real = server.stop
 
             async def stop(grace: float | None, real: Any = real) -> None:
@@ -167,7 +167,7 @@ async def test_the_servers_stop_when_the_last_call_has_ended(
 async def test_a_client_that_does_not_go_away_holds_a_drain_for_a_bounded_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("service.server._CONNECTIONS_GRACE_S", 0.05)
+    monkeypatch.setattr("service.server.server._CONNECTIONS_GRACE_S", 0.05)
     async with serving() as h:
         host, port = h.server.addresses[0].rsplit(":", 1)
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -219,7 +219,7 @@ async def test_the_loop_goes_on_while_the_last_spans_and_metrics_are_exported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spans, metrics = SilentCollector(), SilentCollector()
-    made = telemetry.Telemetry(provider=spans, meter_provider=metrics)
+    made = telemetry.ServerTelemetry(provider=spans, meter_provider=metrics)
     monkeypatch.setattr(telemetry, "set_up", lambda *_: made)
     monkeypatch.setattr(telemetry, "LAST_EXPORT_S", 2 * DEADLINE_S)
     async with serving() as h:
@@ -237,7 +237,7 @@ async def test_a_collector_that_does_not_answer_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     spans = SilentCollector()
-    made = telemetry.Telemetry(provider=spans)
+    made = telemetry.ServerTelemetry(provider=spans)
     monkeypatch.setattr(telemetry, "set_up", lambda *_: made)
     monkeypatch.setattr(telemetry, "LAST_EXPORT_S", 0.05)
     async with serving() as h:

@@ -318,7 +318,7 @@ async def left_at_last(h: Harness, engine: Any) -> list[str]:
 def left_by(h: Harness, engine: Any) -> list[str]:
     """What is left in a service and its engine, of which nobody wants anything any more."""
     registry, server = h.registry, h.server
-    admission = server._admission
+    admission = server.limits.admission
     counts = {
         "requests": len(registry.requests),
         "live requests": registry.live,

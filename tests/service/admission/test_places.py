@@ -88,7 +88,7 @@ async def test_one_too_many_is_refused_and_an_end_makes_room(
             await stub.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
         for call in calls:
             call.cancel()
-        places = (h.server.sessions, h.server.watches, h.server.health.watches)
+        places = (h.server.limits.sessions, h.server.limits.watches, h.server.health.watches)
         await until(lambda: not any(kind.taken for kind in places))
         again = [await open_one(h) for _ in range(3)]
         await refused(open_one(h))
@@ -101,7 +101,7 @@ async def test_a_session_that_ends_well_gives_its_place_back() -> None:
             call = await session(h)
             await call.done_writing()
             assert await read(call) is grpc.aio.EOF
-            await until(lambda: not h.server.sessions.taken)
+            await until(lambda: not h.server.limits.sessions.taken)
 
 
 async def test_one_identity_leaves_room_for_others(callers: Path) -> None:  # noqa: F811

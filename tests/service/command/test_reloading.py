@@ -163,7 +163,7 @@ async def a_watch(h: Harness) -> str:
     finally:
         for call in calls:
             call.cancel()
-        await until(lambda: h.server._health_watches.is_empty)
+        await until(lambda: h.server.limits.health_watches.is_empty)
     return "in"
 
 

@@ -118,7 +118,7 @@ async def test_spans_have_the_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    made = telemetry.Telemetry(Spans(provider))
+    made = telemetry.ServerTelemetry(Spans(provider))
     monkeypatch.setattr(telemetry, "set_up", lambda *_: made)
     engine = FakeEngine(script=says("x"))
     async with serving(engine) as h:

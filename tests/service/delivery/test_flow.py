@@ -13,9 +13,9 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import model_service_pb2
 
-from service import server
 from service.delivery.log import EventLog
 from service.delivery.served_request import ServedRequest
+from service.server import server
 from tests.service.fake_engine import FakeEngine, default_script, model_info, says
 from tests.service.helpers import (
     DEADLINE_S,

@@ -210,7 +210,7 @@ async def test_spans_of_refused_calls(callers: Path, monkeypatch: pytest.MonkeyP
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    made = telemetry.Telemetry(Spans(provider))
+    made = telemetry.ServerTelemetry(Spans(provider))
     monkeypatch.setattr(telemetry, "set_up", lambda *_: made)
     async with guarded(callers, FakeEngine(script=says("x"))) as h:
         await generate_with(h)

@@ -18,11 +18,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
-import service.server
 from service.door.interceptors import Entrance, Recovery
 from service.errors.call_errors import FieldError
 from service.errors.refusals import Refusals
 from service.logs.context import current_trace
+from service.server import grpc_servers
 from service.telemetry import setup as telemetry
 from service.telemetry.call_spans import CallSpans
 from service.telemetry.request_spans import Spans
@@ -230,8 +230,8 @@ async def test_too_large_answers_and_odd_paths(monkeypatch: pytest.MonkeyPatch) 
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(telemetry, "set_up", lambda *_: telemetry.Telemetry(Spans(provider)))
-    monkeypatch.setattr(service.server, "Entrance", lambda *parts: Entrance(*parts[:3], 100))
+    monkeypatch.setattr(telemetry, "set_up", lambda *_: telemetry.ServerTelemetry(Spans(provider)))
+    monkeypatch.setattr(grpc_servers, "Entrance", lambda *parts: Entrance(*parts[:3], 100))
     async with serving() as h:
         for path in ("/", "//", "a", "/a"):
             call = h.channel.unary_unary(path)(b"")

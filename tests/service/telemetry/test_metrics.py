@@ -118,7 +118,7 @@ async def test_a_server_records_its_requests_and_the_engine_s_figures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     book = Book()
-    made = telemetry.Telemetry(metrics=book.metrics, meter_provider=book.provider)
+    made = telemetry.ServerTelemetry(metrics=book.metrics, meter_provider=book.provider)
     monkeypatch.setattr(telemetry, "set_up", lambda *_: made)
     figures = EngineStats(
         running=1, waiting=2, blocks_total=3, blocks_used=4, steps=5, prompt_tokens=6,
@@ -162,7 +162,7 @@ async def test_counters_go_on_and_gauges_say_nothing_when_the_engine_has_died(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     book = Book()
-    made = telemetry.Telemetry(metrics=book.metrics, meter_provider=book.provider)
+    made = telemetry.ServerTelemetry(metrics=book.metrics, meter_provider=book.provider)
     monkeypatch.setattr(telemetry, "set_up", lambda *_: made)
     monkeypatch.setattr(metrics, "POLL_S", 0.01)
     figures = EngineStats(

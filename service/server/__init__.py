@@ -1,0 +1,25 @@
+"""The wiring: how the rooms of the service are put together, from a socket to the engine.
+
+    server         HeadraceServer: its start, its shutdown, what goes on in between
+    limits         what its options let callers have
+    grpc_servers   a call's way to the servicers, and who may call (`service.door`)
+    model_text     what is read of a model for the front end
+    front_end      a message's way to the engine and back (`service.convert`, `service.delivery`)
+
+Nothing is decided here: the other rooms do not know each other by more than they are handed here.
+"""
+
+from __future__ import annotations
+
+from service.server.grpc_servers import SERVICES, credentials_of
+from service.server.model_text import TokenizerLoader, load_tokenizer
+from service.server.server import NO_TELEMETRY, HeadraceServer
+
+__all__ = [
+    "NO_TELEMETRY",
+    "SERVICES",
+    "HeadraceServer",
+    "TokenizerLoader",
+    "credentials_of",
+    "load_tokenizer",
+]
