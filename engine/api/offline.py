@@ -265,7 +265,6 @@ class LoadedModel:
         continuous_batching_config: object | None,
         options: dict[str, Any],
     ) -> ContinuousBatchingManager:
-        """The kept manager if its settings match, else a new one."""
         generation = generation_config or self.generation_config
         config = resolve_config(generation, continuous_batching_config, self._config, options)
         defaults = GenerationDefaults(
@@ -299,7 +298,6 @@ class LoadedModel:
 
     @property
     def _name(self) -> str:
-        """The model's name, for people."""
         return self._verified.path.name or type(self.model).__name__
 
 
@@ -353,7 +351,6 @@ _OF_TRANSFORMERS = {
 
 
 def _load_config(options: dict[str, Any]) -> LoadConfig:
-    """Raises ConfigError."""
     known = [field.name for field in dataclasses.fields(LoadConfig)]
     for name in options:
         if name not in known:

@@ -164,7 +164,6 @@ def _torch_because(reason: str) -> AttentionBackend:
 
 
 def _native(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """Raises NativeUnavailableError."""
     if device.type != "cpu":
         raise NativeUnavailableError(f"the native kernels are for CPUs, and the device is {device}")
     if dtype not in DTYPES:
@@ -189,7 +188,6 @@ def _check_device(device: torch.device, what: str, need: str) -> None:
 
 
 def _triton(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """Raises AttentionUnavailableError."""
     _check_device(device, "the Triton kernels are", "the Triton kernels need")
     try:
         # Triton is slow to import, and missing if torch is built for CPUs.

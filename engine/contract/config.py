@@ -39,43 +39,28 @@ TENSOR_PARALLELS = ("none", "auto")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuousBatchingConfig:
-    """Options of continuous batching. Raises ConfigError for a value out of its bounds.
+    """Options of continuous batching. Raises ConfigError for a value out of its bounds. Options that
+    are flags of a server say below what they are.
 
     Attributes:
-        block_size: tokens in one block of the KV cache; 1 to 4096. None: 32 on a CPU, 64 on CUDA.
         page_size: the name of block_size in newer versions of transformers; copied there when the
             config is made.
-        num_blocks: blocks for the layers with full attention. Layers with a sliding window get as
-            many as their window needs, at most this many. None: as many as max_memory_percent
-            allows.
-        max_batch_tokens: most tokens computed in one step, prefill and decode together: the token
-            budget. Longer prompts are cut in chunks of it. None: 1024 on a CPU; on CUDA 8192, or
-            fewer, down to 512, until a step takes a quarter of the free memory at most.
-        max_memory_percent: the fraction of the free memory that the KV cache may take; above 0, at
-            most 1. Free memory is what is left within the container's limit after the model is
-            loaded, on CUDA less what the largest step was measured to need. None: 0.5 on a CPU; on
-            CUDA 0.9, or 0.8 if processors that need vocabulary-sized temporaries may be used. On a
-            CPU the cache takes less if the allowed concurrency needs less.
-        max_requests_per_batch: most requests that run at the same time. None: 64 on a CPU, 256 on
-            CUDA.
         max_blocks_per_request: the widest block table of the decode fast path, which computes steps
             of one token a request; a step with a longer request takes the path for varying lengths.
             0 turns the fast path off. None: as wide as the longest request needs.
         allow_block_sharing: whether requests share the blocks of a common prefix, and blocks that
             no request holds keep their prefix until they are needed. Ignored for a model that
             cannot share blocks.
-        use_async_batching: whether the next step is prepared and launched while the last one runs,
-            with two sets of input buffers. None: yes on CUDA, no on a CPU, where it gains nothing.
-        use_cuda_graph: whether steps are captured as CUDA graphs and replayed: for both paths, or
-            (varlen, decode). None: both on CUDA, otherwise none. Graphs are captured at warm-up
-            alone. Of the path of varying lengths they are steps of up to 1,024 tokens. On devices
-            other than CUDA, True is refused when the model is loaded.
         q_padding_interval_size: the number of tokens of a step is padded to a multiple of this. 0:
             captured decode steps are padded to 1, 2, 4, 8, 16, 24 or a multiple of 32, other
             captured steps to a power of two from 64 to 1,024; others not at all.
         kv_padding_interval_size: the length of the context that attention in torch reads is padded
             to a multiple of this many tokens; 0: not at all. Captured steps read each context at
             its own length.
+        use_cuda_graph: also (varlen, decode), for each path of steps alone.
+        default_compile_level: how paths without a compile config of their own are compiled. 0: not
+            at all; 1: mode "default", dynamic; 2: mode "max-autotune-no-cudagraphs", dynamic; 3:
+            the same for fixed shapes.
         max_cached_graphs: most captured shapes of steps. If there are more, every other one is left
             out, and its steps are padded to the next larger one. 0: 32. Each number of requests
             that these have adds two small graphs, which draw tokens.
@@ -83,26 +68,16 @@ class ContinuousBatchingConfig:
             path of varying lengths and for the decode fast path: a transformers CompileConfig, or
             any object with its fields; None: the generation config's compile_config, else
             default_compile_level decides.
-        default_compile_level: how paths without a compile config of their own are compiled. 0: not
-            at all; 1: mode "default", dynamic; 2: mode "max-autotune-no-cudagraphs", dynamic; 3:
-            the same for fixed shapes.
         use_default_compile_configs: True is default_compile_level 3.
         scheduler_type: the name of a scheduling policy: "fifo", "prefill_first", "priority",
             "fair", one that was registered (see `engine.scheduler.policies`), or your own class as
             "package.module:Class".
-        target_step_time: target time, in seconds, of steps in which requests decode: prompts in the
-            same step are cut in chunks that fit, by the measured cost of earlier steps. At least a
-            block of one prompt is computed, so that no prompt waits for ever. Steps in which nobody
-            decodes are not limited. 0: no target; above 0: 0.0001 to 3600. None: 0.25 on a CPU,
-            0.05 on CUDA.
         safety_margin: the fraction of the blocks that must stay free for the growth of the running
             requests when a waiting one is started; 0 to 1. None: the policy's default.
         return_logprobs: whether outputs of the offline API carry the chosen tokens'
             log-probabilities.
         seed: the seed from which requests without a seed get theirs, in the order of their arrival;
             None: from the system's randomness.
-        cpu_offload_space: GiB of host memory for the KV of preempted requests; KV that fits there
-            is copied back instead of computed again. 0: none.
         cpu_offload_space_safety_threshold: cpu_offload_space is limited to this fraction of the
             container's memory; above 0, at most 1.
         max_queue_size: how many requests may wait; beyond that, requests are refused at once. 0: no
@@ -315,38 +290,8 @@ def target_step_time(config: ContinuousBatchingConfig, device: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig:
-    """How a model is loaded. Raises ConfigError for a value out of bounds.
-
-    Attributes:
-        dtype: the type of the weights; "auto": the checkpoint's, or float32 where this processor
-            multiplies bfloat16 several times slower (see `engine.loading.packing.choose_dtype`).
-        device: "auto" (cuda where there is one, else cpu), "cpu", "cuda" or "cuda:N".
-        threads: CPU threads for the model. None: as many as the CPUs that this process may use, by
-            its affinity and its container's quota.
-        attention: what computes attention. "torch": plain torch, the reference, on any device;
-            "native": the C++ kernels for CPUs, refused if they were not built; "triton": the
-            kernels for CUDA devices, refused if Triton does not work; "package.module:Class": a
-            subclass of `engine.attention.interface.AttentionBackend`, made without arguments;
-            "auto": native on a CPU, triton on CUDA, or torch if that is not available. A line in
-            the log says which.
-        quantization: "int8": on a CPU, the weights of bfloat16 linear layers are stored as integers
-            from -127 to 127 with a scale for each output. This takes half the memory and makes a
-            single request up to twice as fast; results differ a little (docs/performance.md).
-            Refused if it is not possible. "none": the weights are those of the checkpoint.
-        pack_weights: whether, on a CPU, the weights of bfloat16 and float32 linear layers are
-            stored in the order in which the kernel reads them. Values and memory use do not change.
-            True: packed, or refused if that is not possible; None: packed if it pays, which a line
-            in the log says. Only models that are loaded from disk are packed. Packed layers have no
-            gradients: to train a model that is loaded here, set it to False.
-        decoder: what computes a model's steps. "own": our decoder if the model's class is one that
-            it knows and the model is on CUDA, or on a CPU with packed weights; else the model as
-            transformers wrote it. A line in the log says which, and why. At load, our decoder is
-            compared with the unmodified model, part by part, and the load fails if they differ.
-            "transformers": the model as transformers wrote it. Only models that are loaded from
-            disk have the choice.
-        tensor_parallel: "auto": the model is split across the processes that torchrun started, by
-            its tensor-parallel plan in transformers (docs/tensor-parallelism.md); each uses its own
-            device. "none": this process has the whole model.
+    """How a model is loaded. Raises ConfigError for a value out of bounds. Each option says below
+    what it is.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(

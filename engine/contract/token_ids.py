@@ -113,7 +113,6 @@ class TokenIds(Sequence[TokenId]):
         return repr(tuple(self))
 
     def _ids(self) -> memoryview[TokenId]:
-        """The ids, without a copy."""
         return cast("memoryview[TokenId]", memoryview(self.packed).cast("i"))
 
 

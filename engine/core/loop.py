@@ -479,7 +479,6 @@ class EngineLoop:
             self._end()
 
     def _end(self) -> None:
-        """The thread's last act, with the lock held."""
         self._is_running = self._accepting = False
         self._inbox.close(EngineUnavailableError("the engine ended before it could do this"))
         self._window.loop_ended()

@@ -119,7 +119,6 @@ class StepResults:
         logprobs: TokenLogprobs | None,
         now: float,
     ) -> None:
-        """Append the token that was sampled for a live choice."""
         if token == INVALID_TOKEN:
             self._live.fail_at_token(live, request, None)
             return

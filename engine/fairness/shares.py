@@ -416,7 +416,6 @@ class Shares(Generic[Who]):
         caller.owed, caller.is_due = owed, is_due
 
     def _forget_owed(self, now: float) -> None:
-        """Forget what is owed to callers that have not come in time."""
         while self._ends and self._ends[0][0] <= now:
             _, key = heapq.heappop(self._ends)
             caller = self._callers[key]

@@ -90,7 +90,6 @@ def cache_folder() -> Path:
 
 
 def _snapshot(model: HubId) -> Path | None:
-    """The directory of its revision; None: there is none."""
     commit = model.revision
     if not model.has_commit:
         try:

@@ -241,7 +241,6 @@ class _Fetching:
             cache.link(self._blob(file), path / file.name)
 
     def _fetch(self, file: HubFile) -> None:
-        """Fetch a file, from where an earlier process was interrupted."""
         blob = self._blob(file)
         with _partial(blob).open("a+b") as out:
             try:

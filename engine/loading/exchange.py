@@ -94,7 +94,6 @@ def exchange_weights(model: torch.nn.Module, weights: Weights, *, partial: bool)
 
 
 def _places(model: torch.nn.Module) -> Iterator[tuple[str, _Place]]:
-    """Where the weights of a model go, by name."""
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         if isinstance(module, HeldLayer):

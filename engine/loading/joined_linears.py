@@ -78,7 +78,6 @@ class JoinedLinear(nn.Linear):
         return self.product.columns(self.which, x)
 
     def _is_joined(self) -> bool:
-        """Whether its parameters are still parts of the joined ones."""
         first = self.product.spans[self.which][0]
         own: list[torch.Tensor | None] = [self.weight, self.bias]
         return all(

@@ -319,7 +319,6 @@ def _does_not_fit(message: str) -> InsufficientMemoryError:
 
 
 def _remedies(percent: float, step_bytes: int) -> str:
-    """What to change if the cache does not fit."""
     remedies = ["lower num_blocks or block_size"]
     if step_bytes:
         remedies.append("lower max_batch_tokens or max_requests_per_batch")
@@ -329,7 +328,6 @@ def _remedies(percent: float, step_bytes: int) -> str:
 
 
 def _tell(plan: CachePlan, device: torch.device) -> None:
-    """Log a plan, and the reason for its size."""
     logger.info(
         "KV cache: %.2f GiB on %s, %s blocks of %d tokens, because of %s; "
         "steps of up to %d tokens, %d requests at a time",

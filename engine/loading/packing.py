@@ -400,7 +400,6 @@ def _pack_slices(
 
 
 def _some_rows(weight: torch.Tensor) -> torch.Tensor:
-    """The indices of a sample of rows."""
     return torch.linspace(0, len(weight) - 1, min(len(weight), _SAMPLED_ROWS)).long()
 
 

@@ -204,7 +204,6 @@ class _Rehearsed:
 def _one_block(
     probe: ModelProbe, groups: tuple[LayerGroup, ...], block_size: int, device: torch.device
 ) -> KVTensors:
-    """A cache with one block in each group, besides the null block."""
     ones = (1,) * len(groups)
     caches = allocate_caches(probe.shapes, groups, ones, block_size, probe.dtype, device)
     return KVTensors(groups, caches, (), block_size)

@@ -54,7 +54,6 @@ def choose_experts(
 
 
 def _why_not(modules: Iterable[Any], backend: AttentionBackend) -> str | None:
-    """Why ours cannot compute these modules; None: they can."""
     if backend.name != "triton":  # ours need what these kernels need
         return "attention does not run on the Triton kernels"
     for module in modules:

@@ -97,7 +97,6 @@ class HeldLayer(torch.nn.Module):
             self.hold(self._shared.detach())
 
     def _has_changed(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether it was written or replaced since the last call."""
         seen, count = self._seen.get(name), writes(tensor)
         if seen is not None and seen[0]() is tensor and seen[1] == count:
             return False

@@ -121,7 +121,6 @@ class TorchLayer:
 
     @property
     def _width(self) -> int:
-        """Of queries and keys together."""
         return (self.heads.heads + self.heads.kv_heads) * self.heads.head_dim
 
     def _turn(

@@ -100,7 +100,6 @@ def _is_clang(compiler: str) -> bool:
 
 
 def _knows(compiler: str, flags: Sequence[str]) -> bool:
-    """Whether it compiles for an instruction set."""
     empty = [compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
     return subprocess.run(empty, capture_output=True, check=False).returncode == 0
 

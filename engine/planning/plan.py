@@ -124,7 +124,6 @@ def _for_requests(
 
 
 def _length(outline: Outline, wanted: Wanted) -> tuple[int, int]:
-    """The length of a request, within the model's context."""
     context = outline.context_length
     prompt = wanted.prompt_tokens or min(DEFAULT_PROMPT, max(1, context // 2))
     output = wanted.output_tokens or min(DEFAULT_OUTPUT, max(1, context - prompt))

@@ -279,7 +279,6 @@ class ProcessEngineClient(EngineClient):
     async def _call(
         self, verb: Callable[[EngineVerbs, Unpack[As]], Awaitable[R]], *arguments: *As
     ) -> R:
-        """Send a verb, and wait for its answer."""
         if self._failure is not None:
             raise EngineUnavailableError("the engine has failed and is being started again")
         if self._writer is None:
@@ -367,7 +366,6 @@ class ProcessEngineClient(EngineClient):
 
     @property
     def _makes_steps(self) -> bool:
-        """Whether there are requests that the engine has to compute."""
         return len(self._admitted) > len(self._held)
 
     async def _watch(self, process: EngineProcess) -> None:

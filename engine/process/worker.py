@@ -126,7 +126,6 @@ class Worker:
             task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, call: Call, result: Awaitable[object]) -> None:
-        """Send the result of a call, or its error."""
         reply: Answer | Refused
         try:
             reply = Answer(call.call_id, raw(await result))

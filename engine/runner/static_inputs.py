@@ -161,7 +161,6 @@ class StaticInputs:
 def _sizes(
     shape: StaticShape, backend: AttentionBackend, groups: Iterable[LayerGroup]
 ) -> dict[str, int]:
-    """The number of elements of each input, by name."""
     # The numbers come first, so that they have one place in all shapes.
     sizes = {"numbers": shape.requests * COLUMNS, "token_ids": shape.tokens}
     sizes |= {"sources": shape.tokens, "positions": shape.tokens}
@@ -174,7 +173,6 @@ def _sizes(
 
 
 def _split(array: _Array, sizes: Mapping[str, int]) -> dict[str, _Array]:
-    """An array's parts, one after the other."""
     parts, end = {}, 0
     for name, size in sizes.items():
         parts[name] = array[end : end + size]

@@ -153,7 +153,6 @@ def _is_typical(
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Each row's largest entries, descending."""
     size = values.shape[-1]
     if values.device.type == "cpu" and not ops.looks_at_blocks(size, count):
         apart = np.partition(values.numpy(), size - count, axis=-1)

@@ -100,5 +100,4 @@ class StepPlan:
 
 
 def _decodes(request: Request) -> bool:
-    """Whether the request waits for its next output token."""
     return request.num_tokens_to_compute == 1 and request.num_output_tokens > 0

@@ -298,7 +298,6 @@ class GrammarCompiler:
         return waiter
 
     def _start_worker(self) -> None:
-        """Start another worker, unless the system refuses a thread."""
         self._running.append(None)
         try:
             start_with_stack(self._work)

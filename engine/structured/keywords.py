@@ -420,7 +420,6 @@ def _only(schema: Schema, kind: str, rule: Schema) -> None:
 
 
 def _types_of(schema: Mapping[str, Any]) -> set[str]:
-    """The types that a schema names; all where it names none."""
     kinds = schema.get("type", list(_TYPES))
     listed = kinds if isinstance(kinds, list) else [kinds]
     return {kind for kind in listed if isinstance(kind, str)}
@@ -440,7 +439,6 @@ def _resolved(schema: Any, root: Schema) -> Any:
 
 
 def _values_of(schema: Any, root: Schema) -> list[Any] | None:
-    """All values of a schema, each once; None: they are not listed."""
     schema = _resolved(schema, root)
     if not isinstance(schema, dict):
         return None

@@ -147,7 +147,6 @@ def _first_look_ahead(pattern: str) -> int:
 
 
 def _end_of_group(pattern: str, begin: int) -> int:
-    """The place of the ) of the group that begins there."""
     depth = 0
     for place, character in _tokens(pattern[begin:]):
         depth += (character == "(") - (character == ")")

@@ -103,7 +103,6 @@ class TagGrammar:
     # ---- names -----------------------------------------------------------------------------------
 
     def _rule(self, nodes: _Nodes) -> str:
-        """The name of the rule for these nodes in a row."""
         key = tuple(map(id, nodes))
         if key not in self._rules:
             self._kept.append(nodes)

@@ -181,6 +181,5 @@ def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
 
 
 def _together(all_stats: Sequence[EngineStats]) -> EngineStats:
-    """The statistics of several engines in one."""
     summed = {name: sum(getattr(stats, name) for stats in all_stats) for name in _SUMMED}
     return EngineStats(**summed, last_step_s=max(stats.last_step_s for stats in all_stats))

@@ -179,7 +179,6 @@ def _checked(flag: Flag, value: Any) -> Any:
 
 
 def _kinds(flag: Flag) -> tuple[Any, ...]:
-    """The types of a flag's values."""
     return (flag.kind,) if flag.kind in _KINDS else get_args(flag.kind)
 
 

@@ -299,7 +299,6 @@ def _message(message: generation_pb2.ChatMessage, field: str, read: _Reader) -> 
 
 
 def _content(message: generation_pb2.ChatMessage, field: str) -> object:
-    """The content of a message: text, a list of parts, or nothing."""
     kind = message.WhichOneof("content_kind")
     if kind is None:
         return None

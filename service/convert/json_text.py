@@ -79,7 +79,6 @@ class JsonReader:
 
 
 def _depth(bare: str) -> int:
-    """The nesting depth of the brackets in a text without strings."""
     deepest = depth = 0
     for bracket in _BRACKET.findall(bare):
         depth += 1 if bracket in "[{" else -1

@@ -85,7 +85,6 @@ def _load(stats: EngineStats) -> generation_service_pb2.ServerLoad:
 
 
 def _total(usages: Sequence[generation_pb2.Usage]) -> generation_pb2.Usage:
-    """The sum over all choices; the prompt counts once."""
     return generation_pb2.Usage(
         prompt_tokens=max(usage.prompt_tokens for usage in usages),
         cached_tokens=max(usage.cached_tokens for usage in usages),

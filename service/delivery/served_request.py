@@ -170,7 +170,6 @@ class ServedRequest:
     # The state
 
     def _become(self, state: State) -> None:
-        """Go to another state."""
         before = self.state
         if state not in TRANSITIONS[before]:
             raise RuntimeError(f"a request cannot go from {before.name} to {state.name}")
@@ -450,7 +449,6 @@ class ServedRequest:
             self._become(State.GONE)
 
     def _leave(self) -> None:
-        """Detach it from its stream."""
         if self.stream is not None:
             self.stream.remove(self)
             self.stream = None

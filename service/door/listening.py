@@ -196,7 +196,6 @@ def _group_id(name: str | None) -> int | None:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket file of a server that was killed."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             raise OSError(errno.EEXIST, "a file of that name is there, and it is not a socket")

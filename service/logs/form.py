@@ -141,7 +141,6 @@ def _belongs(record: logging.LogRecord) -> str:
 
 
 def _process(record: logging.LogRecord) -> str:
-    """The process that logged, if it is another than the server's."""
     name = record.processName
     return "" if name in (None, "MainProcess") else str(name)
 

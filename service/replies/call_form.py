@@ -188,5 +188,4 @@ def _sequence(before: str, node: _Node) -> _Node:
 
 
 def _quoted(text: str) -> str:
-    """A text as a regular expression within slashes."""
     return "".join(f"\\{c}" if c in r"\.+*?()|[]{}^$/&-~#" else c for c in text)

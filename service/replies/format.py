@@ -223,7 +223,6 @@ def marked(
 
 
 def _blanks(reader: ReplyReader, out: PieceWriter) -> Steps:
-    """Extend the held mark by the blanks after it."""
     out.mark(reader.take())
     yield from reader.blanks(MAX_BLANKS)
     out.mark(reader.take())

@@ -188,7 +188,6 @@ def _as_far_as_arguments(
 
 
 def _key(reader: ReplyReader) -> Generator[None, None, str]:
-    """A member's name, up to its value."""
     yield from reader.blanks()
     key = yield from reader.string()
     yield from reader.blanks()
@@ -198,7 +197,6 @@ def _key(reader: ReplyReader) -> Generator[None, None, str]:
 
 
 def _separator(reader: ReplyReader) -> Generator[None, None, str]:
-    """What follows a member: a comma, or the object's end."""
     yield from reader.blanks()
     return (yield from reader.expect(",}"))
 
@@ -225,7 +223,6 @@ def _decoded(string: str) -> str:
 
 
 def _checked_id(id: str) -> str | None:
-    """An id that the model wrote, if it is a valid one."""
     fits = (
         0 < len(id) <= _MAX_ID and id.isascii() and id.replace("-", "").replace("_", "").isalnum()
     )

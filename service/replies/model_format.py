@@ -146,7 +146,6 @@ def _marks(format: Format) -> str:
 
 
 def _named(format: Format, tokenizer: Tokenizer, writings: Writings) -> ModelFormat:
-    """A format that the operator chose."""
     proof = writings.prove(format)
     why = "was chosen by --reply-parser"
     if proof is not None:

@@ -159,7 +159,6 @@ def _member(reader: ReplyReader) -> Generator[None, None, str]:
 
 
 def _quoted(reader: ReplyReader) -> Generator[None, None, str]:
-    """Read text between single quotes."""
     yield from reader.expect("'")
     found: list[str] = []
     escapes = False

@@ -208,7 +208,6 @@ class CommandReader:
 
 
 def _request_id(command: Command) -> str:
-    """The request that a command names, if any."""
     match command.WhichOneof("command"):
         case "add":
             return command.add.spec.request_id[:128]

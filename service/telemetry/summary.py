@@ -84,7 +84,6 @@ class Summary:
         return "; ".join(parts)
 
     def _refused_since(self) -> Counter[str]:
-        """How many were refused since the last line, by reason."""
         now: Counter[str] = Counter()
         for refusal, count in self._refusals.counts().items():
             now[refusal.reason] += count
