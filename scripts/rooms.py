@@ -1,4 +1,5 @@
-"""Counts the rooms of the house (`python scripts/rooms.py`; `--names` tells what stands twice).
+"""Counts the rooms of the house (`python scripts/rooms.py`; `--names` tells what stands twice;
+`--document` writes the rooms in docs/architecture.md, from their heads).
 
 A **room** is a folder of engine/ or service/, or a module beside such folders; a package's own
 `__init__` is one if it imports anything. An **arrow** is a room that imports another, however often
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("engine", "service")
 TOPS = ("engine", "service", "benchmarks", "tests", "scripts")
 CLIENT = Path("clients/python/src")
+DOCUMENT = ROOT / "docs" / "architecture.md"
 GENERATED = re.compile(r"(^|/)(v1|gen|proto)/|_pb2")
 SEE = re.compile(r"See\s+\S+(\s+(and|of)\s+\S+)*")
 """A docstring that says no more than where to look."""
@@ -48,14 +50,20 @@ class House:
     flat: int
 
     @property
-    def floors(self) -> int:
-        """The longest way down, in rooms; those of a circle are on one floor."""
-        group = {room: index for index, one in enumerate(groups(self.arrows)) for room in one}
-        floor: dict[int, int] = {}
-        for index, one in enumerate(groups(self.arrows)):  # what is imported comes first
+    def floor_of(self) -> dict[str, int]:
+        """Of each room the longest way down, in rooms; those of a circle are on one floor."""
+        found = groups(self.arrows)  # what is imported comes first
+        group = {room: index for index, one in enumerate(found) for room in one}
+        floors: list[int] = []
+        for index, one in enumerate(found):
             below = {group[other] for room in one for other in self.arrows[room]} - {index}
-            floor[index] = 1 + max((floor[other] for other in below), default=0)
-        return max(floor.values(), default=0)
+            floors.append(1 + max((floors[other] for other in below), default=0))
+        return {room: floors[index] for room, index in group.items()}
+
+    @property
+    def floors(self) -> int:
+        """How many there are."""
+        return max(self.floor_of.values(), default=0)
 
 
 def python_files() -> dict[str, Path]:
@@ -186,6 +194,22 @@ def _room(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
+def document(modules: Mapping[str, Path], imports: Graph) -> str:
+    """docs/architecture.md with a table of each package's rooms, the highest first."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for package in PACKAGES:
+        one = house(package, modules, imports)
+        rows = ["| floor | room | what it is |", "|---|---|---|"]
+        for room in sorted(one.arrows, key=lambda room: (-one.floor_of[room], room)):
+            head = ast.get_docstring(ast.parse(modules[room].read_text(encoding="utf-8"))) or ""
+            told = " ".join(head.partition("\n\n")[0].split())
+            rows.append(f"| {one.floor_of[room]} | `{room}` | {told} |")
+        begin, end = f"<!-- rooms of {package} -->", f"<!-- end of {package} -->"
+        before, _, rest = text.partition(begin)
+        text = "\n".join([before + begin, *rows, end + rest.partition(end)[2]])
+    return text
+
+
 def neighbours(imports: Graph) -> list[tuple[str, str]]:
     """The folders at the top that import each other."""
     tops = {
@@ -241,10 +265,13 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--names", action="store_true", help="tell which names stand twice")
+    parser.add_argument("--document", action="store_true", help="write docs/architecture.md")
     options = parser.parse_args()
     sys.setrecursionlimit(10_000)
     modules = python_files()
     imports = python_imports(modules)
+    if options.document:
+        DOCUMENT.write_text(document(modules, imports), encoding="utf-8")
     say = sys.stdout.write
     for package in PACKAGES:
         one = house(package, modules, imports)

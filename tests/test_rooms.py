@@ -11,6 +11,9 @@ from scripts import rooms
 MOST = {"engine": (22, 11, 85, 2), "service": (15, 10, 65, 4)}
 """Rooms, floors, arrows and files at the top. A new room is a decision: raise these with it."""
 
+MOST_TWICE = 8
+"""Names of files, and of public classes, that the server and its client both have for one thing."""
+
 
 @pytest.fixture(scope="module")
 def imports() -> dict[str, set[str]]:
@@ -24,6 +27,17 @@ def test_a_package_has_few_rooms(package: str, imports: dict[str, set[str]]) -> 
     seen = (len(found.arrows), found.floors, count, found.flat)
     assert all(one <= most for one, most in zip(seen, MOST[package], strict=True)), seen
     assert rooms.circles(found.arrows) == []
+
+
+def test_the_document_has_the_heads_of_the_rooms(imports: dict[str, set[str]]) -> None:
+    found = rooms.document(rooms.python_files(), imports)
+    assert rooms.DOCUMENT.read_text(encoding="utf-8") == found, "python scripts/rooms.py --document"
+
+
+def test_few_names_stand_twice() -> None:
+    files, classes = rooms.twice(rooms.python_files())
+    assert max(len(files), len(classes)) <= MOST_TWICE, (files, classes)
+    assert [rooms.docstrings(package)[1] for package in rooms.PACKAGES] == [0, 0]
 
 
 def test_no_python_module_is_in_a_circle(imports: dict[str, set[str]]) -> None:

@@ -39,8 +39,8 @@ TENSOR_PARALLELS = ("none", "auto")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuousBatchingConfig:
-    """Options of continuous batching. Raises ConfigError for a value out of its bounds. Options that
-    are flags of a server say below what they are.
+    """Options of continuous batching. Raises ConfigError for a value out of its bounds. Those that
+    a server has as flags say below what they are.
 
     Attributes:
         page_size: the name of block_size in newer versions of transformers; copied there when the

@@ -1,7 +1,7 @@
 """The wiring: how the rooms of the service are put together, from a socket to the engine.
 
     server         HeadraceServer: its start, its shutdown, what goes on in between
-    limits         what its options let callers have
+    server_limits  what its options let callers have
     grpc_servers   a call's way to the servicers, and who may call (`service.door`)
     model_text     what is read of a model for the front end
     front_end      a message's way to the engine and back (`service.convert`, `service.delivery`)

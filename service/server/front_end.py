@@ -17,7 +17,7 @@ from service.convert.response import Responder
 from service.delivery.load_watch import LoadWatch
 from service.delivery.registry import Registry
 from service.replies import ModelFormat
-from service.server.limits import request_limits_of
+from service.server.server_limits import request_limits_of
 from service.state import FrontEnd
 from service.telemetry.setup import ServerTelemetry
 

@@ -33,7 +33,7 @@ from service.door.reflection import add_reflection
 from service.door.tls import Tls
 from service.door.transport import grpc_options
 from service.door.unknown_methods import make_server
-from service.server.limits import ServerLimits
+from service.server.server_limits import ServerLimits
 from service.servicers.control_servicer import ControlServicer
 from service.servicers.generation_servicer import GenerationServicer
 from service.servicers.model_servicer import ModelServicer
@@ -69,7 +69,7 @@ def credentials_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
+class ServerParts:
     """What all gRPC servers of the process serve with."""
 
     state: ServerState
@@ -90,7 +90,7 @@ class GrpcServers:
     def __init__(
         self,
         config: ServiceConfig,
-        serving: Serving,
+        serving: ServerParts,
         authenticator: Authenticator,
         telemetry: ServerTelemetry,
     ) -> None:

@@ -56,11 +56,11 @@ from service.server.grpc_servers import (
     GATEWAY,
     SERVICES,
     GrpcServers,
-    Serving,
+    ServerParts,
     credentials_of,
 )
-from service.server.limits import ServerLimits, flow_of, retention_of
 from service.server.model_text import ModelText, TokenizerLoader, load_tokenizer
+from service.server.server_limits import ServerLimits, flow_of, retention_of
 from service.servicers.operator_control import Control
 from service.servicers.supervision import RESTART_DELAY_S, Supervisor
 from service.state import ServerState
@@ -223,7 +223,7 @@ class HeadraceServer:
             self._health_server = make_health_server(self.health)
         servers = GrpcServers(
             config,
-            Serving(
+            ServerParts(
                 state=self.state,
                 limits=self.limits,
                 health=self.health,
