@@ -206,9 +206,10 @@ class Request:
             they are known.
         sampling_steps: which operations choosing its tokens needs; kept by the sampler.
         ending_token_ids: the ids that end its output; the choices of a request share one set.
-        form_spent_s, form_cost_s, form_debt_s, form_waits: kept by `engine.core.grammar_budget`:
-            its matcher's total cost, the present cost of a token, and the cost of its tokens beyond
-            their allowance, in seconds; and how many steps it has waited because of them.
+        grammar_spent_s, grammar_cost_s, grammar_debt_s, grammar_waits: kept by
+            `engine.core.grammar_budget`: its matcher's total cost, the present cost of a token, and
+            the cost of its tokens beyond their allowance, in seconds; and how many steps it has
+            waited because of them.
         max_total_tokens: the length at which the request must stop: prompt + max_tokens, or the
             context if that is less.
         rope_length: its tokens are rotated for this length at least (see `engine.contract.rope`).
@@ -231,10 +232,10 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     sampling_steps: SamplingSteps | None = None
-    form_spent_s: float = 0.0
-    form_cost_s: float = 0.0
-    form_debt_s: float = 0.0
-    form_waits: int = 0
+    grammar_spent_s: float = 0.0
+    grammar_cost_s: float = 0.0
+    grammar_debt_s: float = 0.0
+    grammar_waits: int = 0
     status: RequestStatus = RequestStatus.WAITING
     preemptions: int = 0
     first_scheduled: float | None = None

@@ -225,17 +225,17 @@ class LiveRequests:
         """
         matcher = request.matcher
         if matcher is not None and matcher.failure is not None:
-            self.fail_form(live, matcher.failure)
+            self.fail_grammar(live, matcher.failure)
         elif what is not None:
             self.fail_alone(live, what)
         elif (found := contradiction(request)) is not None:
             self._fail_field(live, *found)
         elif matcher is not None and matcher.failure is not None:  # as was found only now
-            self.fail_form(live, matcher.failure)
+            self.fail_grammar(live, matcher.failure)
         else:
             self.fail_alone(live, _NO_TOKEN)
 
-    def fail_form(self, live: LiveRequest, description: str) -> None:
+    def fail_grammar(self, live: LiveRequest, description: str) -> None:
         """End one request because of its grammar. `description`: what is wrong, and what to do."""
         grammar = live.spec.grammar
         self._fail_field(live, "grammar" if grammar is None else grammar.field, description)

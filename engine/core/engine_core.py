@@ -41,7 +41,7 @@ from engine.contract.request import PENDING_TOKEN, GenerationRequest, Request, T
 from engine.contract.rope import RopeLengths
 from engine.contract.stats import EngineStats
 from engine.contract.types import RequestId, RequestKey
-from engine.core import grammar_budget as form_budget
+from engine.core import grammar_budget
 from engine.core.endings import LiveRequests, new_error_id
 from engine.core.step_results import StepInFlight, StepResults
 from engine.scheduler.base import Scheduler
@@ -134,8 +134,8 @@ class EngineCore:
             try:
                 for request in choices.values():
                     request.matcher = make_matcher()
-                    form_budget.begin(request)
-                    form_budget.release(request)
+                    grammar_budget.begin(request)
+                    grammar_budget.release(request)
             except Exception as error:
                 self._live.fail_alone(live, "the grammar could not be begun", error)
                 return
@@ -205,7 +205,7 @@ class EngineCore:
         self._live.end_overdue(now)
         if self._outgrown:
             self._restart_outgrown()
-        resting = form_budget.choose_resting(self.scheduler.running.values())
+        resting = grammar_budget.choose_resting(self.scheduler.running.values())
         batch = self.scheduler.schedule(now, is_step_pending=bool(self._in_flight), resting=resting)
         if batch is None:
             self._collect()

@@ -41,7 +41,7 @@ TOO_SLOW = (
 def begin(request: Request) -> None:
     """Add a choice that has its matcher."""
     if request.matcher is not None:
-        request.form_cost_s = request.matcher.expected_s
+        request.grammar_cost_s = request.matcher.expected_s
 
 
 def release(request: Request) -> None:
@@ -49,25 +49,25 @@ def release(request: Request) -> None:
     if request.matcher is not None and request.matcher.is_free:
         request.matcher = None
         request.sampling_steps = None  # they were those of a choice with a matcher
-        request.form_cost_s = 0.0
+        request.grammar_cost_s = 0.0
 
 
 def choose_resting(running: Iterable[Request]) -> frozenset[RequestKey]:
     """The running choices that the next step leaves out. If there are any, the step has other
     costly choices in it.
     """
-    costly = [request for request in running if request.form_cost_s > CHEAP_S]
+    costly = [request for request in running if request.grammar_cost_s > CHEAP_S]
     if not costly:
         return frozenset()
-    costly.sort(key=lambda request: request.form_cost_s / (1 + request.form_waits))
+    costly.sort(key=lambda request: request.grammar_cost_s / (1 + request.grammar_waits))
     left, resting = STEP_S, set()
     for index, request in enumerate(costly):
-        if index > 0 and request.form_cost_s > left:
-            request.form_waits += 1
+        if index > 0 and request.grammar_cost_s > left:
+            request.grammar_waits += 1
             resting.add(request.key)
         else:
-            request.form_waits = 0
-            left -= request.form_cost_s
+            request.grammar_waits = 0
+            left -= request.grammar_cost_s
     return frozenset(resting)
 
 
@@ -84,11 +84,11 @@ def charge(request: Request, siblings: Iterable[Request]) -> bool:
     matcher = request.matcher
     if matcher is None:
         return True
-    cost = matcher.spent_s - request.form_spent_s
-    request.form_spent_s += cost
-    known = request.form_cost_s or cost
-    request.form_cost_s = (known + cost) / 2  # a single slow mask says little
-    request.form_debt_s = max(0.0, request.form_debt_s + cost - TOKEN_S)
-    if request.form_debt_s == 0:
+    cost = matcher.spent_s - request.grammar_spent_s
+    request.grammar_spent_s += cost
+    known = request.grammar_cost_s or cost
+    request.grammar_cost_s = (known + cost) / 2  # a single slow mask says little
+    request.grammar_debt_s = max(0.0, request.grammar_debt_s + cost - TOKEN_S)
+    if request.grammar_debt_s == 0:
         return True
-    return sum(sibling.form_debt_s for sibling in siblings) <= BURST_S
+    return sum(sibling.grammar_debt_s for sibling in siblings) <= BURST_S

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from engine.contract.outputs import FinishReason, RequestOutput, StepRecord, TokenLogprobs
 from engine.contract.request import Request
 from engine.contract.types import RequestKey, TokenId
-from engine.core import grammar_budget as form_budget
+from engine.core import grammar_budget
 from engine.core.endings import LiveRequest, LiveRequests, describe_end
 from engine.scheduler.base import Scheduler
 from engine.scheduler.runner_protocol import INVALID_TOKEN, PendingStep, SampledTokens
@@ -143,10 +143,10 @@ class StepResults:
         if reason is FinishReason.ERROR:
             self._live.fail_at_token(live, request, "the model left the form that was asked for")
             return
-        if reason is None and not form_budget.charge(request, live.choices.values()):
-            self._live.fail_form(live, form_budget.TOO_SLOW)
+        if reason is None and not grammar_budget.charge(request, live.choices.values()):
+            self._live.fail_grammar(live, grammar_budget.TOO_SLOW)
             return
-        form_budget.release(request)
+        grammar_budget.release(request)
         prompt_done, prompt_logprobs = self._report_prompt(live, request)
         request.token_ids[position] = token
         request.num_pending_tokens -= 1

@@ -199,7 +199,7 @@ def _heads_norm(
 
 
 @triton.jit
-def _turn_heads(
+def _rotate_heads(
     source,
     target,
     first,
@@ -264,7 +264,7 @@ def _turn_heads(
 
 
 @triton.jit(do_not_specialize=["slots"])  # a part of an array, at any address
-def turn_kernel(
+def rotate_kernel(
     projected,
     queries,
     keys,
@@ -310,21 +310,21 @@ def turn_kernel(
         cos += token * HALF
         sin += token * HALF
     if part < QUERY_PARTS:
-        _turn_heads(
+        _rotate_heads(
             row, queries + token * (HEADS * DIM), part * BLOCK_H,
             query_weight, query_bias, query_eps, cos, sin, HEADS, DIM, HALF,
             PAIRED, TURNS, ROUNDS, QUERY_FORM, QUERY_BIASED, QUERY_WHOLE, LAST,
             BLOCK_H, BLOCK_HALF, BLOCK_REST,
         )  # fmt: skip
     elif part < QUERY_PARTS + KEY_PARTS:
-        _turn_heads(
+        _rotate_heads(
             row + HEADS * DIM, keys + slot * (KV_HEADS * DIM), (part - QUERY_PARTS) * BLOCK_H,
             key_weight, key_bias, key_eps, cos, sin, KV_HEADS, DIM, HALF,
             PAIRED, TURNS, ROUNDS, KEY_FORM, KEY_BIASED, KEY_WHOLE, LAST,
             BLOCK_H, BLOCK_HALF, BLOCK_REST,
         )  # fmt: skip
     else:
-        _turn_heads(
+        _rotate_heads(
             row + (HEADS + KV_HEADS) * DIM, values + slot * (KV_HEADS * DIM),
             (part - QUERY_PARTS - KEY_PARTS) * BLOCK_H,
             key_weight, key_bias, key_eps, cos, sin, KV_HEADS, DIM, HALF,

@@ -41,7 +41,7 @@ class LayerParts(Protocol):
         """By the layer's products of that name, side by side: [T, K] → [T, N]."""
         ...
 
-    def turn(
+    def rotate(
         self, q: torch.Tensor, k: torch.Tensor, tables: Tables
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate queries and keys, without norms: [T, H * D] each."""
@@ -182,11 +182,11 @@ class _Walk:
         sizes = (query, keys, keys)
         q, k, v = (part.contiguous() for part in projected.split_with_sizes(sizes, -1))
         if one.attention.norms_last:
-            q, k = self._turn(q, k, tables)
+            q, k = self._rotate(q, k, tables)
             q, k = self._norm_heads(q, k)
         else:
             q, k = self._norm_heads(q, k)
-            q, k = self._turn(q, k, tables)
+            q, k = self._rotate(q, k, tables)
         shape = (len(x), -1, heads.head_dim)
         attended = attend(q.view(shape), k.view(shape), v.view(shape)).reshape(len(x), -1)
         attended = self._add_part("attention", "attention", attended)
@@ -223,11 +223,11 @@ class _Walk:
     def _products(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return self._add_part(name, "product", self.layer.multiply(name, x))
 
-    def _turn(
+    def _rotate(
         self, q: torch.Tensor, k: torch.Tensor, tables: Tables | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if tables is not None:
-            q, k = self.layer.turn(q, k, tables)
+            q, k = self.layer.rotate(q, k, tables)
         return self._add_part("queries", "exact", q), self._add_part("keys", "exact", k)
 
     def _sum(self, name: str, x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:

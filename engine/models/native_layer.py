@@ -242,7 +242,7 @@ class BoundLayer:
                 made.append(y)
         return torch.cat(made, -1)
 
-    def turn(
+    def rotate(
         self, q: torch.Tensor, k: torch.Tensor, tables: Tables
     ) -> tuple[torch.Tensor, torch.Tensor]:
         q, k = q.clone(), k.clone()

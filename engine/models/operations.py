@@ -110,7 +110,7 @@ class Operations(Protocol):
         """
         ...
 
-    def turn(
+    def rotate(
         self, projected: torch.Tensor, heads: Heads, tables: Tables | None, places: KVPlaces
     ) -> torch.Tensor:
         """Norm and rotate queries and keys, and put keys and values where they belong.
@@ -160,7 +160,7 @@ class TorchOperations(Operations):
         return x, x if before is None else normed(x, before)
 
     @override
-    def turn(
+    def rotate(
         self, projected: torch.Tensor, heads: Heads, tables: Tables | None, places: KVPlaces
     ) -> torch.Tensor:
         tokens, dim = len(projected), heads.head_dim

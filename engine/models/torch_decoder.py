@@ -93,16 +93,16 @@ class TorchLayer:
         other = x.new_zeros((len(x), self._width - width))
         q, k = (x, other) if name == "query_norm" else (other, x)
         own = replace(plain, **{name: getattr(self.heads, name)})
-        return self._turn(q, k, own, None)[name == "key_norm"]
+        return self._rotate(q, k, own, None)[name == "key_norm"]
 
     def multiply(self, name: str, x: torch.Tensor) -> torch.Tensor:
         product: Product = getattr(self if name in ("projection", "output") else self.mlp, name)
         return product(x)
 
-    def turn(
+    def rotate(
         self, q: torch.Tensor, k: torch.Tensor, tables: Tables
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._turn(q, k, replace(self.heads, query_norm=None, key_norm=None), tables)
+        return self._rotate(q, k, replace(self.heads, query_norm=None, key_norm=None), tables)
 
     def gate(self, inner: torch.Tensor) -> torch.Tensor:
         one = self.description.mlp
@@ -123,13 +123,13 @@ class TorchLayer:
     def _width(self) -> int:
         return (self.heads.heads + self.heads.kv_heads) * self.heads.head_dim
 
-    def _turn(
+    def _rotate(
         self, q: torch.Tensor, k: torch.Tensor, heads: Heads, tables: Tables | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys by the operation that is also used for whole layers."""
         keys, values = k.new_empty((2, len(k), heads.kv_heads, heads.head_dim)).unbind(0)
         projected = torch.cat((q, k, torch.zeros_like(k)), -1)
-        queries = self.operations.turn(projected, heads, tables, KVPlaces(keys, values))
+        queries = self.operations.rotate(projected, heads, tables, KVPlaces(keys, values))
         return queries.flatten(1), keys.flatten(1)
 
 
@@ -236,7 +236,7 @@ class TorchDecoder(DecoderFrame):
         context: AttentionContext,
     ) -> torch.Tensor:
         """A layer's attention, before its output layer: [T, K] → [T, Hq · D]."""
-        heads, turn = layer.heads, self._operations.turn
+        heads, rotate = layer.heads, self._operations.rotate
         projected = layer.projection(x)
         rotary = layer.description.attention.rotary
         own = None if rotary is None else tables[rotary]
@@ -246,12 +246,12 @@ class TorchDecoder(DecoderFrame):
         if slots is None:
             shape = (len(x), heads.kv_heads, heads.head_dim)
             keys, values = projected.new_empty(shape), projected.new_empty(shape)
-            query = turn(projected, heads, own, KVPlaces(keys, values))
+            query = rotate(projected, heads, own, KVPlaces(keys, values))
             query, keys, values = (one.transpose(0, 1) for one in (query, keys, values))
             return backend.forward(query, keys, values, cache, metadata, layer.params).flatten(1)
         output = projected.new_empty((len(x), heads.heads, heads.head_dim))
         places = KVPlaces(cache.keys, cache.values, slots)
-        query = turn(projected, heads, own, places).transpose(0, 1)
+        query = rotate(projected, heads, own, places).transpose(0, 1)
         backend.attend(query, output, cache, metadata, layer.params)
         return output.flatten(1)
 

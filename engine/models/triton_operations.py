@@ -27,7 +27,7 @@ from engine.models.decoder_kernels import (
     SILU,
     add_norm_kernel,
     gate_kernel,
-    turn_kernel,
+    rotate_kernel,
 )
 from engine.models.operations import BoundNorm, Heads, KVPlaces, Operations, Tables, TorchOperations
 
@@ -84,7 +84,7 @@ def add_norm_launch(
 
 
 def turn_launch(heads: Heads, *, turns: bool, has_slots: bool) -> Launch | None:
-    """How queries and keys are turned; None: not by a kernel. See `Operations.turn`."""
+    """How queries and keys are rotated; None: not by a kernel. See `Operations.rotate`."""
     dim = heads.head_dim
     # As for a rotation where there is none, so that the sums of norms have one order.
     half = (heads.rotary_dim or dim) // 2
@@ -175,17 +175,17 @@ class TritonOperations(Operations):
         return result, result if normed is None else normed
 
     @override
-    def turn(
+    def rotate(
         self, projected: torch.Tensor, heads: Heads, tables: Tables | None, places: KVPlaces
     ) -> torch.Tensor:
         turns = tables is not None and heads.rotary_dim > 0
         launch = turn_launch(heads, turns=turns, has_slots=places.slots is not None)
         if launch is None:
-            return self._plain.turn(projected, heads, tables, places)
+            return self._plain.rotate(projected, heads, tables, places)
         queries = projected.new_empty((len(projected), heads.heads, heads.head_dim))
         cos, sin = tables if tables is not None and turns else (None, None)
         query_norm, key_norm = heads.query_norm, heads.key_norm
-        _turn(
+        _rotate(
             *(projected, queries, places.keys, places.values, places.slots),
             *(cos, sin, *_tensors(query_norm), *_tensors(key_norm)),
             *(_eps(query_norm), _eps(key_norm), *_pairs(launch)),
@@ -241,8 +241,8 @@ def _add_norm(*given: Any) -> None:
         f"Tensor? key_weight, Tensor? key_bias, float query_eps, float key_eps, {_LAUNCH}) -> ()"
     ),
 )
-def _turn(*given: Any) -> None:
-    _launch(turn_kernel, *given)
+def _rotate(*given: Any) -> None:
+    _launch(rotate_kernel, *given)
 
 
 @torch.library.custom_op(
@@ -272,5 +272,5 @@ def _write_nothing(*given: Any) -> None:
     """What these operations make of tensors without elements."""
 
 
-for _operation in (_add_norm, _turn, _gate):
+for _operation in (_add_norm, _rotate, _gate):
     _operation.register_fake(_write_nothing)

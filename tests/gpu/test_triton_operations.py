@@ -124,7 +124,7 @@ def turned(
         where = torch.randperm(slots - 8, generator=torch.Generator().manual_seed(1))[:tokens] + 8
         where[-1] = 5  # a token of padding
         places = KVPlaces(keys, values, where.to(projected.device))
-    queries = operations.turn(projected, heads, tables, places)
+    queries = operations.rotate(projected, heads, tables, places)
     return [queries, keys, values]
 
 

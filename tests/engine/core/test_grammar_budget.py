@@ -98,7 +98,7 @@ def test_costly_ones_share_a_step_and_take_turns() -> None:
         resting = choose_resting(everybody)
         present = [one for one in everybody if one.key not in resting]
         assert {one.key for one in cheap}.isdisjoint(resting)
-        assert sum(one.form_cost_s for one in present) <= STEP_S
+        assert sum(one.grammar_cost_s for one in present) <= STEP_S
         for one in present:
             turns[one] += 1
     assert {turns[one] for one in cheap} == {50}
@@ -126,7 +126,7 @@ def test_what_costs_too_much_for_too_long_ends() -> None:
     ends = [go_on([request])[0] for _ in range(60)]
     assert abs(ends.index(False) - BURST_S / (5 * MS)) <= 1
     begin(request)
-    assert request.form_cost_s == 0  # what is expected, again
+    assert request.grammar_cost_s == 0  # what is expected, again
     at_the_limit = row(2, TOKEN_S)
     assert all(go_on([at_the_limit])[0] for _ in range(1000))
 

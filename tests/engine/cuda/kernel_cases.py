@@ -169,7 +169,7 @@ def between(rest: Rest, dtype: torch.dtype) -> Case:
             torch.zeros(tokens, dtype=torch.int64, device=CUDA),
         )
         width = (rest.heads + 2 * rest.kv_heads) * rest.dim
-        operations.turn(zeros(tokens, width), heads, (cos, sin), places)
+        operations.rotate(zeros(tokens, width), heads, (cos, sin), places)
         operations.gate(zeros(tokens, 2 * rest.inner), rest.activation, gated=True)
 
     return Case(f"{rest.name}, between products and attention, {_word(dtype)}", run, dtype)

@@ -311,8 +311,8 @@ class _Wrong(TorchOperations):
             return super().add_norm(torch.zeros_like(x), made, *others, **named)
         return super().add_norm(x, made, *others, **named)
 
-    def turn(self, projected: Any, heads: Any, tables: Any, places: Any) -> Any:
-        query = super().turn(projected, heads, tables, places)
+    def rotate(self, projected: Any, heads: Any, tables: Any, places: Any) -> Any:
+        query = super().rotate(projected, heads, tables, places)
         if self._fault == "values are cached a head late":
             places.values.copy_(places.values.roll(1, 1))
         if self._fault == "large queries are cut off":

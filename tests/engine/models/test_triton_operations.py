@@ -81,7 +81,7 @@ def turns(name: str, heads: Heads, *, tables_rounded: bool = True) -> Case:
     missing = {"query_bias", "key_bias"}
     if heads.query_norm is None:
         missing |= {"query_weight", "key_weight"}
-    return name, triton_kernels.turn_kernel, launch, frozenset(missing), not tables_rounded
+    return name, triton_kernels.rotate_kernel, launch, frozenset(missing), not tables_rounded
 
 
 def gates(name: str, width: int, activation: Any, *, gated: bool) -> Case:
