@@ -78,7 +78,7 @@ class QueueRoom:
             waiting += number[asker.key]
         for asker, request in zip(askers, requests, strict=True):
             shares.add(asker, request.n)
-            if shares.line.places and request.ticket:
+            if shares.tickets.places and request.ticket:
                 shares.got_in(asker, request.ticket)
             self._entered[request.request_id] = asker, request.n
 

@@ -1,13 +1,12 @@
-"""The line of those that were refused: who comes again as advised goes before who comes for the
-first time.
+"""Retry tickets: who was refused and comes again as advised goes before who comes for the first
+time.
 
     put ──▶ its place is kept, from half the advised time on … ──▶ drop, or nobody comes
 
 A place that comes free while many ask is taken by whoever asks next, so somebody who comes again at
 the advised time would find it taken by a newcomer. So whatever is told to come again is known by
 its ticket, and others of the same caller leave as much room as those that are due now need. Callers
-do not wait for each other's lines: what is due to each of them is the matter of
-`engine.fairness.shares`.
+do not wait for each other's tickets: `engine.fairness.shares` says what is due to each of them.
 
 O(log n) for each call; memory is bounded. Used by one thread at a time.
 """
@@ -19,7 +18,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 MAX_TICKETS = 65_536
-"""So many tickets are known at a time; what is refused beyond them has no place in the line."""
+"""How many tickets are known at a time; what is refused beyond them is not known again."""
 SOON_S = 0.5
 """A place is kept from the time at which it comes free at the earliest: half the advised time, or
 at once if less than this is advised. Advice is longer than the rate says, and rates change."""
@@ -54,7 +53,7 @@ class RetryTickets:
         self._number = 0
 
     def due_in(self, key: str, ticket: str, now: float) -> float:
-        """In how many seconds a ticket is due; 0: now, or it is not known."""
+        """The seconds until a ticket is due; 0: it is due now, or not known."""
         place = self.places.get((key, ticket))
         return 0.0 if place is None else max(place.due - now, 0.0)
 

@@ -201,7 +201,7 @@ class Shares(Generic[Who]):
     Attributes:
         level: how much is in use.
         reserve: how much there is beyond the limit.
-        line: what was refused and told to come again.
+        tickets: what was refused and told to come again.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class Shares(Generic[Who]):
         self._owed = 0  # to all
         self._owed_due = 0  # to those whose groups are within their shares
         self._ends: list[tuple[float, str]] = []  # heap: when what is owed may be forgotten
-        self.line = RetryTickets()
+        self.tickets = RetryTickets()
 
     @property
     def limit(self) -> int | None:
@@ -302,16 +302,16 @@ class Shares(Generic[Who]):
         present = self.level.present if present is None else present
         caller = self._callers.get(who.key)
         due = self._due(who, caller, amount, limit, has)
-        line = self.line
-        kept = line.kept(who.key, now) if line.places else 0
-        is_due = kept > 0 and line.is_kept(who.key, ticket)
+        tickets = self.tickets
+        kept = tickets.kept(who.key, now) if tickets.places else 0
+        is_due = kept > 0 and tickets.is_kept(who.key, ticket)
         ahead = kept if 2 * present >= limit and not is_due else 0
         missing = present + ahead + amount - (limit + self._room_beyond(caller, due))
         if missing <= 0:
             return None
         if caller is None:
             caller = self._enter(who)
-        if early_s := line.due_in(who.key, ticket, now):
+        if early_s := tickets.due_in(who.key, ticket, now):
             retry_after_s = max(early_s, MIN_DELAY_S)
         else:
             behind = kept if is_due else None  # it is in front, with the others that are due
@@ -319,7 +319,7 @@ class Shares(Generic[Who]):
             margin = 0.0 if ticket else MARGIN
             retry_after_s = self._advise(caller, missing, amount, due.part, now, behind, margin)
             if ticket:
-                line.put(who.key, ticket, amount, now, retry_after_s)
+                tickets.put(who.key, ticket, amount, now, retry_after_s)
         if due.is_new or due.is_within:
             until = now + min(retry_after_s, MAX_WANT_S) + GRACE_S
             self._owe(caller, amount, max(amount, due.share - caller.held), due, until)
@@ -337,7 +337,7 @@ class Shares(Generic[Who]):
 
     def got_in(self, who: Who, ticket: str) -> None:
         """Keep no place any longer for what is known by this ticket."""
-        self.line.drop(who.key, ticket)
+        self.tickets.drop(who.key, ticket)
 
     def _due(self, who: Who, caller: _Caller | None, amount: int, limit: int, has: int) -> _Due:
         group = self._groups.get(who.group)

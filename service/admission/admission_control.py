@@ -122,7 +122,7 @@ class Holding:
         self.take(Charge(1, converted.size, tokens), converted.field)
         if self.ticket:
             for bound in self._control.bounds:
-                if bound.line.places:
+                if bound.tickets.places:
                     bound.got_in(self.account, self.ticket)
 
     def take(self, charge: Charge, field: str = "", *, room_for: Charge | None = None) -> None:

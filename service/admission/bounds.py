@@ -136,7 +136,7 @@ class _BoundOfIdentities(Bound):
         present: int | None = None,
         ticket: str = "",
     ) -> Refusal | None:
-        """See `Shares.ask`; the identity's limit comes first, and has no line."""
+        """See `Shares.ask`; the identity's limit comes first, and knows no tickets."""
         own = self._of.get(who.identity)
         if own is None or own.missing(amount) <= 0:
             return super().ask(who, amount, has=has, present=present, ticket=ticket)

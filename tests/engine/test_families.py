@@ -261,6 +261,6 @@ def test_bfloat16_tokens_are_within_a_near_tie_of_the_best(family: str) -> None:
 
 
 def test_the_table_is_what_the_script_writes() -> None:
-    script = runpy.run_path(str(ROOT / "scripts" / "model_table.py"))
+    script = runpy.run_path(str(ROOT / "tests" / "model_table.py"))
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     assert script["with_table"](page) == page, "docs/models.md is old; run `make model-table`"

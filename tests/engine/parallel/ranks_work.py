@@ -41,16 +41,16 @@ def _refusals(loaded: LoadedModel) -> dict[str, str]:
 def _one_batch_fails(loaded: LoadedModel) -> list[str | None]:
     """The errors of three batches, the second of which fails before it is sent."""
     errors = []
-    of = leader.Step.of
+    of = leader.RankStep.of
 
-    def fail(*_: object) -> leader.Step:
-        leader.Step.of = of  # type: ignore[method-assign]
+    def fail(*_: object) -> leader.RankStep:
+        leader.RankStep.of = of  # type: ignore[method-assign]
         raise RuntimeError("as the test wants it")
 
     with loaded.continuous_batching_context_manager(warmup=False) as manager:
         for index, prompt in enumerate(make_prompts((5, 6, 7))):
             if index == 1:
-                leader.Step.of = fail  # type: ignore[method-assign, assignment]
+                leader.RankStep.of = fail  # type: ignore[method-assign, assignment]
             name = manager.add_request(prompt, max_new_tokens=2, ignore_eos=True)
             output = manager.get_result(name, timeout=60)
             errors.append("no result" if output is None else output.error)

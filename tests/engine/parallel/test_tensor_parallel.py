@@ -225,4 +225,4 @@ def test_a_cache_that_does_not_fit_on_rank_0_ends_no_rank() -> None:
     with pytest.raises(InsufficientMemoryError, match=r"on rank 0 \(none left\); lower num_blocks"):
         leader.allocate(number, plan, make)
     assert leader.begin(1, 1)[0] == number + 1
-    assert ranks.told == ["Begin", "Plan", "Begin"]
+    assert ranks.told == ["Begin", "Allocate", "Begin"]
