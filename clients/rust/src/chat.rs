@@ -1,8 +1,5 @@
 //! Conversations: messages, tools and tool calls.
 
-use serde::de::DeserializeOwned;
-
-use crate::error::Error;
 use crate::proto;
 use crate::proto::chat_message::ContentKind;
 
@@ -106,16 +103,6 @@ pub struct ToolCall {
 }
 
 impl ToolCall {
-    /// Reads the call's arguments.
-    ///
-    /// # Errors
-    ///
-    /// They are not JSON of this type: the error's message is for the model to read.
-    pub fn decode<T: DeserializeOwned>(&self) -> Result<T, Error> {
-        let text = if self.arguments.is_empty() { "{}" } else { &self.arguments };
-        serde_json::from_str(text).map_err(|error| Error::invalid("arguments", error.to_string()))
-    }
-
     fn into_proto(self) -> proto::ToolCall {
         proto::ToolCall { id: self.id, name: self.name, arguments_json: self.arguments }
     }

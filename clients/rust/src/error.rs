@@ -8,7 +8,7 @@ use prost::Message;
 pub use tonic::Code;
 
 use crate::proto::google::rpc;
-use crate::result::Completion;
+use crate::result::{Completion, duration};
 
 /// What a call, or one request of a session, ended with.
 ///
@@ -288,10 +288,6 @@ fn causes(error: &dyn std::error::Error) -> String {
         next = cause.source();
     }
     text
-}
-
-pub(crate) fn duration(told: prost_types::Duration) -> Option<Duration> {
-    Duration::try_from(told).ok()
 }
 
 /// A duration as the contract has it.

@@ -4,7 +4,6 @@ use std::fmt;
 use std::time::{Duration, SystemTime};
 
 use crate::chat::{Message, Role, ToolCall};
-use crate::error::duration;
 use crate::proto;
 
 /// Why a choice ended.
@@ -379,4 +378,8 @@ impl Prompt {
             details: told.tokens.into_iter().map(Token::from_proto).collect(),
         }
     }
+}
+
+pub(crate) fn duration(told: prost_types::Duration) -> Option<Duration> {
+    Duration::try_from(told).ok()
 }

@@ -6,6 +6,8 @@ use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
 
+use serde::de::DeserializeOwned;
+
 use crate::chat::{Message, ToolCall};
 use crate::client::Client;
 use crate::error::Error;
@@ -20,6 +22,18 @@ const QUOTED: usize = 1000;
 type Answer = Result<String, Box<dyn StdError + Send + Sync>>;
 type Run = Arc<dyn Fn(ToolCall) -> Pin<Box<dyn Future<Output = Answer> + Send>> + Send + Sync>;
 type OnChunk = Arc<dyn Fn(&Chunk) + Send + Sync>;
+
+impl ToolCall {
+    /// Reads the call's arguments.
+    ///
+    /// # Errors
+    ///
+    /// They are not JSON of this type: the error's message is for the model to read.
+    pub fn decode<T: DeserializeOwned>(&self) -> Result<T, Error> {
+        let text = if self.arguments.is_empty() { "{}" } else { &self.arguments };
+        serde_json::from_str(text).map_err(|error| Error::invalid("arguments", error.to_string()))
+    }
+}
 
 /// The functions of a run, by their tools' names, and how it is run.
 ///

@@ -27,18 +27,13 @@ import {
 } from "./gen/headrace/v1/generation_pb.js";
 import {
   describe,
-  type JsonObject,
   jsonText,
-  type Message,
   messageToProto,
-  type Prompt,
-  type Tool,
-  type ToolChoice,
   toolChoiceToProto,
-  type ToolChoiceName,
   toolToProto,
   wellFormed,
-} from "./messages.js";
+} from "./internal/messages_to_proto.js";
+import type { JsonObject, Message, Prompt, Tool, ToolChoice, ToolChoiceName } from "./messages.js";
 
 /** How tokens are chosen. */
 export interface SamplingParameters {

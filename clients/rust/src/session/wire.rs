@@ -11,11 +11,12 @@ use tonic::codec::Streaming;
 
 use super::{Shared, State};
 use crate::capability::{STREAM_RESULT_REQUEST, required_by};
-use crate::error::{Error, duration, proto_duration};
+use crate::error::{Error, proto_duration};
 use crate::pool::Server;
 use crate::proto;
 use crate::proto::result_event::Event;
 use crate::proto::stream_result_request::Command;
+use crate::result::duration;
 
 const LOAD_INTERVAL: Duration = Duration::from_secs(1);
 
