@@ -1,7 +1,7 @@
 """A random sample of the project's English, for a reader to judge it
 (`python scripts/draw_sentences.py --seed 7`).
 
-Docstrings come from the service, the engine and the Python client; sentences come from docs/ and
+Docstrings come from all folders with Python of ours but the tests; sentences come from docs/ and
 README.md. Generated code, code blocks, tables and headings are left out. The same seed on the same
 tree draws the same sample, so a second reader can check the first one's marks.
 """
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CODE = ("service", "engine", "clients/python/src/headrace")
+CODE = ("service", "engine", "clients/python/src", "benchmarks", "scripts", "models/demo")
 GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
 NOT_PROSE = re.compile(r"^\s*(#|\||<|!\[)")
 # A sentence ends at a full stop that is followed by white space and a new beginning.

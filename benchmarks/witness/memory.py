@@ -29,7 +29,7 @@ class Watched:
         self.start = self.peak = self.now
 
     def sample(self) -> None:
-        """Look."""
+        """Read the memory now, and keep the peak."""
         self.now, mark = resident(self.pid)
         self.peak = max(self.peak, self.now)
         if mark > self._mark:  # the peak lay between two samples

@@ -1,5 +1,5 @@
-"""Which types a JSON Schema allows. Formats without types, such as Qwen3-coder's XML, are held by
-the engine and read by the service, and both must take a value for the same.
+"""Which types a JSON Schema allows. Formats that write no types, such as Qwen3-coder's XML, are
+enforced by the engine and read by the service; both must give a value the same type.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class DrainRate:
     def advise(
         self, missing: float, claim: float, before: float | None = None, margin: float = MARGIN
     ) -> float:
-        """In how many seconds a caller that is refused now should try again: MIN_DELAY_S to
+        """The seconds after which a caller that is refused now should try again: MIN_DELAY_S to
         MAX_DELAY_S.
 
         Args:

@@ -225,7 +225,7 @@ class _Rotary:
         module.forward = self
 
     def leave(self) -> None:
-        """Have the module as it was."""
+        """Restore the module as it was."""
         for name in self._own:
             delattr(self._module, name)
 

@@ -78,7 +78,7 @@ class Held:
         return NormWeight(self.address(weight), self.address(bias), one.width, one.eps, form)
 
     def linears(self, paths: Sequence[str], inputs: int, outputs: int) -> list[LinearWeight]:
-        """Packed linear layers with the same input. If their weights are adjacent, one for all.
+        """Packed linear layers with the same input; a single one if their weights are adjacent.
 
         inputs, outputs: how many they must have together.
         """

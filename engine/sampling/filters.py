@@ -121,12 +121,12 @@ def _farthest_of_few(
 
 
 def _limit(share: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The least whole weight that is a share of the rows' sums: int64 [R, 1]."""
+    """That share of each row's sum, rounded up to a whole weight: int64 [R, 1]."""
     return _share(share, weights.sum(dim=-1, keepdim=True))
 
 
 def _share(share: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """The least whole weight that is a share of the total: int64 [R, 1]."""
+    """That share of each total, rounded up to a whole weight: int64 [R, 1]."""
     return (share * total).ceil_().to(torch.int64)
 
 

@@ -271,7 +271,9 @@ def raw_add(request: bytes) -> bytes:
 
 
 async def gzip_bombs(s: Sender) -> None:
-    """64 MiB of zeros in 64 KB, for every method that a caller has, and for a stranger's check."""
+    """Send 64 MiB of zeros, compressed to 64 KB, to every method that a caller may call, and as a
+    stranger's health check.
+    """
     bomb = bytes(64 << 20)
 
     async def one(_: int) -> None:

@@ -192,8 +192,8 @@ class FleetState:
         return due
 
     def next_in(self) -> float | None:
-        """In how many seconds a server is to be asked, or the ones that were found are to be told:
-        0 is now; None: nothing is to be done.
+        """The seconds until a server must be asked, or servers that were found must be announced.
+        0: now; None: there is nothing to do.
         """
         now = self.clock()
         times = [one.check_at for one in self._unasked()]
@@ -282,7 +282,7 @@ class FleetState:
         return by_name[self._placement.choose(keys, candidates)]
 
     def room_in(self) -> float | None:
-        """In how many seconds a ready server has room, as these said; None: none is ready."""
+        """The seconds until a ready server has room, as the servers said; None: none is ready."""
         ready = [one for one in self.servers.values() if one.state is MemberState.READY]
         return max(min(one.full_until for one in ready) - self.clock(), 0.0) if ready else None
 

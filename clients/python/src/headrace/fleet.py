@@ -360,7 +360,7 @@ class Fleet:
         self._add(addresses)
 
     def _due_in(self) -> float | None:
-        """In how many seconds `_step` has something to do; None: not before a change. The lock is
+        """The seconds until `_step` has something to do; None: not before a change. The lock is
         held.
         """
         return 0.0 if self._answers else self.state.next_in()
