@@ -30,7 +30,7 @@ TOPS = ("engine", "service", "benchmarks", "tests", "scripts")
 CLIENT = Path("clients/python/src")
 DOCUMENT = ROOT / "docs" / "architecture.md"
 GENERATED = re.compile(r"(^|/)(v1|gen|proto)/|_pb2")
-SEE = re.compile(r"See\s+\S+(\s+(and|of)\s+\S+)*")
+SEE = re.compile(r"See\s+(the base class|\S+(\s+(and|of)\s+\S+)*)")
 """A docstring that says no more than where to look."""
 
 Graph = Mapping[str, set[str]]

@@ -59,7 +59,7 @@ class Campaign:
         self._killed_at = 0.0
 
     def run(self) -> dict[str, Any]:
-        """Runs it; what came out."""
+        """Run the campaign; returns its record."""
         try:
             with self._resolving():
                 for _ in range(self.servers):

@@ -93,8 +93,8 @@ def prompt(model: str, tokens: int, rates: Rates = H200) -> Predicted:
 
 
 def small_bytes(config: Mapping[str, Any]) -> int:
-    """What is read and written for a token between products and attention, in all layers: two sums
-    with their norms, queries, keys and values turned, an activation times its other half.
+    """The bytes read and written for a token between products and attention, in all layers:
+    two sums with their norms, rotated queries and keys, values, and the gate.
     """
     heads = config["num_attention_heads"] + 2 * config["num_key_value_heads"]
     elements = 8 * config["hidden_size"] + 2 * heads * config["head_dim"]

@@ -79,7 +79,7 @@ class Order:
 
     @property
     def keys(self) -> list[str]:
-        """Of the requests of a session or batch."""
+        """The keys of the requests of a session or batch."""
         return [f"{self.key}/{number}" for number in range(self.situation.many)]
 
     def single(self) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import override
 
 from engine.attention.interface import (
     AttentionBackend,
@@ -51,10 +52,10 @@ class NativeAttentionBackend(AttentionBackend):
         self.scratch = torch.empty(0)
         self.step_lock = threading.Lock()
 
+    @override
     def prepare(
         self, layout: BatchLayout, window: int | None, like: torch.Tensor
     ) -> NativeMetadata:
-        """See the base class."""
         starts = np.ascontiguousarray(layout.starts, dtype=np.int64)
         counts = np.ascontiguousarray(layout.counts, dtype=np.int64)
         tables = np.ascontiguousarray(layout.tables, dtype=np.int32)

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from engine.attention.interface import AttentionBackend, BatchLayout, StaticShape
 from engine.attention.torch_layout import slots_of
@@ -63,10 +64,11 @@ class StepArraysBackend(AttentionBackend):
 
     can_capture = True
 
+    @override
     def static_fields(self, shape: StaticShape, window: int | None) -> Mapping[str, int]:
-        """See the base class."""
         return array_sizes(shape.tokens, shape.requests, shape.requests * shape.blocks)
 
+    @override
     def fill_static(
         self,
         layout: BatchLayout,
@@ -74,5 +76,4 @@ class StepArraysBackend(AttentionBackend):
         shape: StaticShape,
         fields: Mapping[str, npt.NDArray[np.int64]],
     ) -> None:
-        """See the base class."""
         fill_arrays(layout, fields)

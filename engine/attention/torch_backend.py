@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from typing_extensions import override
 
 from engine.attention.interface import (
     AttentionBackend,
@@ -33,8 +34,8 @@ class TorchAttentionBackend(AttentionBackend):
 
     name = "torch"
 
+    @override
     def prepare(self, layout: BatchLayout, window: int | None, like: torch.Tensor) -> TorchMetadata:
-        """See the base class."""
         return prepare(layout, window, like)
 
     def forward(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from engine.attention.interface import (
     AttentionMetadata,
@@ -57,10 +58,10 @@ class TritonAttentionBackend(StepArraysBackend):
 
     name = "triton"
 
+    @override
     def prepare(
         self, layout: BatchLayout, window: int | None, like: torch.Tensor
     ) -> TritonMetadata:
-        """See the base class."""
         tokens = len(layout.positions) + layout.num_padding
         sizes = array_sizes(tokens, len(layout.counts), layout.tables.size)
         host = np.zeros(sum(sizes.values()), dtype=np.int64)
@@ -78,6 +79,7 @@ class TritonAttentionBackend(StepArraysBackend):
             prefill_rows=len(layout.counts) - layout.num_decodes,
         )
 
+    @override
     def static_metadata(
         self,
         shape: StaticShape,
@@ -85,7 +87,6 @@ class TritonAttentionBackend(StepArraysBackend):
         fields: Mapping[str, torch.Tensor],
         like: torch.Tensor,
     ) -> TritonMetadata:
-        """See the base class."""
         return TritonMetadata(
             **fields,
             block_size=shape.block_size,
@@ -108,10 +109,11 @@ class TritonAttentionBackend(StepArraysBackend):
         self._launch(query, key, value, output, cache, metadata, params)
         return output
 
+    @override
     def slots(self, metadata: AttentionMetadata) -> torch.Tensor:
-        """See the base class."""
         return _ours(metadata).slot_mapping
 
+    @override
     def attend(
         self,
         query: torch.Tensor,
@@ -120,7 +122,6 @@ class TritonAttentionBackend(StepArraysBackend):
         metadata: AttentionMetadata,
         params: AttentionParams,
     ) -> None:
-        """See the base class."""
         self._launch(query, None, None, output, cache, metadata, params)
 
     def _launch(

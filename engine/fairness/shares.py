@@ -101,7 +101,7 @@ class Level:
         return 0 if self.limit is None else self.present + amount - self.limit
 
     def advise(self, amount: int) -> float:
-        """The seconds after which to try again with an amount that is refused now; see DrainRate."""
+        """The seconds after which to ask again for an amount that is refused now (DrainRate)."""
         return self.rate.advise(self.missing(amount), amount)
 
     def add(self, amount: int) -> None:

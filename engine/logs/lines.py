@@ -63,7 +63,7 @@ class LineWriter(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # a property here
-        """The encoding, as a file has it."""
+        """The encoding, under the name that text files have for it."""
         return "utf-8"
 
     def writable(self) -> bool:

@@ -38,9 +38,9 @@ def experts_product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Grid [tiles at most, parts of BLOCK_N outputs]. Of pair p, row p // SHARE of x is read, and
-    row p of output is written. STRIDE_E, STRIDE_N, STRIDE_K: of weights, by expert, output and
-    input.
+    """Multiply each pair of a token and an expert. Grid: [most tiles, parts of BLOCK_N outputs]. Pair
+    p reads row p // SHARE of x and writes row p of output. STRIDE_E, STRIDE_N, STRIDE_K: the
+    strides of the weights by expert, output and input.
     """
     T: tl.constexpr = x.dtype.element_ty
     tile = tl.program_id(0)

@@ -118,8 +118,8 @@ class NativeDecoder(DecoderFrame):
         return self._finished[logits.contiguous().view(torch.int16).int() & 0xFFFF]
 
     def _finish_each(self) -> torch.Tensor | None:
-        """The finished logit of each of the 65,536 bfloat16 values, by its bits; None: logits stay as
-        they are.
+        """The finished logit for each of the 65,536 bfloat16 values, by its bits; None: logits stay
+        as they are.
         """
         one = self.description
         if one.logits_factor is one.logits_divisor is one.logits_softcap is None:

@@ -199,7 +199,7 @@ class SchemaChecks:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is held otherwise than it was written, in words."""
+        """What is enforced in another way than the schema says, in words."""
         return self._rewriter.notes
 
     def add(self, schema: object) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def _logprob_ids(s: Sender) -> rpc.GenerateRequest:
 
 
 def _salted(s: Sender) -> rpc.GenerateRequest:
-    """Another salt, with a prompt of some blocks and a form."""
+    """A request with a salt of its own, a prompt of several blocks and a grammar."""
     salt = f"{s.source.getrandbits(256):064x}"
     return _generate(
         {

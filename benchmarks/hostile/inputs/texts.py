@@ -34,7 +34,7 @@ async def _texts(s: Sender, text: str, width: int = 2) -> None:
 
 
 async def gone_texts(s: Sender) -> None:
-    """Texts whose caller goes at once: three, and three more, all the time."""
+    """Long texts whose callers give up at once, three at a time, over and over."""
     text = wire.filled(b"Once upon a time there was a river. ", s.longest_text)
 
     async def one(_: int) -> None:

@@ -53,7 +53,7 @@ class ToolArgumentsError(ToolError):
 
 
 class ToolDeclinedError(ToolError):
-    """`approve` did not let it run."""
+    """`approve` did not allow the call."""
 
 
 class ToolFailedError(ToolError):

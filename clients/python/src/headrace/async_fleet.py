@@ -329,7 +329,7 @@ class AsyncFleet:
         self._notify()
 
     def _add(self, addresses: list[Address]) -> None:
-        """These are the addresses now."""
+        """Connect to the addresses that are new, and leave those that are gone."""
         for server in self.state.listed(addresses):
             make = self._only or partial(AsyncLink, self.settings, server.address)
             server.link = make()

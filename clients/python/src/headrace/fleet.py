@@ -344,7 +344,7 @@ class Fleet:
             self.changed.notify_all()
 
     def _add(self, addresses: list[Address]) -> None:
-        """These are the addresses now."""
+        """Connect to the addresses that are new, and leave those that are gone."""
         with self.changed:
             for server in self.state.listed(addresses):
                 server.link = self._only or Link(self.settings, server.address)
