@@ -38,8 +38,8 @@ def experts_product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Multiply each pair of a token and an expert. Grid: [most tiles, parts of BLOCK_N outputs]. Pair
-    p reads row p // SHARE of x and writes row p of output. STRIDE_E, STRIDE_N, STRIDE_K: the
+    """Multiply each pair of a token and an expert. Grid: [most tiles, parts of BLOCK_N outputs].
+    Pair p reads row p // SHARE of x and writes row p of output. STRIDE_E, STRIDE_N, STRIDE_K: the
     strides of the weights by expert, output and input.
     """
     T: tl.constexpr = x.dtype.element_ty
