@@ -3,4 +3,6 @@
 repository ── what the hub has, which files are used, what its refusals mean
 fetching   ── the bytes, resumed and checked
 cache      ── the directories on this disk, which huggingface_hub's own commands read too
+
+It knows files and their digests. What a model is, `engine.loading` knows.
 """
