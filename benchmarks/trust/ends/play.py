@@ -330,7 +330,7 @@ def left_by(h: Harness, engine: Any) -> list[str]:
         "places": admission.open_requests,
         "reserved tokens": admission.reserved_tokens,
         "live bytes": admission.live_bytes,
-        "sessions": server.sessions.taken,
+        "sessions": server.limits.sessions.taken,
         "waiting texts": server.text_pool.waiting,
     }
     wrong = [f"{count} {what} are left" for what, count in counts.items() if count]
