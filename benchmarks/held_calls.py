@@ -30,10 +30,10 @@ from benchmarks.records import commit, machine_record, rounded
 from benchmarks.workloads import Lengths, make_prompts
 from engine.assembly import build_core
 from engine.contract.config import ContinuousBatchingConfig, LoadConfig
-from engine.contract.request import GenerationRequest
+from engine.contract.request import GenerationRequest, MatcherFactory
 from engine.contract.sampling_params import GrammarKind, GrammarParams, SamplingParams, StopParams
 from engine.contract.types import RequestId, TokenId
-from engine.core.engine_core import EngineCore, MatcherFactory
+from engine.core.engine_core import EngineCore
 from engine.core.threads import call_on_own_thread
 from engine.loading.loader import load_model
 from engine.structured import GrammarCompiler

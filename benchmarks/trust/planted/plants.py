@@ -174,15 +174,15 @@ def a_wrong_token() -> None:
     caught_by="tests/engine/test_seeded_sampling.py",
 )
 def a_seed_that_is_shared() -> None:
-    from engine.sampling import sampler
+    from engine.sampling import sampling_rows
 
-    right, count = sampler.uniform, [0]
+    right, count = sampling_rows.uniform, [0]
 
     def shared(*arguments: int) -> float:
         count[0] += 1
         return (right(*arguments) + 0.1 * (count[0] % 7)) % 1.0
 
-    sampler.uniform = shared
+    sampling_rows.uniform = shared
 
 
 @plant(5, what="one block of a request in eight is not freed", caught_by=CHANCE, in_cut=True)
@@ -240,14 +240,14 @@ def a_leak() -> None:
 def a_share_that_is_ignored() -> None:
     from dataclasses import replace
 
-    from engine.fairness.shares import TokenCounters
+    from engine.fairness.shares import Shares
 
-    right = TokenCounters._due
+    right = Shares._due
 
     def blind(self: Any, *arguments: Any) -> Any:
         return replace(right(self, *arguments), is_within=True, is_of_due_group=True)
 
-    TokenCounters._due = blind  # type: ignore[method-assign]
+    Shares._due = blind  # type: ignore[method-assign]
 
 
 @plant(
