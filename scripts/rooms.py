@@ -105,7 +105,7 @@ def _imported(name: str, path: Path, modules: Mapping[str, Path]) -> Iterator[st
 
 
 def rust_imports() -> dict[str, set[str]]:
-    """What each module of the Rust client imports of the others; its tests are left out."""
+    """What each module of the Rust client imports from the others, its tests excluded."""
     base = ROOT / "clients/rust/src"
     names = {
         "::".join(p for p in path.relative_to(base).with_suffix("").parts if p != "mod"): path

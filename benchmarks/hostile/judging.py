@@ -25,7 +25,7 @@ FRONT_END, ENGINE = "front_end", "engine"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One try of an input.
+    """One attempt with an input.
 
     Attributes:
         calm, seen: what the witness saw in the calm time, and beside the input.

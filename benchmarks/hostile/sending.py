@@ -340,7 +340,7 @@ def _refusal(message: bytes) -> str:
 
 
 def told(error: grpc.aio.AioRpcError) -> str:
-    """What an error said: code, reason and field; whether a refused caller is told no time."""
+    """What an error said: code, reason and field, and whether it lacked a time to try again."""
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin":
             return status_told(error.code().name, status_pb2.Status.FromString(value))

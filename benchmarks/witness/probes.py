@@ -193,7 +193,7 @@ class Observer:
             self._gaps.drop(number)
 
     async def _request(self, number: int) -> bool:
-        """One try of a request; False: it was refused."""
+        """One attempt at a request; False if it was refused."""
         received, accepted = 0, False
         try:
             async for event in self._events():

@@ -180,7 +180,7 @@ class _Kept:
 
 
 class _OfTokens:
-    """Takes the place of a module's frequencies [F], with those of each token: [T, F]. Each token
+    """Stands in for a module's frequencies [F], with those of each token: [T, F]. Each token
     is a request of its own, so positions are [T, 1].
     """
 

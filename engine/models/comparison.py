@@ -222,7 +222,7 @@ class _Prompts:
         return made
 
     def mix(self, x: torch.Tensor) -> torch.Tensor:
-        """Experts, whose results may depend on the rows beside; see `layer_parts.Mix`."""
+        """Experts, whose results may depend on the neighbouring rows; see `layer_parts.Mix`."""
         made = torch.empty_like(x)
         for rows, _ in self._steps:
             made[rows] = self._layer.mix(x[rows])

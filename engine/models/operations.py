@@ -84,7 +84,7 @@ class KVPlaces:
 
 
 class Operations(Protocol):
-    """See the module. Tensors are contiguous, and of one type. Nothing that is given is changed but
+    """See the module. Tensors are contiguous, and of one type. No argument is modified, except
     what `KVPlaces` has.
     """
 

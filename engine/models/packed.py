@@ -428,7 +428,7 @@ class PackedLinear(_Packed):
 
 
 class PackedEmbedding(_Packed):
-    """Stands for a torch.nn.Embedding that shares its weight with a linear layer, or for a Gemma's,
+    """In place of a torch.nn.Embedding that shares its weight with a linear layer, or of Gemma's,
     which multiplies rows by its `embed_scale`.
 
     Attributes:

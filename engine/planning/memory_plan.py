@@ -209,7 +209,7 @@ def room(outline: Outline, cache: CachePlan, prompt_tokens: int, output_tokens: 
 
 
 def blocks_for(requests: int, tokens: int, block_size: int) -> int:
-    """How many blocks so many requests need to run at once, each with so many tokens at its end."""
+    """How many blocks these requests need to run at once, each ending with `tokens` tokens."""
     blocks = requests * -(-tokens // block_size)
     # A ninth of these is a tenth of all.
     return blocks + min(requests - 1, -(-blocks // 9))

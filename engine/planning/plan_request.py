@@ -1,4 +1,4 @@
-"""What is asked of a plan. Without torch, so that a wrong question is refused at once."""
+"""The input of a plan. It imports no torch, so that an invalid request is refused at once."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class ModelRunner:
             self._captured = CapturedSteps(forward, graphs, options, self._device)
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
-        """Start to compute a batch and to sample. Raises whatever the model or the device
+        """Start computing a batch and sampling from it. Raises whatever the model or the device
         raises.
 
         On an asynchronous device this does not wait for the step.

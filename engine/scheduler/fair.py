@@ -329,7 +329,7 @@ class _FairStep:
         return sorted(lower, key=_rank, reverse=True)
 
     def _overserved(self, share: Share, head: Request, is_full: bool) -> list[Request]:
-        """The requests that give up a place or blocks for a caller that has none, in that order."""
+        """The requests that give up a place or blocks to a caller that has none, in this order."""
         places = self._places()
         due = self._due(places, self._shares.weight(share))
         wanted = LEAD + max(0, head.num_counted_tokens - head.num_computed_tokens)

@@ -169,7 +169,7 @@ class LiveCallers:
 
 
 def service_of(part: ScheduledRequest) -> int:
-    """The service that a part of a step counts as, without tokens that were charged before."""
+    """How much service a part of a step counts as, without tokens that were charged before."""
     request, end = part.request, part.start + part.num_tokens
     start = max(part.start, request.num_counted_tokens)
     if start >= end:

@@ -62,7 +62,7 @@ class TokenSpellings:
         return self._between(spelling, spelling + b"\x00")
 
     def starting_with(self, spelling: bytes) -> list[int]:
-        """The tokens whose spelling begins so; not empty."""
+        """The tokens whose spelling begins with this text, which must not be empty."""
         return self._between(spelling, _successor(spelling))
 
     def containing(self, spelling: bytes) -> list[int]:

@@ -130,7 +130,7 @@ class Flag:
 
     @property
     def absent(self) -> str:
-        """What it is where it has no value, in words."""
+        """How to describe a flag that has no value."""
         return self.option.shown or "none"
 
     def row(self) -> str:

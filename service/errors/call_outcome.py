@@ -34,7 +34,7 @@ SERVER_FAULTS: Final = frozenset(
 """The codes that OpenTelemetry's conventions count as errors of a server."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class CallOutcome:
     """How a call ends. It does not hold the call: tasks that outlive the call hold this.
 

@@ -38,7 +38,7 @@ _KINDS = {
 
 
 class TypedValue:
-    """One parameter's value: it is held if its type matters, or passed on as a string."""
+    """One parameter's value: held back if its type matters, else passed on as a string."""
 
     def __init__(self, out: PieceWriter, types: frozenset[str]) -> None:
         self._out = out

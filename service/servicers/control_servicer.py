@@ -36,7 +36,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
     async def GetStatistics(
         self, request: pb.GetStatisticsRequest, context: Any
     ) -> pb.GetStatisticsResponse:
-        """The figures now."""
+        """The current figures."""
         return pb.GetStatisticsResponse(
             statistics=convert.statistics_message(await self._control.snapshot())
         )

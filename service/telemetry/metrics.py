@@ -283,7 +283,7 @@ class Metrics:
             self._chats.add(request_id)
 
     def refused(self, request_id: RequestId) -> None:
-        """Note that the engine does not have it."""
+        """Note that the engine refused the request."""
         self._chats.discard(request_id)
 
     async def poll(self, client: EngineClient) -> None:

@@ -107,7 +107,7 @@ async def watches(s: Sender) -> None:
 
 
 async def check_storm(s: Sender) -> None:
-    """Health checks, 64 at once, each after the other."""
+    """Health checks by 64 workers at once, each sending one check after the other."""
     await s.again(64, lambda _: s.call(HEALTH + "Check", token=""))
 
 

@@ -58,7 +58,7 @@ class Load:
         return grpc.aio.insecure_channel(self._target, options=options)
 
     async def run(self, seconds: float) -> None:
-        """Send for so long; then wait for what is open."""
+        """Send for the given time, then wait for whatever is still open."""
         self._channel = self._connect()
         ends = time.monotonic() + seconds
         due = time.monotonic()

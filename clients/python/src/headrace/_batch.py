@@ -180,7 +180,7 @@ class BatchWindow:
         return self._in_flight
 
     def stop(self, error: HeadraceError) -> None:
-        """Sends no more; requests that waited to be sent again end with the error."""
+        """Stops sending; requests that were waiting to be sent again end with the error."""
         self._stopped = self._exhausted = True
         for item in self._again:
             self._outcomes[item.index] = (item.index, error)

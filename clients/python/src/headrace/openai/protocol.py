@@ -64,7 +64,7 @@ class Writer:
 
 
 class _Bounded(HttpToolsProtocol):
-    """A connection of one server, whose connections are counted together.
+    """A connection to a server that limits how many connections it has in all.
 
     Attributes:
         peers: how many each peer has.
