@@ -146,31 +146,33 @@ def typescript_imports() -> dict[str, set[str]]:
 
 
 def groups(graph: Graph) -> list[list[str]]:
-    """The strongly connected components (Tarjan, 1972), each after those that it reaches."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
+    """The strongly connected components, each after those that it reaches (Sharir, 1981)."""
+    seen: set[str] = set()
+    ends = [one for name in sorted(graph) for one in _ends_from(name, graph, seen)]
+    back: dict[str, set[str]] = {name: set() for name in ends}
+    for name in ends:
+        for other in graph.get(name, ()):
+            back[other].add(name)
+    seen = set()
+    found = [_ends_from(name, back, seen) for name in reversed(ends)]
+    return [sorted(one) for one in reversed(found) if one]
 
-    def visit(name: str) -> None:
-        index[name] = low[name] = len(index)
-        stack.append(name)
-        for other in sorted(graph.get(name, ())):
-            if other not in index:
-                visit(other)
-                low[name] = min(low[name], low[other])
-            elif other in stack:
-                low[name] = min(low[name], index[other])
-        if low[name] == index[name]:
-            one: list[str] = []
-            while not one or one[-1] != name:
-                one.append(stack.pop())
-            found.append(sorted(one))
 
-    for name in sorted(graph):
-        if name not in index:
-            visit(name)
-    return found
+def _ends_from(name: str, graph: Graph, seen: set[str]) -> list[str]:
+    """What can be reached from a name and was not seen before, each behind what it leads to."""
+    ends: list[str] = []
+    path = [] if name in seen else [(name, iter(sorted(graph.get(name, ()))))]
+    seen.add(name)
+    while path:
+        here, others = path[-1]
+        other = next((one for one in others if one not in seen), None)
+        if other is None:
+            ends.append(here)
+            path.pop()
+        else:
+            seen.add(other)
+            path.append((other, iter(sorted(graph.get(other, ())))))
+    return ends
 
 
 def circles(graph: Graph) -> list[list[str]]:
@@ -267,7 +269,6 @@ def main() -> None:
     parser.add_argument("--names", action="store_true", help="tell which names stand twice")
     parser.add_argument("--document", action="store_true", help="write docs/architecture.md")
     options = parser.parse_args()
-    sys.setrecursionlimit(10_000)
     modules = python_files()
     imports = python_imports(modules)
     if options.document:

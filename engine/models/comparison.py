@@ -2,8 +2,8 @@
 part.
 
     ModelRecord ─▶ each layer: each part on the model's own input of that part, in all magnitudes
-           ─▶ the whole layer in one call a step, over a paged cache: equal to its parts
-           ─▶ embedding, last norm, output layer, logits
+                ─▶ the whole layer in one call a step, over a paged cache: equal to its parts
+                ─▶ embedding, last norm, output layer, logits
 
 Parts without a sum must be equal, bit for bit. The sums of norms may be in another order, and the
 e^x of activations may have other last bits. So at most 1 % of their elements may differ, by one or

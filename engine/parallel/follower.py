@@ -1,9 +1,9 @@
 """The other ranks of a tensor-parallel model: they only compute what rank 0 tells them.
 
-receive ─▶ Begin, Allocate    allocate this rank's part of a cache
-           Copies         copy its blocks
-           RankStep           the forward pass; rank 0 uses the logits
-           End            return
+receive ─▶ Begin, Allocate  allocate this rank's part of a cache
+           Copies           copy its blocks
+           RankStep         the forward pass; rank 0 uses the logits
+           End              return
 """
 
 from __future__ import annotations

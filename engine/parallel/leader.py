@@ -1,8 +1,8 @@
 """Rank 0 of a tensor-parallel model: it tells the other ranks what to compute, then computes its
 own part.
 
-    ModelRunner ─┬─▶ LeadingCopier ── Copies ──▶ other ranks      then it copies its own blocks
-                 └─▶ LeadingForward ── RankStep ───▶ other ranks      then it computes its own part
+    ModelRunner ─┬─▶ LeadingCopier ── Copies ─────▶ other ranks      then it copies its own blocks
+                 └─▶ LeadingForward ── RankStep ──▶ other ranks      then it computes its own part
 
 If a step cannot be laid out, only its batch fails, as without ranks. After it was sent, a failure
 leaves the other ranks at an unknown point inside the model's collectives, so the engine and all

@@ -5,7 +5,7 @@ Begin(1) ─▶ all report their free memory ─▶ Allocate(1) ─▶ all alloc
 Copies(1), RankStep(1), RankStep(1), …            a step's block copies, and its inputs, laid out
 End
 
-A Begin without a Allocate has no effect: rank 0 found that the cache does not fit.
+A Begin without an Allocate has no effect: rank 0 found that the cache does not fit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Makes a plan of a model: its memory, its speed, and the options that follow.
 
-path ─▶ Outline ─┬─▶ MemoryPlan ─▶ Room ────────────────┬─▶ Plan
-                 └─▶ Rehearsal, or Rates ─▶ ExpectedTimes ──┘
+path ─▶ Outline ─┬─▶ MemoryPlan ─▶ Room ───────────────────┬─▶ Plan
+                 └─▶ Rehearsal, or Rates ─▶ ExpectedTimes ─┘
 """
 
 from __future__ import annotations

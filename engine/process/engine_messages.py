@@ -1,6 +1,6 @@
 """The messages between the front end and the engine's process.
 
-    front end ── Start, then a Call for each verb ───────────────────▶ engine process
+    front end ── Start, then a Call for each verb ────────────────────────▶ engine process
     front end ◀─ StartProgress, Started, Answer | Refused, Step, Died ───── engine process
 
 Each message is one msgpack frame (see `engine.process.wire`), typed on both sides: nothing received

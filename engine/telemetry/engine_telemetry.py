@@ -1,7 +1,7 @@
 """`engine.Telemetry`: metrics and spans of what managers of the Python API do.
 
     LoadedModel(telemetry=…) ── a manager's ManagerObserver ◀── its requests, steps, start and end
-                                     └──▶ one set of instruments, which sums up all managers
+                                          └──▶ one set of instruments, which sums up all managers
 
 The metrics are the engine's part of a server's, by the same names (docs/offline.md lists them).
 Gauges and counters sum up the managers that run; the counts of those that have ended are kept. So

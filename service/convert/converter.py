@@ -222,14 +222,12 @@ class Converter:
         if options.describe_prompt:
             options.check_prompt(len(prompt), self._limits.max_send_bytes)
         echo = await self._text.decode(account, prompt, skip) if output.echo else ""
-        tail = ""
+        ending, tail = prompt[-PROMPT_TAIL:], ""
         if plan.model is not None:
-            ending = prompt[-PROMPT_TAIL:]
             tail = self._text.tokenizer.decode(ending, skip_special_tokens=False)
         grammar = plan.grammar(tail, rendered.form)
         texts = [
-            make_text and make_text(prompt_tail=prompt[-PROMPT_TAIL:], initial_text=echo)
-            for _ in range(request.n)
+            make_text and make_text(prompt_tail=ending, initial_text=echo) for _ in range(request.n)
         ]
         room, stop = self._info.max_context_tokens - len(prompt), request.stop
         output_tokens = min(stop.max_tokens, room)

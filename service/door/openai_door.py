@@ -2,7 +2,7 @@
 API as a client of this server's gRPC contract.
 
     HTTP clients ──▶ child ── a Unix socket of its own ──▶ the server
-    HttpDoor ── secret, by its stdin ──▶ child          child ── stderr, line by line ──▶ the log
+    HttpDoor ── secret, by its stdin ──▶ child      child ── stderr, line by line ──▶ the log
 
 A defect of the child, or what HTTP clients send to it, ends no gRPC stream: it is started again.
 Its stdin stays open, and closes with this process, however that ends: so the child ends too.

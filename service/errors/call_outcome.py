@@ -1,4 +1,4 @@
-"""How a call ends, as those are told who count, log and trace calls."""
+"""How a call ends: what those are told who count, log and trace calls."""
 
 from __future__ import annotations
 
@@ -13,13 +13,8 @@ import grpc
 from service.errors.status_table import code_of_number
 
 Handler = Any  # grpc.RpcMethodHandler: generic in its stubs, not at run time
-
-
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
-
-
 Unary = Callable[[Any, Any], Awaitable[Any]]
-
 
 SERVER_FAULTS: Final = frozenset(
     {
@@ -79,7 +74,6 @@ class CallOutcome:
 
 current_call: ContextVar[CallOutcome] = ContextVar("call")
 """The call of this task."""
-
 
 Watcher = Callable[[str, Any], Callable[[CallOutcome], None] | None]
 """Called in a new call's task with its method and context; returns what is called at its end, if

@@ -90,13 +90,13 @@ class GrpcServers:
     def __init__(
         self,
         config: ServiceConfig,
-        serving: ServerParts,
+        parts: ServerParts,
         authenticator: Authenticator,
         telemetry: ServerTelemetry,
     ) -> None:
         self.made: dict[bool | None, grpc.aio.Server] = {}
         self._config = config
-        self._serving = serving
+        self._parts = parts
         self._authenticator = authenticator
         self._telemetry = telemetry
 
@@ -114,33 +114,31 @@ class GrpcServers:
         return server
 
     def _make(self, has_control: bool, config: ServiceConfig) -> grpc.aio.Server:
-        serving, telemetry, metrics = self._serving, self._telemetry, self._telemetry.metrics
+        parts, telemetry, metrics = self._parts, self._telemetry, self._telemetry.metrics
         server = make_server(
             self._authenticator,
             None if metrics is None else metrics.unknown_call_ended,
             # Recovery is outermost; spans also cover calls that the entrance refuses.
             interceptors=(
-                serving.recovery,
+                parts.recovery,
                 *telemetry.interceptors,
-                Entrance(
-                    self._authenticator, serving.state, serving.reading, config.max_send_bytes
-                ),
+                Entrance(self._authenticator, parts.state, parts.reading, config.max_send_bytes),
             ),
             options=grpc_options(config, config.max_queue_size),
         )
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(
-            GenerationServicer(serving.state, serving.limits.sessions), server
+            GenerationServicer(parts.state, parts.limits.sessions), server
         )
         model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(), server)
-        health_pb2_grpc.add_HealthServicer_to_server(serving.health, server)
+        health_pb2_grpc.add_HealthServicer_to_server(parts.health, server)
         names = [*SERVICES, _HEALTH]
         if has_control:
             control_service_pb2_grpc.add_ControlServiceServicer_to_server(
-                ControlServicer(serving.control, serving.limits.watches), server
+                ControlServicer(parts.control, parts.limits.watches), server
             )
             names.insert(0, CONTROL)
         if config.gateway:
-            names.append(_add_gateway(server, serving.control))
+            names.append(_add_gateway(server, parts.control))
         add_reflection(server, names)
         return server
 

@@ -273,14 +273,14 @@ class HeadraceServer:
 
     async def _load(self) -> None:
         """Start the engine, make the front end for its model, and become ready."""
+        if self._text is None:
+            raise RuntimeError("the server was not started")
         metrics = self._telemetry.metrics
         if metrics is not None:
             metrics.engine_starts()
         began = time.monotonic()
         info = await self._client.start(self._on_step, self._on_progress)
         started = time.monotonic()
-        if self._text is None:
-            raise RuntimeError("the server was not started")
         tokenizer, reply = await asyncio.get_running_loop().run_in_executor(
             self._threads, self._text.read, info
         )
@@ -462,8 +462,7 @@ class HeadraceServer:
                 task.cancel()
         self.control.ending.set()
         await self.recovery.settle(calls_grace_s)
-        servers = self.servers
-        stops = [server.stop(connections_grace_s) for server in servers]
+        stops = [server.stop(connections_grace_s) for server in self.servers]
         if self.door is not None:
             stops.append(self.door.stop(connections_grace_s))
         await asyncio.gather(*stops)

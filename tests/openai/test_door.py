@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
-from headrace.openai import door as app
+from headrace.openai import door as door_module
 from headrace.openai.replies import dumps, dumps_in_pieces
 
 from service.config import ServiceConfig
@@ -77,7 +77,7 @@ async def test_a_client_that_leaves_ends_its_requests_before_the_next_step(
 async def test_a_stream_that_waits_says_so_to_whoever_is_on_the_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(app, "COMMENT_SECONDS", 0.05)
+    monkeypatch.setattr(door_module, "COMMENT_SECONDS", 0.05)
     engine = FakeEngine(auto=False, script=says("abc"))
     async with place(engine) as (_, door):
         reader, writer = await connect(door, CHAT, BODY | {"stream": True})

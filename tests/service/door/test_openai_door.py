@@ -31,7 +31,9 @@ from service.command import cli
 from service.config import ServiceConfig
 from service.door import openai_door
 from service.door.address import Address
-from service.door.network_config import DEFAULT_OPENAI
+from service.door.network_config import DEFAULT_OPENAI, NetworkOptions
+from service.door.transport import grpc_options
+from service.server import grpc_servers
 from tests.service.certificates import make_certificate, needs_openssl
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import (
@@ -242,6 +244,8 @@ async def test_a_drain_lets_a_stream_end_and_takes_no_more(clients: list[Http]) 
                     )
                 except ConnectionRefusedError:
                     return
+                except ConnectionResetError:  # it waited at the socket that was being closed
+                    continue
                 writer.close()
                 await asyncio.sleep(0)
 
@@ -418,3 +422,18 @@ def children_of(pid: int) -> list[int]:
 
 def wait_for_end(pidfd: int) -> bool:
     return bool(select.select([pidfd], [], [], DEADLINE_S)[0])
+
+
+async def test_the_door_s_connection_carries_the_calls_of_all_its_clients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    most: list[int] = []
+
+    def options(config: NetworkOptions, max_queue_size: int) -> list[tuple[str, int]]:
+        given = grpc_options(config, max_queue_size)
+        most.append(dict(given)["grpc.max_concurrent_streams"])
+        return given
+
+    monkeypatch.setattr(grpc_servers, "grpc_options", options)
+    async with with_door(max_streams_per_connection=3):
+        assert most == [3, 4096]
