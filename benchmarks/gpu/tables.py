@@ -213,7 +213,7 @@ def _itl(rows: list[dict[str, Any]]) -> list[str]:
 def predictions(
     sizes: Sizes, rates: Rates, measured: Mapping[str, Mapping[int, float]]
 ) -> list[str]:
-    """How long steps should take, beside the floor and what was measured, as lines of text.
+    """The expected times of steps, beside the floor and the measured times, as lines of text.
 
     Args:
         sizes: which steps.

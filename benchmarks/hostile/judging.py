@@ -1,4 +1,4 @@
-"""What a neighbour may feel of a hostile input, and whether more was felt."""
+"""How much of a hostile input a neighbour may feel, and whether it felt more."""
 
 from __future__ import annotations
 

@@ -116,7 +116,9 @@ def _names_attention_interface(model_class: type[PreTrainedModel]) -> bool:
 
 
 class NotFiniteError(ModelRefusedError):
-    """The model's own results are NaN or infinite. The message says where; more may follow it."""
+    """The model's own results are NaN or infinite. The message says where; more text
+    may follow it.
+    """
 
 
 class _Probe(LayerWatch):

@@ -97,7 +97,7 @@ class VerifiedModel:
 
     def refresh(self) -> Noticed:
         """Take over changes that the owner has made to the model; called when steps may follow the
-        owner's own work on it. If it raises, steps go on with what they had.
+        owner's own work on it. If it raises, steps go on with the state before.
 
         Returns:
             How many times changes were noticed, up to now.

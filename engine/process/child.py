@@ -88,8 +88,8 @@ class EngineProcess:
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK"), state == "T"
 
     async def exit_code(self) -> int:
-        """Wait for its end. It is asked for again and again: whoever waits for it has seen the
-        socket close, or has closed it, so it ends soon.
+        """Wait for the process to end. This polls: whoever waits has seen the socket close, or has
+        closed it, so it ends soon.
         """
         while (code := self._process.poll()) is None:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(_POLL_S)

@@ -204,8 +204,8 @@ class _StackedTables:
 def _token_ids(
     parts: Sequence[ScheduledRequest], num_decodes: int, length: int
 ) -> tuple[npt.NDArray[np.int64], list[int]]:
-    """The step's tokens, int64 [length], padded with 0; and the indices of pending tokens, which
-    are also 0.
+    """The step's tokens, int64 [length], padded with 0, and the indices of pending tokens,
+    whose places hold 0 too.
     """
     known: list[int] = [part.request.token_ids[part.start] for part in parts[:num_decodes]]
     pending: list[int] = []

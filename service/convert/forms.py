@@ -131,7 +131,7 @@ class ReplyPlan:
         return text
 
     def grammar(self, prompt_tail: str, tool_form: str) -> GrammarParams | None:
-        """What the engine holds the reply to; None: nothing.
+        """The grammar that the engine holds the reply to; None: it is free.
 
         Args:
             prompt_tail: the last part of the prompt's text.

@@ -27,7 +27,7 @@ def in_units(size: int) -> int:
 
 
 class RequestCharge:
-    """What one request's unread output is charged for.
+    """What one request is charged for its unread output.
 
     Attributes:
         size: how many bytes are charged.

@@ -48,7 +48,7 @@ class JsonCalls:
     """Calls that are JSON objects with a name and arguments, or a list of them.
 
     Attributes:
-        marks: each begins a call or a list, of which it may have the bracket.
+        marks: each begins a call or a list; it may include the opening bracket.
         closing: the texts that may end it.
         first: what follows the mark: "{" an object, "[" a list, or either.
         name: the member with the tool's name; empty: the only member's key is the name.
@@ -72,7 +72,7 @@ class JsonCalls:
 
     @property
     def forms(self) -> tuple[CallGrammar, ...]:
-        """How calls are held."""
+        """The forms by which a grammar holds calls."""
         around = [(mark, "".join(self.closing[:1])) for mark in self.marks if mark[-1] != "["]
         return tuple(map(self._form, (self.written or around[0], *around[1:]), self.marks))
 
@@ -199,7 +199,7 @@ class NamedCalls:
 
     @property
     def forms(self) -> tuple[CallGrammar, ...]:
-        """How calls are held."""
+        """The forms by which a grammar holds calls."""
         before, after = self.written
         form = CallGrammar(
             before=self.call + before,
@@ -304,7 +304,7 @@ class PythonCalls:
 
     @property
     def forms(self) -> tuple[CallGrammar, ...]:
-        """How calls are held."""
+        """The forms by which a grammar holds calls."""
         opening, closing = ("", "") if self.bare else (self.marks[0], self.closing)
         form = CallGrammar(
             before="",

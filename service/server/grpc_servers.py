@@ -70,7 +70,7 @@ def credentials_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerParts:
-    """What all gRPC servers of the process serve with."""
+    """What all gRPC servers of the process share."""
 
     state: ServerState
     limits: ServerLimits

@@ -1,4 +1,4 @@
-"""The part: bytes of each request, and then twenty minutes of everything."""
+"""The part: the bytes of memory that each request leaves, then twenty minutes of mixed load."""
 
 from __future__ import annotations
 

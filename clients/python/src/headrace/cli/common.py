@@ -51,9 +51,7 @@ class Connection:
         return self._opened(Client)
 
     def open_async(self, target: str | None = None, **options: Any) -> AsyncClient:
-        """The same for asyncio, of another server if it is given, and with these arguments
-        besides.
-        """
+        """The same for asyncio, with further arguments; `target`: another server."""
         return self._opened(AsyncClient, target, **options)
 
     def _opened(self, kind: Callable[..., _C], target: str | None = None, **options: Any) -> _C:
