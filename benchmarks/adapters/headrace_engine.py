@@ -86,6 +86,7 @@ class HeadraceEngine:
                     request["prompt"],
                     max_new_tokens=request["max_tokens"],
                     record_timestamps=True,
+                    **(request.get("sampling") or {}),
                 )
                 names[name] = index
             wait = turn.wait_s()
@@ -111,6 +112,7 @@ class HeadraceEngine:
                 max_new_tokens=request["max_tokens"],
                 streaming=is_last,
                 record_timestamps=is_last,
+                **(request.get("sampling") or {}),
             )
             for request, is_last in (
                 (request, request is turn.requests[-1]) for request in turn.requests

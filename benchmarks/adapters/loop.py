@@ -50,7 +50,8 @@ class Turn:
     """The requests of one turn, and their results.
 
     Attributes:
-        requests: "prompt" (token ids), "max_tokens" and "at" (seconds from the turn's start).
+        requests: "prompt" (token ids), "max_tokens" and "at" (seconds from the turn's start); of a
+            system whose requests can sample, "sampling" (options, or null).
         concurrency: most requests that are in the system at once; None: any number.
         profile_steps: how many decode steps to profile instead, in systems that can; 0: none.
     """

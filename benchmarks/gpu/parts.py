@@ -9,7 +9,7 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,12 @@ PEERS = (
     _library("generate_batch, flash", attention="flash_attention_2"),
 )
 ENGINE = Engine("headrace", options=ALONE)
+CHOOSING = Engine("headrace", options={**ALONE, "per_request_processors": True})
+"""Its requests may sample."""
+SAMPLED = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+"""As the generation config of Qwen3's checkpoints has it."""
+WAYS: tuple[tuple[str, Mapping[str, Any] | None], ...] = (("", None), (", sampled", SAMPLED))
+"""How tokens are chosen: the end of a row's key, and the options."""
 
 
 def floors(session: Session) -> None:
@@ -95,23 +101,25 @@ def floors(session: Session) -> None:
 
 
 def decode(session: Session) -> None:
-    """The engine at each batch size, its prefill, what the device does meanwhile, and whether the
-    tokens are right.
+    """The engine at each batch size, greedy and sampled, its prefill, what the device does
+    meanwhile, and whether the tokens are right.
     """
     sizes = session.sizes
     engine = session.start(
-        ENGINE,
+        CHOOSING,
         (max(*sizes.batches, sizes.prompts), sizes.prompt + sizes.output),
         (max(sizes.profiled, default=1), sizes.prompt + _profile_output(session)),
     )
     judged: tuple[list[list[int]], list[dict[str, Any]]] | None = None
     for batch in sizes.batches:
-        key = f"decode at {batch}"
-        if session.part.has(key):
-            continue
-        lengths = session.lengths(batch, sizes.output)
-        session.warm(engine, lengths)
-        judged = _measure(session, engine, key, lengths)[1:]
+        for end, sampling in WAYS:
+            key = f"decode at {batch}{end}"
+            if session.part.has(key):
+                continue
+            lengths = session.lengths(batch, sizes.output)
+            session.warm(engine, lengths, sampling)
+            found = _measure(session, engine, key, lengths, sampling)[1:]
+            judged = found if sampling is None else judged
     if not session.part.has("prefill"):
         lengths = session.lengths(sizes.prompts, 1)
         session.warm(engine, lengths)
@@ -119,22 +127,30 @@ def decode(session: Session) -> None:
     if session.device == "cpu":
         session.part.leave_out("the GPU's busy share", GPU_ONLY)
     for batch in sizes.profiled:
-        if batch <= max(sizes.batches) and not session.part.has(f"busy at {batch}"):
-            _profile(session, engine, batch)
+        for end, sampling in WAYS:
+            key = f"busy at {batch}{end}"
+            if batch <= max(sizes.batches) and not session.part.has(key):
+                _profile(session, engine, batch, key, sampling)
     session.drop(engine)
     if judged is not None:
         _judge(session, *judged)
 
 
 def _measure(
-    session: Session, system: System, key: str, lengths: Sequence[Lengths], **more: Any
+    session: Session,
+    system: System,
+    key: str,
+    lengths: Sequence[Lengths],
+    sampling: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[list[int]], list[dict[str, Any]]]:
     """A row by some turns, saved after each. Also the last turn's prompts and replies."""
     rates, turns = session.rates(), []
     for turn in range(session.sizes.turns):
-        figures, prompts, replies = session.turn(system, lengths, seed=1000 + turn)
+        figures, prompts, replies = session.turn(
+            system, lengths, seed=1000 + turn, sampling=sampling
+        )
         turns.append(figures)
-        row = session.row(key, system, lengths, turns, rates, **more)
+        row = session.row(key, system, lengths, turns, rates, sampling=sampling)
         is_last = turn + 1 == session.sizes.turns
         session.part.put({**row, "partial": True} if not is_last else row)
     shares = ", ".join(f"{name} {share:.0%}" for name, share in row["of_floor"].items())
@@ -146,14 +162,16 @@ def _profile_output(session: Session) -> int:
     return 4 * session.sizes.profile_steps + 200 if session.sizes.profiled else 0
 
 
-def _profile(session: Session, engine: System, batch: int) -> None:
+def _profile(
+    session: Session, engine: System, batch: int, key: str, sampling: Mapping[str, Any] | None
+) -> None:
     """How much of a steady decode's time the device computes, by torch's profiler."""
-    session.need_time(f"the busy share at {batch}")
+    session.need_time(key)
     lengths = session.lengths(batch, _profile_output(session))
     prompts = make_prompts(lengths, session.shape.vocab_size, seed=77)
     order = {
         "requests": [
-            {"prompt": prompt, "max_tokens": one.output, "at": 0.0}
+            {"prompt": prompt, "max_tokens": one.output, "at": 0.0, "sampling": sampling}
             for prompt, one in zip(prompts, lengths, strict=True)
         ],
         "profile_steps": session.sizes.profile_steps,
@@ -161,12 +179,12 @@ def _profile(session: Session, engine: System, batch: int) -> None:
     try:
         found: dict[str, Any] = engine.run(order, max(LEAST_S, session.left_s()))
     except SystemFailure as failure:  # a container may not let anybody profile; the rest goes on
-        session.part.leave_out(f"the busy share at {batch}", str(failure).splitlines()[0])
+        session.part.leave_out(key, str(failure).splitlines()[0])
         return
     share = found["busy_s"] / found["span_s"]
-    row = {"key": f"busy at {batch}", "requests": batch, "busy_share": share, **found}
+    row = {"key": key, "requests": batch, "sampling": sampling, "busy_share": share, **found}
     session.part.put(row)
-    session.say(f"  busy at {batch}: {share:.1%} of {found['steps']} steps")
+    session.say(f"  {key}: {share:.1%} of {found['steps']} steps")
 
 
 def _judge(session: Session, prompts: list[list[int]], replies: list[dict[str, Any]]) -> None:
@@ -360,7 +378,7 @@ GREEDY = "greedy tokens equal model.generate's: qwen3"
 """Checks by their keys; `benchmarks.adapters.checks` names them."""
 COMPUTING = frozenset({KERNELS, GREEDY})
 SMOKE_BATCHES = (1, 32, 128)
-SMOKE_S = 180.0
+SMOKE_S = 240.0
 
 
 def smoke_sizes(sizes: Sizes) -> Sizes:
@@ -374,6 +392,14 @@ def smoke_sizes(sizes: Sizes) -> Sizes:
         profiled=batches if sizes.profiled else (),
         profile_steps=min(sizes.profile_steps, 10),
         turns=1,
+    )
+
+
+def small_sizes(sizes: Sizes) -> Sizes:
+    """The least and the most requests at once, with a profile of both."""
+    batches = (min(sizes.batches), max(sizes.batches))
+    return dataclasses.replace(
+        sizes, batches=batches, profiled=batches if sizes.profiled else (), turns=1
     )
 
 
@@ -411,6 +437,13 @@ MEASURING = {
         "qwen3-8b",
         "8B's decode once, and what a step launches",
         sizes=smoke_sizes,
+        most_s=SMOKE_S,
+    ),
+    "smoke-0.6b": Measuring(
+        decode,
+        "qwen3-0.6b",
+        "a small model's decode once, where launches and the host count most",
+        sizes=small_sizes,
         most_s=SMOKE_S,
     ),
     "floors": Measuring(

@@ -116,7 +116,8 @@ def steps_of(record: Mapping[str, Any]) -> dict[str, dict[int, float]]:
     for name in ("decode-8b", "decode-4b"):
         part = record["parts"].get(name, {"rows": []})
         for row in part["rows"]:
-            if row["key"].startswith("decode at") and "step_s" in row["median"]:
+            is_greedy = row.get("sampling") is None
+            if row["key"].startswith("decode at") and is_greedy and "step_s" in row["median"]:
                 steps = found.setdefault(part["model"], {})
                 steps[row["requests"]] = row["median"]["step_s"]
     return found

@@ -226,15 +226,22 @@ class Session:
         return found
 
     def turn(
-        self, system: System, lengths: Sequence[Lengths], seed: int, load: Load | None = None
+        self,
+        system: System,
+        lengths: Sequence[Lengths],
+        seed: int,
+        load: Load | None = None,
+        sampling: Mapping[str, Any] | None = None,
     ) -> tuple[dict[str, float], list[list[int]], list[dict[str, Any]]]:
-        """One turn: its figures, prompts and replies. Raises SystemFailure, OutOfTime."""
+        """One turn: its figures, prompts and replies. sampling: options of every request; None:
+        greedy. Raises SystemFailure, OutOfTime.
+        """
         self.need_time(system.name)
         prompts = make_prompts(list(lengths), self.shape.vocab_size, seed)
         arrivals = (load or Load()).arrivals(len(prompts), seed)
         order = {
             "requests": [
-                {"prompt": prompt, "max_tokens": one.output, "at": at}
+                {"prompt": prompt, "max_tokens": one.output, "at": at, "sampling": sampling}
                 for prompt, one, at in zip(prompts, lengths, arrivals, strict=True)
             ],
             "concurrency": None,
@@ -247,10 +254,15 @@ class Session:
             figures["prefill_rate"] = sum(tokens) / max(reply["times"][0] for reply in replies)
         return figures, prompts, replies
 
-    def warm(self, system: System, lengths: Sequence[Lengths]) -> None:
+    def warm(
+        self,
+        system: System,
+        lengths: Sequence[Lengths],
+        sampling: Mapping[str, Any] | None = None,
+    ) -> None:
         """A turn that does not count: its prompts, few tokens."""
         short = [Lengths(one.prompt, min(one.output, 4)) for one in lengths]
-        self.turn(system, short, seed=999)
+        self.turn(system, short, seed=999, sampling=sampling)
 
     def lengths(self, count: int, output: int) -> list[Lengths]:
         """So many requests."""

@@ -111,10 +111,11 @@ def _decode(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         if not row["key"].startswith("decode at"):
             continue
-        busy = found.get(f"busy at {row['requests']}")
+        end = row["key"].removeprefix("decode")
+        busy = found.get(f"busy{end}")
         cells.append(
             [
-                str(row["requests"]),
+                end.removeprefix(" at "),
                 _rate(row, "decode_rate"),
                 _share(row, "decode_rate"),
                 _milliseconds(row["median"], "step_s"),
@@ -165,7 +166,7 @@ def _smoke(rows: list[dict[str, Any]]) -> list[str]:
         ]
         lines += [
             "",
-            f"A step of {row['requests']}: {row['launches'] / steps:.0f} kernels and copies in "
+            f"A step of {row['key'].removeprefix('busy at ')}: {row['launches'] / steps:.0f} kernels and copies in "
             f"{span / steps * 1e3:.2f} ms, of which the device computes {row['busy_share']:.1%}.",
             "",
             *_table("kernel | a step | µs each | of the time", cells),
