@@ -21,7 +21,7 @@ from engine.kv_cache.groups import growth_blocks, window_blocks
 from engine.loading.memory import CachePlan, HostLimits, plan_cache, step_limits
 from engine.planning.outline import Outline
 from engine.runner.buckets import MOST_MIXED_TOKENS
-from engine.sampling.plain import DRAWN_AT_ONCE
+from engine.sampling.plain import draw_bytes
 from engine.text import Tokenizer, TokenizerError
 
 MIB = 1 << 20
@@ -37,8 +37,6 @@ _KERNEL_BYTES = 768 << 10
 """One of them, as measured: 0.3 to 1.5 MiB."""
 _SAMPLED_BYTES = 14
 """For a logit of a row that is sampled: itself, as float32, and two temporaries."""
-_DRAWN_BYTES = 45
-"""For a logit that a captured draw looks at: what filters make of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +178,7 @@ def step_bytes(outline: Outline, config: ContinuousBatchingConfig) -> int:
     graphs = 0
     if outline.device.type == "cuda" and config.use_cuda_graph in (None, True):
         # Captured steps have their own results, a place for their logits, and what draws need.
-        graphs = logits * 2 * size + min(logits, DRAWN_AT_ONCE) * _DRAWN_BYTES
+        graphs = logits * 2 * size + draw_bytes(limits.max_requests, outline.vocab_size, size)
         tokens += min(tokens, MOST_MIXED_TOKENS)
     return tokens * (2 * outline.hidden + 3 * widest) * size + logits * _SAMPLED_BYTES + graphs
 

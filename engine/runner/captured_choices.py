@@ -17,9 +17,7 @@ import torch
 
 from engine.runner.cuda_graph import CapturedGraph, GraphBackend
 from engine.runner.static_inputs import InputMemory
-from engine.sampling.filters import choose_bound
-from engine.sampling.plain import PlainChoice, PlainKind, draw_tokens
-from engine.sampling.selection import LeastBound
+from engine.sampling.plain import Draws, PlainChoice, PlainKind, choose_draws
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +39,15 @@ class CapturedChoices:
 
     def capture(self, logits: torch.Tensor, sizes: Collection[int]) -> None:
         """Capture draws for each of these numbers of rows of captured logits, [R, V]."""
-        bound = choose_bound(logits.device)
+        try:
+            draws = choose_draws(logits[: max(sizes, default=0)])
+        except torch.OutOfMemoryError:
+            logger.warning("not enough memory to capture how tokens are drawn")
+            return
         for kind in (PlainKind.DRAWN, PlainKind.FILTERED):
             for rows in sorted(sizes, reverse=True):
                 try:
-                    graph = self._capture(kind, logits[:rows], bound)
+                    graph = self._capture(kind, logits[:rows], draws)
                 except torch.OutOfMemoryError:
                     logger.warning("not enough memory to capture how %d tokens are drawn", rows)
                 except RuntimeError as error:
@@ -57,12 +59,12 @@ class CapturedChoices:
                 else:
                     self.draws[kind].insert(0, (rows, graph))
 
-    def _capture(self, kind: PlainKind, logits: torch.Tensor, bound: LeastBound) -> CapturedGraph:
+    def _capture(self, kind: PlainKind, logits: torch.Tensor, draws: Draws) -> CapturedGraph:
         # What is run before a step was filled in finds zeros: rows without a token, which is fine.
         numbers, tokens = self._memory.numbers(len(logits)), self._memory.tokens[: len(logits)]
 
         def run() -> torch.Tensor:
-            draw_tokens(kind, logits, numbers, tokens, bound)
+            draws(kind, logits, numbers, tokens)
             return tokens
 
         return self._graphs.capture(run)

@@ -4,6 +4,9 @@
     drawn      temperature                       ─┐
     filtered   temperature, top_k, top_p, min_p  ─┴▶ numbers [R, 5] ─▶ a token by one uniform number
 
+    choose_draws(logits) ─▶ Triton's kernels, of logits of 16 bits on a CUDA device
+                         └▶ torch's operations, otherwise
+
 Which operations are done, and their shapes, depend on the kind alone. All rows of a step are chosen
 by the kind of the row that needs most: a greedy row keeps the token that `greedy` gave it, and
 filters that a row does not have keep everything. The operations are those of the sampler, so in
@@ -14,8 +17,10 @@ log-probabilities) leaves its step to the sampler.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +28,7 @@ import torch
 
 from engine.contract.request import Request
 from engine.sampling import ops
-from engine.sampling.filters import TOPK_LIMIT, Filters, filtered_weights
+from engine.sampling.filters import TOPK_LIMIT, Filters, choose_bound, filtered_weights
 from engine.sampling.greedy import valid
 from engine.sampling.sampling_rows import Row, chance, steps_of
 from engine.sampling.selection import LeastBound
@@ -38,9 +43,11 @@ _GREEDY = (-1.0, *IDLE[1:])
 _NO_TOP_P = 1.5
 """More than there is: not even rounding a row's sum cuts anything."""
 DRAWN_AT_ONCE = 1 << 23
-"""How many logits are drawn from at a time. What is captured keeps its memory, some 45 bytes for
-each of these.
-"""
+"""How many logits torch's operations draw from at a time. What is captured keeps its memory."""
+_DRAWN_BYTES = 45
+"""That of each of these: what filters make of it."""
+_COUNTED_BYTES = 4 << 16
+"""That of a row where values are counted; see `engine.sampling.drawing_kernels`."""
 
 
 class PlainKind(enum.IntEnum):
@@ -62,6 +69,32 @@ class PlainChoice:
 
     kind: PlainKind
     numbers: npt.NDArray[np.float64]
+
+
+Draws = Callable[[PlainKind, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Draws a token for each row that is not greedy. Takes
+
+    kind     what the rows need: DRAWN or FILTERED
+    logits   [R, V]; not changed
+    numbers  float64 [R, COLUMNS]
+    tokens   int64 [R]: those of `choose_most_likely`; overwritten where a token is drawn
+"""
+
+
+def choose_draws(logits: torch.Tensor) -> Draws:
+    """The one for logits like these: [R, V], as many rows as a step can have."""
+    if logits.device.type == "cuda" and logits.itemsize == 2 and find_spec("triton") is not None:
+        from engine.sampling.triton_drawing import TritonDraws
+
+        return TritonDraws(len(logits), logits.device)
+    return partial(draw_tokens, choose_bound(logits.device))
+
+
+def draw_bytes(rows: int, width: int, itemsize: int) -> int:
+    """About the memory of captured draws on a CUDA device, for logits of so many bytes each."""
+    if itemsize == 2:
+        return rows * _COUNTED_BYTES
+    return min(rows * width, DRAWN_AT_ONCE) * _DRAWN_BYTES
 
 
 def plain_choice(
@@ -97,33 +130,25 @@ def choose_most_likely(logits: torch.Tensor, tokens: torch.Tensor) -> None:
 
 
 def draw_tokens(
+    bound: LeastBound,
     kind: PlainKind,
     logits: torch.Tensor,
     numbers: torch.Tensor,
     tokens: torch.Tensor,
-    bound: LeastBound,
 ) -> None:
-    """Draw a token for each row that is not greedy.
-
-    Args:
-        kind: what the rows need: DRAWN or FILTERED.
-        logits: [R, V]; not changed.
-        numbers: float64 [R, COLUMNS].
-        tokens: int64 [R]: those of `choose_most_likely`; overwritten where a token is drawn.
-        bound: finds where filters cut.
-    """
+    """A Draws by torch's operations. bound: finds where filters cut."""
     rows = max(1, DRAWN_AT_ONCE // logits.shape[-1])
     for start in range(0, len(logits), rows):
         piece = slice(start, start + rows)
-        _draw(kind, logits[piece], numbers[piece], tokens[piece], bound)
+        _draw(bound, kind, logits[piece], numbers[piece], tokens[piece])
 
 
 def _draw(
+    bound: LeastBound,
     kind: PlainKind,
     logits: torch.Tensor,
     numbers: torch.Tensor,
     tokens: torch.Tensor,
-    bound: LeastBound,
 ) -> None:
     uniforms, temperature, top_k, top_p, min_p = torch.split(numbers, 1, dim=-1)
     best = logits.amax(dim=-1, keepdim=True).float()

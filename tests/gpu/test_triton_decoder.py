@@ -81,6 +81,9 @@ def test_greedy_tokens_equal_generate(family: str, device: torch.device) -> None
         max_batch_tokens=16 if INTERPRETED else 40,
         max_requests_per_batch=3,
     )
+    if not INTERPRETED:
+        built.runner.warmup()
+        built.runner.steps.clear()
     requests = [make_request(str(i), p, NEW) for i, p in enumerate(prompts)]
     outputs = run(make_core(built), requests)
     for request, tokens in zip(requests, expected, strict=True):

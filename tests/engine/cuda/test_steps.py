@@ -295,7 +295,7 @@ def test_a_wait_in_a_draw_is_found_before_it_is_captured(
         if rigs[0].watch.is_on:
             numbers.sum().item()
 
-    monkeypatch.setattr("engine.runner.captured_choices.draw_tokens", waits)
+    monkeypatch.setattr("engine.runner.captured_choices.choose_draws", lambda logits: waits)
     with (
         caplog.at_level(logging.WARNING),
         engine(verified("llama", **SMALL), prepare=rigs.append) as rig,

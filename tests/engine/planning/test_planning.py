@@ -285,8 +285,9 @@ def test_graphs_have_memory_of_their_own(tmp_path: Path) -> None:
 def test_what_captured_draws_need_has_a_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They look at so many logits at a time, however many requests a step has."""
-    outline = read_outline(_saved(tmp_path / "model", "llama"), LoadConfig(device="cuda"))
+    """Of 16 bits, values are counted; else so many logits are looked at, whatever a step has."""
+    saved = _saved(tmp_path / "model", "llama", torch.bfloat16)
+    outline = read_outline(saved, LoadConfig(device="cuda"))
 
     def draws(requests: int) -> int:
         config = ContinuousBatchingConfig(max_batch_tokens=2048, max_requests_per_batch=requests)
@@ -294,6 +295,8 @@ def test_what_captured_draws_need_has_a_bound(
         captured -= requests * outline.vocab_size * 2 * outline.dtype.itemsize
         return captured - step_bytes(outline, dataclasses.replace(config, use_cuda_graph=False))
 
-    monkeypatch.setattr("engine.planning.memory_plan.DRAWN_AT_ONCE", 100 * outline.vocab_size)
+    assert draws(65) - draws(1) == 64 * 4 * (1 << 16)
+    monkeypatch.setattr("engine.sampling.plain.DRAWN_AT_ONCE", 100 * outline.vocab_size)
+    outline = dataclasses.replace(outline, dtype=torch.float32)
     assert draws(65) - draws(1) == 64 * outline.vocab_size * 45
     assert draws(101) == draws(300) > draws(65)

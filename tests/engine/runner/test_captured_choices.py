@@ -199,7 +199,7 @@ def test_draws_are_measured_before_the_cache_is_sized(
 
     built = build(loaded, graphs=RecordingBackend(), max_requests_per_batch=16)
     runner, verified = built.runner, loaded._verified
-    monkeypatch.setattr(captured_choices, "draw_tokens", seen)
+    monkeypatch.setattr(captured_choices, "choose_draws", lambda logits: seen)
     needed = measure_graphs(
         Memory(),
         *(verified.model, runner._forward.backend, verified.probe, built.groups),
@@ -248,7 +248,7 @@ def test_a_choice_that_looks_at_numbers_is_not_captured(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is found at warm-up and said; tokens are then chosen as they come, and are right."""
-    draw = captured_choices.draw_tokens
+    draw = captured_choices.choose_draws(torch.empty(1, 1))
 
     def looks(kind: Any, logits: torch.Tensor, numbers: torch.Tensor, *rest: Any) -> None:
         if kind is PlainKind.FILTERED and (numbers[:, 2] > 5).any().item():
@@ -256,7 +256,7 @@ def test_a_choice_that_looks_at_numbers_is_not_captured(
         draw(kind, logits, numbers, *rest)
 
     expected = traffic(build(loaded))
-    monkeypatch.setattr(captured_choices, "draw_tokens", looks)
+    monkeypatch.setattr(captured_choices, "choose_draws", lambda logits: looks)
     built = build(loaded, graphs=RecordingBackend())
     assert traffic(built) == expected
     assert "filtered tokens are chosen as they come: that cannot be captured (op" in caplog.text

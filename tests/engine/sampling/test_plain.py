@@ -65,7 +65,7 @@ def test_replays_give_the_tokens_of_the_sampler(
     def run() -> torch.Tensor:
         plain.choose_most_likely(logits, tokens)
         if kind is not GREEDY:
-            plain.draw_tokens(kind, logits, numbers, tokens, least_bound)
+            plain.draw_tokens(least_bound, kind, logits, numbers, tokens)
         return tokens
 
     graph = RecordingBackend().capture(run)
@@ -92,13 +92,13 @@ def test_pieces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many rows there are: what is captured keeps the memory of one piece."""
     sizes: list[int] = []
 
-    def seen(kind: Any, logits: torch.Tensor, *rest: Any) -> None:
+    def seen(bound: Any, kind: Any, logits: torch.Tensor, *rest: Any) -> None:
         sizes.append(logits.numel())
 
     monkeypatch.setattr(plain, "_draw", seen)
     for rows, width in ((256, 1 << 17), (3, 1 << 24), (1, 5)):
         logits = torch.empty((1, 1)).expand(rows, width)
-        plain.draw_tokens(DRAWN, logits, logits, logits, least_bound)
+        plain.draw_tokens(least_bound, DRAWN, logits, logits, logits)
         assert sum(sizes) == rows * width
         assert max(sizes) <= max(plain.DRAWN_AT_ONCE, width)
         sizes.clear()
