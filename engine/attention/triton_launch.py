@@ -16,7 +16,7 @@ from functools import cache
 
 import torch
 
-from engine.attention.triton_kernels.decode import CUT, decode_kernel, merge_kernel
+from engine.attention.triton_kernels.decode import CUT, SCANNED, decode_kernel, merge_kernel
 from engine.attention.triton_kernels.prefill import prefill_kernel
 from engine.attention.triton_kernels.write import write_kernel
 
@@ -38,6 +38,8 @@ _FUSES = True
 """Whether a product and a sum are one operation. It is said at each launch: Triton's own default
 depends on its version and on the environment.
 """
+OVERLAPS = True
+"""False: no kernel starts before the last one has ended, whatever the device can do."""
 _SHARED_SLACK = 8 << 10
 """Bytes of shared memory that the compiler may need besides the tiles."""
 _SCHEMA = (
@@ -55,10 +57,13 @@ class DeviceSize:
     Attributes:
         processors: multiprocessors.
         shared_memory: the most bytes that one program can use.
+        overlaps: whether a kernel may start before the last one has ended; see
+            `triton_kernels.overlap`.
     """
 
     processors: int
     shared_memory: int
+    overlaps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +198,7 @@ def device_size(device: torch.device) -> DeviceSize:
         return HOPPER
     found = torch.cuda.get_device_properties(device)
     shared = found.shared_memory_per_block_optin  # type: ignore[attr-defined]  # no stub has it
-    return DeviceSize(found.multi_processor_count, shared)
+    return DeviceSize(found.multi_processor_count, shared, OVERLAPS and found.major >= 9)
 
 
 @torch.library.custom_op(
@@ -270,7 +275,7 @@ def triton_attention(
                 *(key, value, keys, values, slot_mapping),
                 *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
                 BLOCK_H=_padded(kv_heads),
-                enable_fp_fusion=_FUSES,
+                **_told(query.device),
                 **sizes,
             )
         if decode_rows:
@@ -320,10 +325,11 @@ class _Attention:
             BLOCK_M=tiles.rows,
             BLOCK_N=tiles.keys,
             MAX_CUTS=limit,
+            ROWS=_rows_class(rows),
             num_warps=tiles.warps,
             num_stages=tiles.stages,
             maxnreg=tiles.registers,
-            enable_fp_fusion=_FUSES,
+            **_told(query.device),
             **layer,
         )
         merge_kernel[(rows, kv_heads * groups)](
@@ -335,7 +341,7 @@ class _Attention:
             VALUE_DIM=value_dim,
             BLOCK_V=layer["BLOCK_V"],
             MAX_CUTS=limit,
-            enable_fp_fusion=_FUSES,
+            **_told(query.device),
         )
 
     def prefill(self, rows: int) -> None:
@@ -358,7 +364,7 @@ class _Attention:
             IN_PARTS=tiles.columns > 0,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
-            enable_fp_fusion=_FUSES,
+            **_told(query.device),
             **{**self.layer, **blocks},
         )
 
@@ -394,10 +400,24 @@ def try_out(device: torch.device) -> None:
         write_kernel[(1,)](
             *(step, step, cache, cache, slot_mapping, *strides),
             BLOCK_H=1,
-            enable_fp_fusion=_FUSES,
+            **_told(device),
             **sizes,
         )
     cache.sum().item()  # wait for the end, so that a failure shows now
+
+
+def _told(device: torch.device) -> dict[str, bool]:
+    """What every launch says."""
+    overlaps = device_size(device).overlaps
+    return {"OVERLAPS": overlaps, "launch_pdl": overlaps, "enable_fp_fusion": _FUSES}
+
+
+def _rows_class(rows: int) -> int:
+    """ROWS of a decode; see `decode_kernel`."""
+    if rows <= 1:
+        return rows
+    most: int = SCANNED.value
+    return most if rows <= most else 0
 
 
 def _on_its_device(tensor: torch.Tensor) -> AbstractContextManager[object]:

@@ -5,6 +5,10 @@ of `engine.models.operations`.
     turn      one program a (token, some heads of queries, keys or values)
     gate      one program a (token, some elements)
 
+and the product of a step with one token:
+
+    product   one program some outputs
+
 A kernel reads and writes each element once. Where its plain counterpart rounds, so does it:
 products and sums of what is not rounded between them may not be fused, so these kernels are
 launched with enable_fp_fusion off. Offsets of rows are int64.
@@ -14,6 +18,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from engine.attention.triton_kernels.overlap import follow, let_next_start, wait_for_last
 
 PLAIN = tl.constexpr(1)
 FROM_ONE = tl.constexpr(2)
@@ -84,10 +90,12 @@ def add_norm_kernel(
     AFTER_BIASED: tl.constexpr,
     BEFORE: tl.constexpr,
     BEFORE_BIASED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Grid [T]. MADE: how many of `made` and `also` are added; `total` is written if any is, and
     `normed` if there is a norm before what comes next.
     """
+    follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) * WIDTH
     place = tl.arange(0, BLOCK)
     inside = place < WIDTH
@@ -296,8 +304,10 @@ def rotate_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Grid [T, query parts + 2 · key parts], where parts are of BLOCK_H heads."""
+    follow(OVERLAPS)
     QUERY_PARTS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     KEY_PARTS: tl.constexpr = (KV_HEADS + BLOCK_H - 1) // BLOCK_H
     token = tl.program_id(0).to(tl.int64)
@@ -341,8 +351,10 @@ def gate_kernel(
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Grid [T, parts of BLOCK elements]."""
+    follow(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < WIDTH
@@ -364,3 +376,39 @@ def gate_kernel(
         up = tl.load(source + WIDTH + place, mask=inside, other=0.0).to(tl.float32)
         x = x.to(T).to(tl.float32) * up
     tl.store(output + token * WIDTH + place, x.to(T), mask=inside)
+
+
+@triton.jit
+def product_kernel(
+    x,
+    weight,
+    bias,
+    output,
+    outputs,
+    INPUTS: tl.constexpr,
+    BIASED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Grid [parts of BLOCK_N outputs]. x: [K]; weight: [N, K]; output: [N]. The first weights are on
+    their way while the kernel before still runs.
+    """
+    let_next_start(OVERLAPS)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    places = tl.arange(0, BLOCK_K)
+    source = weight + rows.to(tl.int64)[:, None] * INPUTS
+    is_row = rows < outputs
+    inside = is_row[:, None] & (places < INPUTS)[None, :]
+    part = tl.load(source + places[None, :], mask=inside, other=0.0).to(tl.float32)
+    wait_for_last(OVERLAPS)
+    made = part * tl.load(x + places, mask=places < INPUTS, other=0.0).to(tl.float32)[None, :]
+    for start in tl.static_range(BLOCK_K, INPUTS, BLOCK_K):
+        place = start + places
+        inside = is_row[:, None] & (place < INPUTS)[None, :]
+        part = tl.load(source + place[None, :], mask=inside, other=0.0).to(tl.float32)
+        made += part * tl.load(x + place, mask=place < INPUTS, other=0.0).to(tl.float32)[None, :]
+    total = tl.sum(made, 1)
+    if BIASED:
+        total += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)
+    tl.store(output + rows, total.to(output.dtype.element_ty), mask=is_row)

@@ -1,5 +1,6 @@
-"""What stands between a decoder's matrix products and its attention, in three operations:
+"""What a decoder computes beside its attention, in four operations:
 
+    multiply  x · weight + bias ─▶        a product
     add_norm  x + norm(made) ─ norm ─▶    the sum, and what the next product reads
     turn      queries, keys, values ─▶    norms, rotary embeddings, the write into the KV cache
     gate      activation(gate) · up ─▶    what the last product of an MLP reads
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.nn.functional import linear
 from typing_extensions import override
 
 from engine.models import description as described
@@ -88,6 +90,12 @@ class Operations(Protocol):
     what `KVPlaces` has.
     """
 
+    def multiply(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A linear layer: [T, K] → [T, N]. weight: [N, K]; bias: [N]; None: there is none."""
+        ...
+
     def add_norm(
         self,
         x: torch.Tensor,
@@ -144,6 +152,12 @@ class Operations(Protocol):
 
 class TorchOperations(Operations):
     """See the module."""
+
+    @override
+    def multiply(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return linear(x, weight, bias)
 
     @override
     def add_norm(

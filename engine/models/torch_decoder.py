@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 
 from engine.attention.interface import AttentionBackend, AttentionContext, AttentionParams
 from engine.attention.registry import CONTEXT_KEYWORD
@@ -37,14 +36,17 @@ TORCH_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Linear layers of one input. weight: [N, K]; bias: [N]; None: there is none."""
+    """Linear layers of one input. weight: [N, K]; bias: [N]; None: there is none; operations: what
+    computes it.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    operations: Operations
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, K] → [T, N]."""
-        return linear(x, self.weight, self.bias)
+        return self.operations.multiply(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,8 +368,9 @@ class _Binding:
         weights = [one.weight for one in layers]
         if len(layers) == 1:
             bias = layers[0].bias
-            return Product(weights[0].detach(), None if bias is None else bias.detach())
-        return Product(*join_tensors(layers))
+            known = weights[0].detach(), None if bias is None else bias.detach()
+            return Product(*known, self._operations)
+        return Product(*join_tensors(layers), self._operations)
 
 
 def _norms_of(layer: described.Layer) -> tuple[described.Norm | None, ...]:

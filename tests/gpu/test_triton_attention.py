@@ -196,9 +196,17 @@ def test_long_contexts_are_cut(
 
 
 @triton.jit
-def _shares(starts, counts, found, num_rows, WINDOW: tl.constexpr, MAX_CUTS: tl.constexpr):
+def _shares(
+    starts,
+    counts,
+    found,
+    num_rows,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MAX_CUTS: tl.constexpr,
+):
     place = found + tl.program_id(0) * 4
-    begin, end, row, before = decode._share(starts, counts, num_rows, WINDOW, MAX_CUTS)
+    begin, end, row, before = decode._share(starts, counts, num_rows, ROWS, WINDOW, MAX_CUTS)
     tl.store(place, begin)
     tl.store(place + 1, end)
     tl.store(place + 2, row)
@@ -207,16 +215,27 @@ def _shares(starts, counts, found, num_rows, WINDOW: tl.constexpr, MAX_CUTS: tl.
 
 @pytest.mark.parametrize("places", [1, 7, 40])
 @pytest.mark.parametrize("window", [0, 300])
-def test_cuts_are_shared_out_evenly(places: int, window: int, device: torch.device) -> None:
+@pytest.mark.parametrize("short", [130, 50, None])
+def test_cuts_are_shared_out_evenly(
+    places: int, window: int, short: int | None, device: torch.device
+) -> None:
     """However long the contexts are, and however many: each program finds its share of them."""
     limit = triton_launch.most_cuts(8, window)
-    starts = torch.tensor([5] * 130 + [32_000] + [700] * 70 + [90, 0, 0], dtype=torch.int64)
-    counts = torch.tensor([1] * 201 + [40, 0, 0], dtype=torch.int64)
-    cuts = [1] * 130 + [3 if window else 32] + [2 if window else 3] * 70
+    lengths = [(32_000, 1)] if short is None else [(5, 1)] * short + [(32_000, 1)] + [(700, 1)] * 70
+    cuts = [{5: 1, 32_000: 3 if window else 32, 700: 2 if window else 3}[one] for one, _ in lengths]
+    if short is not None:
+        lengths += [(90, 40), (0, 0), (0, 0)]
+    starts, counts = torch.tensor(lengths, dtype=torch.int64, device=device).unbind(1)
     found = torch.full((places, 4), -1, dtype=torch.int32, device=device)
     rows = len(starts)
     _shares[(places,)](
-        starts.to(device), counts.to(device), found, rows, WINDOW=window, MAX_CUTS=limit
+        starts.contiguous(),
+        counts.contiguous(),
+        found,
+        rows,
+        ROWS=triton_launch._rows_class(rows),
+        WINDOW=window,
+        MAX_CUTS=limit,
     )
     of_row = [row for row, count in enumerate(cuts) for _ in range(count)]
     reached = 0
@@ -224,8 +243,9 @@ def test_cuts_are_shared_out_evenly(places: int, window: int, device: torch.devi
         assert begin == reached
         assert end - begin in (len(of_row) // places, len(of_row) // places + 1)
         reached = end
-        assert row == of_row[begin]
-        assert before == of_row.index(row)
+        if begin < end:
+            assert row == of_row[begin]
+            assert before == of_row.index(row)
     assert reached == len(of_row)
 
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from engine.attention.triton_kernels.attend import STEP_ARRAYS, add_sink, attend
+from engine.attention.triton_kernels.overlap import follow, let_next_start, wait_for_last
 
 CUT = tl.constexpr(256)
 """Tokens in the shortest cut; longer ones are multiples of it. Itself a multiple of BLOCK_N."""
@@ -45,26 +46,44 @@ def _cuts_of_rows(starts, counts, base, num_rows, WINDOW: tl.constexpr, MAX_CUTS
 
 
 @triton.jit
-def _share(starts, counts, num_rows, WINDOW: tl.constexpr, MAX_CUTS: tl.constexpr):
+def _share(
+    starts, counts, num_rows, ROWS: tl.constexpr, WINDOW: tl.constexpr, MAX_CUTS: tl.constexpr
+):
     """This program's share of the cuts of all rows, numbered one row after the other: the first of
-    them, the end, the row of the first, and how many cuts come before that row.
+    them, the end, the row of the first, and how many cuts come before that row. ROWS: see
+    `decode_kernel`.
     """
-    total = num_rows * 0
-    for base in range(0, num_rows, SCANNED):
-        total += tl.sum(_cuts_of_rows(starts, counts, base, num_rows, WINDOW, MAX_CUTS), 0)
     place = tl.program_id(0).to(tl.int64)
-    begin = (place * total // tl.num_programs(0)).to(tl.int32)
-    end = ((place + 1) * total // tl.num_programs(0)).to(tl.int32)
     row = num_rows * 0
     before = num_rows * 0
-    seen = num_rows * 0
-    for base in range(0, num_rows, SCANNED):
-        cuts = _cuts_of_rows(starts, counts, base, num_rows, WINDOW, MAX_CUTS)
-        ends = seen + tl.cumsum(cuts, 0)
-        is_before = (ends <= begin) & (base + tl.arange(0, SCANNED) < num_rows)
+    if ROWS == 1:
+        _, _, total = _cuts(tl.load(starts).to(tl.int32), WINDOW, MAX_CUTS)
+        total = tl.where(tl.load(counts) == 1, total, 0)
+        begin = (place * total // tl.num_programs(0)).to(tl.int32)
+        end = ((place + 1) * total // tl.num_programs(0)).to(tl.int32)
+    elif ROWS == SCANNED:
+        cuts = _cuts_of_rows(starts, counts, 0, num_rows, WINDOW, MAX_CUTS)
+        total = tl.sum(cuts, 0)
+        begin = (place * total // tl.num_programs(0)).to(tl.int32)
+        end = ((place + 1) * total // tl.num_programs(0)).to(tl.int32)
+        ends = tl.cumsum(cuts, 0)
+        is_before = (ends <= begin) & (tl.arange(0, SCANNED) < num_rows)
         row += tl.sum(is_before.to(tl.int32), 0)
         before = tl.maximum(before, tl.max(tl.where(is_before, ends, 0), 0))
-        seen += tl.sum(cuts, 0)
+    else:
+        total = num_rows * 0
+        for base in range(0, num_rows, SCANNED):
+            total += tl.sum(_cuts_of_rows(starts, counts, base, num_rows, WINDOW, MAX_CUTS), 0)
+        begin = (place * total // tl.num_programs(0)).to(tl.int32)
+        end = ((place + 1) * total // tl.num_programs(0)).to(tl.int32)
+        seen = num_rows * 0
+        for base in range(0, num_rows, SCANNED):
+            cuts = _cuts_of_rows(starts, counts, base, num_rows, WINDOW, MAX_CUTS)
+            ends = seen + tl.cumsum(cuts, 0)
+            is_before = (ends <= begin) & (base + tl.arange(0, SCANNED) < num_rows)
+            row += tl.sum(is_before.to(tl.int32), 0)
+            before = tl.maximum(before, tl.max(tl.where(is_before, ends, 0), 0))
+            seen += tl.sum(cuts, 0)
     return begin, end, row, before
 
 
@@ -150,13 +169,21 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MAX_CUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Grid [places, Hkv]: the requests with one token among the first `num_rows`. Also sets the
     output of padding tokens to 0, because no other kernel writes it.
 
+    ROWS: 1: there is one; SCANNED: so many at most; 0: any number. The fewer there can be, the
+    sooner a program knows its share. No kernel writes what that is computed from.
+
     partials: float32 [rows, Hkv, MAX_CUTS, G, Dv]; highests, totals: [rows, Hkv, MAX_CUTS, G].
     The result of a context with a single cut goes to the output directly.
     """
+    let_next_start(OVERLAPS)
+    begin, end, row, before = _share(starts, counts, num_rows, ROWS, WINDOW, MAX_CUTS)
+    wait_for_last(OVERLAPS)
     head = tl.program_id(1)
     members = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
@@ -166,7 +193,6 @@ def decode_kernel(
     row_size = KV_HEADS * GROUPS * VALUE_DIM
     written = output + heads[:, None] * VALUE_DIM + value_dims[None, :]
     _clear(written, stored, row_size, extent, num_tokens)
-    begin, end, row, before = _share(starts, counts, num_rows, WINDOW, MAX_CUTS)
     while begin < end:
         last = tl.load(starts + row).to(tl.int32)
         first, length, num_cuts = _cuts(last, WINDOW, MAX_CUTS)
@@ -214,8 +240,10 @@ def merge_kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
     MAX_CUTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Grid [rows, Hq]. Merges cuts in order, MERGED at a time."""
+    follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     if tl.load(counts + row) != 1:

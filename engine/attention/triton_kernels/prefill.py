@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 
 from engine.attention.triton_kernels.attend import STEP_ARRAYS, add_sink, attend
+from engine.attention.triton_kernels.overlap import follow
 
 
 @triton.jit
@@ -108,11 +109,13 @@ def prefill_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     IN_PARTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Grid [tiles, Hkv, parts]: the requests with more tokens than one, in tiles of BLOCK_Q tokens.
 
     IN_PARTS: see the module. Keys are four parts of BLOCK_D, and values parts of BLOCK_V.
     """
+    follow(OVERLAPS)
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)  # the longest contexts first
     head = tl.program_id(1)
     if tile >= (tl.load(extent + 2) - tl.load(extent)) // BLOCK_Q + tl.load(extent + 1):

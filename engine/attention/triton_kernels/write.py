@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from engine.attention.triton_kernels.attend import STEP_ARRAYS
+from engine.attention.triton_kernels.overlap import follow
 
 
 @triton.jit(do_not_specialize=STEP_ARRAYS)
@@ -25,8 +26,10 @@ def write_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Grid [T]."""
+    follow(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     heads = tl.arange(0, BLOCK_H)[:, None]

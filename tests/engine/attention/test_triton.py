@@ -88,6 +88,7 @@ def compile_for(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    constants = {**constants, "OVERLAPS": capability >= 90}
     signature: dict[str, str] = {}
     for name in kernel.arg_names:
         if name in constants:
@@ -180,7 +181,7 @@ def test_compiles_and_fits_in_shared_memory(
             is_decode=is_decode,
             size=size,
         )
-        own = {"MAX_CUTS": limit}
+        own = {"MAX_CUTS": limit, "ROWS": 0}
         if not is_decode:
             own = {"BLOCK_Q": tiles.rows // groups, "IN_PARTS": False}
         kernel = decode_kernel if is_decode else prefill_kernel

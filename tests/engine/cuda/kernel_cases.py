@@ -144,7 +144,7 @@ RESTS = (
 
 
 def between(rest: Rest, dtype: torch.dtype) -> Case:
-    """The kernels between a layer's products and its attention."""
+    """The kernels of a layer beside its attention."""
 
     def run() -> None:
         from engine.models.triton_operations import TritonOperations
@@ -171,8 +171,10 @@ def between(rest: Rest, dtype: torch.dtype) -> Case:
         width = (rest.heads + 2 * rest.kv_heads) * rest.dim
         operations.rotate(zeros(tokens, width), heads, (cos, sin), places)
         operations.gate(zeros(tokens, 2 * rest.inner), rest.activation, gated=True)
+        operations.multiply(zeros(1, rest.width), zeros(2 * rest.inner, rest.width), None)
+        operations.multiply(zeros(1, rest.inner), zeros(rest.width, rest.inner), zeros(rest.width))
 
-    return Case(f"{rest.name}, between products and attention, {_word(dtype)}", run, dtype)
+    return Case(f"{rest.name}, beside attention, {_word(dtype)}", run, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +240,22 @@ def selection(*, counts: bool) -> Case:
     return Case(f"the cut of {'top_k' if counts else 'top_p'}", run, torch.float32)
 
 
+def draws(dtype: torch.dtype) -> Case:
+    """The kernels that draw tokens, with filters and without."""
+
+    def run() -> None:
+        from engine.sampling.plain import PlainKind
+        from engine.sampling.triton_drawing import TritonDraws
+
+        logits = torch.zeros((_REQUESTS, 151_936), dtype=dtype, device=CUDA)
+        numbers = torch.zeros((_REQUESTS, 5), dtype=torch.float64, device=CUDA)
+        tokens = torch.zeros(_REQUESTS, dtype=torch.int64, device=CUDA)
+        for kind in (PlainKind.DRAWN, PlainKind.FILTERED):
+            TritonDraws(_REQUESTS, CUDA)(kind, logits, numbers, tokens)
+
+    return Case(f"draws, {_word(dtype)}", run, dtype)
+
+
 def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -256,6 +274,8 @@ def every_case() -> Iterator[Case]:
                 yield experts(mixture, dtype, properties)
     yield selection(counts=True)
     yield selection(counts=False)
+    for dtype in (torch.bfloat16, torch.float16):
+        yield draws(dtype)
 
 
 def faults(case: Case, found: Found) -> list[str]:

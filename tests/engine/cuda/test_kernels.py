@@ -17,6 +17,7 @@ from tests.engine.cuda.kernel_cases import (
     Case,
     attention,
     between,
+    draws,
     experts,
     faults,
     selection,
@@ -37,6 +38,7 @@ FEW = [
     experts(MIXTURES[0], torch.float16),
     experts(MIXTURES[1], HALF, AMPERE),
     selection(counts=False),
+    draws(HALF),
 ]
 MORE = [
     *(

@@ -117,7 +117,7 @@ def compile_for(case: Case, capability: int, dtype: str) -> Any:
     from triton.compiler import ASTSource
 
     _, kernel, launch, missing, has_wide_tables = case
-    constants = {**launch.constants, **dict.fromkeys(missing)}
+    constants = {**launch.constants, **dict.fromkeys(missing), "OVERLAPS": capability >= 90}
     signature: dict[str, str] = {}
     for name in kernel.arg_names:
         if name in constants:
