@@ -119,6 +119,7 @@ def rust_imports() -> dict[str, set[str]]:
         wanted = re.findall(r"\bcrate::([a-z_]+(?:::[a-z_]+)*)", text)
         parent = name.rpartition("::")[0]
         wanted += [f"{parent}::{one}" for one in re.findall(r"\bsuper::([a-z_]+)", text)]
+        wanted += [parent] if re.search(r"\bsuper::[A-Z{*]", text) else []
         wanted += [f"{name}::{one}" for one in re.findall(r"(?m)^\s*(?:pub )?mod ([a-z_]+);", text)]
         found[name] = {_longest(one, "::", names) for one in wanted} - {name, ""}
     return found

@@ -45,6 +45,11 @@ def test_no_python_module_is_in_a_circle(imports: dict[str, set[str]]) -> None:
     assert rooms.neighbours(imports) == [("benchmarks", "tests")]
 
 
+def test_no_module_of_the_rust_and_typescript_clients_is_in_a_circle() -> None:
+    assert rooms.circles(rooms.rust_imports()) == []
+    assert rooms.circles(rooms.typescript_imports()) == []
+
+
 def test_circles_and_floors_are_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a", "c"}}
     assert rooms.circles(graph) == [["b", "c"]]

@@ -1,20 +1,22 @@
 //! The client: what is shared by its calls, streams and sessions.
+//!
+//! What passes through here: options become a pool of servers, for which all calls are made. Sessions are not known here:
+//! they listen at the pool, which tells them of its end.
 
-use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::Arc;
 
 use crate::call::{About, Attempts};
 use crate::capability::{GENERATE_REQUEST, required_by};
 use crate::error::Error;
-use crate::options::{ClientBuilder, Settings};
+use crate::health;
+use crate::options::ClientBuilder;
 use crate::placement::keys_of;
-use crate::pool::Pool;
+use crate::pool::{Pool, Server};
 use crate::proto;
 use crate::request::Request;
 use crate::result::Completion;
-use crate::session::Shared as Session;
-use crate::target::{Place, Target};
+use crate::target::Target;
 use crate::transport::Tasks;
 
 /// Calls one server, or chooses among several, by the rules of `docs/fleet.md` in its repository. One client for a process is enough: it has one
@@ -28,14 +30,6 @@ pub struct Client {
 
 pub(crate) struct Inner {
     pub(crate) pool: Arc<Pool>,
-    sessions: Mutex<Sessions>,
-}
-
-#[derive(Default)]
-struct Sessions {
-    open: HashMap<u64, Weak<Session>>,
-    next: u64,
-    is_closed: bool,
 }
 
 impl fmt::Debug for Client {
@@ -51,24 +45,19 @@ impl Drop for Inner {
     }
 }
 
-impl Inner {
-    /// Keeps a session, to end it with the client.
-    pub(crate) fn open(&self, session: impl FnOnce(u64) -> Arc<Session>) -> Result<Arc<Session>, Error> {
-        let mut sessions = self.sessions.lock().unwrap_or_else(PoisonError::into_inner);
-        if sessions.is_closed {
-            return Err(Error::closed("the client"));
-        }
-        let number = sessions.next;
-        sessions.next += 1;
-        let made = session(number);
-        sessions.open.insert(number, Arc::downgrade(&made));
-        self.pool.lock().listeners.insert(number, Arc::downgrade(&made));
-        Ok(made)
-    }
-
-    pub(crate) fn forget(&self, number: u64) {
-        self.sessions.lock().unwrap_or_else(PoisonError::into_inner).open.remove(&number);
-        self.pool.lock().listeners.remove(&number);
+impl ClientBuilder {
+    /// Makes the client. It does not wait for a connection. It must be called within a Tokio runtime, in which the client's
+    /// connections live.
+    ///
+    /// # Errors
+    ///
+    /// The target or an option is not valid, a file cannot be read, a token would travel in clear text, or there is no
+    /// runtime.
+    pub fn connect(self, target: impl Into<Target>) -> Result<Client, Error> {
+        let places = target.into().places()?;
+        let pool = Pool::new(self.settings(&places)?, &places, Tasks::new()?)?;
+        health::start(&pool, places);
+        Ok(Client { inner: Arc::new(Inner { pool }) })
     }
 }
 
@@ -88,22 +77,9 @@ impl Client {
         ClientBuilder::default()
     }
 
-    pub(crate) fn with(settings: Settings, places: Vec<Place>) -> Result<Self, Error> {
-        let pool = Pool::new(settings, places, Tasks::new()?)?;
-        Ok(Self { inner: Arc::new(Inner { pool, sessions: Mutex::default() }) })
-    }
-
     /// Ends all connections and what runs on them: sessions and calls that are open fail with `UNAVAILABLE`. When it
     /// returns, nothing of the client is left.
     pub async fn close(&self) {
-        let open: Vec<_> = {
-            let mut sessions = self.inner.sessions.lock().unwrap_or_else(PoisonError::into_inner);
-            sessions.is_closed = true;
-            sessions.open.drain().filter_map(|(_, session)| session.upgrade()).collect()
-        };
-        for session in open {
-            session.abort(&Error::closed("the client"));
-        }
         self.inner.pool.close();
         self.inner.pool.tasks.stop();
         self.inner.pool.tasks.ended().await;
@@ -121,11 +97,19 @@ impl Client {
         let tries = Attempts::new(pool, keys_of(&spec), None);
         let mut message = proto::GenerateRequest { spec: Some(spec), ..Default::default() };
         message.required_capabilities = required_by(&message, GENERATE_REQUEST, &[]);
-        let send = |server: Arc<crate::pool::Server>, request| async move {
-            server.connection.generation().generate(request).await
-        };
+        let send = |server: Arc<Server>, request| async move { server.connection.generation().generate(request).await };
         let (answer, _) = pool.call(tries, &about, &message, send).await?;
         pool.lock().note_owner(&about.request_id, &answer.instance_id);
         Ok(Completion::from_proto(answer))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_client_needs_a_runtime() {
+        assert_eq!(Client::connect("localhost").unwrap_err().fields()[0].field, "runtime");
     }
 }

@@ -1,17 +1,18 @@
 //! The tasks of a fleet: they look names up, and ask servers that are not ready whether they are.
+//!
+//! What passes through here: names become the addresses of the pool's servers, and a server's answers make it ready.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until, timeout};
 use tonic::Code;
 
 use crate::error::Error;
-use crate::pool::{Entry, Pool, Readiness, Server, Servers};
+use crate::pool::{Entry, Identity, Pool, Readiness, Server, Servers};
 use crate::proto;
-use crate::session::Shared as Session;
 use crate::target::{Address, Place};
 use crate::transport::HealthRequest;
 
@@ -25,8 +26,18 @@ const TOGETHER: Duration = Duration::from_millis(100);
 /// Between two questions to an address of a server that is used by another.
 const TWIN_PAUSE: Duration = Duration::from_secs(10);
 
+/// Starts the tasks that a pool of several servers needs.
+pub(crate) fn start(pool: &Arc<Pool>, places: Vec<Place>) {
+    if pool.many {
+        pool.tasks.spawn(check(Arc::clone(pool)));
+        if places.iter().any(|place| matches!(place, Place::Name { .. })) {
+            pool.tasks.spawn(resolve(Arc::clone(pool), places));
+        }
+    }
+}
+
 /// Looks names up, every few seconds and soon after failures. What cannot be looked up keeps its addresses.
-pub(crate) async fn resolve(pool: Arc<Pool>, places: Vec<Place>) {
+async fn resolve(pool: Arc<Pool>, places: Vec<Place>) {
     let mut known: HashMap<String, Vec<Address>> = HashMap::new();
     loop {
         let mut addresses = Vec::new();
@@ -64,20 +75,9 @@ async fn look_up(host: &str, port: u16) -> Result<Vec<Address>, std::io::Error> 
     Ok(addresses)
 }
 
-/// The servers that have said that they are ready, and are not used yet.
-#[derive(Debug, Default)]
-pub(crate) struct Found {
-    identities: Vec<(u64, Identity)>,
-    /// When they are used at the latest, once there is one.
-    until: Option<Instant>,
-}
-
-/// A server's instance and capacity.
-type Identity = (String, u64);
-
 /// Asks servers that are not ready whether they are. Each answer is taken as it comes: none waits for the others, but for
 /// a moment with those that are ready.
-pub(crate) async fn check(pool: Arc<Pool>) {
+async fn check(pool: Arc<Pool>) {
     let mut changed = pool.watch();
     loop {
         let now = Instant::now();
@@ -90,9 +90,9 @@ pub(crate) async fn check(pool: Arc<Pool>) {
         }
         if are_told {
             pool.notify();
-            let listeners = pool.lock().listening();
-            for session in listeners {
-                session.server_changed();
+            let listening = pool.lock().listeners.all();
+            for listener in listening {
+                listener.server_changed();
             }
         }
         tokio::select! {
@@ -164,11 +164,6 @@ impl Servers {
             (entry.is_known, entry.is_asked, entry.problem) = (true, false, Some(problem));
         }
     }
-
-    fn listening(&mut self) -> Vec<Arc<Session>> {
-        self.listeners.retain(|_, session| session.strong_count() > 0);
-        self.listeners.values().filter_map(Weak::upgrade).collect()
-    }
 }
 
 /// Asks a server for its health, and a ready one for its instance and capacity. Its answer, or that there is none, is told
@@ -218,7 +213,7 @@ mod tests {
     fn asked() -> (Arc<Pool>, Vec<u64>, Instant) {
         let places = Target::from("a:1,b:1,c:1").places().unwrap();
         let settings = ClientBuilder::default().settings(&places).unwrap();
-        let pool = Pool::new(settings, places, Tasks::new().unwrap()).unwrap();
+        let pool = Pool::new(settings, &places, Tasks::new().unwrap()).unwrap();
         let now = Instant::now();
         let ids = pool.lock().due_for_check(now).iter().map(|server| server.id).collect();
         (pool, ids, now)

@@ -36,6 +36,7 @@ mod client;
 mod error;
 mod fold;
 mod health;
+mod listener;
 mod model;
 mod options;
 mod placement;

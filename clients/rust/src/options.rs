@@ -1,4 +1,6 @@
 //! How a client is set up.
+//!
+//! What passes through here: options come in one by one, and leave as the [`Settings`] of all of a client's calls.
 
 use std::fmt;
 use std::fs;
@@ -9,12 +11,11 @@ use std::time::{Duration, SystemTime};
 use tonic::metadata::{Ascii, MetadataKey, MetadataMap, MetadataValue};
 use tonic::transport::{Certificate, ClientTlsConfig, Identity};
 
-use crate::client::Client;
 use crate::error::Error;
-use crate::target::{Place, Target};
+use crate::target::Place;
 use crate::trace::{TraceContext, Tracer};
 
-/// Sets up a [`Client`].
+/// Sets up a [`Client`](crate::Client).
 ///
 /// ```no_run
 /// # fn main() -> Result<(), headrace::Error> {
@@ -149,18 +150,6 @@ impl ClientBuilder {
     pub fn trace_context(mut self, hook: impl Fn() -> Option<TraceContext> + Send + Sync + 'static) -> Self {
         self.tracer = Tracer::new(hook);
         self
-    }
-
-    /// Makes the client. It does not wait for a connection. It must be called within a Tokio runtime, in which the client's
-    /// connections live.
-    ///
-    /// # Errors
-    ///
-    /// The target or an option is not valid, a file cannot be read, a token would travel in clear text, or there is no
-    /// runtime.
-    pub fn connect(self, target: impl Into<Target>) -> Result<Client, Error> {
-        let places = target.into().places()?;
-        Client::with(self.settings(&places)?, places)
     }
 
     pub(crate) fn settings(mut self, places: &[Place]) -> Result<Settings, Error> {
@@ -307,6 +296,7 @@ mod tests {
     use std::collections::HashMap;
 
     use super::*;
+    use crate::target::Target;
 
     fn sent(settings: &Settings, trace: Option<&TraceContext>) -> HashMap<String, String> {
         let headers = settings.outgoing((), trace).unwrap().into_parts().0.into_headers();
@@ -354,10 +344,5 @@ mod tests {
         let expected = [("x-team", "mill"), ("traceparent", "00-1-2-01")];
         assert_eq!(sent(&made, Some(&trace)), expected.map(|(key, value)| (key.to_owned(), value.to_owned())).into());
         assert!(settings(ClientBuilder::default().metadata("x team", "mill"), "localhost").is_err());
-    }
-
-    #[test]
-    fn a_client_needs_a_runtime() {
-        assert_eq!(Client::connect("localhost").unwrap_err().fields()[0].field, "runtime");
     }
 }

@@ -1,8 +1,11 @@
 //! A client's servers, and the choice among them by docs/fleet.md. With one server there is no choice: it is always ready,
 //! and its channel connects to it.
+//!
+//! What passes through here: addresses become servers, of which is noted what calls, streams and checks saw; a request
+//! asks for one of them. Who has requests for longer than a call is a [`Listener`].
 
 use std::collections::{HashMap, HashSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::{Notify, watch};
@@ -10,12 +13,11 @@ use tokio::time::Instant;
 use tonic::Code;
 
 use crate::error::Error;
-use crate::health::Found;
+use crate::listener::{Listener, Listeners};
 use crate::options::Settings;
 use crate::placement::{Candidate, Placement, PrefixKeys};
 use crate::proto;
 use crate::recent::Recent;
-use crate::session::Shared as Session;
 use crate::target::{Address, Place};
 use crate::transport::{Connection, Tasks};
 
@@ -121,6 +123,17 @@ impl Budget {
     }
 }
 
+/// The servers that have said that they are ready, and are not used yet.
+#[derive(Debug, Default)]
+pub(crate) struct Found {
+    pub(crate) identities: Vec<(u64, Identity)>,
+    /// When they are used at the latest, once there is one.
+    pub(crate) until: Option<Instant>,
+}
+
+/// A server's instance and capacity.
+pub(crate) type Identity = (String, u64);
+
 pub(crate) struct Pool {
     pub(crate) settings: Settings,
     pub(crate) tasks: Tasks,
@@ -137,7 +150,7 @@ pub(crate) struct Servers {
     pub(crate) entries: Vec<Entry>,
     next_id: u64,
     pub(crate) found: Found,
-    pub(crate) listeners: HashMap<u64, Weak<Session>>,
+    pub(crate) listeners: Listeners,
     placement: Placement,
     pub(crate) budget: Budget,
     /// By request: the instance that has it.
@@ -151,7 +164,7 @@ pub(crate) struct Servers {
 }
 
 impl Pool {
-    pub(crate) fn new(settings: Settings, places: Vec<Place>, tasks: Tasks) -> Result<Arc<Self>, Error> {
+    pub(crate) fn new(settings: Settings, places: &[Place], tasks: Tasks) -> Result<Arc<Self>, Error> {
         let many = places.len() > 1 || matches!(places[0], Place::Name { .. });
         let pool = Arc::new(Self {
             settings,
@@ -164,7 +177,7 @@ impl Pool {
                 entries: Vec::new(),
                 next_id: 0,
                 found: Found::default(),
-                listeners: HashMap::new(),
+                listeners: Listeners::default(),
                 placement: Placement::default(),
                 budget: Budget(BUDGET),
                 owners: Recent::default(),
@@ -179,12 +192,7 @@ impl Pool {
             Place::Name { .. } => None,
         });
         pool.list(&listed.collect::<Vec<_>>())?;
-        if many {
-            pool.tasks.spawn(crate::health::check(Arc::clone(&pool)));
-            if places.iter().any(|place| matches!(place, Place::Name { .. })) {
-                pool.tasks.spawn(crate::health::resolve(Arc::clone(&pool), places));
-            }
-        } else {
+        if !many {
             pool.lock().entries[0].state = Readiness::Ready;
         }
         Ok(pool)
@@ -203,10 +211,25 @@ impl Pool {
         self.changed.subscribe()
     }
 
-    /// Has nothing begin any more.
+    /// Has nothing begin or go on any more.
     pub(crate) fn close(&self) {
-        self.lock().closed = true;
+        let mut state = self.lock();
+        state.closed = true;
+        let listening = state.listeners.all();
+        drop(state);
+        for listener in listening {
+            listener.abort(&Error::closed("the client"));
+        }
         self.notify();
+    }
+
+    /// Makes a listener for its number, unless the client is closed.
+    pub(crate) fn listen<L: Listener + 'static>(&self, made: impl FnOnce(u64) -> Arc<L>) -> Result<Arc<L>, Error> {
+        let mut state = self.lock();
+        if state.closed {
+            return Err(Error::closed("the client"));
+        }
+        Ok(state.listeners.add(made))
     }
 
     /// Takes the addresses that there are now.

@@ -6,12 +6,14 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::Output;
-use super::moves::{FIRST_REATTACH, LONGEST_REATTACH};
+use super::output::Output;
 use super::wire::Wire;
 use crate::placement::{PrefixKeys, keys_of};
 use crate::pool::PATIENCE;
 use crate::proto;
+
+pub(super) const FIRST_REATTACH: Duration = Duration::from_millis(100);
+const LONGEST_REATTACH: Duration = Duration::from_secs(1);
 
 /// A live request.
 pub(super) struct Entry {

@@ -1,9 +1,12 @@
 //! Sessions: many requests on one stream.
 //!
-//! What passes through here: a request is [submitted](Session::submit) and becomes an [`Entry`] of the session's state,
-//! which `moves` sends to a server by a [`wire`] (a stream to one server, opened with its first request). The wire's
-//! task takes messages and gives each event to its request's [`Handle`], which its reader polls. What waits (for room, for
-//! a server, to be attached again) waits in the session's one clock. So a request costs no task.
+//! What passes through here: a request is [submitted](Session::submit) and becomes an [`Entry`] of the session's [`state`],
+//! which `moves` sends to a server by a `wire` (a stream to one server, opened with its first request). The wire's task
+//! ([`receive`]) gives each event to its request's `output`, which a reader of its [`Handle`] polls. What waits (for room,
+//! for a server, to be attached again) waits in the session's one [`clock`]. So a request costs no task.
+//!
+//! The way down is: session, `receive` and `clock`, `moves`, `state`. The state starts tasks without knowing them, and the
+//! pool below tells a session that a server is ready, or that the client is closed, as one of its listeners.
 //!
 //! Locks are taken in the order session, handle, pool.
 
@@ -12,11 +15,13 @@ mod entry;
 mod handle;
 mod moves;
 mod options;
+mod output;
+mod receive;
+mod state;
 mod wire;
 
-use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::sync::{Notify, watch};
@@ -24,18 +29,17 @@ use tokio::time::{Instant, timeout};
 use tonic::Code;
 
 pub use handle::Handle;
-pub(crate) use handle::{Ended, Output};
 pub use options::SessionOptions;
+pub(crate) use output::{Ended, Output};
 
-use crate::client::{Client, Inner};
+use crate::client::Client;
 use crate::error::Error;
 use crate::fold::Fold;
-use crate::pool::Server;
+use crate::listener::Listener;
 use crate::request::{Request, choices_of, size_of};
-use crate::trace::{TraceContext, label};
-use clock::Timer;
+use crate::trace::label;
 use entry::Entry;
-use wire::Wire;
+use state::{Shared, Starts};
 
 /// What a command has beside its request, with the names of the most capabilities that one may need.
 const COMMAND_BYTES: usize = 4096;
@@ -64,45 +68,7 @@ const CLOSE_PATIENCE: Duration = Duration::from_secs(5);
 /// # }
 /// ```
 pub struct Session {
-    pub(crate) shared: Arc<Shared>,
-}
-
-pub(crate) struct Shared {
-    client: Arc<Inner>,
-    number: u64,
-    options: SessionOptions,
-    /// Whether a lost request goes on by itself.
-    resumes: bool,
-    /// Whether nothing counts as delivered before a request's end.
-    restarts: bool,
-    trace: Option<TraceContext>,
-    state: Mutex<State>,
-    /// Whether nothing of it runs any more.
-    quiet: watch::Sender<bool>,
-    /// Cuts all streams.
-    cut: watch::Sender<bool>,
-    /// Told when the clock has an earlier timer.
-    sooner: Notify,
-}
-
-#[derive(Default)]
-struct State {
-    /// The requests that have not ended, by their keys here.
-    live: HashMap<u64, Entry>,
-    ids: HashMap<String, u64>,
-    last_key: u64,
-    /// By server.
-    wires: HashMap<u64, Wire>,
-    last_wire: u64,
-    /// By instance: what was sent elsewhere since.
-    orphans: HashMap<String, HashSet<String>>,
-    timers: BTreeMap<(Instant, u64), Timer>,
-    last_timer: u64,
-    clock_runs: bool,
-    /// Whether it takes no more requests.
-    closing: bool,
-    /// Why it takes none, if it was lost or closed.
-    ended: Option<Error>,
+    shared: Arc<Shared>,
 }
 
 impl Client {
@@ -117,14 +83,16 @@ impl Client {
 
     pub(crate) fn open_session(&self, options: SessionOptions, restarts: bool) -> Result<Session, Error> {
         let pool = &self.inner.pool;
-        let shared = self.inner.open(|number| {
+        let trace = pool.settings.tracer.now();
+        let shared = pool.listen(|number| {
             Arc::new(Shared {
                 client: Arc::clone(&self.inner),
                 number,
                 resumes: options.lease.is_some() || pool.many,
                 options,
                 restarts,
-                trace: pool.settings.tracer.now(),
+                trace,
+                starts: Starts { stream: receive::start, clock: clock::start },
                 state: Mutex::default(),
                 quiet: watch::Sender::new(false),
                 cut: watch::Sender::new(false),
@@ -246,7 +214,7 @@ impl Session {
             state.ended.clone()
         };
         self.shared.until_quiet().await;
-        self.shared.client.forget(self.shared.number);
+        self.shared.client.pool.lock().listeners.remove(self.shared.number);
         ended.map_or(Ok(()), Err)
     }
 
@@ -277,22 +245,7 @@ impl fmt::Debug for Session {
     }
 }
 
-impl Drop for Shared {
-    fn drop(&mut self) {
-        self.client.forget(self.number);
-    }
-}
-
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    async fn until_quiet(&self) {
-        let mut quiet = self.quiet.subscribe();
-        let _ = quiet.wait_for(|is_quiet| *is_quiet).await; // the sender lives as long as this
-    }
-
     fn cancel_all(self: &Arc<Self>) {
         let mut state = self.lock();
         state.closing = true;
@@ -304,14 +257,26 @@ impl Shared {
 
     async fn end_soon(self: &Arc<Self>) {
         if timeout(CLOSE_PATIENCE, self.until_quiet()).await.is_err() {
-            self.abort(&Error::closed("the session"));
+            Arc::clone(self).abort(&Error::closed("the session"));
             self.until_quiet().await;
         }
-        self.client.forget(self.number);
+        self.client.pool.lock().listeners.remove(self.number);
+    }
+}
+
+impl Listener for Shared {
+    /// Has requests that wait for a server look again.
+    fn server_changed(self: Arc<Self>) {
+        let mut state = self.lock();
+        for key in state.keys() {
+            if state.live.get(&key).is_some_and(|entry| entry.wants_server) {
+                state.place(&self, key, None);
+            }
+        }
     }
 
     /// Cuts all streams, and fails what is left.
-    pub(crate) fn abort(self: &Arc<Self>, error: &Error) {
+    fn abort(self: Arc<Self>, error: &Error) {
         let mut state = self.lock();
         if *self.quiet.borrow() {
             return;
@@ -319,138 +284,12 @@ impl Shared {
         state.closing = true;
         state.ended = Some(error.clone());
         for key in state.keys() {
-            state.fail(self, key, error.clone());
+            state.fail(&self, key, error.clone());
         }
         state.timers.clear();
         self.cut.send_replace(true);
         // The streams' tasks may be gone by now, with those of the client.
         state.wires.clear();
-        state.settle(self);
-    }
-
-    /// Has requests that wait for a server look again.
-    pub(crate) fn server_changed(self: &Arc<Self>) {
-        let mut state = self.lock();
-        for key in state.keys() {
-            if state.live.get(&key).is_some_and(|entry| entry.wants_server) {
-                state.place(self, key, None);
-            }
-        }
-    }
-}
-
-impl State {
-    fn keys(&self) -> Vec<u64> {
-        self.live.keys().copied().collect()
-    }
-
-    /// Takes a request in.
-    fn register(&mut self, entry: Entry) -> Result<u64, Error> {
-        let id = entry.output.id();
-        if let Some(ended) = &self.ended {
-            return Err(ended.copy_for(id));
-        }
-        if self.closing {
-            return Err(Error::closed("the session").of(id));
-        }
-        if self.ids.contains_key(id) {
-            return Err(Error::status(Code::AlreadyExists, format!("a request {id:?} is live on this session")).of(id));
-        }
-        self.last_key += 1;
-        self.ids.insert(id.to_owned(), self.last_key);
-        self.live.insert(self.last_key, entry);
-        Ok(self.last_key)
-    }
-
-    /// Half-closes the streams once the session is being closed and no request is live, and notes when none is left. While
-    /// a request is live, its credits or a cancel may still have to be sent.
-    fn settle(&mut self, shared: &Shared) {
-        if !self.closing || !self.live.is_empty() {
-            return;
-        }
-        for wire in self.wires.values_mut() {
-            wire.half_close();
-        }
-        if self.wires.is_empty() {
-            shared.quiet.send_replace(true);
-        }
-    }
-
-    /// Ends a request with an error that is not the server's end of it.
-    fn fail(&mut self, shared: &Shared, key: u64, error: Error) {
-        if let Some(entry) = self.live.get(&key) {
-            let output = Arc::clone(&entry.output);
-            self.forget(shared, key);
-            output.close_with(Some(error.copy_for(output.id())));
-        }
-    }
-
-    /// Drops an ended request.
-    fn forget(&mut self, shared: &Shared, key: u64) {
-        self.leave(shared, key);
-        if let Some(entry) = self.live.remove(&key) {
-            self.ids.remove(entry.output.id());
-        }
-        self.settle(shared);
-    }
-
-    /// Takes a request from its stream.
-    fn leave(&mut self, shared: &Shared, key: u64) {
-        let Some(entry) = self.live.get_mut(&key) else { return };
-        let Some(at) = entry.at.take() else { return };
-        if let Some(wire) = self.wires.get_mut(&at) {
-            wire.commands.remove(&entry.command);
-            wire.numbers.remove(&entry.number);
-        }
-        entry.number = 0;
-        shared.client.pool.lock().over(at);
-    }
-
-    /// Asks for a request's end; it ends with what it has.
-    fn cancel(&mut self, shared: &Shared, key: u64) {
-        let Some(entry) = self.live.get_mut(&key) else { return };
-        entry.cancelled = true;
-        match entry.at {
-            None => {
-                self.fail(
-                    shared,
-                    key,
-                    Error::status(Code::Cancelled, "it was cancelled while it waited to be sent again"),
-                );
-            }
-            Some(at) => {
-                let id = entry.output.id().to_owned();
-                if let Some(wire) = self.wires.get_mut(&at) {
-                    wire.send_cancel(&id, "");
-                }
-                self.pay_all(shared, key); // its end, too, comes behind its last token
-            }
-        }
-    }
-
-    /// Lets the server send as many more tokens as the reader took of what came by this stream.
-    fn pay(&mut self, shared: &Shared, key: u64, wire: u64, tokens: u32) {
-        let Some(entry) = self.live.get(&key) else { return };
-        let to = entry.at.and_then(|at| self.wires.get_mut(&at)).filter(|to| to.id == wire);
-        if let (Some(to), true) = (to, shared.options.initial_credit > 0 && tokens > 0) {
-            to.send_credit(entry.output.id(), tokens);
-        }
-    }
-
-    /// Pays for all that has arrived and will arrive.
-    fn pay_all(&mut self, shared: &Shared, key: u64) {
-        let Some(entry) = self.live.get_mut(&key) else { return };
-        if shared.options.initial_credit == 0 || entry.unlimited {
-            return;
-        }
-        entry.unlimited = true;
-        let Some(wire) = entry.at.and_then(|at| self.wires.get(&at)) else { return };
-        let (id, owed) = (wire.id, entry.output.take_owed(wire.id));
-        self.pay(shared, key, id, owed);
-    }
-
-    /// Which server a wire goes to, for messages of the state's own.
-    fn server_of(&self, at: u64) -> Option<Arc<Server>> {
-        self.wires.get(&at).map(|wire| Arc::clone(&wire.server))
+        state.settle(&self);
     }
 }

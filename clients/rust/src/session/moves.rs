@@ -1,5 +1,8 @@
 //! Where a session's requests go, and what becomes of them when their server refuses them or is lost: docs/clients.md and
 //! docs/fleet.md have the rules. The session's lock is held in all of these.
+//!
+//! What passes through here: a request goes to a wire, or waits in the clock; what came of it, and what is due, comes back
+//! from `receive` and `clock`.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -8,9 +11,9 @@ use std::time::Duration;
 use tokio::time::Instant;
 use tonic::Code;
 
-use super::clock::Act;
+use super::entry::FIRST_REATTACH;
+use super::state::{Act, Shared, State};
 use super::wire::Wire;
-use super::{Shared, State};
 use crate::call::pause_after;
 use crate::error::{Error, ErrorKind, WRONG_INSTANCE};
 use crate::pool::{PATIENCE, Server};
@@ -22,8 +25,6 @@ use crate::request::random;
 const MOST_LOSSES: u32 = 5;
 /// The same of a batch's, which has twelve tries.
 const MOST_BATCH_LOSSES: u32 = 11;
-pub(super) const FIRST_REATTACH: Duration = Duration::from_millis(100);
-pub(super) const LONGEST_REATTACH: Duration = Duration::from_secs(1);
 
 impl Shared {
     fn most_tries(&self) -> u32 {
