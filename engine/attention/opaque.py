@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from engine.attention.interface import AttentionContext, AttentionParams
+from engine.native.torch_library import operation
 
 CALLS: dict[int, AttentionContext] = {}
 """The contexts of the model calls in progress, by id. There is no other way to pass an object that
@@ -23,8 +24,8 @@ _call_ids = itertools.count(1)
 
 
 _SCHEMA = (
-    "(Tensor query, Tensor key, Tensor value, Tensor? sinks, int call_id, int layer, "
-    "float scaling, float? softcap) -> Tensor"
+    "paged_attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, int call_id, "
+    "int layer, float scaling, float? softcap) -> Tensor"
 )
 
 
@@ -43,7 +44,20 @@ def calling(call_id: int, context: AttentionContext) -> Iterator[None]:
         del CALLS[call_id]
 
 
-@torch.library.custom_op("headrace::paged_attention", mutates_args=(), schema=_SCHEMA)
+def _shape_of_result(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    call_id: int,
+    layer: int,
+    scaling: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    return query.new_empty((query.shape[1], query.shape[0], value.shape[-1]))
+
+
+@operation(_SCHEMA, _shape_of_result)
 def attend_by_call_id(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -64,17 +78,3 @@ def attend_by_call_id(
     params = AttentionParams(scaling=scaling, softcap=softcap, sinks=sinks)
     metadata = context.metadata[cache.group]
     return context.backend.forward(query, key, value, cache, metadata, params)
-
-
-@attend_by_call_id.register_fake
-def _shape_of_result(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    call_id: int,
-    layer: int,
-    scaling: float,
-    softcap: float | None,
-) -> torch.Tensor:
-    return query.new_empty((query.shape[1], query.shape[0], value.shape[-1]))

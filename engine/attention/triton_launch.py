@@ -19,6 +19,7 @@ import torch
 from engine.attention.triton_kernels.decode import CUT, SCANNED, decode_kernel, merge_kernel
 from engine.attention.triton_kernels.prefill import prefill_kernel
 from engine.attention.triton_kernels.write import write_kernel
+from engine.native.torch_library import operation, writes_nothing
 
 _LOG2E = 1.4426950408889634
 _HELD = ((1 << 10, 3, 168), (1 << 11, 3, None), (1 << 13, 2, 255))
@@ -43,8 +44,9 @@ OVERLAPS = True
 _SHARED_SLACK = 8 << 10
 """Bytes of shared memory that the compiler may need besides the tiles."""
 _SCHEMA = (
-    "(Tensor query, Tensor? key, Tensor? value, Tensor(a!) keys, Tensor(b!) values, "
-    "Tensor(c!) output, Tensor slot_mapping, Tensor cu_seqlens, Tensor starts, Tensor counts, "
+    "triton_attention(Tensor query, Tensor? key, Tensor? value, Tensor(a!) keys, "
+    "Tensor(b!) values, Tensor(c!) output, Tensor slot_mapping, Tensor cu_seqlens, Tensor starts, "
+    "Tensor counts, "
     "Tensor table_offsets, Tensor extent, Tensor blocks, Tensor? sinks, int block_size, "
     "int window, int decode_rows, int prefill_rows, float scaling, float? softcap) -> ()"
 )
@@ -100,6 +102,7 @@ class Tiles:
 HOPPER = DeviceSize(processors=132, shared_memory=227 << 10)
 
 
+@cache
 def choose_tiles(
     *, groups: int, dim: int, value_dim: int, itemsize: int, is_decode: bool, size: DeviceSize
 ) -> Tiles:
@@ -172,6 +175,7 @@ def _padded(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+@cache
 def most_cuts(num_kv_heads: int, window: int) -> int:
     """MAX_CUTS for a layer: the most cuts of one context. It does not depend on the step.
 
@@ -182,6 +186,7 @@ def most_cuts(num_kv_heads: int, window: int) -> int:
     return min(limit, -(-window // length) + 1) if window else limit
 
 
+@cache
 def decode_places(
     tiles: Tiles, *, dim: int, value_dim: int, itemsize: int, size: DeviceSize
 ) -> int:
@@ -201,9 +206,7 @@ def device_size(device: torch.device) -> DeviceSize:
     return DeviceSize(found.multi_processor_count, shared, OVERLAPS and found.major >= 9)
 
 
-@torch.library.custom_op(
-    "headrace::triton_attention", mutates_args=("keys", "values", "output"), schema=_SCHEMA
-)
+@operation(_SCHEMA, writes_nothing)
 def triton_attention(
     query: torch.Tensor,
     key: torch.Tensor | None,
@@ -378,11 +381,6 @@ class _Attention:
             is_decode=is_decode,
             size=device_size(query.device),
         )
-
-
-@triton_attention.register_fake
-def _write_nothing(*given: object) -> None:
-    """What is done with tensors without elements."""
 
 
 def try_out(device: torch.device) -> None:

@@ -391,8 +391,8 @@ def product_kernel(
     BLOCK_K: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Grid [parts of BLOCK_N outputs]. x: [K]; weight: [N, K]; output: [N]. The first weights are on
-    their way while the kernel before still runs.
+    """Grid [parts of BLOCK_N outputs]. x: [K]; weight: [N, K]; bias, output: [N]. The first weights
+    are on their way while the kernel before still runs.
     """
     let_next_start(OVERLAPS)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

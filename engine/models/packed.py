@@ -27,6 +27,7 @@ from typing_extensions import override
 from engine.contract.errors import NoGradientsError
 from engine.models.held_layer import HeldLayer
 from engine.native.library import BFLOAT16, FLOAT32, LinearWeight, NativeLibrary, load_library
+from engine.native.torch_library import operation
 
 _UNPACKED = "_headrace_unpacked"
 """Where a tensor of a state dict has the packed weight that it was made of."""
@@ -255,12 +256,21 @@ def multiply(
     return y
 
 
-@torch.library.custom_op(
-    "headrace::packed_linear",
-    mutates_args=(),
-    schema=(
-        "(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int outputs, int inputs) -> Tensor"
-    ),
+def _shape_of_product(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    outputs: int,
+    inputs: int,
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], outputs))
+
+
+@operation(
+    "packed_linear(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int outputs, int inputs) "
+    "-> Tensor",
+    _shape_of_product,
 )
 def _multiply_opaquely(
     x: torch.Tensor,
@@ -273,22 +283,19 @@ def _multiply_opaquely(
     return multiply(x, packed, scales, bias, outputs, inputs)
 
 
-@_multiply_opaquely.register_fake
-def _shape_of_product(
-    x: torch.Tensor,
+def _shape_of_rows(
     packed: torch.Tensor,
     scales: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    rows: torch.Tensor,
     outputs: int,
     inputs: int,
 ) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], outputs))
+    return packed.new_empty((*rows.shape, inputs), dtype=type_of(packed))
 
 
-@torch.library.custom_op(
-    "headrace::packed_rows",
-    mutates_args=(),
-    schema="(Tensor packed, Tensor? scales, Tensor rows, int outputs, int inputs) -> Tensor",
+@operation(
+    "packed_rows(Tensor packed, Tensor? scales, Tensor rows, int outputs, int inputs) -> Tensor",
+    _shape_of_rows,
 )
 def _read_rows_opaquely(
     packed: torch.Tensor,
@@ -298,17 +305,6 @@ def _read_rows_opaquely(
     inputs: int,
 ) -> torch.Tensor:
     return read_rows(packed, scales, rows, outputs, inputs)
-
-
-@_read_rows_opaquely.register_fake
-def _shape_of_rows(
-    packed: torch.Tensor,
-    scales: torch.Tensor | None,
-    rows: torch.Tensor,
-    outputs: int,
-    inputs: int,
-) -> torch.Tensor:
-    return packed.new_empty((*rows.shape, inputs), dtype=type_of(packed))
 
 
 class _NoGradients(torch.autograd.Function):
@@ -412,7 +408,7 @@ class PackedLinear(_Packed):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] → [..., N]."""
-        run = multiply
+        run: Callable[..., torch.Tensor] = multiply
         if torch.compiler.is_compiling():
             run = _multiply_opaquely
         else:

@@ -19,6 +19,7 @@ import torch
 import triton
 
 from engine.models.experts_kernel import experts_product_kernel
+from engine.native.torch_library import operation, writes_nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +75,10 @@ def sort_pairs(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.
     return order, torch.searchsorted(ids, wanted, right=True, out_int32=True)
 
 
-@torch.library.custom_op(
-    "headrace::experts_product",
-    mutates_args=("output",),
-    schema=(
-        "(Tensor x, Tensor order, Tensor ends, Tensor weights, Tensor? biases, Tensor(a!) output, "
-        "int share, bool transposed) -> ()"
-    ),
+@operation(
+    "experts_product(Tensor x, Tensor order, Tensor ends, Tensor weights, Tensor? biases, "
+    "Tensor(a!) output, int share, bool transposed) -> ()",
+    writes_nothing,
 )
 def experts_product(
     x: torch.Tensor,
@@ -127,11 +125,6 @@ def experts_product(
             num_stages=tiles.stages,
             enable_fp_fusion=True,  # said here, as Triton's default depends on its version
         )
-
-
-@experts_product.register_fake
-def _write_nothing(*given: Any) -> None:
-    """What is made of tensors without elements."""
 
 
 def experts_forward(

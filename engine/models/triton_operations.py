@@ -35,6 +35,7 @@ from engine.models.decoder_kernels import (
     rotate_kernel,
 )
 from engine.models.operations import BoundNorm, Heads, KVPlaces, Operations, Tables, TorchOperations
+from engine.native.torch_library import operation, writes_nothing
 
 _FORMS: dict[described.NormForm, int] = {
     "plain": PLAIN.value,
@@ -54,8 +55,8 @@ _PART = 1 << 11
 _GATE_BLOCK = 1 << 10
 _ELEMENTS_PER_THREAD = 16
 _PRODUCT = {"BLOCK_N": 4, "BLOCK_K": 4096}
-"""A program's part of a product of one token; of other parts, this was the fastest in a small model,
-and within 3 % of it in a large one.
+"""A program's part of a product of one token: of eight that were tried on an H200, the fastest in a
+small model, and within 3 % of the fastest in a large one.
 """
 
 
@@ -64,7 +65,7 @@ class Launch:
     """The constants of a launch.
 
     Attributes:
-        constants: of the kernel.
+        constants: of the kernel, in its order.
         warps: how many warps compute a program.
         parts: how many programs compute a token.
     """
@@ -188,7 +189,7 @@ class TritonOperations(Operations):
         _add_norm(
             *(x, first, second, total, normed),
             *(*_tensors(after), *_tensors(before), _eps(after), _eps(before), factor),
-            *_pairs(launch),
+            *_told(launch),
         )
         result = x if total is None else total
         return result, result if normed is None else normed
@@ -207,7 +208,7 @@ class TritonOperations(Operations):
         _rotate(
             *(projected, queries, places.keys, places.values, places.slots),
             *(cos, sin, *_tensors(query_norm), *_tensors(key_norm)),
-            *(_eps(query_norm), _eps(key_norm), *_pairs(launch)),
+            *(_eps(query_norm), _eps(key_norm), *_told(launch)),
         )
         return queries
 
@@ -217,7 +218,7 @@ class TritonOperations(Operations):
     ) -> torch.Tensor:
         width = inner.shape[-1] // (1 + gated)
         made = inner.new_empty((len(inner), width))
-        _gate(inner, made, *_pairs(gate_launch(width, activation, gated=gated)))
+        _gate(inner, made, *_told(gate_launch(width, activation, gated=gated)))
         return made
 
 
@@ -229,94 +230,63 @@ def _eps(norm: BoundNorm | None) -> float:
     return 0.0 if norm is None else norm.eps
 
 
-def _pairs(launch: Launch) -> tuple[list[str], list[int], int, int]:
+def _told(launch: Launch) -> tuple[list[int], int, int]:
     """A launch in types that operations may have."""
-    constants = launch.constants
-    return list(constants), list(constants.values()), launch.warps, launch.parts
+    return list(launch.constants.values()), launch.warps, launch.parts
 
 
-_LAUNCH = "str[] names, int[] values_of, int warps, int parts"
+_LAUNCH = "int[] constants, int warps, int parts"
 
 
-@torch.library.custom_op(
-    "headrace::add_norm",
-    mutates_args=("total", "normed"),
-    schema=(
-        "(Tensor x, Tensor? made, Tensor? also, Tensor(a!)? total, Tensor(b!)? normed, "
-        "Tensor? after_weight, Tensor? after_bias, Tensor? before_weight, Tensor? before_bias, "
-        f"float after_eps, float before_eps, float factor, {_LAUNCH}) -> ()"
-    ),
+@operation(
+    "add_norm(Tensor x, Tensor? made, Tensor? also, Tensor(a!)? total, Tensor(b!)? normed, "
+    "Tensor? after_weight, Tensor? after_bias, Tensor? before_weight, Tensor? before_bias, "
+    f"float after_eps, float before_eps, float factor, {_LAUNCH}) -> ()",
+    writes_nothing,
 )
 def _add_norm(*given: Any) -> None:
     _launch(add_norm_kernel, *given)
 
 
-@torch.library.custom_op(
-    "headrace::turn",
-    mutates_args=("queries", "keys", "values"),
-    schema=(
-        "(Tensor projected, Tensor(a!) queries, Tensor(b!) keys, Tensor(c!) values, "
-        "Tensor? slots, Tensor? cos, Tensor? sin, Tensor? query_weight, Tensor? query_bias, "
-        f"Tensor? key_weight, Tensor? key_bias, float query_eps, float key_eps, {_LAUNCH}) -> ()"
-    ),
+@operation(
+    "turn(Tensor projected, Tensor(a!) queries, Tensor(b!) keys, Tensor(c!) values, "
+    "Tensor? slots, Tensor? cos, Tensor? sin, Tensor? query_weight, Tensor? query_bias, "
+    f"Tensor? key_weight, Tensor? key_bias, float query_eps, float key_eps, {_LAUNCH}) -> ()",
+    writes_nothing,
 )
 def _rotate(*given: Any) -> None:
     _launch(rotate_kernel, *given)
 
 
-@torch.library.custom_op(
-    "headrace::gate",
-    mutates_args=("made",),
-    schema=f"(Tensor inner, Tensor(a!) made, {_LAUNCH}) -> ()",
-)
+@operation(f"gate(Tensor inner, Tensor(a!) made, {_LAUNCH}) -> ()", writes_nothing)
 def _gate(*given: Any) -> None:
     _launch(gate_kernel, *given)
 
 
-@torch.library.custom_op(
-    "headrace::product",
-    mutates_args=("made",),
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) made) -> ()",
-)
+@operation("product(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) made) -> ()", writes_nothing)
 def _product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, made: torch.Tensor
 ) -> None:
     outputs, inputs = weight.shape
     parts = -(-outputs // _PRODUCT["BLOCK_N"])
-    constants = {"INPUTS": inputs, "BIASED": bias is not None, **_PRODUCT}
-    _run(product_kernel, (parts,), (x, weight, bias, made, outputs), constants, 4)
+    constants = (inputs, bias is not None, *_PRODUCT.values())
+    _run(product_kernel, (parts,), (x, weight, bias, made, outputs, *constants), 4)
 
 
 def _launch(kernel: Any, *given: Any) -> None:
     """Launch a kernel for each token of its first argument, [T, …]."""
-    *arguments, names, values, warps, parts = given
-    constants = dict(zip(names, values, strict=True))
-    _run(kernel, (len(arguments[0]), parts), arguments, constants, warps)
+    *arguments, constants, warps, parts = given
+    _run(kernel, (len(arguments[0]), parts), (*arguments, *constants), warps)
 
 
-def _run(
-    kernel: Any,
-    grid: tuple[int, ...],
-    arguments: Sequence[Any],
-    constants: Mapping[str, int],
-    warps: int,
-) -> None:
+def _run(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], warps: int) -> None:
     overlaps = device_size(arguments[0].device).overlaps
     # Triton launches on the current device.
     with torch.cuda.device_of(arguments[0]):  # type: ignore[no-untyped-call]
         kernel[grid](
             *arguments,
-            **constants,
             OVERLAPS=overlaps,
             num_warps=warps,
             enable_fp_fusion=False,
             launch_pdl=overlaps,
         )
-
-
-def _write_nothing(*given: Any) -> None:
-    """What these operations make of tensors without elements."""
-
-
-for _operation in (_add_norm, _rotate, _gate, _product):
-    _operation.register_fake(_write_nothing)

@@ -1,4 +1,4 @@
-"""Draws a token of each row in Triton, in four launches whatever the filters are. R: rows, V: width.
+"""Draws a token of each row in Triton: four launches, whatever the filters. R: rows, V: width.
 
     count_values  one program a (row, cut): how often each value occurs that a token may have
     find_bound    one program a row: where top_k and top_p cut, from the counts, which it clears
@@ -27,14 +27,14 @@ KEYS = tl.constexpr(1 << 16)
 GROUPS = tl.constexpr(64)
 """A cut's groups; up to this top_k their largest entries say which others cannot be among the k."""
 COLUMNS = tl.constexpr(5)
-"""See `engine.sampling.plain.COLUMNS`."""
+"""Numbers of a row; see `engine.sampling.plain`."""
 _WEIGHTLESS = tl.constexpr(28.0)
 """From this distance on a weight is 0: e^-28 is less than 2^-40."""
 _RANGE = tl.constexpr(28.5)
 """A little more, for the last key: it is computed another way."""
 _KEYS_AT_ONCE = tl.constexpr(4096)
 _WEIGHT_ONE = tl.constexpr(1 << 40)
-"""See `engine.sampling.ops.WEIGHT_ONE`."""
+"""The largest weight; see `engine.sampling.ops`."""
 
 
 @triton.jit
@@ -166,9 +166,7 @@ def _share(
 
 
 @triton.jit
-def find_bound(
-    logits, stride, tokens, numbers, counts, farthest, width, INTERPRETED: tl.constexpr
-):
+def find_bound(logits, stride, tokens, numbers, counts, farthest, width, INTERPRETED: tl.constexpr):
     """farthest: float32 [R], how far below its largest entry a row is cut. The others: see
     `count_values`; a row's counts are zeros afterwards.
     """
@@ -188,9 +186,7 @@ def find_bound(
         if top_k < width:
             bound = _kth(counts, end, nearest, best, temperature, top_k, T)
         if top_p < 1.0:
-            bound = _share(
-                counts, end, nearest, best, temperature, bound, top_p, T, INTERPRETED
-            )
+            bound = _share(counts, end, nearest, best, temperature, bound, top_p, T, INTERPRETED)
         tl.store(farthest + row, bound)
         tl.debug_barrier()  # every thread has read what is cleared
         start = tl.zeros((), tl.int32)

@@ -86,7 +86,8 @@ def choose_draws(logits: torch.Tensor) -> Draws:
     if logits.device.type == "cuda" and logits.itemsize == 2 and find_spec("triton") is not None:
         from engine.sampling.triton_drawing import TritonDraws
 
-        return TritonDraws(len(logits), logits.device)
+        draws = TritonDraws(len(logits), logits.device)
+        return lambda kind, *tensors: draws(kind is PlainKind.FILTERED, *tensors)
     return partial(draw_tokens, choose_bound(logits.device))
 
 

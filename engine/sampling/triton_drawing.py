@@ -13,7 +13,6 @@ from engine.sampling.drawing_kernels import (
     pick_token,
     sum_weights,
 )
-from engine.sampling.plain import PlainKind
 
 _WARPS = 8
 
@@ -30,11 +29,10 @@ class TritonDraws:
         self._interpreted = interpreted
 
     def __call__(
-        self, kind: PlainKind, logits: torch.Tensor, numbers: torch.Tensor, tokens: torch.Tensor
+        self, filters: bool, logits: torch.Tensor, numbers: torch.Tensor, tokens: torch.Tensor
     ) -> None:
-        """See `engine.sampling.plain.Draws`."""
+        """Draw, with filters or without; see `engine.sampling.plain.Draws`."""
         rows, width = logits.shape
-        filters = kind is PlainKind.FILTERED
         cuts = triton.cdiv(width, CUT.value)
         sums = logits.new_empty((rows, triton.next_power_of_2(cuts)), dtype=torch.int64)
         farthest = logits.new_empty(rows, dtype=torch.float32)

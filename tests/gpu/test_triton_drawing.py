@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from engine.sampling import plain
-from engine.sampling.plain import COLUMNS, PlainKind
+from engine.sampling.plain import PlainKind
 from engine.sampling.selection import least_bound
 from engine.sampling.triton_drawing import TritonDraws
 from tests.gpu.conftest import INTERPRETED
@@ -75,7 +75,7 @@ def test_tokens_are_torchs(size: int, dtype: torch.dtype, device: torch.device) 
             numbers = some_numbers(chance, size).to(device)
             expected, found = likeliest.clone(), likeliest.clone()
             plain.draw_tokens(least_bound, kind, logits, numbers, expected)
-            draws(kind, logits, numbers, found)
+            draws(kind is PlainKind.FILTERED, logits, numbers, found)
             assert found.tolist() == expected.tolist(), (seed, kind)
             assert not draws._counts.any()
             changed += not torch.equal(found, likeliest)
@@ -91,10 +91,10 @@ def test_a_row_depends_on_no_other(device: torch.device) -> None:
     plain.choose_most_likely(logits, together)
     alone = together.clone()
     draws = TritonDraws(ROWS, device, interpreted=INTERPRETED)
-    draws(PlainKind.FILTERED, logits, numbers, together)
+    draws(True, logits, numbers, together)
     for row in range(ROWS):
         piece = slice(row, row + 1)
-        draws(PlainKind.FILTERED, logits[piece], numbers[piece], alone[piece])
+        draws(True, logits[piece], numbers[piece], alone[piece])
     assert alone.tolist() == together.tolist()
 
 
@@ -106,5 +106,5 @@ def test_rows_of_little_use_are_counted_without_contention(device: torch.device)
     tokens = torch.tensor([17], device=device)
     expected = tokens.clone()
     plain.draw_tokens(least_bound, PlainKind.FILTERED, row, numbers, expected)
-    TritonDraws(1, device, interpreted=INTERPRETED)(PlainKind.FILTERED, row, numbers, tokens)
+    TritonDraws(1, device, interpreted=INTERPRETED)(True, row, numbers, tokens)
     assert tokens.tolist() == expected.tolist()

@@ -244,14 +244,13 @@ def draws(dtype: torch.dtype) -> Case:
     """The kernels that draw tokens, with filters and without."""
 
     def run() -> None:
-        from engine.sampling.plain import PlainKind
         from engine.sampling.triton_drawing import TritonDraws
 
         logits = torch.zeros((_REQUESTS, 151_936), dtype=dtype, device=CUDA)
         numbers = torch.zeros((_REQUESTS, 5), dtype=torch.float64, device=CUDA)
         tokens = torch.zeros(_REQUESTS, dtype=torch.int64, device=CUDA)
-        for kind in (PlainKind.DRAWN, PlainKind.FILTERED):
-            TritonDraws(_REQUESTS, CUDA)(kind, logits, numbers, tokens)
+        for filters in (False, True):
+            TritonDraws(_REQUESTS, CUDA)(filters, logits, numbers, tokens)
 
     return Case(f"draws, {_word(dtype)}", run, dtype)
 

@@ -24,10 +24,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from engine.native.torch_library import FUNCTIONS
 
 CUDA = torch.device("cuda", 0)
 
@@ -195,7 +196,7 @@ class Watch(TorchDispatchMode):
                 return func(*args, **kwargs)
         if name.startswith(_OURS):
             with self:
-                return OPDEFS[name]._init_fn(*args, **kwargs)
+                return FUNCTIONS[name.removeprefix(_OURS)](*args, **kwargs)
         if name not in _WAITS:
             with self:
                 parts = func.decompose(*args, **kwargs)
