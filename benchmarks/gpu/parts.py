@@ -66,9 +66,7 @@ PEERS = (
     ),
     _library("generate_batch, flash", attention="flash_attention_2"),
 )
-ENGINE = Engine("headrace", options=ALONE)
-CHOOSING = Engine("headrace", options={**ALONE, "per_request_processors": True})
-"""Its requests may sample."""
+ENGINE = Engine("headrace", options={**ALONE, "per_request_processors": True})
 SAMPLED = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
 """As the generation config of Qwen3's checkpoints has it."""
 WAYS: tuple[tuple[str, Mapping[str, Any] | None], ...] = (("", None), (", sampled", SAMPLED))
@@ -106,7 +104,7 @@ def decode(session: Session) -> None:
     """
     sizes = session.sizes
     engine = session.start(
-        CHOOSING,
+        ENGINE,
         (max(*sizes.batches, sizes.prompts), sizes.prompt + sizes.output),
         (max(sizes.profiled, default=1), sizes.prompt + _profile_output(session)),
     )

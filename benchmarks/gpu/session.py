@@ -7,7 +7,6 @@ that time. Only one system computes at a time: the others are stopped, and keep 
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from benchmarks.gpu.record import Part
 from benchmarks.measures import decode_figures, medians, turn_figures
 from benchmarks.processes import System, SystemFailure
 from benchmarks.workloads import Lengths, Load, make_prompts
+from engine.planning.memory_plan import blocks_for
 
 DTYPE = "bfloat16"
 LEAST_S = 20.0
@@ -68,8 +68,8 @@ class Sizes:
     turns: int = 3
 
     def blocks(self, count: int, total: int) -> int:
-        """Blocks for so many requests of so many tokens."""
-        return count * math.ceil(total / self.block) + SPARE_BLOCKS
+        """Blocks for so many requests of so many tokens, with what is kept for their growth."""
+        return blocks_for(count, total, self.block) + SPARE_BLOCKS
 
 
 GPU_SIZES = Sizes(

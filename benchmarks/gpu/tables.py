@@ -166,8 +166,8 @@ def _smoke(rows: list[dict[str, Any]]) -> list[str]:
         ]
         lines += [
             "",
-            f"A step of {row['key'].removeprefix('busy at ')}: {row['launches'] / steps:.0f} kernels and copies in "
-            f"{span / steps * 1e3:.2f} ms, of which the device computes {row['busy_share']:.1%}.",
+            f"A step of {row['key'].removeprefix('busy at ')}: {row['launches'] / steps:.0f} "
+            f"kernels and copies in {span / steps * 1e3:.2f} ms, of which the device computes {row['busy_share']:.1%}.",
             "",
             *_table("kernel | a step | µs each | of the time", cells),
         ]

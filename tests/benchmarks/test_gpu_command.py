@@ -115,6 +115,12 @@ def run(folder: Path, *words: str) -> tuple[bool, dict[str, Any], list[str]]:
     return has_failed, record, said
 
 
+KEYS = [
+    *("decode at 1", "decode at 1, sampled", "decode at 4", "decode at 4, sampled"),
+    *("prefill", "tokens"),
+]
+
+
 def test_a_part_says_what_was_measured_and_how_far_from_the_floor(tmp_path: Path) -> None:
     has_failed, record, _ = run(tmp_path, "--part", "floors,decode-8b", "--turns", "2")
     assert not has_failed
@@ -125,7 +131,9 @@ def test_a_part_says_what_was_measured_and_how_far_from_the_floor(tmp_path: Path
     assert (part["state"], part["model"], part["commit"]) == ("complete", "qwen3-8b", "abc1234")
     assert part["versions"]["torch"] == "2.11.0"
     rows = {row["key"]: row for row in part["rows"]}
-    assert list(rows) == ["decode at 1", "decode at 4", "prefill", "tokens"]
+    assert list(rows) == KEYS
+    assert rows["decode at 4"]["sampling"] is None
+    assert rows["decode at 4, sampled"]["sampling"] == parts.SAMPLED
     four = rows["decode at 4"]
     assert len(four["turns"]) == 2
     assert "partial" not in four
@@ -211,7 +219,7 @@ def test_what_the_host_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_smoke_is_short_and_says_what_a_step_launches(tmp_path: Path) -> None:
     assert parts.smoke_sizes(GPU_SIZES).batches == parts.SMOKE_BATCHES
     assert parts.smoke_sizes(GPU_SIZES).profiled == parts.SMOKE_BATCHES
-    assert parts.MEASURING["smoke"].most_s == 180.0
+    assert parts.MEASURING["smoke"].most_s == 240.0
     _, record, _ = run(tmp_path, "--part", "smoke")
     part = record["parts"]["smoke"]
     assert part["state"] == "complete"
@@ -288,12 +296,7 @@ def test_what_is_measured_is_kept_when_time_is_over_and_taken_up_again(
     part = record["parts"]["decode-8b"]
     assert part["state"] == "complete"
     assert part["rows"][0] == before, "it was not measured again"
-    assert [row["key"] for row in part["rows"]] == [
-        "decode at 1",
-        "decode at 4",
-        "prefill",
-        "tokens",
-    ]
+    assert [row["key"] for row in part["rows"]] == KEYS
     assert "decode-8b: complete before" in run(tmp_path, *words, "--resume")[2]
     _, record, _ = run(tmp_path, *words)
     assert record["parts"]["decode-8b"]["rows"][0] != before, "without --resume it is"
@@ -314,7 +317,11 @@ def test_the_record_is_saved_with_every_turn(
 
     monkeypatch.setattr(Record, "save", watch)
     run(tmp_path, "--part", "decode-8b", "--turns", "2", "--batches", "2")
-    assert saved[:3] == [("decode at 2", 1, True), ("decode at 2", 2, False), ("prefill", 1, True)]
+    assert saved[:3] == [
+        ("decode at 2", 1, True),
+        ("decode at 2", 2, False),
+        ("decode at 2, sampled", 1, True),
+    ]
 
 
 def test_a_dirty_tree_and_other_versions_are_not_taken_up(tmp_path: Path) -> None:
@@ -383,7 +390,7 @@ def test_pytest_is_counted_and_stopped(tmp_path: Path) -> None:
 
 def test_there_is_no_such_device_part_or_size(tmp_path: Path) -> None:
     for words, message in (
-        (("--part", "x"), "'x' is no part; there are checks, smoke, floors, decode-8b"),
+        (("--part", "x"), "'x' is no part; there are checks, smoke, smoke-0.6b, floors"),
         (("--batches", "0"), "--batches: each must be at least 1"),
         (("--turns", "0"), "--turns must be at least 1"),
     ):
