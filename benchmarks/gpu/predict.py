@@ -7,8 +7,9 @@ beat, and beside what was measured, where something was.
 
     prompt         its operations, at that share + what small operations read and write + launches
 
-**These are estimates**: no constant here was measured on a device with these kernels. How many
-launches a step has is not estimated but counted, by the trace of tests/engine/cuda.
+The constants are of one H200 (docs/performance.md has what was measured there), chosen so that 8B's
+steps of 1, 32 and 128 requests are within the estimate; small models' products of many requests are
+slower than that. How many launches a step has is counted, by the trace of tests/engine/cuda.
 """
 
 from __future__ import annotations
@@ -30,17 +31,18 @@ TRACED_LAYERS = 3
 """Of the traced model."""
 H200 = Rates(bandwidth=4.3e12, matrix=790e12)
 """A copy and a product of bfloat16, as measured on such a card; a record has its device's own."""
-LAUNCH_S = (1.9e-6, 2.6e-6)
-"""What a small kernel takes in a graph besides its bytes: the least and the most that is told of
-Hopper devices.
+LAUNCH_S = (1.5e-6, 2.9e-6)
+"""What a small kernel takes in a graph: the least and the most of 8B's."""
+RATE_SHARES = {1: 0.93, 2: 0.83, 64: 0.78}
+"""The share of the copy's and the product's rates that products reach, from so many requests on.
+One token's are ours, and overlap with what is before them.
 """
-RATE_SHARE = 0.85
-"""The share of the copy's and the product's rates that products reach. With it and LAUNCH_S, 8B at
-one request on an H100 is 73 % of the floor, as SGLang reports of its own graphs (pull request
-21775).
-"""
-KV_SHARE = 0.8
-"""The share of the copy's rate at which a paged decode kernel reads KV."""
+KV_SHARES = {1: 0.7, 64: 0.82, 256: 0.94}
+"""The share of the copy's rate at which KV is read, likewise, with what merging cuts takes."""
+PROMPT_SHARE = 0.85
+"""Of the product's rate, in a step of prompts."""
+DRAW_S = (40e-6, 0.85e-6)
+"""What a draw of 152k logits with top_k takes: for itself, and for each row."""
 PROMPT_STEP = 8192
 """Tokens of a step of prompts."""
 _DTYPE = "bfloat16"
@@ -74,12 +76,16 @@ def read_counts(kind: str) -> Counts:
     return Counts(found["layer"], found["step"] - TRACED_LAYERS * found["layer"])
 
 
-def decode(model: str, batch: int, context: float, rates: Rates = H200) -> Predicted:
-    """A decode step of so many requests, each behind so many tokens."""
+def decode(
+    model: str, batch: int, context: float, rates: Rates = H200, *, draws: bool = False
+) -> Predicted:
+    """A decode step of so many requests, each behind so many tokens; draws: tokens are drawn."""
     shape, launches = shape_of(SHAPES[model]), read_counts("decode").of(_layers(model))
     kv_s = batch * context * shape.kv_bytes(_DTYPE) / rates.bandwidth
     products_s = step_s(shape, _DTYPE, batch, context, rates) - kv_s
-    base_s = products_s / RATE_SHARE + kv_s / KV_SHARE
+    base_s = products_s / _share(RATE_SHARES, batch) + kv_s / _share(KV_SHARES, batch)
+    if draws:
+        base_s += DRAW_S[0] + batch * DRAW_S[1]
     return Predicted(*(base_s + launches * each for each in LAUNCH_S), launches)
 
 
@@ -87,9 +93,13 @@ def prompt(model: str, tokens: int, rates: Rates = H200) -> Predicted:
     """A prompt of so many tokens, in a step with others."""
     launches = read_counts("prefill").of(_layers(model))
     products_s = prompts_s(shape_of(SHAPES[model]), [Lengths(tokens, 1)], rates)
-    base_s = products_s / RATE_SHARE + tokens * small_bytes(SHAPES[model]) / rates.bandwidth
+    base_s = products_s / PROMPT_SHARE + tokens * small_bytes(SHAPES[model]) / rates.bandwidth
     share = tokens / PROMPT_STEP
     return Predicted(*(base_s + share * launches * each for each in LAUNCH_S), launches)
+
+
+def _share(shares: Mapping[int, float], batch: int) -> float:
+    return shares[max(most for most in shares if most <= batch)]
 
 
 def small_bytes(config: Mapping[str, Any]) -> int:
@@ -113,7 +123,7 @@ def rates_of(record: Mapping[str, Any]) -> Rates:
 def steps_of(record: Mapping[str, Any]) -> dict[str, dict[int, float]]:
     """Seconds of the decode steps of a record, by model and requests."""
     found: dict[str, dict[int, float]] = {}
-    for name in ("decode-8b", "decode-4b"):
+    for name in ("smoke", "smoke-0.6b", "decode-8b", "decode-4b"):
         part = record["parts"].get(name, {"rows": []})
         for row in part["rows"]:
             is_greedy = row.get("sampling") is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ NO_GPU = (
     "**This ran on a CPU**, to show that the command works. Nothing here is a figure of a GPU, or "
     "of anything else."
 )
+LEAST_SHOWN = 0.01
+"""The share of a step's time from which on a kernel is shown; the record has more of them."""
 STATES = {
     "complete": "",
     "quick": "",
@@ -149,7 +152,7 @@ def _decode(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _smoke(rows: list[dict[str, Any]]) -> list[str]:
-    """Decode, and what a step launches: kernels by the time that they take in it."""
+    """Decode, and what a step launches: kernels by the time that they take in it, the longest."""
     lines = _decode(rows)
     for row in rows:
         if not row["key"].startswith("busy at"):
@@ -163,11 +166,13 @@ def _smoke(rows: list[dict[str, Any]]) -> list[str]:
                 f"{kernel['seconds'] / span:.1%}",
             ]
             for kernel in row["kernels"]
+            if kernel["seconds"] >= LEAST_SHOWN * span
         ]
         lines += [
             "",
             f"A step of {row['key'].removeprefix('busy at ')}: {row['launches'] / steps:.0f} "
-            f"kernels and copies in {span / steps * 1e3:.2f} ms, of which the device computes {row['busy_share']:.1%}.",
+            f"kernels and copies in {span / steps * 1e3:.2f} ms, of which the device computes "
+            f"{row['busy_share']:.1%}.",
             "",
             *_table("kernel | a step | µs each | of the time", cells),
         ]
@@ -223,14 +228,15 @@ def predictions(
     """
     least, most = (each * 1e6 for each in predict.LAUNCH_S)
     cells, context = [], sizes.prompt + sizes.output // 2
-    for model in ("qwen3-8b", "qwen3-4b"):
+    for model in ("qwen3-8b", "qwen3-4b", "qwen3-0.6b"):
         shape = shape_of(SHAPES[model])
-        for batch in sizes.batches:
-            found = predict.decode(model, batch, context, rates)
+        for batch, draws in itertools.product(sizes.batches, (False, True)):
+            found = predict.decode(model, batch, context, rates, draws=draws)
             floor_s = step_s(shape, "bfloat16", batch, context, rates)
-            known = measured.get(model, {}).get(batch)
+            known = None if draws else measured.get(model, {}).get(batch)
             told = "" if known is None else f"{figure(known * 1e3)} ({floor_s / known:.0%})"
-            cells.append([model, f"decode of {batch}", *_estimate(found, floor_s, batch), told])
+            step = f"decode of {batch}{', sampled' if draws else ''}"
+            cells.append([model, step, *_estimate(found, floor_s, batch), told])
         found = predict.prompt(model, sizes.prompt, rates)
         floor_s = prompts_s(shape, [Lengths(sizes.prompt, 1)], rates)
         step = [model, f"a prompt of {sizes.prompt}"]
@@ -238,11 +244,16 @@ def predictions(
     head = "model | step | launches | least ms | predicted ms | predicted tok/s | of the floor"
     return [
         f"Estimates: {rates.bandwidth / 1e12:.3g} TB/s and {rates.matrix / 1e12:.0f} TFLOP/s, of "
-        f"which products reach {predict.RATE_SHARE:.0%} and attention {predict.KV_SHARE:.0%}; "
-        f"{least:g} to {most:g} µs for each launch in a graph. Launches are counted by the trace.",
+        f"which products reach {_range(predict.RATE_SHARES)} and attention "
+        f"{_range(predict.KV_SHARES)}, by the number of requests; {least:g} to {most:g} µs for "
+        "each launch in a graph. Launches are counted by the trace.",
         "",
         *_table(f"{head} | measured ms", cells),
     ]
+
+
+def _range(shares: Mapping[int, float]) -> str:
+    return f"{min(shares.values()):.0%} to {max(shares.values()):.0%}"
 
 
 def _estimate(found: predict.Predicted, floor_s: float, tokens: int) -> list[str]:

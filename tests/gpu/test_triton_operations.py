@@ -59,6 +59,23 @@ def numbers(request: pytest.FixtureRequest, device: torch.device) -> Numbers:
     return Numbers(device, request.param)
 
 
+# ---- products ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(5, 3), (4096, 9), (4100, 130), (9000, 1)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_of_one_token(inputs: int, outputs: int, biased: bool, numbers: Numbers) -> None:
+    """Of other types, and of more tokens, it is torch's."""
+    x, weight = numbers(1, inputs), numbers(outputs, inputs)
+    bias = numbers(outputs) if biased else None
+    right = torch.nn.functional.linear(
+        x.double(), weight.double(), None if bias is None else bias.double()
+    )
+    found = TRITON.multiply(x, weight, bias)
+    assert found.dtype is x.dtype
+    torch.testing.assert_close(found.double(), right, rtol=1e-2, atol=1e-2 * inputs**0.5)
+
+
 # ---- sums and norms ----------------------------------------------------------------------------
 
 

@@ -143,7 +143,7 @@ RESTS = (
 )
 
 
-def between(rest: Rest, dtype: torch.dtype) -> Case:
+def between(rest: Rest, dtype: torch.dtype, properties: Properties = HOPPER) -> Case:
     """The kernels of a layer beside its attention."""
 
     def run() -> None:
@@ -174,7 +174,9 @@ def between(rest: Rest, dtype: torch.dtype) -> Case:
         operations.multiply(zeros(1, rest.width), zeros(2 * rest.inner, rest.width), None)
         operations.multiply(zeros(1, rest.inner), zeros(rest.width, rest.inner), zeros(rest.width))
 
-    return Case(f"{rest.name}, beside attention, {_word(dtype)}", run, dtype)
+    where = f"{properties.major}.{properties.minor}"
+    name = f"{rest.name}, beside attention, capability {where}, {_word(dtype)}"
+    return Case(name, run, dtype, properties=properties)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +279,17 @@ def every_case() -> Iterator[Case]:
         yield draws(dtype)
 
 
+AHEAD: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("write_kernel", "merge_kernel", "prefill_kernel"), frozenset()),
+    **dict.fromkeys(("add_norm_kernel", "rotate_kernel", "gate_kernel"), frozenset()),
+    "decode_kernel": frozenset({"starts", "counts"}),
+    "product_kernel": frozenset({"weight"}),
+}
+"""The kernels that may start before the one in front has ended, and what they may read by then:
+what no kernel writes.
+"""
+
+
 def faults(case: Case, found: Found) -> list[str]:
     """What is wrong with a compiled kernel; nothing if it is as it should be.
 
@@ -286,6 +299,13 @@ def faults(case: Case, found: Found) -> list[str]:
     elements at once (only those of Hopper are told).
     """
     wrong = []
+    if (allowed := AHEAD.get(found.kernel)) is not None and case.properties.major >= 9:
+        if found.ahead is None:
+            wrong.append("it does not wait for the kernel in front of it")
+        elif early := found.ahead - allowed:
+            wrong.append(f"it uses {', '.join(sorted(early))} before it has waited")
+    elif found.ahead is not None:
+        wrong.append("it waits, where nothing starts early")
     shared = case.properties.shared_memory_per_block_optin
     if found.shared > shared:
         wrong.append(f"{found.shared} bytes of shared memory, and there are {shared}")

@@ -25,6 +25,10 @@ from tests.engine.cuda.watch import HOPPER, Properties, Watch, fake_cuda
 _PRODUCT = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k")
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*?\], \[[^\]]*\], (?:0x)?([0-9a-f]+)")
 _LOAD = re.compile(r"\bld\.global(?:\.L1::\w+|\.L2::\w+)*(?:\.v(\d))?\.b(\d+)")
+_WAIT = "griddepcontrol.wait"
+_MEMORY = re.compile(r"\b(?:ld|st|atom|red|cp\.async[\w.]*)\.global\b|\bcp\.async\.")
+_PARAMETER = re.compile(r"_param_(\d+)\]")
+_REGISTER = re.compile(r"%\w+")
 _LOCAL = re.compile(r"\b(?:STACK|LOCAL):(\d+)")
 
 
@@ -39,6 +43,8 @@ class Found:
         products: N of its warp group matrix products (64 × N), each once; empty: it has none.
         copies: bytes of its asynchronous copies, each once.
         loads: bytes of its other reads of the device's memory, each once.
+        ahead: the arguments whose memory it reads or writes before it waits for the kernel in front
+            of it; None: it does not wait.
     """
 
     kernel: str
@@ -47,6 +53,7 @@ class Found:
     products: tuple[int, ...]
     copies: tuple[int, ...]
     loads: tuple[int, ...] = ()
+    ahead: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +81,12 @@ def compile_all(run: Callable[[], object], properties: Properties = HOPPER) -> l
         given = {name: mocked(value) for name, value in kwargs.items()}
         launches.append(_Launch(kernel, grid, tuple(mocked(one) for one in args), given))
 
+    from engine.attention.triton_launch import device_size
+
+    device_size.cache_clear()  # it may know another stand-in
     with fake_cuda(Watch(), note, properties), torch.inference_mode():
         run()
+    device_size.cache_clear()
     with _driver(10 * properties.major + properties.minor):
         return [_compile(launch) for launch in launches]
 
@@ -92,7 +103,35 @@ def _compile(launch: _Launch) -> Found:
         products=tuple(sorted({int(found) for found in _PRODUCT.findall(ptx)})),
         copies=tuple(sorted({int(found, 16) for found in _COPY.findall(ptx)})),
         loads=tuple(sorted({int(n or 1) * int(bits) // 8 for n, bits in _LOAD.findall(ptx)})),
+        ahead=_ahead(
+            ptx, [name for name, kind in made.src.signature.items() if kind != "constexpr"]
+        ),
     )
+
+
+def _ahead(ptx: str, arguments: list[str]) -> frozenset[str] | None:
+    """See `Found.ahead`: what addresses are computed from is followed from register to register."""
+    before, waits, _ = ptx.partition(_WAIT)
+    if not waits:
+        return None
+    origins: dict[str, frozenset[str]] = {}
+    found: frozenset[str] = frozenset()
+    for line in before.splitlines():
+        if match := _PARAMETER.search(line):
+            place = int(match.group(1))
+            name = arguments[place] if place < len(arguments) else "scratch"
+            origins[_REGISTER.findall(line)[0]] = frozenset({name})
+            continue
+        registers = _REGISTER.findall(line)
+        if _MEMORY.search(line):
+            address = line[line.index("[") : line.index("]")]
+            found |= frozenset().union(
+                *(origins.get(one, ()) for one in _REGISTER.findall(address))
+            )
+        elif registers:
+            of = [origins.get(one, frozenset()) for one in registers[1:]]
+            origins[registers[0]] = origins.get(registers[0], frozenset()).union(*of)
+    return found
 
 
 def _spilled(cubin: bytes) -> int:

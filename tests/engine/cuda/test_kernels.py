@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.engine.cuda.kernel_cases import (
+    AHEAD,
     LAYERS,
     MIXTURES,
     RESTS,
@@ -23,9 +24,13 @@ from tests.engine.cuda.kernel_cases import (
     selection,
 )
 from tests.engine.cuda.kernels import compile_all
-from tests.engine.cuda.watch import ADA, AMPERE, HOPPER
+from tests.engine.cuda.watch import ADA, AMPERE, CUDA, HOPPER
 
-pytest.importorskip("triton", reason="Triton is not installed here")
+triton = pytest.importorskip("triton", reason="Triton is not installed here")
+
+import triton.language as tl
+
+from engine.attention.triton_kernels.overlap import wait_for_last
 
 HALF = torch.bfloat16
 QWEN = LAYERS[0]
@@ -35,6 +40,7 @@ FEW = [
     attention(LAYERS[3], 32, torch.float16, "prefill"),
     attention(LAYERS[-1], 16, HALF, "prefill"),
     *(between(RESTS[0], dtype) for dtype in (HALF, torch.float16)),
+    between(RESTS[0], HALF, AMPERE),
     experts(MIXTURES[0], torch.float16),
     experts(MIXTURES[1], HALF, AMPERE),
     selection(counts=False),
@@ -74,6 +80,36 @@ def test_a_kernel_is_as_it_should_be(case: Case) -> None:
     assert found
     wrong = {one.kernel: faults(case, one) for one in found}
     assert not any(wrong.values()), wrong
+
+
+@triton.jit
+def early_kernel(x, weight, output, SIZE: tl.constexpr, BEFORE: tl.constexpr):
+    place = tl.arange(0, SIZE)
+    made = tl.load(weight + place)
+    if BEFORE:
+        made += tl.load(x + place)
+    wait_for_last(True)
+    if not BEFORE:
+        made += tl.load(x + place)
+    tl.store(output + place, made)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_an_early_read_is_seen(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> None:
+        x, weight, output = torch.zeros((3, 64), device=CUDA).unbind()
+        early_kernel[(1,)](
+            x, weight, output, SIZE=64, BEFORE=before, launch_pdl=True, enable_fp_fusion=False
+        )
+
+    monkeypatch.setitem(AHEAD, "early_kernel", frozenset({"weight"}))
+    case = Case("an early read", run, torch.float32)
+    [found] = compile_all(run)
+    assert faults(case, found) == (["it uses x before it has waited"] if before else [])
+    monkeypatch.setitem(AHEAD, "early_kernel", frozenset({"weight", "x"}))
+    assert faults(case, found) == []
+    monkeypatch.delitem(AHEAD, "early_kernel")
+    assert faults(case, found) == ["it waits, where nothing starts early"]
 
 
 @pytest.mark.parametrize(

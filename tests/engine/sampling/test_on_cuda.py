@@ -18,6 +18,7 @@ from engine.runner.input_batch import PromptRows
 from engine.runner.launched import InputBuffers, LaunchedStep
 from engine.runner.prompt_logprobs import PromptReport, report_prompts
 from engine.sampling import sampler as sampler_module
+from engine.sampling.plain import COLUMNS, PlainKind, choose_draws
 from engine.sampling.sampler import Sampler
 from tests.engine.cuda.watch import CUDA, DeviceFault, Watch, fake_cuda
 from tests.engine.sampling.helpers import make
@@ -84,6 +85,23 @@ def test_no_option_waits_or_launches_more_for_more_requests(name: str, watch: Wa
         return _sample(watch, sampler, requests)
 
     assert launches(1) == launches(9)
+    assert not watch.faults
+
+
+@pytest.mark.parametrize("rows", [1, 64, 256])
+@pytest.mark.parametrize(("filters", "most"), [(False, 2), (True, 4)])
+def test_a_captured_draw_is_few_launches(filters: bool, most: int, rows: int, watch: Watch) -> None:
+    """However many rows there are; two places for results are no launches."""
+    pytest.importorskip("triton")
+    kind = PlainKind.FILTERED if filters else PlainKind.DRAWN
+    logits = torch.empty((rows, 151_936), dtype=torch.bfloat16, device=CUDA)
+    numbers = torch.empty((rows, COLUMNS), dtype=torch.float64, device=CUDA)
+    tokens = torch.empty(rows, dtype=torch.int64, device=CUDA)
+    draws = choose_draws(logits)
+    before = len(watch.launches)
+    with watch.watching(allows_copies=False):
+        draws(kind, logits, numbers, tokens)
+    assert len(watch.launches) - before == most
     assert not watch.faults
 
 
