@@ -15,7 +15,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,7 @@ from engine.contract.errors import InsufficientMemoryError, ModelRefusedError
 from engine.contract.startup import KERNELS, VERIFY, WEIGHTS, enter
 from engine.contract.types import TokenId
 from engine.loading.checkpoint import Checkpoint, read_checkpoint, resolve_path
+from engine.loading.driver import why_unusable
 from engine.loading.gate import (
     ModelProbe,
     NotFiniteError,
@@ -67,6 +68,7 @@ from engine.loading.weights import read_weights
 from engine.models import choosing
 from engine.models.choosing import (
     NOT_ASKED,
+    CausalDecoder,
     Plan,
     exact_sums,
     make_decoder,
@@ -76,6 +78,8 @@ from engine.models.experts import choose_experts
 from engine.models.held_layer import HeldLayer
 
 if TYPE_CHECKING:
+    from engine.contract.rope import RopeLengths
+    from engine.loading.view import ModelView
     from engine.parallel.leader import Leader
     from engine.parallel.ranks import Ranks
 
@@ -153,6 +157,29 @@ def prepare_model(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """What runs a model's steps, and what it is judged by.
+
+    Attributes:
+        model: the view's model, or the original if it is split.
+        view: the original with our attention; None if the model is split.
+        rope: how its rotary frequencies depend on lengths, if they do.
+        backend: its attention.
+        probe: what was observed of the model before its weights were packed.
+        decoder: our decoder; None if the model's own modules run steps.
+        was_packed: whether weights were packed or joined after the probe.
+    """
+
+    model: PreTrainedModel
+    view: ModelView | None
+    rope: RopeLengths | None
+    backend: AttentionBackend
+    probe: ModelProbe
+    decoder: CausalDecoder | None
+    was_packed: bool
+
+
 @exact_sums()
 def verify_model(
     model: PreTrainedModel,
@@ -187,12 +214,56 @@ def verify_model(
     enter(progress, KERNELS)
     register()
     check_config(model.config, type(model))
-    backend = choose_backend(model.device, model.dtype, attention)
     parameters = model.num_parameters()  # packed weights are no longer parameters
-    if packing == "int8":
-        progress(str(pack_model(model, packing)))
-    original, view, rope = model, None, None
-    if ranks is None:  # the hooks of a split model are bound to its own modules
+    backend = choose_backend(model.device, model.dtype, attention)
+    ready = _prepare(model, backend, attention, packing, own_decoder, ranks is not None, progress)
+    probe = ready.probe
+    if ranks is not None:
+        probe = replace(probe, logits=whole_logits(ready.model, probe))
+    self_check(
+        *(ready.model, probe, ready.backend, model.device, ready.decoder),
+        was_packed=ready.was_packed,
+    )
+    name = ready.backend.name
+    progress(f"verified: paged attention ({name}) equals the model's own in every layer")
+    trim()
+    vocab_size = min(num_embeddings(ready.model), probe.logits[0].shape[-1])
+    return VerifiedModel(
+        model=ready.model,
+        original=model,
+        path=path,
+        device=model.device,
+        dtype=model.dtype,
+        backend=ready.backend,
+        probe=probe,
+        context_length=context_length(model.config.get_text_config(), ready.rope),
+        vocab_size=vocab_size,
+        parameters=parameters,
+        eos_token_ids=eos_token_ids(model.generation_config, model.config, vocab_size),
+        default_sampling=default_sampling(model.generation_config),
+        ranks=ranks,
+        leader=_leader(ranks),
+        view=ready.view,
+        rope=ready.rope,
+        decoder=ready.decoder,
+        watch=None if ready.view is None else ModelWatch(model, replaces_itself),
+    )
+
+
+def _prepare(
+    original: PreTrainedModel,
+    backend: AttentionBackend,
+    attention: str,
+    packing: Packing | None,
+    own_decoder: bool,
+    is_split: bool,
+    progress: Callable[[str], None],
+) -> _Prepared:
+    """Observe a model, pack its weights, and make what runs its steps."""
+    if packing == "int8":  # it changes results, so the packed model is the one that is observed
+        progress(str(pack_model(original, packing)))
+    model, view, rope = original, None, None
+    if not is_split:  # the hooks of a split model are bound to its own modules
         view, model, rope = make_view(original)
     is_packed = packing in ("native", "int8")
     backend, probe, plan = _probe(model, backend, attention, is_packed if own_decoder else None)
@@ -206,34 +277,16 @@ def verify_model(
     if view is not None:
         choose_experts(model, backend, progress)
     decoder = make_decoder(model, plan, backend, [shape.window for shape in probe.shapes], progress)
-    del plan  # what was recorded of the model
     if own_decoder and decoder is None and view is not None:
         was_packed |= _join(model, probe, progress)
-    if ranks is not None:
-        probe = replace(probe, logits=whole_logits(model, probe))
-    self_check(model, probe, backend, model.device, decoder, was_packed=was_packed)
-    progress(f"verified: paged attention ({backend.name}) equals the model's own in every layer")
-    trim()
-    vocab_size = min(num_embeddings(model), probe.logits[0].shape[-1])
-    return VerifiedModel(
+    return _Prepared(
         model=model,
-        original=original,
-        path=path,
-        device=model.device,
-        dtype=model.dtype,
-        backend=backend,
-        probe=probe,
-        context_length=context_length(model.config.get_text_config(), rope),
-        vocab_size=vocab_size,
-        parameters=parameters,
-        eos_token_ids=eos_token_ids(model.generation_config, model.config, vocab_size),
-        default_sampling=default_sampling(model.generation_config),
-        ranks=ranks,
-        leader=_leader(ranks),
         view=view,
         rope=rope,
+        backend=backend,
+        probe=probe,
         decoder=decoder,
-        watch=None if view is None else ModelWatch(original, replaces_itself),
+        was_packed=was_packed,
     )
 
 
@@ -368,10 +421,15 @@ def _device(load_config: LoadConfig) -> torch.device:
     """The device to use; resolves "auto".
 
     Raises:
-        ModelRefusedError: CUDA is requested but not available.
+        ModelRefusedError: CUDA is requested but not available, or there is a GPU whose driver is
+            too old for this torch.
     """
     if load_config.device == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        if torch.cuda.is_available():
+            return torch.device("cuda:0")
+        if (why := why_unusable(torch.version.cuda)) is not None:
+            raise ModelRefusedError(f"device is auto, and {why}, or use cpu")
+        return torch.device("cpu")
     device = torch.device(load_config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelRefusedError("device is cuda, but torch finds no CUDA device here; use cpu")

@@ -153,16 +153,23 @@ def operations_for(device: torch.device, dtype: torch.dtype) -> Operations:
 
 @contextmanager
 def exact_sums() -> Iterator[None]:
-    """A block in which products of 16-bit types on CUDA are summed in float32 throughout. Otherwise
-    the same product may have other roundings beside another one, which a comparison would find, and
-    whose sum over all layers the load gate might take for a fault.
+    """A block in which products on CUDA are exact: those of 16-bit types are summed in float32
+    throughout, and those of float32 do not use TF32, whatever the process has set. Otherwise equal
+    products may be rounded differently, and the load gate might take the sum of these differences
+    over all layers for a fault.
     """
     settings = torch.backends.cuda.matmul
-    before = [getattr(settings, name) for name in _REDUCTIONS]
+    exact: dict[str, object] = {**dict.fromkeys(_REDUCTIONS, False), "allow_tf32": False}
     try:
-        for name in _REDUCTIONS:
-            setattr(settings, name, False)
+        before = {name: getattr(settings, name) for name in exact}
+    except RuntimeError:
+        # The process has used torch's newer setting, which forbids reading this one.
+        exact["fp32_precision"] = exact.pop("allow_tf32") or "ieee"
+        before = {name: getattr(settings, name) for name in exact}
+    try:
+        for name, value in exact.items():
+            setattr(settings, name, value)
         yield
     finally:
-        for name, value in zip(_REDUCTIONS, before, strict=True):
+        for name, value in before.items():
             setattr(settings, name, value)

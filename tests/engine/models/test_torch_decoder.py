@@ -339,3 +339,20 @@ def test_wrong_operations_are_found(fault: str, said: str, monkeypatch: pytest.M
     monkeypatch.setattr(choosing, "operations_for", lambda *_: _Wrong(fault))
     with pytest.raises(ModelRefusedError, match=said):
         verify(make("qwen3"))
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_a_model_is_judged_without_tf32(newer: bool) -> None:
+    """Whatever the process has set, by torch's older setting or by its newer one."""
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    try:
+        if newer:
+            settings.fp32_precision = "tf32"
+        else:
+            settings.allow_tf32 = True
+        with choosing.exact_sums():
+            assert settings.fp32_precision == "ieee"
+        assert settings.fp32_precision == "tf32"
+    finally:
+        settings.fp32_precision = before
