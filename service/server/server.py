@@ -125,36 +125,53 @@ class HeadraceServer:
         self._load_tokenizer = tokenizer_loader
         self.instance_id = f"hr-{secrets.token_hex(8)}"
         self.state = ServerState(self.instance_id)
+        self._door_secret = secrets.token_hex(32)
+        self._startup: dict[str, float] = {}
+        self._wire_calls()
+        self._wire_requests(clock, jitter)
+        self._wire_engine(restart_delay_s, clock)
+        self._expect_start()
+
+    def _wire_calls(self) -> None:
+        """What calls meet first: it counts them, and reads their messages within limits."""
+        config = self._config
+        self.recovery = Recovery(self.state.refusals)
+        self.reading = Reading(
+            config.message_timeout_s, config.max_receive_bytes, most_received(config)
+        )
+
+    def _wire_requests(self, clock: Callable[[], float], jitter: Callable[[], float]) -> None:
+        """What admits requests, keeps them until their end, and processes long texts."""
+        config = self._config
         # One more thread, which loads tokenizers and gives memory back.
         self._threads = started_pool(THREADS + 1, "headrace-text")
         freed = GivingBack(self._threads).freed
         self.limits = ServerLimits(config, clock, jitter, freed)
         self.registry = Registry(
-            client, retention_of(config), self.limits.admission, flow_of(config)
+            self._client, retention_of(config), self.limits.admission, flow_of(config)
         )
         self.text_pool = TextPool(self._threads, clock)
-        self.loads = LoadWatch(client, clock)
+
+    def _wire_engine(self, restart_delay_s: float, clock: Callable[[], float]) -> None:
+        """What watches the engine, restarts it, and reports on it."""
+        self.loads = LoadWatch(self._client, clock)
         self._telemetry = telemetry.ServerTelemetry()
-        self.recovery = Recovery(self.state.refusals)
-        self.reading = Reading(
-            config.message_timeout_s, config.max_receive_bytes, most_received(config)
-        )
         self.health = self._make_health()
         self.supervisor = Supervisor(
-            client, self.state, self.health, self._load, first_delay_s=restart_delay_s
+            self._client, self.state, self.health, self._load, first_delay_s=restart_delay_s
         )
         self._figures = self._make_figures()
         self.control = Control(
-            client,
+            self._client,
             self.state,
             self.registry,
-            log_level=config.log_level,
+            log_level=self._config.log_level,
             figures=self._figures,
             begin_drain=self.begin_drain,
         )
-        self._door_secret = secrets.token_hex(32)
-        self._startup: dict[str, float] = {}
-        # Made by `start`.
+
+    def _expect_start(self) -> None:
+        """What `start` makes, and the tasks that run from then on."""
         self._authenticator = Authenticator(None)
         self._tls: Tls | None = None
         self._text: ModelText | None = None
@@ -164,7 +181,6 @@ class HeadraceServer:
         self.health_bound: Address | None = None
         self.sockets = UnixSockets()
         self.door: HttpDoor | None = None
-        # What goes on.
         self._loading: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[Exception] | None = None
         self._polling: asyncio.Task[None] | None = None
