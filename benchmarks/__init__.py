@@ -1,1 +1,1 @@
-"""Measurements: named workloads, paired runs, one results format."""
+"""Measurements: named workloads, paired runs, and one results format."""

@@ -31,7 +31,7 @@ LOCAL = ROOT / "benchmarks" / "results" / "local"
 
 
 def main() -> None:
-    """Run it."""
+    """Run the command."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="Measure Headrace beside other systems."
     )
@@ -148,7 +148,7 @@ def _report(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    """What the arguments ask for. Raises ValueError."""
+    """Return the plan that the arguments ask for. Raises ValueError."""
     systems = {**SYSTEMS, **dict(map(_variant, arguments.variant))}
     names = _chosen("system", arguments.systems, systems)
     for name in names if arguments.instructions else ():
@@ -202,7 +202,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 
 def _variant(text: str) -> tuple[str, SystemSpec]:
-    """A system under another name, with more options. Raises ValueError."""
+    """Return a system under another name, with additional options. Raises ValueError."""
     name, _, rest = text.partition("=")
     system, _, options = rest.partition(":")
     try:
@@ -224,8 +224,8 @@ def _chosen(kind: str, text: str, known: Mapping[str, object]) -> list[str]:
 
 
 def checkpoint(name: str, cache: Path) -> Path:
-    """The folder of a named checkpoint, made if it is not there; in a process that ends, since
-    torch is large.
+    """Return the folder of a named checkpoint, which is made if it does not exist. A separate
+    process makes it, because torch takes much memory.
     """
     folder: Path = cache / "models" / name
     if not (folder / "config.json").is_file():

@@ -13,8 +13,8 @@ from pathlib import Path
 
 
 def rewrite_blocks(text: str, kind: str, tell: Callable[[str], str]) -> str:
-    """A document's text with its blocks of a kind written anew. tell: what a block says, by the
-    name of its record.
+    """Return a document's text with its blocks of a kind rewritten. tell: returns the text of a
+    block, given the name of its record.
     """
     return re.sub(
         rf"(<!-- {kind}: (\S+) -->\n).*?(<!-- end of {kind} -->)",
@@ -25,7 +25,7 @@ def rewrite_blocks(text: str, kind: str, tell: Callable[[str], str]) -> str:
 
 
 def update_document(document: Path, rewrite: Callable[[str], str], *, check: bool) -> bool:
-    """Write a document anew. Returns whether it was as it should be. check: only look."""
+    """Rewrite a document. Returns whether it was already up to date. check: do not write."""
     old = document.read_text()
     new = rewrite(old)
     if new != old and not check:

@@ -57,7 +57,7 @@ _ENGINE, _SERVER, _LIBRARY, _MACHINE = (
 )
 _LOAD_S, _TURN_S = 300.0, 600.0
 _DECODED = Lengths(prompt=4 * 32 + 1, output=24)
-"""What the prefix cache has of the prompt is whole blocks, and never its last token."""
+"""The prefix cache holds only whole blocks of the prompt, and never its last token."""
 _READY = "qwen3-0.6b"
 
 
@@ -67,12 +67,12 @@ class Case:
 
     Attributes:
         part, name: where it is in the record.
-        about: for the table.
-        unit: of its figure.
-        aim: the ratio that is wanted; None: none is.
+        about: its description in the table.
+        unit: the unit of the result.
+        aim: the target ratio; None if there is none.
         lengths: the requests.
-        is_decode: the figure is that of decoding alone, and prompts are always the same.
-        turns: the figures so far, by system.
+        is_decode: whether only decoding is measured; the prompts are then always the same.
+        turns: the results so far, by system.
     """
 
     part: str
@@ -85,12 +85,14 @@ class Case:
     turns: dict[str, list[float]] = field(default_factory=dict)
 
     def order(self, vocab_size: int, turn: int) -> dict[str, Any]:
-        """A turn's requests, for an adapter."""
+        """Return a turn's requests, for an adapter."""
         seed = "decode" if self.is_decode else f"{self.name}, turn {turn}"
         return _order(self.lengths, vocab_size, seed)
 
     def figure(self, replies: list[dict[str, Any]]) -> float:
-        """Tokens a second. Raises SystemFailure if there was no time when all decoded."""
+        """Return the tokens per second. Raises SystemFailure if the requests never all decoded at
+        the same time.
+        """
         prompts = [one.prompt for one in self.lengths]
         if not self.is_decode:
             return turn_figures(prompts, replies)["output_rate"]
@@ -116,16 +118,16 @@ class Book:
         }
 
     def has(self, part: str, name: str, turns: int) -> bool:
-        """Whether a case was measured in so many turns."""
+        """Whether a case was measured in at least this many turns."""
         found = self.record["cases"].get(part, {}).get(name, {}).get("turns", {})
         return bool(found) and min(map(len, found.values())) >= turns
 
     def forget(self, part: str) -> None:
-        """A part is measured anew."""
+        """Remove a part, which is to be measured again."""
         self.record["cases"].pop(part, None)
 
     def add(self, case: Case, rates: Mapping[str, float]) -> None:
-        """Write a case down."""
+        """Add a case to the record."""
         self._write(
             case,
             {
@@ -144,7 +146,7 @@ class Book:
             )
 
     def fail(self, case: Case, failure: SystemFailure) -> None:
-        """Write down that a case could not be measured."""
+        """Record that a case could not be measured."""
         why = str(failure).splitlines()[0]
         print(f"  {case.name} is left out: {failure}", flush=True)
         self._write(case, {**self._stamp, "about": case.about, "failure": why})
@@ -156,7 +158,7 @@ class Book:
 
 
 class Bench:
-    """Starts systems, and has them take turns."""
+    """Starts systems and runs their turns alternately."""
 
     def __init__(self, arguments: argparse.Namespace, book: Book) -> None:
         self._baseline: Path = arguments.baseline.resolve()
@@ -169,7 +171,7 @@ class Bench:
         self._logs.mkdir(parents=True, exist_ok=True)
 
     def is_late(self) -> bool:
-        """Whether nothing more is begun."""
+        """Whether it is too late to begin anything."""
         return time.monotonic() > self._until
 
     def has(self, part: str, *names: str) -> bool:
@@ -178,7 +180,7 @@ class Bench:
 
     @contextmanager
     def machine(self) -> Iterator[Callable[[], dict[str, float]]]:
-        """A function that measures the machine's rates."""
+        """Yield a function that measures the machine's rates."""
         helper = self._start("machine", _MACHINE, ROOT)
         try:
             helper.load({"model": "", "dtype": "bfloat16", "threads": self._threads}, _LOAD_S)
@@ -194,9 +196,9 @@ class Bench:
         dtype: str,
         systems: Mapping[str, tuple[str, dict[str, Any]]],
     ) -> None:
-        """Load systems on a model, and measure cases one after the other.
+        """Load systems on a model and measure the cases in order.
 
-        systems: adapter and its options, by name.
+        systems: the adapter of each system and its options, by name.
         """
         print(f"{cases[0].part}: {model.name}, {cases[0].about}", flush=True)
         vocab_size = read_vocab_size(model)
@@ -218,8 +220,8 @@ class Bench:
                         self._book.fail(case, failure)
 
     def measure_ready(self, cases: list[Case], model: Path) -> None:
-        """Start servers anew in each turn. cases: seconds, most memory until they are ready, memory
-        after some tokens.
+        """Restart the servers in each turn. cases: the seconds until they are ready, their peak
+        memory until then, and their memory after some tokens.
         """
         order = _order([Lengths(128, 8)], read_vocab_size(model), "ready")
         with self.machine() as rates:
@@ -266,7 +268,7 @@ class Bench:
     def _load(
         self, model: Path, dtype: str, options: dict[str, Any], cases: list[Case]
     ) -> dict[str, Any]:
-        """What an adapter is told to load."""
+        """Return an adapter's order to load a model."""
         every = [one for case in cases for one in case.lengths] or [Lengths(1024, 64)]
         tokens = 2 * max(sum(one.total for one in case.lengths or every) for case in cases)
         return {
@@ -285,7 +287,7 @@ class Bench:
 
 
 def _order(lengths: list[Lengths], vocab_size: int, seed: str) -> dict[str, Any]:
-    """What an adapter is told to run."""
+    """Return an adapter's order to run a turn."""
     prompts = make_prompts(lengths, vocab_size, seed)
     return {
         "requests": [
@@ -296,18 +298,18 @@ def _order(lengths: list[Lengths], vocab_size: int, seed: str) -> dict[str, Any]
 
 
 def _in_order(turn: int, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Who runs first changes from turn to turn."""
+    """Alternate which system runs first from turn to turn."""
     return names if turn % 2 else names[::-1]
 
 
 def read_vocab_size(model: Path) -> int:
-    """How many token ids a checkpoint has."""
+    """Return how many token ids a checkpoint has."""
     found: int = json.loads((model / "config.json").read_text())["vocab_size"]
     return found
 
 
 def _resident(pid: int) -> int:
-    """The resident memory of a process and its children, bytes."""
+    """Return the resident memory of a process and its children, in bytes."""
     root = psutil.Process(pid)
     return sum(one.memory_info().rss for one in (root, *root.children(recursive=True)))
 
@@ -323,7 +325,7 @@ BOTH = {OURS: (_ENGINE, {}), BASELINE: (_ENGINE, {})}
 
 
 def measure_families(bench: Bench, part: str, cache: Path, only: list[str]) -> None:
-    """A table by family."""
+    """Measure the families, with a table for each."""
     for name, family in FAMILIES[part].items():
         names = [f"{name}, {requests}" for requests in (1, 16)]
         if bench.is_late() or bench.has(part, *names) or (only and name not in only):
@@ -336,7 +338,7 @@ def measure_families(bench: Bench, part: str, cache: Path, only: list[str]) -> N
 
 
 def measure_shapes(bench: Bench, cache: Path, only: list[str]) -> None:
-    """The workloads of the 0.6B shape, and one of the tiny shape."""
+    """Measure the workloads of the 0.6B shape, and one of the tiny shape."""
     for model, workloads in ((_READY, ("W1", "W3", "W4")), ("tiny", ("W1",))):
         cases = [
             Case("shapes", f"{model} {name}", WORKLOADS[name].meaning, "tok/s", 0.98,
@@ -349,7 +351,7 @@ def measure_shapes(bench: Bench, cache: Path, only: list[str]) -> None:
 
 
 def measure_ready(bench: Bench, cache: Path) -> None:
-    """How long loading takes, and how much memory."""
+    """Measure how long loading takes and how much memory it needs."""
     cases = [
         Case("ready", "start", "until it is ready", "s", None),
         Case("ready", "most memory", "until it is ready", "MiB", None),
@@ -360,7 +362,7 @@ def measure_ready(bench: Bench, cache: Path) -> None:
 
 
 def measure_float32(bench: Bench) -> None:
-    """The demo model in float32."""
+    """Measure the demo model in float32."""
     workload = WORKLOADS["W2"]
     case = Case("float32", "demo W2", workload.meaning, "tok/s", 2.5, workload.lengths())
     if not bench.has("float32", case.name):
@@ -368,8 +370,8 @@ def measure_float32(bench: Bench) -> None:
 
 
 def make_family(name: str, cache: Path) -> Path:
-    """A family's checkpoint, made if it is not there; in a process that ends, since torch is
-    large.
+    """Make a family's checkpoint if it does not exist. A separate process makes it, because torch
+    takes much memory.
     """
     folder = folder_of(name, cache)
     if not (folder / "config.json").is_file():
@@ -385,7 +387,7 @@ def make_family(name: str, cache: Path) -> Path:
 
 
 def make_models(cache: Path, only: list[str]) -> None:
-    """All checkpoints."""
+    """Make all checkpoints."""
     for name in (name for part in FAMILIES.values() for name in part):
         if not only or name in only:
             make_family(name, cache)
@@ -394,7 +396,7 @@ def make_models(cache: Path, only: list[str]) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.decoder",
         description=__doc__,

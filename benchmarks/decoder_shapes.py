@@ -1,6 +1,7 @@
-"""Shapes of families for `benchmarks.decoder`: layers as wide as a released model's, but few.
+"""Shapes of families for `benchmarks.decoder`: few layers, each as wide as a released model's.
 
-The vocabulary is cut too, so that the layers weigh about what they weigh in the whole model.
+The vocabulary is reduced, too, so that the layers have about the same share of the weights as in
+the whole model.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Family:
     Attributes:
         like: the released model.
         model_type: transformers' name of the family.
-        sizes: hidden size, that of the MLP, layers, heads, heads of keys and values.
-        settings: others of its config.
-        aim: how fast decoding is to be, relative to the baseline.
+        sizes: the hidden size, the MLP's size, and the numbers of layers, heads, and KV heads.
+        settings: other settings of its config.
+        aim: the target speed of decoding, relative to the baseline.
     """
 
     like: str
@@ -39,7 +40,7 @@ class Family:
 
     @property
     def about(self) -> str:
-        """For the table."""
+        """Describe the shape for the table."""
         hidden, _, layers, *_ = self.sizes
         return f"{self.like}, {layers} layer{'s' if layers > 1 else ''} of {hidden:,}"
 
@@ -131,11 +132,11 @@ FAMILIES: dict[str, dict[str, Family]] = {
         ),
     },
 }
-"""By the part of the record."""
+"""The families, by the part of the record."""
 
 
 def make(family: Family, folder: Path) -> None:
-    """Write a checkpoint with random weights, bfloat16."""
+    """Write a checkpoint with random weights in bfloat16."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -148,5 +149,5 @@ def make(family: Family, folder: Path) -> None:
 
 
 def folder_of(name: str, cache: Path) -> Path:
-    """Where a family's checkpoint is, or is to be."""
+    """Return the folder of a family's checkpoint, which need not exist yet."""
     return cache / "models" / f"decoder-{name}"

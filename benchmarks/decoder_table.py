@@ -1,6 +1,7 @@
-"""The tables of a record of `benchmarks.decoder`: this checkout beside an older one.
+"""The tables of a record of `benchmarks.decoder`: this checkout compared with an older one.
 
-They are apart from what makes the record, since reports are also written where there is no torch.
+They are separate from the code that makes the record, because reports are also written without
+torch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _TITLES = {
 
 
 def render(record: dict[str, Any], name: str) -> str:
-    """The record as text for a document. name: of its file."""
+    """Return the record as text for a document. name: the name of its file."""
     cases = record["cases"]
     parts = [_heading(record, name)]
     for part, title in _TITLES.items():
@@ -41,7 +42,7 @@ def render(record: dict[str, Any], name: str) -> str:
 
 
 def spread(ours: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
-    """The median, the smallest and the largest of the ratios of each turn."""
+    """Return the median, the smallest and the largest of the turns' ratios."""
     ratios = [one / other for one, other in zip(ours, others, strict=True)]
     return statistics.median(ratios), min(ratios), max(ratios)
 
@@ -89,7 +90,9 @@ def _families(title: str, cases: dict[str, Any]) -> str:
 
 
 def _rows(title: str, cases: dict[str, Any], reference: str, systems: Sequence[str]) -> str:
-    """systems: those that are held against the reference; each has a row of a case."""
+    """Return a table. systems: those that are compared with the reference; each has a row per
+    case.
+    """
     lines = [
         f"{title} Beside {reference}.",
         "",
@@ -111,7 +114,7 @@ def _rows(title: str, cases: dict[str, Any], reference: str, systems: Sequence[s
 
 
 def _pair(case: dict[str, Any] | None, system: str, reference: str) -> tuple[str, str]:
-    """The medians of two systems, and their ratio; in bold if it is not what is wanted."""
+    """Return the medians of two systems, and their ratio, in bold if it misses the target."""
     if case is None:
         return "", ""
     if "failure" in case:

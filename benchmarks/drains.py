@@ -1,19 +1,20 @@
 """Whether the last messages of a drained server arrive: `python -m benchmarks.drains --count 2000`.
 
-One drain is one process, that of `tests.service.fake_server`: the real service around an engine
-whose requests go on until they are cancelled. It listens on a TCP port and on a Unix socket, and
-has these clients, each with a connection of its own, each in the middle of a request:
+Each drain has its own process, that of `tests.service.fake_server`: the real service around an
+engine whose requests run until they are cancelled. It listens on a TCP port and on a Unix socket.
+It has these clients, each with a separate connection and in the middle of a request:
 
     session        a synchronous client that writes credits until its end
     session-aio    an asynchronous one that does the same
     stream         GenerateStream
     unary          Generate
 
-all of them over TCP and over the Unix socket. Then comes a signal, or in turn an operator's Drain.
-New work must be refused with DRAINING and its details; one Cancel, whose answer must come, ends all
-requests in one step of the engine. Every client must then read the end of its request and OK.
+All of them are connected over TCP and over the Unix socket. Then a signal starts the drain or, in
+every other run, an operator's Drain. New work must be refused with DRAINING and its details. One
+Cancel, whose answer must arrive, ends all requests in one step of the engine. Every client must
+then read the end of its request and OK.
 
-A drain takes a second, nearly all of it to start the process. Several run at a time.
+A drain takes a second, nearly all of it to start the process. Several run concurrently.
 """
 
 from __future__ import annotations
@@ -49,26 +50,26 @@ from benchmarks.processes import ROOT
 from benchmarks.records import cpu_name
 
 WAIT_S = 60.0
-"""No single wait takes longer: what does is stuck."""
+"""The limit of each wait; whatever takes longer is stuck."""
 CREDIT_EVERY_S = 0.0005
-"""How often a session's client writes: at the end something of it is on its way nearly always."""
+"""How often a session's client writes. At the end, a write is nearly always in flight."""
 OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
-"""A connection of its own for each client."""
+"""A separate connection for each client."""
 
 MADE_UP = "Internal error from Core"
-"""What grpc.aio says of a call in place of its status if it was writing when the status came. No
-server can help that; the messages before it are there.
+"""What grpc.aio reports instead of a call's status if it was writing when the status arrived. No
+server can prevent that; the messages before it arrive.
 """
 
 
 @dataclass(slots=True)
 class Outcome:
-    """One drain.
+    """The outcome of one drain.
 
     Attributes:
-        failures: what did not arrive: the client's name, and what it got.
-        exit_code: of the process.
-        after_last_s: from the answer to the cancel to the end of the process.
+        failures: what did not arrive: the client's name, and what it got instead.
+        exit_code: the exit code of the process.
+        after_last_s: the time from the answer to the cancel to the end of the process.
     """
 
     failures: list[str] = field(default_factory=list)
@@ -96,7 +97,7 @@ def _is_end(event: pb.ResultEvent) -> bool:
 
 
 def session(address: str, name: str) -> bool:
-    """A session of a synchronous client; returns whether the end of its request came."""
+    """Run a session of a synchronous client; returns whether the end of its request arrived."""
     over = False
 
     def commands() -> Iterator[rpc.StreamResultRequest]:
@@ -114,7 +115,7 @@ def session(address: str, name: str) -> bool:
 
 
 async def session_aio(address: str, name: str) -> bool:
-    """The same of an asynchronous client."""
+    """Run a session of an asynchronous client; returns whether the end of its request arrived."""
 
     async def commands() -> AsyncIterator[rpc.StreamResultRequest]:
         for command in _begin(name):
@@ -136,7 +137,7 @@ async def session_aio(address: str, name: str) -> bool:
 
 
 def stream(address: str, name: str) -> bool:
-    """GenerateStream."""
+    """Run a GenerateStream call."""
     request = rpc.GenerateStreamRequest(spec=_spec(name))
     with grpc.insecure_channel(address, OPTIONS) as channel:
         messages = list(GenerationServiceStub(channel).GenerateStream(request, timeout=WAIT_S))
@@ -144,7 +145,7 @@ def stream(address: str, name: str) -> bool:
 
 
 def unary(address: str, name: str) -> bool:
-    """Generate."""
+    """Run a Generate call."""
     request = rpc.GenerateRequest(spec=_spec(name))
     with grpc.insecure_channel(address, OPTIONS) as channel:
         answer = GenerationServiceStub(channel).Generate(request, timeout=WAIT_S)
@@ -160,13 +161,13 @@ CLIENTS: dict[str, Callable[[str, str], Any]] = {
 
 
 def reason_of(error: grpc.RpcError) -> str:
-    """What a client got in place of its end."""
+    """Return what a client got instead of its end."""
     call: Any = error
     return f"{call.code().name} {call.details()}"
 
 
 async def _tried(name: str, client: Callable[[str, str], Any], address: str) -> str | None:
-    """None: its end came; else what came in its place."""
+    """Run a client. Return None if its end arrived, otherwise what arrived instead."""
     try:
         if asyncio.iscoroutinefunction(client):
             ended = await client(address, name)
@@ -178,7 +179,7 @@ async def _tried(name: str, client: Callable[[str, str], Any], address: str) -> 
 
 
 async def _said(process: Process, mark: str) -> str:
-    """What the process says, up to a line with this mark."""
+    """Return the process's output up to a line with this mark."""
     assert process.stderr is not None
     said = ""
     async with asyncio.timeout(WAIT_S):
@@ -191,7 +192,7 @@ async def _said(process: Process, mark: str) -> str:
 
 
 async def _until_live(stub: Any, count: int) -> None:
-    """Wait until so many requests generate."""
+    """Wait until this many requests generate."""
     async with asyncio.timeout(WAIT_S):
         while True:
             found = await stub.ListRequests(control.ListRequestsRequest(), wait_for_ready=True)
@@ -201,7 +202,9 @@ async def _until_live(stub: Any, count: int) -> None:
 
 
 async def _refused(stub: Any) -> str | None:
-    """New work while it drains: None if it is refused as it should be."""
+    """Try new work while the server drains. Return None if it is refused correctly, otherwise what
+    happened.
+    """
     try:
         await stub.Generate(rpc.GenerateRequest(spec=_spec("late")), timeout=WAIT_S)
     except grpc.aio.AioRpcError as error:
@@ -214,11 +217,11 @@ async def _refused(stub: Any) -> str | None:
 
 
 async def drain_once(folder: Path, *, by_operator: bool = False) -> Outcome:
-    """Start a server, drain it, and see what arrives.
+    """Start a server, drain it, and check what arrives.
 
     Args:
-        folder: for the Unix socket; nobody else's.
-        by_operator: whether a Drain begins it, rather than a signal.
+        folder: an exclusive folder for the Unix socket.
+        by_operator: whether a Drain starts it, rather than a signal.
     """
     path = folder / "s"
     process = await asyncio.create_subprocess_exec(
@@ -280,8 +283,8 @@ async def _drain(process: Process, addresses: list[str], *, by_operator: bool) -
 async def drains(
     count: int, at_once: int, minutes: float, say: Callable[[str], None]
 ) -> list[Outcome]:
-    """So many drains, some at a time, and none begun after so many minutes; every other one by an
-    operator.
+    """Run this many drains, several concurrently, and begin none after the given minutes. Every
+    other one is started by an operator.
     """
     numbers = iter(range(count))
     until = time.monotonic() + 60 * minutes
@@ -307,7 +310,7 @@ async def drains(
 
 
 def record(outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
-    """What is written down."""
+    """Return the record."""
     times = sorted(one.after_last_s for one in outcomes)
     failures = collections.Counter(failure for one in outcomes for failure in one.failures)
     return {
@@ -333,7 +336,7 @@ def record(outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The command; 1 if anything did not arrive."""
+    """Run the command; returns 1 if anything did not arrive."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=200, help="drains")
     parser.add_argument("--at-once", type=int, default=4, help="drains at a time")

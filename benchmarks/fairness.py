@@ -1,16 +1,16 @@
 """What a caller gets beside another's backlog: `python -m benchmarks.fairness`, about ten minutes.
 
-    first    one caller keeps a backlog of requests of 128 tokens; another asks for something short,
-             again and again: its time to the first token at its client, over gRPC, in units of the
-             loaded server's median step
-    paired   both together under `fair` and under `fifo`, by turns, fair first and last by turns,
-             since a machine's speed drifts: tokens a second, of all callers
-    shares   sixteen callers of equal weight, and three of weights 1, 2 and 4, all of whom always
-             have requests of random sizes waiting: how far apart their services are after 60 s. The
-             real scheduler and core, a scripted runner whose steps take as long as they would
+    first    one caller keeps a backlog of requests of 128 tokens; another repeatedly asks for
+             something short. Its time to the first token, at its client, over gRPC, is measured in
+             units of the loaded server's median step
+    paired   both together under `fair` and under `fifo`, alternately, with alternating order,
+             since a machine's speed drifts: tokens per second of all callers
+    shares   sixteen callers of equal weight, and three of weights 1, 2 and 4, which always have
+             requests of random sizes waiting: how far apart their services are after 60 s. The
+             scheduler and core are real; a scripted runner takes as long for a step as a real one
 
-The first two speak to `headrace-server serve` with the demo model and a callers' file, on loopback;
-the clients are in this process. The first seconds of each load warm up and do not count.
+The first two use `headrace-server serve` with the demo model and a callers' file, on loopback; the
+clients are in this process. The first seconds of each load warm up and do not count.
 """
 
 from __future__ import annotations
@@ -47,14 +47,16 @@ from benchmarks.stalled_readers import free_port
 from tests.engine.scheduler.sharing import Client, Sharing
 
 WAIT_S = 300.0
-"""No single wait takes longer: what does is stuck."""
+"""The limit of each wait; whatever takes longer is stuck."""
 BACKLOG_TOKENS = 128
 SHORT_TOKENS = 8
 _CALLERS = ("backlog", "other", "operator")
 _STEP_S, _TOKEN_S = 0.002, 0.00002
-"""About what a step of the demo model takes, and what each of its tokens adds."""
+"""The approximate time of a step of the demo model, and what each of its tokens adds."""
 _PAUSE_S = 0.1
-"""About how long the short requests' client pauses, so that it keeps no step with the server."""
+"""About how long the short requests' client pauses, so that it does not synchronise with the
+server.
+"""
 _WATCH_S = 0.1
 
 
@@ -82,7 +84,7 @@ class Server:
             self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
 
     def wait_until_ready(self) -> None:
-        """Until the model is loaded. Raises RuntimeError: it is not."""
+        """Wait until the model is loaded. Raises RuntimeError if it cannot be loaded."""
         try:
             with headrace.Client(self.address, token="operator") as client:
                 client.wait_until_ready(timeout=WAIT_S)
@@ -90,14 +92,14 @@ class Server:
             raise RuntimeError(f"the server is not ready:\n{self._log.read_text()}") from error
 
     def end(self) -> None:
-        """Stop it."""
+        """Stop the server."""
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(WAIT_S)
 
 
 @contextlib.contextmanager
 def serving(arguments: argparse.Namespace, *schedulers: str) -> Iterator[list[Server]]:
-    """A server for each policy."""
+    """Run a server for each policy."""
     with tempfile.TemporaryDirectory() as folder:
         servers = [Server(arguments, one, Path(folder)) for one in schedulers]
         try:
@@ -128,7 +130,7 @@ class Caller:
         await self._channel.close()
 
     def spec(self, max_tokens: int) -> generation_pb2.GenerationSpec:
-        """A request; no two are alike."""
+        """Return a request; no two are alike."""
         return generation_pb2.GenerationSpec(
             text=generation_pb2.TextInput(
                 text=f"Story {next(self._numbers)} of a river and a mill. Once upon a time"
@@ -138,7 +140,7 @@ class Caller:
         )
 
     async def generate(self, max_tokens: int) -> None:
-        """One request, whole; again where there is no room for it now."""
+        """Run one whole request, and retry if there is no room for it now."""
         request = generation_service_pb2.GenerateRequest(spec=self.spec(max_tokens))
         while True:
             try:
@@ -152,7 +154,9 @@ class Caller:
             return
 
     async def first_token(self, max_tokens: int) -> float:
-        """Seconds from the call to the first token of a request, which is read to its end."""
+        """Return the seconds from the call to the first token of a request, which is read to its
+        end.
+        """
         request = generation_service_pb2.GenerateStreamRequest(spec=self.spec(max_tokens))
         began, first = time.perf_counter(), 0.0
         call = self.generation.GenerateStream(request, metadata=self.metadata, timeout=WAIT_S)
@@ -165,7 +169,7 @@ class Caller:
 
 @contextlib.asynccontextmanager
 async def running(*coroutines: Any) -> Any:
-    """These go on meanwhile; what fails of them fails here."""
+    """Run these tasks during the block; their failures are raised here."""
     tasks = [asyncio.ensure_future(one) for one in coroutines]
     try:
         yield
@@ -179,13 +183,15 @@ async def running(*coroutines: Any) -> Any:
 
 
 async def keep_asking(caller: Caller, spread: int, chance: random.Random) -> None:
-    """Requests of the backlog without end; `spread`: how many tokens shorter or longer they are."""
+    """Send requests of the backlog endlessly. `spread`: how many tokens shorter or longer they
+    are.
+    """
     while True:
         await caller.generate(BACKLOG_TOKENS + chance.randint(-spread, spread))
 
 
 async def watch(operator: Caller, steps: list[float]) -> None:
-    """Note how long the server's steps take: the last one, a few times a second."""
+    """Record the time of the server's last step, a few times per second."""
     request = control_service_pb2.WatchStatisticsRequest()
     request.interval.FromMilliseconds(round(_WATCH_S * 1000))
     async for message in operator.control.WatchStatistics(request, metadata=operator.metadata):
@@ -193,7 +199,9 @@ async def watch(operator: Caller, steps: list[float]) -> None:
 
 
 async def ask_short(caller: Caller, count: int | None, chance: random.Random) -> list[float]:
-    """The times to the first token of short requests, one after the other; None: without end."""
+    """Return the times to the first token of short requests, sent one after the other; None runs
+    endlessly.
+    """
     found: list[float] = []
     for number in itertools.count() if count is None else range(count):
         await asyncio.sleep(chance.uniform(0, 2 * _PAUSE_S))
@@ -204,7 +212,7 @@ async def ask_short(caller: Caller, count: int | None, chance: random.Random) ->
 
 
 async def measure_first(server: Server, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The part `first`."""
+    """Run the part `first`."""
     chance = random.Random(1)
     steps: list[float] = []
     async with (
@@ -236,15 +244,16 @@ async def measure_first(server: Server, arguments: argparse.Namespace) -> dict[s
 
 
 async def figures(operator: Caller) -> Any:
-    """The server's statistics now."""
+    """Return the server's current statistics."""
     request = control_service_pb2.GetStatisticsRequest()
     answer = await operator.control.GetStatistics(request, metadata=operator.metadata)
     return answer.statistics
 
 
 async def turn(server: Server, arguments: argparse.Namespace) -> dict[str, float]:
-    """A backlog that does not end, beside short requests; tokens a second of all, as the engine
-    counts them: a batch that empties at the end would say more of its end than of the policy.
+    """Run an endless backlog and short requests, and return the tokens per second of all as the
+    engine counts them. A batch that empties at the end would measure its end rather than the
+    policy.
     """
     chance = random.Random(2)
     async with (
@@ -272,7 +281,7 @@ async def turn(server: Server, arguments: argparse.Namespace) -> dict[str, float
 
 
 async def measure_paired(servers: Sequence[Server], arguments: argparse.Namespace) -> Any:
-    """The part `paired`; `servers`: fair, fifo."""
+    """Run the part `paired`; `servers`: fair, fifo."""
     turns: list[list[dict[str, float]]] = [[], []]
     for number in range(arguments.turns + 1):
         for index in (0, 1) if number % 2 else (1, 0):
@@ -294,7 +303,7 @@ async def measure_paired(servers: Sequence[Server], arguments: argparse.Namespac
 
 
 def share_for(seconds: float, weights: Sequence[float], max_requests: int) -> dict[str, Any]:
-    """What callers were given after so long, each divided by its weight."""
+    """Return what callers were given after this time, each divided by its weight."""
     clients = [
         Client(weight, prompt=16 + 8 * (index % 5), output=8 + 24 * (index % 4))
         for index, weight in enumerate(weights)
@@ -323,7 +332,7 @@ def share_for(seconds: float, weights: Sequence[float], max_requests: int) -> di
 
 
 def measure_shares(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The part `shares`."""
+    """Run the part `shares`."""
     found = {}
     for name, weights in (("equal", (1.0,) * 16), ("weighted", (1.0, 2.0, 4.0))):
         found[name] = share_for(arguments.seconds, weights, max_requests=8)
@@ -332,7 +341,7 @@ def measure_shares(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(record: dict[str, Any]) -> str:
-    """The record as Markdown."""
+    """Return the record as Markdown."""
     lines = ["| what | aim | found |", "|---|---|---|"]
     first = record.get("first")
     if first is not None:
@@ -359,7 +368,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def measure(arguments: argparse.Namespace, record: dict[str, Any]) -> None:
-    """Run the parts, and write each down."""
+    """Run the parts and record each result."""
 
     def add(part: str, found: Any) -> None:
         record[part] = rounded(found)
@@ -380,7 +389,7 @@ def measure(arguments: argparse.Namespace, record: dict[str, Any]) -> None:
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options; `--quick` is for tests."""
+    """Parse the options; `--quick` is for tests."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="a directory")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
@@ -415,7 +424,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     arguments = parse(words)
     began = time.monotonic()
     record: dict[str, Any] = {

@@ -1,8 +1,8 @@
-"""What a newcomer waits for: `make run` in a fresh clone until the first token
+"""How long a new user waits: `make run` in a fresh clone until the first token
 (`make bench-first-try`, three runs, about four minutes and as many downloads).
 
-Each run has a clone, a virtual environment and a home of its own, so that no package is in a cache;
-what pip is told by the environment stays. What `make run` prints is timed line by line:
+Each run has a separate clone, virtual environment and home, so that no package is in a cache. pip's
+settings in the environment are kept. The output of `make run` is timed line by line:
 
     environment   `python -m venv`, and uv by pip
     resolve       uv finds what is needed
@@ -11,7 +11,7 @@ what pip is told by the environment stays. What `make run` prints is timed line 
     start         the server: from the last line of the set-up until the model is loaded
     first token   `headrace generate` until its first output, the command's own start with it
 
-Then the server is started again, by the same command, as often as is asked.
+Then the same command restarts the server a given number of times.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _BYTES = 2**20
 
 
 class FirstTryFailure(Exception):
-    """A run did not come to its first token; the message has what it printed."""
+    """A run did not reach its first token; the message has its output."""
 
 
 class Run:
-    """`make run` in a clone, and when it printed what."""
+    """`make run` in a clone, and the times of its output lines."""
 
     def __init__(self, clone: Path, environment: dict[str, str]) -> None:
         self.address = f"127.0.0.1:{free_port()}"
@@ -75,7 +75,7 @@ class Run:
         self._reader.start()
 
     def wait_until_ready(self) -> float:
-        """Seconds from the command until the server is ready.
+        """Return the seconds from the command until the server is ready.
 
         Raises:
             FirstTryFailure: it ended, or was not ready in time.
@@ -90,7 +90,7 @@ class Run:
         raise FirstTryFailure(f"not ready after {WAIT_S:.0f} s")
 
     def first_token(self) -> float:
-        """Seconds that `headrace generate` takes to its first output.
+        """Return the seconds that `headrace generate` takes until its first output.
 
         Raises:
             FirstTryFailure: it printed nothing.
@@ -108,11 +108,11 @@ class Run:
         return taken
 
     def when(self, pattern: str) -> float | None:
-        """Seconds until it printed the first line with this in it."""
+        """Return the seconds until it printed the first line that contains this text."""
         return next((at for at, line in self.lines if re.search(pattern, line)), None)
 
     def end(self) -> None:
-        """Stop it, and what it started."""
+        """Stop the command and everything that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGTERM)
         self._process.wait(60)
@@ -128,7 +128,7 @@ class Run:
 
 @contextlib.contextmanager
 def running(clone: Path, environment: dict[str, str]) -> Iterator[Run]:
-    """`make run`, ended at the end."""
+    """Run `make run` during the block."""
     run = Run(clone, environment)
     try:
         yield run
@@ -137,10 +137,10 @@ def running(clone: Path, environment: dict[str, str]) -> Iterator[Run]:
 
 
 def parts(run: Run, ready: float, first_token: float) -> dict[str, float]:
-    """Seconds of each part.
+    """Return the seconds of each part.
 
     Raises:
-        FirstTryFailure: uv did not install, so its lines are not there.
+        FirstTryFailure: uv did not install, so its lines are missing.
     """
     ends = {name: run.when(f"^{name}") for name in ("Resolved", "Prepared", "Installed")}
     resolved, prepared, installed = ends.values()
@@ -158,7 +158,7 @@ def parts(run: Run, ready: float, first_token: float) -> dict[str, float]:
 
 
 def _told(run: Run, word: str) -> float:
-    """Seconds that uv says a step took."""
+    """Return the seconds that a step took, as reported by uv."""
     for _, line in run.lines:
         if _UV.match(line) and line.startswith(word):
             text = line.rpartition(" in ")[2].strip()
@@ -169,7 +169,7 @@ def _told(run: Run, word: str) -> float:
 
 
 def sizes(environment: Path) -> dict[str, Any]:
-    """Bytes of an environment, and its largest packages."""
+    """Return the size of an environment in bytes, and its largest packages."""
     places = list(environment.glob("lib/python3*/site-packages"))
     found: dict[str, int] = {}
     for package in places[0].iterdir() if places else ():
@@ -185,13 +185,15 @@ def sizes(environment: Path) -> dict[str, Any]:
 
 
 def received() -> int:
-    """Bytes that came over the network since the machine started, loopback left out."""
+    """Return the bytes received over the network since the machine started, without loopback."""
     counters = psutil.net_io_counters(pernic=True)
     return sum(one.bytes_recv for name, one in counters.items() if name != "lo")
 
 
 def fresh_environment(home: Path) -> dict[str, str]:
-    """A newcomer's: no caches, none of this environment's programs first."""
+    """Return a new user's environment: no caches, and no programs of this environment first on
+    PATH.
+    """
     own = str(Path(sys.executable).parent)
     dropped = ("PYTHON", "VIRTUAL_ENV", "MAKE", "UV_", "XDG_", "HEADRACE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
@@ -200,10 +202,10 @@ def fresh_environment(home: Path) -> dict[str, str]:
 
 
 def measure(folder: Path, again: int) -> dict[str, Any]:
-    """One fresh run, and the starts after it.
+    """Measure one fresh run, and the restarts after it.
 
     Raises:
-        FirstTryFailure: it did not come to its first token.
+        FirstTryFailure: it did not reach its first token.
     """
     clone, home = folder / "headrace", folder / "home"
     home.mkdir()
@@ -230,7 +232,7 @@ def measure(folder: Path, again: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run it."""
+    """Run the command."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.first_try", description="Measure `make run` in fresh clones."
     )

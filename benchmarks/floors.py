@@ -1,16 +1,17 @@
-"""What a machine cannot be faster than: an ideal schedule's time, from the model's size and the
+"""The lower bound of a machine's time: an ideal schedule, computed from the model's size and the
 machine's measured rates.
 
     prefill      floating-point operations / the matrix rate
     decode step  the larger of: bytes of weights and KV read / the memory's bandwidth,
                                 operations / the matrix rate
 
-The ideal prefills a request when it may start, then decodes all running requests together; a
-prefix that all share is computed and read once. Dense decoders with grouped attention only.
+The ideal schedule prefills a request as soon as it may start, then decodes all running requests
+together. A prefix that all share is computed and read once. Only dense decoders with grouped
+attention are supported.
 
-For a GPU there is also the floor of a single decode step, `step_s`: products and attention follow
-one another there, so the products' time is the larger of reading weights and multiplying, and the
-KV is read besides.
+For a GPU, `step_s` computes the floor of a single decode step. There, products and attention run
+one after the other. The products' time is the larger of reading weights and multiplying, and the
+time for reading the KV is added.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ class Shape:
     """A checkpoint's size.
 
     Attributes:
-        linear_parameters: in the layers' matrices.
-        head_parameters: in the matrix that makes the logits.
-        other_parameters: norms and biases.
-        vocab_size: tokens.
+        linear_parameters: the parameters of the layers' matrices.
+        head_parameters: the parameters of the matrix that computes the logits.
+        other_parameters: the parameters of norms and biases.
+        vocab_size: the number of tokens in the vocabulary.
         max_tokens: the longest context.
-        attention_width: heads times their dimension, summed over the layers.
-        kv_width: numbers in the KV of one token, all layers.
+        attention_width: the number of heads times their dimension, summed over the layers.
+        kv_width: the number of KV elements per token, over all layers.
     """
 
     linear_parameters: int
@@ -49,20 +50,22 @@ class Shape:
     kv_width: int
 
     def weight_bytes(self, dtype: str) -> int:
-        """Bytes of weights that a decode step reads."""
+        """Return the bytes of weights that a decode step reads."""
         parameters = self.linear_parameters + self.head_parameters + self.other_parameters
         return parameters * ITEM_BYTES[dtype]
 
     def kv_bytes(self, dtype: str) -> int:
-        """Bytes of KV of one token."""
+        """Return the bytes of KV per token."""
         return self.kv_width * ITEM_BYTES[dtype]
 
     def token_flops(self, context: int) -> int:
-        """Operations of one token behind so many others, without its logits."""
+        """Return the operations for one token after this many others, without its logits."""
         return 2 * self.linear_parameters + 4 * self.attention_width * (context + 1)
 
     def prompt_flops(self, start: int, end: int) -> int:
-        """Operations of a prompt's tokens from start to before end, and the last one's logits."""
+        """Return the operations for a prompt's tokens from start to before end, and the last one's
+        logits.
+        """
         pairs = (end * (end + 1) - start * (start + 1)) // 2
         return (
             2 * self.linear_parameters * (end - start)
@@ -73,11 +76,11 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the machine was measured to do.
+    """The machine's measured rates.
 
     Attributes:
-        bandwidth: bytes read from memory in a second.
-        matrix: floating-point operations of a matrix product in a second, in the model's type.
+        bandwidth: bytes read from memory per second.
+        matrix: floating-point operations of a matrix product per second, in the model's type.
     """
 
     bandwidth: float
@@ -86,7 +89,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """An ideal schedule's seconds."""
+    """The times of an ideal schedule, in seconds."""
 
     prefill_s: float
     decode_s: float
@@ -94,19 +97,19 @@ class Floor:
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """The total time."""
         return self.prefill_s + self.decode_s
 
 
 def ideal(
     lengths: list[Lengths], concurrency: int | None, shape: Shape, dtype: str, rates: Rates
 ) -> Floor:
-    """The ideal schedule of requests that wait from the start.
+    """Compute the ideal schedule of requests that all wait from the start.
 
     Args:
-        lengths: the requests, in their order.
-        concurrency: most that run at the same time; None: all.
-        shape, dtype, rates: model and machine.
+        lengths: the requests, in order.
+        concurrency: the most that run at the same time; None for all.
+        shape, dtype, rates: the model and the machine.
     """
     waiting = list(reversed(lengths))
     running: list[tuple[Lengths, int]] = []  # and the tokens generated so far
@@ -129,12 +132,12 @@ def ideal(
 
 
 def step_s(shape: Shape, dtype: str, batch: int, context: float, rates: Rates) -> float:
-    """Seconds of one decode step on a GPU: weights or their products, then the KV.
+    """Return the seconds of one decode step on a GPU: weights or their products, then the KV.
 
     Args:
-        batch: requests in the step.
-        context: tokens whose KV each of them reads, the mean.
-        shape, dtype, rates: model and device.
+        batch: the requests in the step.
+        context: the mean number of tokens whose KV each of them reads.
+        shape, dtype, rates: the model and the device.
     """
     parameters = shape.linear_parameters + shape.head_parameters
     products_s = max(
@@ -144,12 +147,12 @@ def step_s(shape: Shape, dtype: str, batch: int, context: float, rates: Rates) -
 
 
 def prompts_s(shape: Shape, lengths: list[Lengths], rates: Rates) -> float:
-    """Seconds of computing prompts that share nothing."""
+    """Return the seconds for computing prompts that share nothing."""
     return sum(shape.prompt_flops(0, one.prompt) for one in lengths) / rates.matrix
 
 
 def _step_s(running: list[tuple[Lengths, int]], shape: Shape, dtype: str, rates: Rates) -> float:
-    """Seconds of one decode step."""
+    """Return the seconds of one decode step."""
     shared = running[0][0].shared_prefix
     kv_tokens = shared + sum(one.prompt - one.shared_prefix + done - 1 for one, done in running)
     read = shape.weight_bytes(dtype) + kv_tokens * shape.kv_bytes(dtype)
@@ -161,10 +164,10 @@ def _step_s(running: list[tuple[Lengths, int]], shape: Shape, dtype: str, rates:
 
 
 def read_shape(model: Path) -> Shape:
-    """The size of a checkpoint, from its config and the heads of its safetensors files.
+    """Return the size of a checkpoint, from its config and the headers of its safetensors files.
 
     Raises:
-        ValueError: it is none whose size is computed here.
+        ValueError: its size cannot be computed here.
     """
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
     if any("expert" in key for key in config):
@@ -196,7 +199,7 @@ def read_shape(model: Path) -> Shape:
 
 
 def shape_of(config: dict[str, Any]) -> Shape:
-    """The size of a Qwen3 model that is nowhere on disk, from its config's numbers."""
+    """Return the size of a Qwen3 model that is not on disk, from its config's numbers."""
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     heads, kv_heads, head_dim = (
         config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
@@ -215,7 +218,7 @@ def shape_of(config: dict[str, Any]) -> Shape:
 
 
 def _tensors(model: Path) -> dict[str, list[int]]:
-    """The shapes of a checkpoint's tensors."""
+    """Return the shapes of a checkpoint's tensors."""
     shapes: dict[str, list[int]] = {}
     for path in sorted(model.glob("*.safetensors")):
         with path.open("rb") as file:

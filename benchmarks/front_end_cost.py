@@ -2,13 +2,13 @@
 
     scripted engine ──steps──▶ service (front end's process) ──one session──▶ this process
 
-64 requests on one session; each step brings every one of them one token of a real text. The service
-is the real one, and so is what is measured: all CPU time of its process, user and system, all
-threads, from the first to the last step. Three servers (`benchmarks.scripted_engine`): `together`,
-with the engine in the same process (its work counts too); `process`, with the engine behind the
-real socket, as `headrace-server serve` has it; `bare`, no service, only gRPC and protobuf, for what
-remains. Each paced like an engine, and without pauses; without pauses several steps merge in one
-message, as for a slow reader.
+There are 64 requests on one session, and each step gives each of them one token of a real text. The
+service is real. All CPU time of its process is measured, user and system, over all threads, from
+the first to the last step. There are three servers (`benchmarks.scripted_engine`). `together` has
+the engine in the same process, so the engine's work counts, too. `process` has the engine behind
+the real socket, as in `headrace-server serve`. `bare` has no service, only gRPC and protobuf, to
+measure the rest. Each runs paced like an engine, and without pauses. Without pauses, several steps
+are merged in one message, as for a slow reader.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Figure:
     """One run.
 
     Attributes:
-        tokens, messages: that the client received while it was measured.
-        cpu_s: of the server's process meanwhile.
-        wall_s: how long that was.
+        tokens, messages: what the client received during the measurement.
+        cpu_s: the CPU time of the server's process during the measurement.
+        wall_s: the duration of the measurement.
     """
 
     tokens: int
@@ -57,7 +57,7 @@ class Figure:
 
     @property
     def microseconds(self) -> float:
-        """CPU time of a token."""
+        """The CPU time per token."""
         return self.cpu_s / self.tokens * 1e6
 
 
@@ -65,7 +65,7 @@ class Figure:
 def server(
     address: str, kind: str, count: int, steps: int, per_second: float
 ) -> Iterator[subprocess.Popen[str]]:
-    """A server's process, once it serves."""
+    """Run a server's process and wait until it serves."""
     numbers = (str(count), str(steps), str(per_second))
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.scripted_engine", address, kind, *numbers],
@@ -84,13 +84,15 @@ def server(
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of all threads of a process, in ns resolution."""
+    """Return the CPU time of all threads of a process, in ns resolution."""
     tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
 def session(address: str, pid: int, count: int, steps: int) -> Figure:
-    """One session: measured from the first token on, until the last step's are to come."""
+    """Run one session, measured from the first token until only the last step's tokens are
+    missing.
+    """
 
     def commands() -> Iterator[rpc.StreamResultRequest]:
         for index in range(count):
@@ -121,7 +123,7 @@ def session(address: str, pid: int, count: int, steps: int) -> Figure:
 
 
 def measure(arguments: argparse.Namespace, kind: str, per_second: float) -> list[Figure]:
-    """Some sessions of one server; the first does not count."""
+    """Measure several sessions of one server; the first does not count."""
     steps = int(per_second * arguments.seconds) or arguments.steps
     with tempfile.TemporaryDirectory() as directory:
         address = f"unix:{directory}/s"
@@ -133,7 +135,7 @@ def measure(arguments: argparse.Namespace, kind: str, per_second: float) -> list
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=64, help="on one session")
     parser.add_argument("--rate", type=float, default=50.0, help="steps a second, where paced")

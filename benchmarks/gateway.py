@@ -1,14 +1,15 @@
 """Headrace behind smg, by OpenAI's client: `python -m benchmarks.gateway --output FILE`.
 
-It needs the extra `gateway`, `smg` and `openai` in this environment, and runs the demo model, in
+It needs the extra `gateway`, `smg` and `openai` in this environment. It runs the demo model in
 three parts:
 
-prompts     Conversations go through smg and a relay that records what it sends. Is the answer that
-            of our own API for the same token ids? Are the ids those of our own chat template?
-kill        Streamed chats, a third of them with a tool; in the middle one of two servers is killed.
-            Which fail, and when did they begin?
-throughput  The same chats through smg, and directly to the two servers in turn; in pairs, whose
-            order alternates.
+prompts     Conversations go through smg and a relay that records what it sends. Is the answer the
+            same as that of our own API for the same token ids? Are the ids those of our own chat
+            template?
+kill        Streamed chats run, a third of them with a tool; in the middle one of two servers is
+            killed. Which chats fail, and when did they begin?
+throughput  The same chats run through smg, and directly to the two servers in turn; in pairs with
+            alternating order.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ READY_S = 120.0
 AT_ONCE = 16
 MAX_TOKENS = 48
 HEALTH_INTERVAL_S = 5
-"""How often smg asks a server for its health here; its own default is 60."""
+"""How often smg checks a server's health here; its own default is 60."""
 TOOL = {
     "type": "function",
     "function": {
@@ -65,12 +66,12 @@ CHOICE = {"type": "function", "function": {"name": "get_weather"}}
 
 
 def user(text: str, **more: Any) -> list[dict[str, Any]]:
-    """A conversation of one message."""
+    """Return a conversation of one message."""
     return [{"role": "user", "content": text, **more}]
 
 
 def conversations() -> dict[str, list[dict[str, Any]]]:
-    """What is asked, by a name that says what is special about it."""
+    """Return the conversations, by a name that describes what is special about each."""
     said = {"role": "assistant", "content": "Once there was a fox."}
     system = {"role": "system", "content": "You tell stories."}
     call = {
@@ -121,7 +122,7 @@ def conversations() -> dict[str, list[dict[str, Any]]]:
 
 
 def free_port() -> int:
-    """A port that was free just now."""
+    """Return a port that was free just now."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
@@ -130,7 +131,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def process(command: list[str], log: Path) -> Iterator[Popen[bytes]]:
-    """A process in a group of its own, ended at the end."""
+    """Run a process in a separate process group, and end it with the block."""
     with log.open("wb") as file:
         running = Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
     try:
@@ -144,7 +145,7 @@ def process(command: list[str], log: Path) -> Iterator[Popen[bytes]]:
 def serve(
     port: int, log: Path, model: Path = DEMO
 ) -> contextlib.AbstractContextManager[Popen[bytes]]:
-    """A server of the demo model, with one thread."""
+    """Run a server of the demo model, with one thread."""
     start = "from service.command.cli import main; main()"
     options = ["--gateway", "--device", "cpu", "--threads", "1", "--listen", f"127.0.0.1:{port}"]
     options += ["--model", str(model), "--served-name", "demo"]
@@ -153,7 +154,7 @@ def serve(
 
 @contextlib.asynccontextmanager
 async def behind_smg(targets: list[str], log: Path, *more: str) -> AsyncIterator[Any]:
-    """An OpenAI client of smg before these targets, once it is ready."""
+    """Yield an OpenAI client of smg in front of these targets, once it is ready."""
     port = free_port()
     command = [
         *(str(Path(sys.executable).parent / "smg"), "launch", "--host", "127.0.0.1"),
@@ -179,7 +180,7 @@ async def behind_smg(targets: list[str], log: Path, *more: str) -> AsyncIterator
 
 
 async def ready(target: str) -> None:
-    """Wait until a server takes requests."""
+    """Wait until a server accepts requests."""
     async with headrace.AsyncClient(target) as client, asyncio.timeout(READY_S):
         while True:
             with contextlib.suppress(headrace.HeadraceError):
@@ -193,7 +194,7 @@ async def ready(target: str) -> None:
 
 @dataclass
 class Relay:
-    """Passes calls of the gateways' protocol on to a server, and records Generate.
+    """Forwards calls of the gateways' protocol to a server, and records Generate.
 
     Attributes:
         seen: the request, the ids of its answer, and the keys of its metadata, in order.
@@ -204,7 +205,7 @@ class Relay:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
-        """Its address."""
+        """Run the relay and yield its address."""
         async with grpc.aio.insecure_channel(self.target) as channel:
             server = grpc.aio.server()
             methods = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].methods
@@ -246,7 +247,7 @@ class Relay:
 
 
 async def prompts(target: str, logs: Path) -> dict[str, Any]:
-    """See the module."""
+    """Run the part `prompts` with one chat template; see the module."""
     relay = Relay(target)
     differ: dict[str, Any] = {}
     refused: dict[str, str] = {}
@@ -309,7 +310,7 @@ async def prompts(target: str, logs: Path) -> dict[str, Any]:
 
 
 def with_template(template: Path, folder: Path) -> Path:
-    """The demo model with another chat template, in a folder of its own."""
+    """Return the demo model with another chat template, in a separate folder."""
     made = folder / template.stem
     made.mkdir()
     for path in DEMO.iterdir():
@@ -323,7 +324,7 @@ def with_template(template: Path, folder: Path) -> Path:
 
 
 async def prompts_of(templates: list[Path], logs: Path) -> dict[str, Any]:
-    """The part `prompts`, with each of these chat templates."""
+    """Run the part `prompts` with each of these chat templates."""
     found = {}
     for template in templates:
         port = free_port()
@@ -337,7 +338,7 @@ async def prompts_of(templates: list[Path], logs: Path) -> dict[str, Any]:
 
 
 async def chat(gateway: Any, number: int) -> dict[str, Any]:
-    """One streamed chat; each third has a tool."""
+    """Run one streamed chat; every third has a tool."""
     more: dict[str, Any] = {"tools": [TOOL], "tool_choice": CHOICE} if number % 3 == 0 else {}
     began, got, error = time.monotonic(), 0, None
     try:
@@ -360,7 +361,9 @@ async def chat(gateway: Any, number: int) -> dict[str, Any]:
 
 
 async def crowd(gateway: Any, count: int, after: dict[int, Any]) -> list[dict[str, Any]]:
-    """So many chats, AT_ONCE at a time; `after`: what is done when so many have begun."""
+    """Run this many chats, AT_ONCE concurrently. `after`: called when the given number have
+    begun.
+    """
     numbers = iter(range(count))
     found: list[dict[str, Any]] = []
 
@@ -375,7 +378,7 @@ async def crowd(gateway: Any, count: int, after: dict[int, Any]) -> list[dict[st
 
 
 async def kill(targets: list[str], victim: Popen[bytes], count: int, logs: Path) -> dict[str, Any]:
-    """See the module."""
+    """Run the part `kill`; see the module."""
     killed = 0.0
 
     def strike() -> None:
@@ -450,7 +453,7 @@ async def through(gateway: Any, count: int) -> None:
 
 
 async def throughput(targets: list[str], count: int, pairs: int, logs: Path) -> dict[str, Any]:
-    """See the module."""
+    """Run the part `throughput`; see the module."""
     rates: dict[str, list[float]] = {"smg": [], "direct": []}
     async with (
         behind_smg(targets, logs / "smg-throughput.log") as gateway,
@@ -483,7 +486,7 @@ async def throughput(targets: list[str], count: int, pairs: int, logs: Path) -> 
 
 
 async def measure(count: int, pairs: int, logs: Path) -> dict[str, Any]:
-    """All three parts."""
+    """Run all three parts."""
     ports = [free_port(), free_port()]
     targets = [f"127.0.0.1:{port}" for port in ports]
     with contextlib.ExitStack() as stack:
@@ -497,7 +500,7 @@ async def measure(count: int, pairs: int, logs: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=200, help="chats in the part with a kill")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of throughput")

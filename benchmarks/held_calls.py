@@ -2,13 +2,13 @@
 
     python -m benchmarks.held_calls
 
-128 streams in one batch: in one turn all of them free, in the other half of them held to calls of
-tools (tool_choice REQUIRED, in the Hermes format). The steps of both are timed, in turns, since a
-machine's speed drifts; each mix goes first in every other turn. The free half is seeded: its tokens
-have to be the same in both.
+A batch has 128 streams. In one variant all of them are free; in the other, half of them are
+constrained to tool calls (tool_choice REQUIRED, in the Hermes format). The steps of both are timed
+alternately, since a machine's speed drifts, and each variant goes first in every other turn. The
+free half is seeded: its tokens must be the same in both.
 
-The engine runs in this thread, on one model, with seeds and prompts that no turn shares with
-another, except for its pair.
+The engine runs in this thread, on one model. The seeds and prompts of a turn are shared only with
+its pair.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from engine.text import Tokenizer
 from service.replies import FORMATS, ToolMode, ToolSchema
 
 STREAMS = 64
-"""In each half of the batch."""
+"""The number of streams in each half of the batch."""
 _PROMPT = 32
 _STEPS = 96
 _BLOCK = 32
@@ -62,11 +62,11 @@ _SCHEMA: dict[str, object] = {
     "required": ["rows"],
     "additionalProperties": False,
 }
-"""Arguments that do not end within a turn."""
+"""A schema whose arguments do not end within a turn."""
 
 
 class Bench:
-    """The engine, and turns on it."""
+    """Runs turns on the engine."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         model = (
@@ -102,8 +102,8 @@ class Bench:
         self.compile_s = time.perf_counter() - begin
 
     def turn(self, number: int, held: int) -> tuple[list[float], dict[int, list[TokenId]]]:
-        """Run a turn in which the last `held` streams are held to calls. Returns the seconds of the
-        steps in which all streams had a token, and each stream's tokens.
+        """Run a turn in which the last `held` streams are constrained to calls. Returns the seconds
+        of the steps in which all streams had a token, and each stream's tokens.
         """
         lengths = [Lengths(_PROMPT, _STEPS)] * (2 * STREAMS)
         prompts = make_prompts(lengths, self.vocab_size, seed=number)
@@ -138,7 +138,7 @@ class Bench:
         return times, tokens
 
     def pair(self, number: int) -> dict[str, float]:
-        """Two turns of the same prompts and seeds, one with streams that are held."""
+        """Run two turns with the same prompts and seeds, one of them with constrained streams."""
         mixes = (0, STREAMS) if number % 2 else (STREAMS, 0)
         found = {held: self.turn(number, held) for held in mixes}
         free, both = found[0], found[STREAMS]
@@ -151,7 +151,7 @@ class Bench:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The record."""
+    """Measure everything and return the record."""
     bench = Bench(arguments)
     record: dict[str, Any] = {
         "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
@@ -175,7 +175,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo", help="demo, a shape's name or a directory")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))

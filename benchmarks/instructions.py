@@ -1,9 +1,9 @@
-"""A smaller instruction set than the processor's, chosen by hand: how it would do on an older one.
+"""Limits a process to a smaller instruction set, to show how it would do on an older processor.
 
-Our kernels take the set that they are told, torch's libraries read variables of their process when
-they are loaded, and the loader asks torch what the processor has: all three are told the same. The
-memory and the caches stay this machine's. OpenVINO obeys two of the variables; of another peer one
-must look.
+Three things must be limited alike: our kernels use the set that they are given, torch's libraries
+read variables of their process when they are loaded, and the loader asks torch what the processor
+supports. The memory and the caches remain those of this machine. OpenVINO obeys two of the
+variables; other peers must be checked one by one.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ ENVIRONMENTS = {
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
     },
 }
-"""Variants of our kernels, and the variables that limit a process's other libraries to the same."""
+"""Variants of our kernels, and the variables that limit a process's other libraries in the same
+way.
+"""
 
 
 def limit(name: str) -> None:
-    """Have our kernels, and the loader's questions to torch, know no more than this set.
+    """Limit our kernels, and the loader's view of the processor, to this instruction set.
 
     Call it before the engine loads its kernels, in a process with the set's variables.
 

@@ -4,9 +4,9 @@ and by number of rows, in turns.
     python -m benchmarks.linear_layers --rows 1,16,512 --types bfloat16,int8 --seconds 10
     python -m benchmarks.linear_layers --variant avx2   # our kernels for another instruction set
 
-Every layer has weights of its own, so that they come from memory as in a model. Of each layer the
-best time counts: what a quiet machine would do. The median over passes shows how quiet it was. What
-cannot run here is said, and left out.
+Every layer has separate weights, so that they come from memory as in a model. The best time of each
+layer counts, which is what a quiet machine would reach. The median over passes shows how quiet the
+machine was. What cannot run here is reported and left out.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from engine.models.packed import PackedLinear, new_scales, pack, packed_size, pa
 from engine.models.packed_onednn import OneDnnLinear
 
 LAYERS = 8
-"""Of a model: 250 MB in bfloat16, beyond every cache."""
+"""The number of layers: 250 MB in bfloat16, more than any cache."""
 SHAPES = (
     *((2048, 1024), (1024, 1024), (1024, 1024), (1024, 2048)),  # attention
     *((3072, 1024), (3072, 1024), (1024, 3072)),
 )
-"""Of one layer, [N, K]."""
+"""The shapes in one layer, [N, K]."""
 TYPES = {"bfloat16": torch.bfloat16, "int8": torch.bfloat16, "float32": torch.float32}
-"""Those of weights, and of the inputs with them."""
+"""The types of weights, and of the inputs used with them."""
 FEWEST_PASSES = 2
 
 
 @dataclass(slots=True)
 class Contender:
-    """Layers that compute the same as the others'.
+    """One implementation of the layers; all compute the same.
 
     Attributes:
-        name: who computes, and the type of the weights.
-        dtype: of the inputs.
-        weight_bytes: of one element.
+        name: the implementation and the type of the weights.
+        dtype: the type of the inputs.
+        weight_bytes: the bytes per weight element.
         layers: the layers.
-        best, passes: of each layer, and of all of them in each pass, in seconds.
+        best, passes: the best time of each layer, and the time of each pass over all layers, in
+            seconds.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Contender:
     passes: list[float] = field(default_factory=list)
 
     def run(self, inputs: dict[int, torch.Tensor]) -> None:
-        """All layers once. `inputs`: [rows, K] by K."""
+        """Run all layers once. `inputs`: [rows, K] by K."""
         took = []
         for layer in self.layers:
             x = inputs[layer.in_features]  # type: ignore[index]  # an int in all of them
@@ -76,7 +77,7 @@ def _ours(linear: torch.nn.Linear, *, int8: bool) -> PackedLinear:
 
 
 def contenders(types: list[str], layers: int) -> list[Contender]:
-    """Everything that computes these types here, with layers of random weights."""
+    """Return everything that can compute these types here, with layers of random weights."""
     shapes = SHAPES * layers
     found: list[Contender] = []
     for name in types:
@@ -101,7 +102,7 @@ def contenders(types: list[str], layers: int) -> list[Contender]:
 
 
 def measure(rows: int, seconds: float, those: list[Contender]) -> None:
-    """Run the contenders in turns and print a line for each."""
+    """Run the contenders alternately and print a line for each."""
     for one in those:
         one.best, one.passes = [], []
     depths = {k for _, k in SHAPES}
@@ -124,7 +125,7 @@ def measure(rows: int, seconds: float, those: list[Contender]) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", default="1,4,16,32,128,512")
     parser.add_argument("--types", default="bfloat16,int8,float32", help=", ".join(TYPES))

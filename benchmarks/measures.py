@@ -1,5 +1,5 @@
-"""From the times at which tokens came to the figures of a turn, from turns to medians, and how
-figures are written.
+"""Computes the results of a turn from the times of its tokens, and medians over turns, and formats
+numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ QUANTILES = (50, 90, 99)
 
 
 def quantile(values: Sequence[float], percent: float) -> float:
-    """A percentile, between neighbours by their distance. Raises ValueError without values."""
+    """Return a percentile, interpolated between neighbours. Raises ValueError without values."""
     if not values:
         raise ValueError("no values")
     ordered = sorted(values)
@@ -24,15 +24,16 @@ def quantile(values: Sequence[float], percent: float) -> float:
 
 
 def turn_figures(prompts: Sequence[int], replies: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The figures of one system's turn.
+    """Return the results of one system's turn.
 
     Args:
-        prompts: tokens in each request's prompt.
-        replies: of each request: "arrived" and "times", seconds since the turn's start.
+        prompts: the number of tokens in each request's prompt.
+        replies: for each request, "arrived" and "times" in seconds since the turn's start.
 
     Returns:
-        wall_s (to the last token), output_rate and total_rate (tokens a second), ttft_s and itl_s
-        percentiles, tpot_s (median; absent where no request has two tokens, as itl_s).
+        wall_s (to the last token), output_rate and total_rate (tokens per second), percentiles of
+        ttft_s and itl_s, and tpot_s (median). tpot_s and itl_s are absent if no request has two
+        tokens.
     """
     wall = max(reply["times"][-1] for reply in replies)
     output = sum(len(reply["times"]) for reply in replies)
@@ -60,30 +61,30 @@ def turn_figures(prompts: Sequence[int], replies: Sequence[dict[str, Any]]) -> d
 
 
 def medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The median over the turns of each figure that all of them have."""
+    """Return the median over the turns of each result that all of them have."""
     names = [name for name in turns[0] if all(name in turn for turn in turns)]
     return {name: statistics.median(turn[name] for turn in turns) for name in names}
 
 
 def paired_ratio(one: Sequence[float], other: Sequence[float]) -> float:
-    """The median of the ratios of each turn: what the machine did meanwhile cancels out."""
+    """Return the median of the turns' ratios, in which the machine's drift cancels out."""
     return statistics.median(a / b for a, b in zip(one, other, strict=True))
 
 
 def decode_figures(
     prompts: Sequence[int], replies: Sequence[dict[str, Any]]
 ) -> dict[str, float] | None:
-    """Steady decode within a turn whose requests all came at its start: from the moment when the
-    last of them has its first token to the moment when the first one ends.
+    """Measure steady decoding in a turn whose requests all arrived at its start. It lasts from the
+    last request's first token until the first request ends.
 
     Args:
-        prompts: tokens in each request's prompt.
+        prompts: the number of tokens in each request's prompt.
         replies: see `turn_figures`.
 
     Returns:
-        decode_rate, tokens a second of all requests; step_s, the seconds in which each gets one;
-        context, the mean number of tokens a request has behind its new one. None: there is no such
-        time, since a request ended before another began, or it is not two steps long.
+        decode_rate, the tokens per second of all requests; step_s, the seconds in which each gets
+        one; context, the mean number of tokens before a request's new one. None if there is no such
+        period, because a request ended before another began, or if it is shorter than two steps.
     """
     begin = max(reply["times"][0] for reply in replies)
     end = min(reply["times"][-1] for reply in replies)
@@ -104,7 +105,7 @@ def decode_figures(
 
 
 def covered(intervals: Sequence[tuple[float, float]]) -> float:
-    """The length of the union of intervals (begin, end)."""
+    """Return the length of the union of intervals (begin, end)."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, reached))
@@ -113,5 +114,5 @@ def covered(intervals: Sequence[tuple[float, float]]) -> float:
 
 
 def figure(value: float) -> str:
-    """In a table: three significant digits, and no fewer than the whole part."""
+    """Format a number for a table with three significant digits, but never cut the integer part."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,8 +1,8 @@
-"""Models with random weights and true shapes: speed does not depend on what weights say.
+"""Models with random weights and true shapes, because speed does not depend on the weights' values.
 
-`make_model` writes a checkpoint into a cache folder outside the repository, with a byte-level
-tokenizer of the vocabulary's size: prompts are given as token ids, but servers want a tokenizer.
-`random_model` makes a model in memory, on the device itself: 16 GB take seconds there.
+`make_model` writes a checkpoint to a cache folder outside the repository, with a byte-level
+tokenizer of the vocabulary's size. Prompts are given as token ids, but servers need a tokenizer.
+`random_model` makes a model in memory, directly on the device, where 16 GB take only seconds.
 """
 
 from __future__ import annotations
@@ -90,21 +90,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""All are Qwen3 but the shape that the demo model had when most records of it were made."""
+"""All shapes are Qwen3 except the shape that the demo model had when most of its records were made.
+"""
 
 DEMO = Path(__file__).resolve().parent.parent / "models" / "demo"
 WEIGHT_SPREAD = 2.0
-"""Times the library's initial weights, of the layers' matrices: with those, outputs are few tokens,
-repeated; with more, bfloat16's rounding grows from layer to layer until the tokens say nothing.
+"""A factor for the library's initial weights of the layers' matrices. With smaller weights, outputs
+repeat few tokens. With larger ones, bfloat16's rounding errors grow from layer to layer until the
+tokens mean nothing.
 """
 WIDTH = 1024
-"""The hidden size that it is for, or a smaller one."""
+"""The largest hidden size to which the factor applies unchanged."""
 
 
 def make_model(name: str, folder: Path, seed: int = 0, device: str = "cpu") -> None:
-    """Write a checkpoint of a named shape, bfloat16; the same for the same seed and device.
+    """Write a checkpoint of a named shape in bfloat16. The result is the same for the same seed and
+    device.
 
-    On a CPU weights are drawn in float32 and rounded, elsewhere they are drawn as they are.
+    On a CPU the weights are drawn in float32 and rounded; on other devices they are drawn in
+    bfloat16.
     """
     import torch
 
@@ -119,8 +123,8 @@ def make_model(name: str, folder: Path, seed: int = 0, device: str = "cpu") -> N
 
 
 def random_model(name: str, *, device: str, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
-    """A model of a named shape in memory, made on its device; the same for the same seed, device
-    and type.
+    """Make a model of a named shape in memory, on its device. The result is the same for the same
+    seed, device and type.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -136,14 +140,14 @@ def random_model(name: str, *, device: str, dtype: torch.dtype, seed: int = 0) -
 
 
 def _spread(name: str) -> float:
-    """Less for wider models: what a product of the layers gains is then that of the 0.6B shape, and
-    rounding grows no faster.
+    """Return the factor for the weights, which is smaller for wider models. A product of the layers
+    then has the same gain as in the 0.6B shape, and rounding errors grow no faster.
     """
     return WEIGHT_SPREAD * min(1.0, (WIDTH / SHAPES[name]["hidden_size"]) ** 0.5)
 
 
 def model_config(name: str) -> PreTrainedConfig:
-    """The config of a named shape."""
+    """Return the config of a named shape."""
     from transformers import AutoConfig
 
     shape = {"model_type": "qwen3", **SHAPES[name]}
@@ -159,7 +163,7 @@ def model_config(name: str) -> PreTrainedConfig:
 
 
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A byte-level tokenizer; ids that no byte has are names that no text has."""
+    """Write a byte-level tokenizer. Ids beyond the bytes get names that occur in no text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     special = ["<pad>", "<s>", "</s>"]

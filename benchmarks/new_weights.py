@@ -35,7 +35,7 @@ def _told(what: str, turns: int, run: Callable[[], object]) -> None:
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Run the measurement and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
     parser.add_argument("--turns", type=int, default=5)

@@ -4,10 +4,10 @@
                    ├── HTTP ── headrace openai ── gRPC ────┼──▶ headrace-server serve --gateway
                    └── HTTP ── smg ── gateways' protocol ──┘
 
-16 chats at once, each to its whole length, on one server. The systems take turns, in an order that
-turns too; figures are compared within a turn. CPU time is that of whole processes, all threads,
+16 concurrent chats run to their full length on one server. The systems take turns in a rotating
+order, and results are compared within a turn. CPU time is that of whole processes, all threads,
 user and system: of the front end, and of the door or smg. First tokens are those of single chats on
-a server that does nothing else. smg is left out where there is none (`--smg`, its command).
+an otherwise idle server. smg is left out if it is not available (`--smg`, its command).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from benchmarks.records import machine_record
 WAIT_S = 180.0
 PROMPT = "Tell me a story about a fox, please."
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-"""For a checkpoint that has none."""
+"""The chat template for a checkpoint that has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,10 @@ class Turn:
 
     Attributes:
         tokens_per_s: of all chats together.
-        front_us, between_us: CPU time of a token, of the front end and of what is before it.
-        first_ms: median time to a single chat's first token.
-        resident_mb: of what is before the front end.
+        front_us, between_us: the CPU time per token of the front end, and of what is in front of
+            it.
+        first_ms: the median time to a single chat's first token.
+        resident_mb: the memory of what is in front of the front end.
     """
 
     tokens_per_s: float
@@ -65,12 +66,12 @@ class Turn:
 
     @property
     def cpu_us(self) -> float:
-        """Both together."""
+        """The sum of both CPU times."""
         return self.front_us + self.between_us
 
 
 class Grpc:
-    """The server itself: all chats on one session."""
+    """The server itself, with all chats on one session."""
 
     pid = 0
 
@@ -78,11 +79,11 @@ class Grpc:
         self._channel = grpc.insecure_channel(target)
 
     def chats(self, count: int, tokens: int) -> int:
-        """So many at once; the tokens that came."""
+        """Run this many concurrent chats and return how many tokens arrived."""
         return sum(len(event.delta.token_ids) for event in self._events(count, tokens))
 
     def first(self) -> None:
-        """A chat, until its first token is there."""
+        """Run a chat until its first token arrives."""
         for event in self._events(1, 2):
             if event.delta.token_ids:
                 break
@@ -115,7 +116,7 @@ class Grpc:
 
 
 class Http:
-    """The door or smg: a connection for each chat."""
+    """The door or smg, with a connection for each chat."""
 
     def __init__(self, port: int, pid: int, model: str) -> None:
         self.pid = pid
@@ -123,7 +124,7 @@ class Http:
         self._model = model
 
     def chats(self, count: int, tokens: int) -> int:
-        """So many at once; the tokens that came."""
+        """Run this many concurrent chats and return how many tokens arrived."""
         found: list[int] = []
 
         def one(index: int) -> None:
@@ -141,7 +142,7 @@ class Http:
         return sum(found)
 
     def first(self) -> None:
-        """A chat, until its first token is there."""
+        """Run a chat until its first token arrives."""
         with contextlib.closing(self._lines(0, 2)) as lines:
             for line in lines:
                 if re.search(rb'"content":"[^"]', line):
@@ -171,7 +172,7 @@ System = Grpc | Http
 
 
 def measure(system: System, front: int, count: int, tokens: int, firsts: int) -> Turn:
-    """One turn. front: the front end's process."""
+    """Run one turn. front: the front end's process."""
     firsts_ms = []
     for _ in range(firsts):
         began = time.perf_counter()
@@ -197,7 +198,7 @@ def measure(system: System, front: int, count: int, tokens: int, firsts: int) ->
 def process(
     command: Sequence[str], log: Path, ready: Callable[[str], bool]
 ) -> Iterator[tuple[int, float]]:
-    """A process once it is ready: its id, and the seconds that this took."""
+    """Run a process until it is ready. Yield its id, and the seconds that its start took."""
     began = time.perf_counter()
     with log.open("wb") as file:
         running = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
@@ -216,7 +217,9 @@ def process(
 def systems(
     model: Path, smg: Path | None, folder: Path, options: Sequence[str]
 ) -> Iterator[tuple[int, dict[str, System], float]]:
-    """The front end's process, what is compared, and the seconds in which the door started."""
+    """Yield the front end's process, the systems to compare, and how many seconds the door took to
+    start.
+    """
     bin_, port = Path(sys.executable).parent, free_port()
     target = f"127.0.0.1:{port}"
     serve = [str(bin_ / "headrace-server"), "serve", "--model", str(model), "--served-name", "it"]
@@ -249,7 +252,7 @@ def systems(
 
 
 def with_template(model: Path, folder: Path) -> Path:
-    """The checkpoint, with a chat template if it has none."""
+    """Return the checkpoint, with a chat template added if it has none."""
     config = json.loads((model / "tokenizer_config.json").read_text())
     if "chat_template" in config or (model / "chat_template.jinja").exists():
         return model
@@ -262,7 +265,7 @@ def with_template(model: Path, folder: Path) -> Path:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=DEMO)
     parser.add_argument("--smg", type=Path, help="smg's command; absent: it is left out")
@@ -305,7 +308,7 @@ def main() -> None:
 
 
 def summary(turns: dict[str, list[Turn]]) -> dict[str, float]:
-    """Medians of each system, and of the door beside the others in the same turns."""
+    """Return the medians of each system, and the door's ratios to the others in the same turns."""
     found = {}
     for each, ones in turns.items():
         for name in (*Turn.__dataclass_fields__, "cpu_us"):

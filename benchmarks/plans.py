@@ -41,7 +41,7 @@ from benchmarks.records import commit, machine_record, rounded
 FORMAT = 1
 _PROMPT, _OUTPUT, _REQUESTS = 256, 64, 16
 _PROMPTS = 3
-"""Prompts that are timed alone."""
+"""How many prompts are timed alone."""
 _READY_S = 300.0
 _POLL_S = 0.02
 _OUTPUT_FILE = ROOT / "benchmarks" / "results" / "plan.json"
@@ -62,10 +62,10 @@ class Shape:
     """A model, and how it is served.
 
     Attributes:
-        name: the row.
+        name: the name of the row.
         model: demo, a name of `benchmarks.models`, or a model type of transformers.
-        settings: of that model type's config.
-        flags: of plan and serve.
+        settings: settings of that model type's config.
+        flags: flags of plan and serve.
     """
 
     name: str
@@ -125,7 +125,7 @@ SHAPES = (
 
 
 def checkpoint(shape: Shape, folder: Path) -> Path:
-    """The directory of a shape's model; made if it is not there."""
+    """Return the directory of a shape's model, which is made if it does not exist."""
     if shape.model == "demo":
         return DEMO
     path = folder / "models" / (f"plan-{shape.model}" if shape.settings else shape.model)
@@ -149,7 +149,7 @@ def checkpoint(shape: Shape, folder: Path) -> Path:
 
 
 def plan_of(shape: Shape, path: Path, requests: int) -> dict[str, Any]:
-    """What the command plans."""
+    """Return the command's plan."""
     found = subprocess.run(
         [
             _command(), "plan", "--json", "--model", str(path), *shape.flags,
@@ -170,7 +170,7 @@ def _command() -> str:
 
 
 class Run:
-    """A server that was planned, and what it took."""
+    """A server that was planned, and the resources that it used."""
 
     def __init__(self, command: str, folder: Path) -> None:
         self._target = f"unix:{folder}/server.sock"
@@ -183,7 +183,7 @@ class Run:
         self._client = headrace.Client(self._target)
 
     def wait_until_ready(self) -> None:
-        """Raises RuntimeError if it ends, or takes too long."""
+        """Wait until the server is ready. Raises RuntimeError if it ends or takes too long."""
         until = time.monotonic() + _READY_S
         while time.monotonic() < until:
             if self._process.poll() is not None:
@@ -198,7 +198,7 @@ class Run:
         raise RuntimeError("the server is not ready")
 
     def _forget_peaks(self) -> None:
-        """Let the high-water marks begin anew: what loading took for a moment is not planned."""
+        """Reset the high-water marks, because the plan does not include peaks while loading."""
         for one in self._processes():
             Path(f"/proc/{one.pid}/clear_refs").write_text("5")
 
@@ -207,7 +207,7 @@ class Run:
         return [root, *root.children(recursive=True)]
 
     def prompt_s(self) -> float:
-        """Seconds of the step of a prompt alone."""
+        """Return the seconds of a step with only one prompt."""
         found = []
         for _ in range(_PROMPTS):
             self._generate(1)
@@ -215,8 +215,8 @@ class Run:
         return statistics.median(found)
 
     def decode_s(self, requests: int) -> float:
-        """Seconds of a step in which so many requests decode: the median of those that were
-        seen.
+        """Return the seconds of a step in which this many requests decode: the median of the
+        observed steps.
         """
         done = threading.Event()
         seen: dict[int, float] = {}
@@ -247,11 +247,11 @@ class Run:
         return stats.steps, stats.last_step_duration.ToTimedelta().total_seconds()
 
     def peak_bytes(self) -> int:
-        """The high-water marks of its processes since it was ready."""
+        """Return the high-water marks of its processes since it was ready."""
         return sum(high_water(one.pid) for one in self._processes())
 
     def end(self) -> None:
-        """End it."""
+        """End the server."""
         self._client.close()
         self._process.terminate()
         self._process.wait()
@@ -259,7 +259,7 @@ class Run:
 
 
 def measure(shape: Shape, folder: Path, say: Any) -> dict[str, Any]:
-    """A row of the record: planned and taken."""
+    """Return a row of the record: planned and measured."""
     path = checkpoint(shape, folder)
     say(f"{shape.name}: planning")
     plan = plan_of(shape, path, _REQUESTS)
@@ -300,7 +300,7 @@ def measure(shape: Shape, folder: Path, say: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run it."""
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plans", description=__doc__)
     parser.add_argument("--shape", action="append", help="a row's name; several times: several")
     parser.add_argument("--cache", type=Path, default=_CACHE, help=f"for models ({_CACHE})")

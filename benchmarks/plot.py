@@ -1,5 +1,5 @@
-"""A record as a picture: for each case, a bar for each system, and the floor. SVG, written here: a
-plotting library would be the largest dependency of the project's tools.
+"""Draws a record: for each case, a bar for each system, and the floor. The SVG is written here,
+because a plotting library would be the largest dependency of the project's tools.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ COLOURS = ("#1b6ca8", "#4c9fd1", "#8cc3e6", "#c7e1f3", "#8a8a8a", "#b3b3b3", "#d
 
 
 def draw(record: dict[str, Any]) -> str:
-    """The SVG: output tokens a second, each case to its own scale."""
+    """Return the SVG: output tokens per second, with a separate scale for each case."""
     colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(record["systems"])}
     parts: list[str] = []
     y = HEAD

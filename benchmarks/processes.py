@@ -1,7 +1,7 @@
-"""A system that is measured, as the harness sees it: a process that speaks `adapters.loop`.
+"""A measured system as the harness sees it: a process that speaks the protocol of `adapters.loop`.
 
-Between its turns it is stopped (SIGSTOP, it and its children): nothing that another system does
-while it waits, be it OpenMP's spinning or a loop that polls, takes time from the one that runs.
+Between its turns it is stopped (SIGSTOP, with its children), so that no activity of a waiting
+system, such as OpenMP's spinning or a polling loop, takes time from the running one.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class System:
     """One adapter's process.
 
     Attributes:
-        name: as in results.
-        start_s: seconds from its start until it took requests.
-        ready: what it said of itself: settings, versions.
+        name: the name in the results.
+        start_s: the seconds from its start until it accepted requests.
+        ready: what it reported about itself: settings, versions.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class System:
         environment: Mapping[str, str],
         root: Path = ROOT,
     ) -> None:
-        """Start it; `load` comes next. root: the checkout whose adapter it is."""
+        """Start the process; call `load` next. root: the checkout whose adapter is used."""
         self.name = name
         self.start_s = 0.0
         self.ready: dict[str, Any] = {}
@@ -74,41 +74,45 @@ class System:
         self._reader.start()
 
     def load(self, order: Mapping[str, Any], timeout: float) -> None:
-        """Have it load the model. Raises SystemFailure."""
+        """Let it load the model. Raises SystemFailure."""
         self.ready = self._ask({"load": order}, "ready", timeout)
         taken = time.perf_counter() - self._began - self.ready.pop("prepared_s", 0.0)
         self.start_s = self.ready.pop("start_s", taken)
 
     def run(self, turn: Mapping[str, Any], timeout: float) -> Any:
-        """Wake it, have it run a turn, and park it; what it tells. Raises SystemFailure."""
+        """Wake the process, let it run a turn, and park it. Returns its answer. Raises
+        SystemFailure.
+        """
         self.wake()
         answer = self._ask({"run": turn}, "done", timeout)
         self.park()
         return answer
 
     def park(self) -> None:
-        """Stop its processes where they are, until it is woken."""
+        """Suspend its processes until `wake`."""
         self._note_memory()
         for process in reversed(self._tree(self._process.pid)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGSTOP)
 
     def wake(self) -> None:
-        """Let its processes go on."""
+        """Resume its processes."""
         for process in self._tree(self._process.pid):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGCONT)
 
     @property
     def peak_bytes(self) -> int:
-        """The highest resident memory of its processes so far, summed; pages that they share count
-        for each.
+        """Return the peak resident memory of its processes, summed; shared pages count for each
+        process.
         """
         self._note_memory()
         return self._peak_bytes
 
     def end(self, patience_s: float = END_S) -> None:
-        """End it and its children; what has not ended by itself after so many seconds is killed."""
+        """End the process and its children. What has not ended after the given seconds is
+        killed.
+        """
         self._note_memory()
         self.wake()
         children = self._tree(self._process.pid)[1:]
@@ -173,7 +177,7 @@ class System:
 
 
 def high_water(pid: int) -> int:
-    """The highest resident memory of a process, bytes; 0 once it is gone."""
+    """Return the peak resident memory of a process in bytes; 0 once it has ended."""
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

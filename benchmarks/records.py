@@ -1,4 +1,4 @@
-"""The plan of a run, and its record: a JSON object, with a plot beside it."""
+"""The plan of a run, and its record: a JSON object, with a plot next to it."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The names of workload and load."""
+        """The names of the workload and the load."""
         return f"{self.workload.name} {self.load.name}"
 
     def lengths(self) -> list[Lengths]:
-        """Its requests."""
+        """Return the lengths of its requests."""
         return self.workload.lengths(self.load.count(self.workload))
 
     def most_at_once(self) -> int:
-        """The most requests that a system may have to run at once."""
+        """The most requests that a system may have to run at the same time."""
         return min(MAX_REQUESTS, self.load.concurrency or len(self.lengths()))
 
 
@@ -47,14 +47,15 @@ class Plan:
 
     Attributes:
         model_name, model: a checkpoint's name and directory.
-        systems: the first is the one that the others are compared with.
+        systems: the systems; the others are compared with the first.
         pythons: the interpreter of each system.
         peers: the environments of peers.
-        instructions: of `instructions.ENVIRONMENTS`, in every process; None: the processor's own.
+        instructions: one of `instructions.ENVIRONMENTS`, used in every process; None for the
+            processor's own.
         check: how many requests of each system are judged in each case.
         minutes: no turn is begun after this many minutes.
-        turn_s: the longest turn, seconds.
-        folder: for logs, and for what adapters make from the model.
+        turn_s: the longest turn, in seconds.
+        folder: the folder for logs, and for what adapters make from the model.
     """
 
     model_name: str
@@ -89,7 +90,7 @@ class Found:
 def case_record(
     found: Found, plan: Plan, shape: Shape, check: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """A case in the record's format."""
+    """Return a case in the record's format."""
     load = found.case.load
     reference = plan.systems[0].name
     turns = {name: figures for name, figures in found.turns.items() if figures}
@@ -141,7 +142,7 @@ def case_record(
 
 
 def machine_record() -> dict[str, Any]:
-    """The machine's processor, memory and system."""
+    """Return the machine's processor, memory and system."""
     return {
         "cpu": cpu_name(),
         "cpus": os.cpu_count(),
@@ -151,7 +152,7 @@ def machine_record() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's name, as far as the system tells."""
+    """Return the processor's name, if the system reports it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -162,7 +163,9 @@ def cpu_name() -> str:
 
 
 def commit() -> str | None:
-    """The repository's commit, with "+" if files differ from it; None outside a repository."""
+    """Return the repository's commit, with "+" if files differ from it; None outside a
+    repository.
+    """
     try:
         found = [
             subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -174,14 +177,14 @@ def commit() -> str | None:
 
 
 def write_record(record: dict[str, Any], path: Path) -> None:
-    """Write a record as JSON, and its plot beside it."""
+    """Write a record as JSON, and its plot next to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(rounded(record), indent=1) + "\n")
     path.with_suffix(".svg").write_text(draw(record))
 
 
 def rounded(value: Any) -> Any:
-    """A value with its floats rounded to six significant digits: more is noise."""
+    """Return a value with its floats rounded to six significant digits; more would be noise."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
@@ -192,7 +195,9 @@ def rounded(value: Any) -> Any:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """A record; None: there is no such file. Raises ValueError if it is not of this format."""
+    """Read a record; None if there is no such file. Raises ValueError if its format is
+    different.
+    """
     if not path.exists():
         return None
     record: dict[str, Any] = json.loads(path.read_text())
@@ -202,8 +207,8 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 
 FORMAT = 1
-"""Of records; another one when a reader of the old would misread the new."""
+"""The format of records. It changes whenever old readers would misread new records."""
 
 
 KIND_GPU = "gpu"
-"""A record of `python -m benchmarks gpu`; of `run` there is no kind."""
+"""The kind of the records of `python -m benchmarks gpu`; those of `run` have no kind."""

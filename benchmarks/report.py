@@ -21,8 +21,8 @@ from benchmarks.records import KIND_GPU, read_record
 
 
 def rewrite(text: str, read: Callable[[str], dict[str, Any] | None]) -> str:
-    """A document with its blocks written anew. read: the record of the name in a block, None where
-    there is none yet.
+    """Return a document with its blocks rewritten. read: returns the record of the name in a block,
+    or None if there is none yet.
     """
 
     def tell(name: str) -> str:
@@ -33,15 +33,15 @@ def rewrite(text: str, read: Callable[[str], dict[str, Any] | None]) -> str:
 
 
 def update(document: Path, root: Path, *, check: bool = False) -> bool:
-    """Write a document's blocks. Returns whether they were as they should be.
+    """Write a document's blocks. Returns whether they were already up to date.
 
     Args:
         document: the file.
-        root: where the names of records start from.
-        check: only look.
+        root: the folder to which the names of records are relative.
+        check: do not write.
 
     Raises:
-        ValueError: a record is of another format.
+        ValueError: a record has another format.
     """
     return update_document(
         document, lambda text: rewrite(text, lambda name: read_record(root / name)), check=check
@@ -49,11 +49,13 @@ def update(document: Path, root: Path, *, check: bool = False) -> bool:
 
 
 KIND_TRUST = "trust"
-"""A record of `python -m benchmarks.trust`, whose document is written by `benchmarks.trust`."""
+"""The kind of the records of `python -m benchmarks.trust`, which writes its own document."""
 
 
 def render(record: dict[str, Any], name: str) -> str:
-    """The text of one record: what and where, a table for each case, the systems, the checks."""
+    """Return the text of one record: what was run and where, a table for each case, the systems,
+    and the checks.
+    """
     if record.get("kind") == KIND_GPU:
         return gpu_tables.render(record, name)
     if record.get("kind") == tables.PLAN:
@@ -147,7 +149,7 @@ def _systems(record: dict[str, Any]) -> str:
 
 
 def _verdict(check: dict[str, Any] | None) -> str:
-    """What the judge says, in a cell."""
+    """Return the judge's verdict for a table cell."""
     if check is None:
         return "not checked"
     mark = "" if check["is_right"] else "**below**: "

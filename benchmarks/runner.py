@@ -1,6 +1,6 @@
 """Runs a plan: systems are loaded once, then take turns on each case. The result is one record.
 
-Turn 0 of a case warms up and does not count: its prompts are cut to a length, and few tokens are
+Turn 0 of a case warms up and does not count: its prompts are shortened, and few tokens are
 generated. The machine's rates are measured before every other turn. A system that fails is left out
 of its case, and the record says so.
 """
@@ -45,7 +45,9 @@ class Runner:
         self._logs.mkdir(parents=True, exist_ok=True)
 
     def run(self) -> dict[str, Any]:
-        """The record. Raises SystemFailure if the reference system, or all others, cannot start."""
+        """Run the plan and return the record. Raises SystemFailure if the reference system, or all
+        others, cannot start.
+        """
         plan = self._plan
         try:
             machine = self._start_helper("machine")
@@ -132,8 +134,8 @@ class Runner:
         self._systems.pop(name).end()
 
     def _start_helper(self, module: str) -> System:
-        """The machine's or the judge's process. It needs torch, which a peer's environment may not
-        have, so it runs in the harness's own.
+        """Start the machine's or the judge's process. It uses the harness's own environment,
+        because it needs torch, which a peer's environment may not have.
         """
         plan = self._plan
         log = self._logs / f"{module}.log"
@@ -174,7 +176,7 @@ class Runner:
         }
 
     def _fitting(self) -> list[Case]:
-        """The cases whose requests fit the model's context."""
+        """Return the cases whose requests fit the model's context."""
         longest = self._shape.max_tokens
         return [
             case for case in self._plan.cases if max(one.total for one in case.lengths()) <= longest
@@ -206,7 +208,7 @@ class Runner:
         return found
 
     def _turn(self, found: Found, name: str, turn: int, prompts: list[list[int]]) -> None:
-        """One system's turn. If it fails, the system is ended and left out from then on."""
+        """Run one system's turn. If it fails, the system is ended and left out from then on."""
         case = found.case
         arrivals = case.load.arrivals(len(prompts), seed=turn)
         outputs = [one.output for one in found.lengths]
@@ -257,7 +259,7 @@ class Runner:
     # ---- the tokens ----------------------------------------------------------------------------
 
     def _check(self, found: list[Found]) -> list[dict[str, dict[str, Any]]]:
-        """The judge's verdict on the tokens of the last turn, for each case and system."""
+        """Return the judge's verdict on the tokens of the last turn, for each case and system."""
         if not self._plan.check:
             return [{} for _ in found]
         self._say("checking the tokens against transformers in float32")

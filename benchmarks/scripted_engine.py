@@ -1,14 +1,15 @@
-"""An engine that computes nothing, for measuring what stands before it; and servers around it.
+"""An engine that computes nothing, for measuring what is in front of it, and servers around it.
 
     python -m benchmarks.scripted_engine ADDRESS KIND COUNT STEPS PER_SECOND
 
-KIND: `together` runs the service with the scripted engine in its own process; `process` with the
-engine in a process of its own, behind the real socket, frames and worker; `bare` is no service at
-all, but the least that gRPC and protobuf need for the same messages.
+KIND: `together` runs the service with the scripted engine in the same process. `process` runs the
+engine in a separate process, behind the real socket, frames and worker. `bare` has no service at
+all, only the minimum that gRPC and protobuf need for the same messages.
 
-The engine waits until COUNT requests are there. Then each step gives every one of them its next
-token, from a real text in the demo model's vocabulary, each from a place of its own, STEPS times;
-then it waits for the next COUNT. PER_SECOND: steps in a second; 0: without a pause.
+The engine waits for COUNT requests. Then each of STEPS steps gives every request its next token,
+from a real text in the demo model's vocabulary. Each request starts at a different position in the
+text. After that, the engine waits for the next COUNT requests. PER_SECOND: steps per second; 0 for
+no pause.
 """
 
 from __future__ import annotations
@@ -49,18 +50,18 @@ from service.logs.output import Output
 DEMO = Path(__file__).parents[1] / "models" / "demo"
 _VOCAB_SIZE = 4096
 _APART = 97
-"""So many tokens of the text lie between the beginnings of two outputs."""
+"""How many tokens of the text lie between the beginnings of two outputs."""
 
 
 def real_tokens() -> list[TokenId]:
-    """A real text, as the demo model's tokens."""
+    """Return a real text as the demo model's tokens."""
     tokenizer = Tokenizer.load(DEMO, _VOCAB_SIZE)
     text = (DEMO / "text" / "stories.txt").read_text()
     return [TokenId(token_id) for token_id in tokenizer.encode(text)]
 
 
 async def ticks(per_second: float) -> AsyncIterator[None]:
-    """One item for each step that is due; those that are late follow at once."""
+    """Yield once for each step that is due; late steps follow immediately."""
     due = time.monotonic()
     while True:
         await asyncio.sleep(max(due - time.monotonic(), 0) if per_second else 0)
@@ -69,7 +70,9 @@ async def ticks(per_second: float) -> AsyncIterator[None]:
 
 
 class ScriptedEngine(EngineClient):
-    """See the module. Of what it is never asked here, the protocol's own methods do nothing."""
+    """The scripted engine; see the module. Methods of the protocol that are not used here do
+    nothing.
+    """
 
     is_restartable = False
     failure: Exception | None = None
@@ -84,7 +87,7 @@ class ScriptedEngine(EngineClient):
         self._running: asyncio.Task[None] | None = None
 
     async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:
-        """Begin to wait for requests."""
+        """Start waiting for requests."""
         progress("a scripted engine")
         self._running = asyncio.create_task(self._run(sink))
         return ModelInfo(
@@ -105,7 +108,7 @@ class ScriptedEngine(EngineClient):
         )
 
     async def submit(self, request: GenerationRequest) -> Admission:
-        """Take a request in."""
+        """Accept a request."""
         arrival = time.monotonic()
         self._waiting.append((request, arrival))
         if len(self._waiting) == self._count:
@@ -150,26 +153,26 @@ class ScriptedEngine(EngineClient):
         return StepOutputs(now, tuple(outputs), StepRecord(0.01, len(requests), 0, len(requests)))
 
     async def cancel(self, request_id: RequestId) -> bool:
-        """Nothing is ended early here."""
+        """Do nothing, because no request ends early here."""
         return False
 
     async def stats(self) -> EngineStats:
-        """Nothing to tell."""
+        """Return no statistics."""
         return EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
 
     async def close(self) -> None:
-        """End."""
+        """Close the engine."""
         if self._running is not None:
             self._running.cancel()
 
     async def wait_failed(self) -> Exception:
-        """It never fails."""
+        """Wait forever, because the engine never fails."""
         await asyncio.Event().wait()
         raise AssertionError
 
 
 def in_a_process(count: int, steps: int, per_second: float) -> ProcessEngineClient:
-    """The real client of an engine's process, whose worker drives a scripted engine."""
+    """Return the real client of an engine's process, whose worker drives a scripted engine."""
     root = str(Path(__file__).parents[1])
     client = ProcessEngineClient(str(DEMO), log_level="warning")
     client._program = (
@@ -184,7 +187,7 @@ def in_a_process(count: int, steps: int, per_second: float) -> ProcessEngineClie
 
 
 class Bare(generation_service_pb2_grpc.GenerationServiceServicer):
-    """A session without a service behind it: adds are read, and answered by steps of events."""
+    """A session without a service behind it: it reads adds and answers with steps of events."""
 
     def __init__(self, count: int, steps: int, per_second: float) -> None:
         self._count = count
@@ -194,7 +197,7 @@ class Bare(generation_service_pb2_grpc.GenerationServiceServicer):
         self._pieces = [(token, tokenizer.token_text(token)) for token in real_tokens()]
 
     async def StreamResult(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
-        """One message a step."""
+        """Send one message per step."""
         for _ in range(self._count):
             await anext(request_iterator)
         clock, numbers = ticks(self._per_second), itertools.count(1)
@@ -222,7 +225,7 @@ async def serve_bare(address: str, count: int, steps: int, per_second: float) ->
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     address, kind = sys.argv[1:3]
     count, steps, per_second = int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])
     if kind == "bare":

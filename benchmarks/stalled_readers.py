@@ -1,15 +1,15 @@
 """What clients that stop reading cost the others: time per token beside them, and memory.
 
-    A    16 clients, each with requests of its own, one after the other (GenerateStream)
-    B    the same beside 100 streams that read one message and then no more, each with a request as
-         long as the context, whose tokens are described at length
+    A    16 clients, each sending its requests one after the other (GenerateStream)
+    B    the same, and in addition 100 streams that read one message and then no more, each with a
+         request as long as the context and with detailed token information
 
-B begins when all stalled requests are held: before, they are work like any other. A and B take
-turns, since a machine's speed drifts; each B is held against the A before it. The first pair warms
-up and does not count.
+B begins when all stalled requests are paused; before that, they are work like any other. A and B
+alternate, since a machine's speed drifts; each B is compared with the A before it. The first pair
+warms up and does not count.
 
-The server is `headrace-server serve` with the demo model, on loopback; front end and engine in
-processes of their own, whose resident memory is read before, and while the streams are stalled.
+The server is `headrace-server serve` with the demo model, on loopback. The front end and the engine
+are separate processes, whose resident memory is read before and while the streams are stalled.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from headrace.v1.control_service_pb2_grpc import ControlServiceStub
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 WAIT_S = 120.0
-"""No single wait takes longer: what does is stuck."""
+"""The limit of each wait; whatever takes longer is stuck."""
 SMALL_WINDOW = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 1024),
 ]
-"""Of the stalled clients: the less the connection takes, the sooner the server is blocked."""
+"""The stalled clients' window. The less the connection takes, the sooner the server is blocked."""
 
 
 def free_port() -> int:
-    """A port of the loopback address that nobody has now."""
+    """Return a port of the loopback address that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -57,7 +57,9 @@ def free_port() -> int:
 
 
 def start_server(arguments: argparse.Namespace, address: str) -> subprocess.Popen[bytes]:
-    """A server whose bound is reached soon, and whose patience outlasts the measurement."""
+    """Start a server that pauses stalled requests soon and does not end them during the
+    measurement.
+    """
     command = [
         str(Path(sys.executable).with_name("headrace-server")), "serve",
         "--model", arguments.model, "--listen", address, "--dtype", arguments.dtype,
@@ -68,7 +70,7 @@ def start_server(arguments: argparse.Namespace, address: str) -> subprocess.Pope
 
 
 def resident_mib(process: int) -> float:
-    """Resident memory of a process, in MiB."""
+    """Return the resident memory of a process, in MiB."""
     for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) / 1024
@@ -76,13 +78,13 @@ def resident_mib(process: int) -> float:
 
 
 def engine_of(server: int) -> int:
-    """The process id of the engine, the front end's only child."""
+    """Return the process id of the engine, the front end's only child."""
     [child] = Path(f"/proc/{server}/task/{server}/children").read_text().split()
     return int(child)
 
 
 async def figures(channel: grpc.aio.Channel) -> Any:
-    """The server's statistics now."""
+    """Return the server's current statistics."""
     stub: Any = ControlServiceStub(channel)  # type: ignore[no-untyped-call]
     answer = await stub.GetStatistics(control_service_pb2.GetStatisticsRequest(), timeout=30)
     return answer.statistics
@@ -91,15 +93,15 @@ async def figures(channel: grpc.aio.Channel) -> Any:
 async def until(
     channel: grpc.aio.Channel, condition: Callable[[Any], bool], *, every_s: float = 0.1
 ) -> None:
-    """Wait until the server's statistics fit."""
+    """Wait until the server's statistics satisfy a condition."""
     async with asyncio.timeout(WAIT_S):
         while not condition(await figures(channel)):  # noqa: ASYNC110 - another process's figures
             await asyncio.sleep(every_s)
 
 
 async def settled(channel: grpc.aio.Channel, stalled: int) -> None:
-    """Wait until all stalled requests are held for good: until the connections are full, a held one
-    goes on now and then.
+    """Wait until all stalled requests are paused permanently. Until the connections are full, a
+    paused request resumes from time to time.
     """
     generated = -1
 
@@ -112,7 +114,7 @@ async def settled(channel: grpc.aio.Channel, stalled: int) -> None:
 
 
 async def live_client(target: str, requests: int, tokens: int, number: int) -> list[float]:
-    """Seconds between the arrivals of tokens, of one client's requests."""
+    """Return the seconds between the arrivals of tokens of one client's requests."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     gaps: list[float] = []
     async with grpc.aio.insecure_channel(target, options=options) as channel:
@@ -139,7 +141,7 @@ async def live_client(target: str, requests: int, tokens: int, number: int) -> l
 
 
 async def measure_live(target: str, arguments: argparse.Namespace) -> float:
-    """The median time per token of all live clients together, in seconds."""
+    """Return the median time per token over all live clients, in seconds."""
     runs = await asyncio.gather(
         *(
             live_client(target, arguments.requests, arguments.tokens, number)
@@ -150,7 +152,7 @@ async def measure_live(target: str, arguments: argparse.Namespace) -> float:
 
 
 async def stall(stack: AsyncExitStack, target: str, count: int) -> None:
-    """Streams that are read once, each on a connection of its own."""
+    """Open streams that are read once, each on a separate connection."""
     for _ in range(count):
         channel = await stack.enter_async_context(
             grpc.aio.insecure_channel(target, options=SMALL_WINDOW)
@@ -167,7 +169,7 @@ async def stall(stack: AsyncExitStack, target: str, count: int) -> None:
 
 
 async def run(arguments: argparse.Namespace, target: str, server: int) -> dict[str, Any]:
-    """All turns; the record's figures."""
+    """Run all turns and return the record's results."""
     engine = engine_of(server)
     alone: list[float] = []
     beside: list[float] = []
@@ -212,7 +214,7 @@ async def run(arguments: argparse.Namespace, target: str, server: int) -> dict[s
 
 
 def report(arguments: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
-    """Print the table and make the record."""
+    """Print the table and return the record."""
     alone = statistics.median(found["seconds_per_token_alone"]) * 1e3
     beside = statistics.median(found["seconds_per_token_beside"]) * 1e3
     memory = found["memory"]
@@ -242,7 +244,7 @@ def report(arguments: argparse.Namespace, found: dict[str, Any]) -> dict[str, An
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="models/demo", help="a model directory")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])

@@ -2,9 +2,9 @@
 
     python -m benchmarks.step_cost --model $(python -m benchmarks model tiny) --requests 16
 
-The engine runs in this thread, one step after the other. The time between the beginning and the end
-of the model's forward is the model's; the rest is the engine's: scheduling, laying the step out,
-block tables, sampling, taking tokens back, outputs. Reading the clock is part of the rest.
+The engine runs in this thread, one step after the other. The duration of the model's forward pass
+is the model's time; the rest is the engine's: scheduling, laying the step out, block tables,
+sampling, returning tokens, outputs. The rest includes reading the clock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from engine.loading.verified import VerifiedModel
 
 _PROMPT = 128
 _WARM_STEPS = 20
-"""Of prefill and the first decodes: they do not count."""
+"""The steps of prefill and the first decodes, which do not count."""
 
 
 def _load(arguments: argparse.Namespace) -> tuple[VerifiedModel, EngineCore]:
@@ -41,7 +41,7 @@ def _load(arguments: argparse.Namespace) -> tuple[VerifiedModel, EngineCore]:
 
 
 def measure(arguments: argparse.Namespace) -> list[tuple[float, float]]:
-    """Seconds of each decode step: of the model, and of the engine."""
+    """Return the model's and the engine's seconds of each decode step."""
     # On a thread that ends, so that the CPUs have one team of OpenMP's threads.
     verified, core = call_on_own_thread(lambda: _load(arguments), "load")
     clocks: list[float] = []
@@ -80,7 +80,7 @@ def measure(arguments: argparse.Namespace) -> list[tuple[float, float]]:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="models/demo", help="a directory")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))

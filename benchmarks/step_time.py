@@ -6,13 +6,13 @@
             curve): throughput, time to the first token, gaps between tokens
     long    a prompt of 4,096 tokens comes while 8 streams are read: their worst gap until it is in
 
-The engine runs in this thread, one step after the other, on one model; a turn has another pace than
-the one before. Every target takes its turn with the same prompts, none first and last by turns,
-since a machine's speed drifts: each is held against the run without a target of the same turn. The
-pace of a target goes on learning from turn to turn in W2, whose turn 0 warms up and does not count;
-in `long` each turn begins with one that knows nothing.
+The engine runs in this thread, one step after the other, on one model; the pace changes from turn
+to turn. Every target has its turn with the same prompts, in alternating order, since a machine's
+speed drifts. Each is compared with the run without a target in the same turn. In W2 the pace of a
+target continues to learn from turn to turn, and turn 0 warms up and does not count. In `long` each
+turn begins with an untrained pace.
 
-The record is written after every turn. `--resume` goes on with one that was interrupted.
+The record is written after every turn. `--resume` continues one that was interrupted.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ _BLOCK = 32
 _STREAMS = 8
 _STREAM_PROMPT = 64
 _BEFORE = 16
-"""Tokens that each stream has had when the long prompt comes."""
+"""How many tokens each stream has had when the long prompt arrives."""
 _NAMES = ("output_rate", "ttft_p50_s", "itl_p50_s", "itl_p99_s")
 
 
 class CoreEngine:
-    """An engine that is stepped. See `StepEngine`."""
+    """An engine that is stepped; see `StepEngine`."""
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
         self.turn = 0
 
     def begin(self, pace: StepPace | None) -> None:
-        """A turn begins: nothing that an earlier one computed is found again."""
+        """Begin a turn. Nothing that an earlier turn computed is reused."""
         self.turn += 1
         self.core.scheduler.pace = pace
 
     def submit(self, index: int, prompt: list[int], max_tokens: int) -> None:
-        """Take a request in."""
+        """Accept a request."""
         spec = GenerationRequest(
             request_id=RequestId(f"{self.turn}/{index}"),
             prompt=tuple(map(TokenId, prompt)),
@@ -85,7 +85,7 @@ class CoreEngine:
 
 
 def load(arguments: argparse.Namespace) -> tuple[CoreEngine, int]:
-    """The engine, and how many tokens there are."""
+    """Load the engine. Return it and the number of token ids."""
     model = (
         checkpoint(arguments.model, arguments.cache)
         if arguments.model in SHAPES
@@ -108,7 +108,7 @@ def load(arguments: argparse.Namespace) -> tuple[CoreEngine, int]:
 
 
 def w2_turn(engine: CoreEngine, turn: int, vocab_size: int) -> dict[str, float]:
-    """The figures of W2."""
+    """Run a turn of W2 and return its results."""
     lengths = WORKLOADS["W2"].lengths()
     prompts = make_prompts(lengths, vocab_size, seed=1000 + turn)
     requests = [
@@ -129,7 +129,7 @@ def w2_turn(engine: CoreEngine, turn: int, vocab_size: int) -> dict[str, float]:
 
 
 def long_turn(engine: CoreEngine, turn: int, vocab_size: int, length: int) -> dict[str, float]:
-    """The gaps of the streams from when the long prompt comes until it is in."""
+    """Return the gaps of the streams from the arrival of the long prompt until it is computed."""
     lengths = [_STREAM_PROMPT] * _STREAMS + [length]
     ids = itertools.cycle(range(FIRST_TOKEN + turn, vocab_size, 7))
     prompts = [list(itertools.islice(ids, count)) for count in lengths]
@@ -189,7 +189,7 @@ class Measurement:
         return str(turn) in self.record[part].get(f"{target:g}", {})
 
     def add(self, part: str, target: float, turn: int, figures: dict[str, float]) -> None:
-        """Write a turn down."""
+        """Add a turn to the record."""
         entry = {**figures, "load_average": os.getloadavg()[0]}
         self.record[part].setdefault(f"{target:g}", {})[str(turn)] = rounded(entry)
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -227,7 +227,7 @@ def measure(arguments: argparse.Namespace, measurement: Measurement) -> None:
 
 
 def tables(record: dict[str, Any]) -> str:
-    """The record as Markdown."""
+    """Return the record as Markdown."""
     lines = [
         f"{record['date'][:10]}, model `{record['model']}` in {record['dtype']}, "
         f"{record['threads']} threads; commit {record['commit']}.",
@@ -281,7 +281,7 @@ def tables(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen3-0.6b", help="demo, a shape's name or a directory")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))

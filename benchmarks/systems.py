@@ -1,4 +1,4 @@
-"""The systems by their names on the command line."""
+"""The measured systems, by their names on the command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_REQUESTS = 64
-"""Most requests that a system is asked to run at once, however many wait."""
+"""The most requests that a system is asked to run at the same time, however many wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,14 +16,14 @@ class SystemSpec:
     """How a system is started.
 
     Attributes:
-        name: on the command line and in results.
-        meaning: for `--list`.
+        name: the name on the command line and in results.
+        meaning: the description for `--list`.
         module: its adapter.
-        options: what the adapter is told besides.
-        is_peer: whether it runs in an environment of its own, which `--peer` names.
-        is_online: whether it takes requests while it runs.
+        options: the adapter's options.
+        is_peer: whether it runs in a separate environment, which `--peer` names.
+        is_online: whether it accepts requests while it runs.
         environment: variables of its process.
-        preload: libraries in its environment that are loaded first, as patterns.
+        preload: patterns of libraries in its environment that are loaded first.
     """
 
     name: str
@@ -36,7 +36,7 @@ class SystemSpec:
     preload: tuple[str, ...] = ()
 
     def variables(self, peer: Path | None, cpus: list[int]) -> dict[str, str]:
-        """The variables of its process. cpus: those that it may use.
+        """Return the variables of its process. cpus: the CPUs that it may use.
 
         Raises:
             FileNotFoundError: a library to preload is not in the peer's environment.

@@ -1,6 +1,7 @@
-"""The tables of records that compare no systems: plans against reality, and first tries.
+"""The tables of records that do not compare systems: plans against reality, and first tries.
 
-They are apart from what makes the records, since reports are also written where there is no gRPC.
+They are separate from the code that makes the records, because reports are also written without
+gRPC.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ from typing import Any
 
 FIRST_TRY = "first-try"
 FIRST_TRY_PARTS = ("environment", "resolve", "fetch", "link", "start", "first token")
-"""Of `make run` in a fresh clone, in order."""
+"""The parts of `make run` in a fresh clone, in order."""
 PLAN = "plan"
 MEMORY_BOUND, TIME_BOUND = 0.10, 0.30
-"""How far a plan may be off, relative to the run."""
+"""The largest error of a plan, relative to the run."""
 
 
 def ratio(row: dict[str, Any], name: str) -> float:
-    """Planned, relative to taken."""
+    """Return the planned value divided by the measured one."""
     found: float = row["planned"][name] / row["taken"][name]
     return found
 
 
 def plan(record: dict[str, Any], name: str) -> str:
-    """A record of `make bench-plan` as text for a document."""
+    """Return a record of `make bench-plan` as text for a document."""
     lines = [
         f"{_where(record)}; load average "
         f"{min(row['load_average'] for row in record['rows']):.1f} to "
@@ -44,7 +45,7 @@ def plan(record: dict[str, Any], name: str) -> str:
 
 
 def first_try(record: dict[str, Any], name: str) -> str:
-    """A record of `make bench-first-try` as text for a document."""
+    """Return a record of `make bench-first-try` as text for a document."""
     runs = record["runs"]
     made = [run["environment_mb"] for run in runs]
     lines = [

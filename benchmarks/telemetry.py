@@ -1,14 +1,15 @@
 """What telemetry costs: throughput and CPU time with everything on, beside everything off
 (`make bench-telemetry`, about eight minutes).
 
-    off, again ── headrace-server serve, no telemetry; `again` is the same once more: their ratio is
-                  what the machine's noise does to a ratio
+    off, again ── headrace-server serve without telemetry; `again` repeats it, so their ratio shows
+                  how much noise the machine adds to a ratio
     on ────────── the same with a span for each call and request and all metrics, sent by OTLP to a
                   receiver that throws them away, and Prometheus' page, which is scraped
 
-64 callers at a time ask for some 96 tokens each over GenerateStream, again and again, of one server
-after the other: a turn. The order changes with each turn, since a machine's speed drifts. The
-engine counts the tokens. The CPU time is that of the front end's process, where telemetry is.
+64 concurrent callers repeatedly request about 96 tokens each over GenerateStream. In a turn, they
+do so on one server after the other. The order changes with each turn, since a machine's speed
+drifts. The engine counts the tokens. The CPU time is that of the front end's process, where
+telemetry runs.
 """
 
 from __future__ import annotations
@@ -78,23 +79,23 @@ class Server:
         )
 
     def wait_until_ready(self) -> None:
-        """Until the model is loaded."""
+        """Wait until the model is loaded."""
         with headrace.Client(self.address) as client:
             client.wait_until_ready(timeout=WAIT_S)
 
     def end(self) -> None:
-        """Stop it."""
+        """Stop the server."""
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(WAIT_S)
 
 
 @contextlib.contextmanager
 def receiver() -> Iterator[tuple[str, list[int]]]:
-    """A receiver of OTLP that only counts the bytes of spans and of metrics."""
+    """Run an OTLP receiver that only counts the bytes of spans and metrics."""
     received = [0, 0]
 
     class Handler(grpc.GenericRpcHandler):
-        """Takes every method; the message of an export is not parsed."""
+        """Accepts every method without parsing the exported message."""
 
         def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
             kind = 0 if "TraceService" in str(details.method) else 1
@@ -115,13 +116,13 @@ def receiver() -> Iterator[tuple[str, list[int]]]:
 
 
 async def keep_asking(caller: Caller, chance: random.Random) -> None:
-    """One request after the other."""
+    """Send one request after the other."""
     while True:
         await caller.first_token(TOKENS + chance.randint(-SPREAD, SPREAD))
 
 
 async def keep_scraping(page: str) -> None:
-    """As Prometheus does."""
+    """Scrape the page as Prometheus does."""
 
     def scrape() -> int:
         with urllib.request.urlopen(page, timeout=WAIT_S) as answer:
@@ -134,7 +135,7 @@ async def keep_scraping(page: str) -> None:
 
 
 async def turn(server: Server, arguments: argparse.Namespace) -> dict[str, float]:
-    """A load that does not end; tokens a second, as the engine counts them."""
+    """Run an endless load and return the tokens per second, as the engine counts them."""
     chance = random.Random(7)
     async with Caller(server, "caller") as caller, Caller(server, "operator") as operator:
         asking = [keep_asking(caller, chance) for _ in range(arguments.requests)]
@@ -157,7 +158,7 @@ async def turn(server: Server, arguments: argparse.Namespace) -> dict[str, float
 
 
 async def measure(servers: Sequence[Server], arguments: argparse.Namespace) -> dict[str, Any]:
-    """All turns; the first one warms up and does not count."""
+    """Run all turns; the first one warms up and does not count."""
     turns: dict[str, list[dict[str, float]]] = {server.kind: [] for server in servers}
     for number in range(arguments.turns + 1):
         shift = number % len(servers)
@@ -176,7 +177,7 @@ async def measure(servers: Sequence[Server], arguments: argparse.Namespace) -> d
 
 
 def compared(turns: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Ratios to `off`, turn by turn, and their medians."""
+    """Return the ratios to `off`, turn by turn, and their medians."""
     found: dict[str, Any] = {}
     for kind in (ON, AGAIN):
         for figure in ("tokens_per_s", "cpu_us_per_token"):
@@ -188,7 +189,7 @@ def compared(turns: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 
 def table(record: dict[str, Any]) -> str:
-    """The record as Markdown."""
+    """Return the record as Markdown."""
     lines = [
         f"| medians of {record['arguments']['turns']} turns, "
         f"{record['arguments']['requests']} requests at a time | aim | found |",
@@ -207,7 +208,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options; `--quick` is for tests."""
+    """Parse the options; `--quick` is for tests."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="a directory")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
@@ -226,7 +227,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     arguments = parse(words)
     began = time.monotonic()
     record: dict[str, Any] = {

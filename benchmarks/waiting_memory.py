@@ -2,14 +2,14 @@
 
     python -m benchmarks.waiting_memory --model $(python -m benchmarks model long)
 
-For each kind of request a server of its own is started, at default settings; its engine is paused,
-so that all requests wait. Some that warm up are added first and cancelled. Then 80 requests are
+For each kind of request, a separate server is started with default settings. Its engine is paused,
+so that all requests wait. Some warm-up requests are added first and cancelled. Then 80 requests are
 added, or as many as are admitted, and the resident memory of the front end and of the engine's
-process is read before and after. What admission counts them as is known from what it says when it
-is full: long prompts are added until it refuses one, with the requests and without them.
+process is read before and after. How many bytes admission counts for them is determined from its
+limit: long prompts are added until it refuses one, with the requests and without them.
 
-Resident memory is a blunt measure: a process keeps what it has freed, and its allocators take more
-than they give out. A kind of small requests says little.
+Resident memory is imprecise: a process keeps what it has freed, and its allocators take more than
+they give out. For small requests it says little.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of the model: its vocabulary, and the longest prompt."""
+    """The model's vocabulary size and longest prompt."""
 
     vocab: int
     prompt: int
 
     def ids(self, count: int, seed: int = 0) -> list[int]:
-        """Different ids of the vocabulary, as far as it has them."""
+        """Return token ids, all different as far as the vocabulary allows."""
         return [3 + (seed + 7919 * index) % (self.vocab - 3) for index in range(count)]
 
 
@@ -108,14 +108,14 @@ KINDS: dict[str, Callable[[Shape, int], Fields]] = {
     },
     "waiting_call": lambda shape, seed: {"tokens": {"ids": shape.ids(shape.prompt, seed)}},
 }
-"""The fields of a spec, for a model and a number."""
+"""The fields of a spec for each kind, given a model and a number."""
 FILLER = "prompt"
 CALLS = ("waiting_call",)
-"""Asked by Generate, whose message gRPC keeps; the others by AddRequest."""
+"""The kinds that use Generate, whose message gRPC keeps; the others use AddRequest."""
 
 
 def make_spec(kind: str, shape: Shape, seed: int) -> pb.GenerationSpec:
-    """A request of a kind, like none of another number."""
+    """Return a request of a kind, unlike that of any other number."""
     fields = {"text": {"text": f"Number {seed}"}, **KINDS[kind](shape, seed)}
     if "tokens" in fields:
         del fields["text"]
@@ -134,7 +134,7 @@ class Asker:
         self._calls: list[Any] = []  # kept: a call that is collected is cancelled
 
     async def add(self, seed: int) -> HeadraceError | None:
-        """Add one; None if it was admitted, else why not."""
+        """Add a request; returns None if it was admitted, otherwise the reason."""
         spec = make_spec(self._kind, self._shape, seed)
         try:
             if self._kind in CALLS:
@@ -146,7 +146,7 @@ class Asker:
         return None
 
     async def _call(self, spec: pb.GenerationSpec) -> None:
-        """Begin a call that lasts as long as its request; return when it is taken in."""
+        """Begin a call that lasts as long as its request; return when the request is accepted."""
         before = (await figures(self._channel)).front_end.live_requests
         call = self._stub.Generate(rpc.GenerateRequest(spec=spec))
 
@@ -159,8 +159,8 @@ class Asker:
         self._calls.append(call)
 
     async def fill(self, seeds: range) -> tuple[int, int]:
-        """Add requests until no more are admitted. Returns how many were, and how many bytes
-        admission counts then.
+        """Add requests until no more are admitted. Returns how many were admitted, and how many
+        bytes admission counts then.
         """
         for admitted, seed in enumerate(seeds):
             if (refused := await self.add(seed)) is None:
@@ -171,13 +171,13 @@ class Asker:
         raise RuntimeError("all of them were admitted")
 
     async def cancel(self, seeds: range) -> None:
-        """End some."""
+        """Cancel some requests."""
         ids = [f"{self._kind}-{seed}" for seed in seeds]
         await self._stub.Cancel(rpc.CancelRequest(request_ids=ids), timeout=WAIT_S)
 
 
 async def measure(kind: str, target: str, server: int, count: int) -> dict[str, Any]:
-    """The figures of one kind."""
+    """Measure one kind."""
     engine = engine_of(server)
     async with grpc.aio.insecure_channel(target, options=OPTIONS) as channel:
         stubs: Any = ModelServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -222,7 +222,7 @@ async def measure(kind: str, target: str, server: int, count: int) -> dict[str, 
 
 
 def start_server(arguments: argparse.Namespace, address: str) -> subprocess.Popen[bytes]:
-    """A server at default settings."""
+    """Start a server with default settings."""
     command = [
         str(Path(sys.executable).with_name("headrace-server")), "serve",
         "--model", arguments.model, "--listen", address, "--log-level", "warning",
@@ -231,7 +231,7 @@ def start_server(arguments: argparse.Namespace, address: str) -> subprocess.Pope
 
 
 def run(arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
-    """One kind, in a server of its own."""
+    """Measure one kind in a separate server."""
     address = f"127.0.0.1:{free_port()}"
     server = start_server(arguments, address)
     try:
@@ -244,7 +244,7 @@ def run(arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="models/demo", help="a model directory")
     parser.add_argument("--requests", type=int, default=COUNT)

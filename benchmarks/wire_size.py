@@ -2,12 +2,12 @@
 
     headrace-server serve ──StreamResultResponse──▶ this process: the size of each message
 
-Some requests of one session of a real server, the demo model's by default: all are added at once,
-with ids as long as a UUID without dashes, and run to their full length. What is counted are the
-messages' own bytes, from Accepted to Finished; the 5 bytes with which gRPC frames a message, and
-HTTP/2's frames, are shared by all requests of a step and are not. A client that reads slowly gets
-several tokens in one event, and fewer bytes for each: so a run counts only if (nearly) every token
-came in an event of its own.
+Several requests run on one session of a real server, by default with the demo model. All are added
+at the same time, with ids as long as a UUID without dashes, and run to their full length. Only the
+messages' own bytes are counted, from Accepted to Finished. The 5 bytes of gRPC's message header and
+HTTP/2's frames are not, because all requests of a step share them. A client that reads slowly gets
+several tokens in one event, and fewer bytes for each. A run therefore counts only if (nearly) every
+token came in a separate event.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from benchmarks.records import commit, machine_record, rounded
 
 WAIT_S = 120.0
 MOST_MERGED = 0.02
-"""The share of tokens that may have come in an event with others."""
+"""The largest share of tokens that may arrive in an event with others."""
 KINDS = ("text", "ids")
 PARTS = ("accepted", "prompt", "finished")
 PROMPTS = (
@@ -50,7 +50,7 @@ PROMPTS = (
 
 @contextmanager
 def server(model: str) -> Iterator[str]:
-    """The address of a server with default settings, once it is ready."""
+    """Run a server with default settings, and yield its address once it is ready."""
     with TemporaryDirectory() as directory:
         address = f"unix:{directory}/s"
         command = Path(sys.executable).with_name("headrace-server")
@@ -66,7 +66,7 @@ def server(model: str) -> Iterator[str]:
 
 
 def commands(kind: str, requests: int, tokens: int, run: int) -> Iterator[rpc.StreamResultRequest]:
-    """The session's requests."""
+    """Return the commands that add the session's requests."""
     for index in range(requests):
         spec = pb.GenerationSpec(
             request_id=f"{run:016x}{index:016x}",
@@ -78,7 +78,7 @@ def commands(kind: str, requests: int, tokens: int, run: int) -> Iterator[rpc.St
 
 
 def add_fields(counted: Counter[str], path: str, message: Message) -> None:
-    """Count what each of a message's fields takes, with its tag and its length."""
+    """Count the bytes of each of a message's fields, including tag and length."""
     for field, value in message.ListFields():
         alone: Any = type(message)()
         if isinstance(value, Message):
@@ -91,7 +91,7 @@ def add_fields(counted: Counter[str], path: str, message: Message) -> None:
 
 
 def add_message(counted: Counter[str], message: rpc.StreamResultResponse) -> None:
-    """Count what a message takes, by what it is for."""
+    """Count the bytes of a message by purpose."""
     whole = message.ByteSize()
     counted["total"] += whole
     counted["messages"] += 1
@@ -116,7 +116,7 @@ def add_message(counted: Counter[str], message: rpc.StreamResultResponse) -> Non
 
 
 def measure(address: str, kind: str, requests: int, tokens: int, run: int) -> Counter[str]:
-    """One session."""
+    """Measure one session."""
     counted: Counter[str] = Counter()
     with grpc.insecure_channel(address) as channel:
         sent = commands(kind, requests, tokens, run)
@@ -128,15 +128,15 @@ def measure(address: str, kind: str, requests: int, tokens: int, run: int) -> Co
 
 
 def merged_share(counted: Counter[str]) -> float:
-    """Which share of a session's tokens came in an event with others before them."""
+    """Return the share of a session's tokens that came in an event after other tokens."""
     return 1 - counted["delta events"] / counted["tokens"]
 
 
 def measure_kind(address: str, kind: str, arguments: argparse.Namespace) -> list[Counter[str]]:
-    """The sessions of a kind that count.
+    """Return the sessions of a kind that count.
 
     Raises:
-        RuntimeError: too many of them had merged events: the machine is busy.
+        RuntimeError: too many of them had merged events, because the machine is busy.
     """
     found: list[Counter[str]] = []
     for run in range(3 * arguments.runs):
@@ -149,7 +149,9 @@ def measure_kind(address: str, kind: str, arguments: argparse.Namespace) -> list
 
 
 def summary(runs: list[Counter[str]]) -> dict[str, Any]:
-    """What the sessions of a kind have in common, in bytes a token, and what it is made of."""
+    """Return what the sessions of a kind have in common: the bytes per token, and what they consist
+    of.
+    """
     total: Counter[str] = sum(runs, Counter())
     tokens = total["tokens"]
 
@@ -184,7 +186,7 @@ def summary(runs: list[Counter[str]]) -> dict[str, Any]:
 
 
 def show(kind: str, found: dict[str, Any]) -> None:
-    """Print the figures of a kind."""
+    """Print the results of a kind."""
     merged = found["merged_share"]
     print(f"\n{kind}: {found['bytes_a_token']:.2f} bytes a token ({merged:.2%} of them merged)")
     for part, size in found["of_it"].items():
@@ -198,7 +200,7 @@ def show(kind: str, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="models/demo", help="a model directory")
     parser.add_argument("--requests", type=int, default=32, help="on one session")

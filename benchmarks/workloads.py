@@ -1,6 +1,6 @@
 """The named workloads, and how their requests arrive.
 
-A workload gives lengths. Prompts are drawn anew for every turn of every case, so that no system
+A workload defines lengths. New prompts are drawn for every turn of every case, so that no system
 finds prompts of an earlier turn, or of another workload, in its prefix cache. Every system gets the
 same prompts in the same turn.
 """
@@ -12,21 +12,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 FIRST_TOKEN = 10
-"""Lower ids are a tokenizer's special ones."""
+"""The first ordinary token id; lower ids are a tokenizer's special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """One request. Units: tokens."""
+    """The lengths of one request, in tokens."""
 
     prompt: int
     output: int
     shared_prefix: int = 0
-    """How much of the prompt's beginning is the same in all requests of the turn."""
+    """How much of the prompt's beginning all requests of the turn share."""
 
     @property
     def total(self) -> int:
-        """Prompt and output."""
+        """The number of prompt and output tokens."""
         return self.prompt + self.output
 
 
@@ -40,19 +40,20 @@ class Workload:
     draw: Callable[[random.Random], Lengths]
 
     def lengths(self, count: int | None = None) -> list[Lengths]:
-        """The lengths of its requests, the same in every run. count: None: its own."""
+        """Return the lengths of its requests, the same in every run. count: None for the workload's
+        own.
+        """
         draw = random.Random(self.name)
         return [self.draw(draw) for _ in range(self.count if count is None else count)]
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How requests arrive.
+    """How requests arrive. If both attributes are None, all arrive at the start.
 
     Attributes:
-        concurrency: closed loop: so many at a time, the next as one ends.
-        rate: open loop: requests a second, the gaps drawn from an exponential distribution.
-        Both None: all at the start.
+        concurrency: closed loop: this many at a time; the next one starts when one ends.
+        rate: open loop: requests per second, with exponentially distributed gaps.
     """
 
     concurrency: int | None = None
@@ -60,17 +61,17 @@ class Load:
 
     @property
     def name(self) -> str:
-        """As it is written on the command line."""
+        """The name on the command line."""
         if self.concurrency is not None:
             return f"closed:{self.concurrency}"
         return "all" if self.rate is None else f"poisson:{self.rate:g}"
 
     def count(self, workload: Workload) -> int:
-        """How many requests: at least two for every place of a closed loop."""
+        """Return how many requests there are: at least two for every slot of a closed loop."""
         return max(workload.count, 2 * (self.concurrency or 0))
 
     def arrivals(self, count: int, seed: int) -> list[float]:
-        """Seconds from the start of the turn."""
+        """Return the arrival times, in seconds from the start of the turn."""
         if self.rate is None:
             return [0.0] * count
         draw, now, times = random.Random(seed), 0.0, []
@@ -81,7 +82,7 @@ class Load:
 
 
 def parse_load(text: str) -> Load:
-    """`all`, `closed:N` or `poisson:RATE`. Raises ValueError."""
+    """Parse `all`, `closed:N` or `poisson:RATE`. Raises ValueError."""
     kind, _, number = text.partition(":")
     if kind == "all" and not number:
         return Load()
@@ -96,7 +97,7 @@ def parse_load(text: str) -> Load:
 
 
 def make_prompts(lengths: list[Lengths], vocab_size: int, seed: int | str) -> list[list[int]]:
-    """Random token ids, the same for the same seed."""
+    """Return random token ids, the same for the same seed."""
     draw = random.Random(seed)
     shared = [draw.randrange(FIRST_TOKEN, vocab_size) for _ in range(lengths[0].shared_prefix)]
     return [

@@ -1,9 +1,9 @@
-"""Headrace's batching engine: continuous batching over a paged KV cache, around unmodified
-transformers models.
+"""Headrace's batching engine: continuous batching over a paged KV cache for unmodified transformers
+models.
 
-What users import is here; docs/offline.md shows it at work. Importing this package imports neither
-torch nor transformers: each name is looked up when it is first used, and only `load`, `from_model`
-and `LoadedModel` need them; only `Telemetry` needs OpenTelemetry.
+This package exports the public Python API; docs/offline.md shows how to use it. Importing it
+imports neither torch nor transformers, because each name is resolved on first use. Only `load`,
+`from_model` and `LoadedModel` need them, and only `Telemetry` needs OpenTelemetry.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Puts an engine together from a verified model, a KV cache, a scheduler and a loop. No other
-module knows all of these parts.
+"""Assembles an engine from a verified model, a KV cache, a scheduler and a loop. No other module
+knows all of these components.
 
     build_core ─┬─▶ build_loop              for the service: outputs go to a sink
                 └─▶ api.build_manager       for the Python API
@@ -33,11 +33,12 @@ def build_core(
     config: ContinuousBatchingConfig,
     progress: Callable[[str], None],
 ) -> tuple[EngineCore, AdmissionLimits, CachePlan]:
-    """Allocate the KV cache and wire an engine around it.
+    """Allocate the KV cache and build an engine around it.
 
     Raises:
         ConfigError: the scheduler_type is unknown.
-        InsufficientMemoryError: the KV cache does not fit, or holds not even a short request.
+        InsufficientMemoryError: the KV cache does not fit, or is too small even for a short
+            request.
     """
     loaded = build_runner(verified, config, progress)
     plan = loaded.plan
@@ -90,11 +91,12 @@ def build_loop(
     sink: StepSink,
     tokenizer: Tokenizer | None = None,
 ) -> tuple[EngineLoop, AdmissionLimits, CachePlan]:
-    """Build an engine whose outputs go to `sink`; for the other arguments see `build_core` and
-    EngineLoop.
+    """Build an engine whose outputs go to `sink`.
+
+    The other arguments are those of `build_core` and EngineLoop.
 
     Args:
-        tokenizer: for structured output; None: it is refused.
+        tokenizer: used for structured output. If None, structured output is refused.
     """
     core, limits, plan = build_core(verified, config, progress)
     compiler = grammar_compiler(verified, tokenizer)
@@ -115,7 +117,7 @@ def build_loop(
 def grammar_compiler(
     verified: VerifiedModel, tokenizer: Tokenizer | None
 ) -> GrammarCompiler | None:
-    """The compiler of grammars; None: there is no tokenizer."""
+    """Return the grammar compiler, or None if there is no tokenizer."""
     if tokenizer is None:
         return None
     from engine.structured import GrammarCompiler  # without a tokenizer llguidance is not needed

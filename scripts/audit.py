@@ -1,7 +1,8 @@
-"""Asks PyPI what is known of the pinned packages: `make audit`, or `make audit ARGS='grpcio'`.
+"""Asks PyPI for known vulnerabilities of the pinned packages: `make audit`, or `make audit
+ARGS='grpcio'`.
 
-It needs the network, and nothing else does. Where a package could not be asked about, that is said;
-the exit code is 1 if a vulnerability is known, else 0.
+This is the only script that needs the network. It reports the packages that it could not ask about.
+The exit code is 1 if a vulnerability is known, otherwise 0.
 """
 
 from __future__ import annotations
@@ -19,27 +20,33 @@ CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
 INDEX = "https://pypi.org/pypi"
 WAIT_S = 10.0
 MOST_FAILURES = 3
-"""After so many in a row there is no network, or no such registry: the rest is not asked."""
+"""After this many failures in a row, there is no network or no such registry, and the remaining
+packages are skipped.
+"""
 
 Ask = Callable[[str, str], Sequence[Mapping[str, Any]]]
-"""What is known of a package's version; raises OSError or ValueError where it cannot be asked."""
+"""Returns the known vulnerabilities of a package's version. Raises OSError or ValueError if it
+cannot ask.
+"""
 
 
 def pins(text: str) -> dict[str, str]:
-    """The versions by name, of a constraints file."""
+    """Return the pinned versions of a constraints file, by package name."""
     found = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;]+)", text, re.MULTILINE)
     return dict(found)
 
 
 def ask(name: str, version: str) -> Sequence[Mapping[str, Any]]:
-    """Ask PyPI. Raises OSError, ValueError."""
+    """Ask PyPI for the vulnerabilities of a package's version. Raises OSError or ValueError."""
     with urllib.request.urlopen(f"{INDEX}/{name}/{version}/json", timeout=WAIT_S) as answer:
         found = json.load(answer)
     return [one for one in found["vulnerabilities"] if not one.get("withdrawn")]
 
 
 def audit(packages: Mapping[str, str], ask: Ask, say: Callable[[str], object]) -> int:
-    """Ask about packages, by name and version; how many vulnerabilities are known."""
+    """Ask about packages, given by name and version, and return how many vulnerabilities are
+    known.
+    """
     known, asked, row = 0, 0, 0
     not_asked: list[str] = []
     for name, version in packages.items():
@@ -66,7 +73,7 @@ def audit(packages: Mapping[str, str], ask: Ask, say: Callable[[str], object]) -
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     packages = pins(CONSTRAINTS.read_text())
     if names := sys.argv[1:]:
         missing = sorted(set(names) - set(packages))

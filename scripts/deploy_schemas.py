@@ -1,8 +1,8 @@
 """Writes tests/deploy/schemas: JSON schemas of the kinds that deploy/ uses, from the Go modules of
 the projects that define them.
 
-Needs go, which downloads the modules. Descriptions are left out, and what no kind refers to;
-unknown fields are forbidden, as a strict API server forbids them.
+Needs go, which downloads the modules. Descriptions and definitions that no kind refers to are left
+out. Unknown fields are forbidden, as a strict API server forbids them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LEFT_OUT = {"description", "example", "default", "externalDocs"}
 
 
 def module(name: str) -> Path:
-    """Where go has put a module."""
+    """Return the folder where go has stored a module."""
     said = subprocess.run(
         ["go", "mod", "download", "-json", name], check=True, capture_output=True, text=True
     )
@@ -39,7 +39,9 @@ def module(name: str) -> Path:
 
 
 def strict(schema: Any) -> Any:
-    """A schema as JSON schema, without what is only for people, and closed."""
+    """Convert a schema to a strict JSON schema that forbids unknown fields and has no
+    descriptions.
+    """
     if isinstance(schema, list):
         return [strict(one) for one in schema]
     if not isinstance(schema, dict):
@@ -61,7 +63,7 @@ def strict(schema: Any) -> Any:
 
 
 def reached(definitions: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """The definitions that some refer to, directly or not."""
+    """Return these definitions and all that they refer to, directly or not."""
     found: dict[str, Any] = {}
     while names:
         name = names.pop()
@@ -74,7 +76,7 @@ def reached(definitions: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 
 def of_kubernetes(version: str) -> dict[str, Any]:
-    """The schemas of KINDS, by apiVersion and kind."""
+    """Return the schemas of KINDS, by apiVersion and kind."""
     path = module(f"k8s.io/kubernetes@{version}") / "api" / "openapi-spec" / "swagger.json"
     definitions = json.loads(path.read_text("utf-8"))["definitions"]
     kinds = {}
@@ -87,7 +89,7 @@ def of_kubernetes(version: str) -> dict[str, Any]:
 
 
 def of_crds() -> dict[str, Any]:
-    """The same of the kinds that others add to a cluster."""
+    """Return the schemas of the custom resources that deploy/ uses, in the same way."""
     kinds, definitions = {}, {}
     for name, path in CRDS.items():
         spec = yaml.safe_load((module(name) / path).read_text("utf-8"))["spec"]
@@ -101,7 +103,7 @@ def of_crds() -> dict[str, Any]:
 
 
 def write(name: str, schemas: Any) -> None:
-    """Writes a file, a line for each definition."""
+    """Write a file with one line for each definition."""
     if "definitions" not in schemas:
         (FOLDER / name).write_text(json.dumps(schemas, sort_keys=True) + "\n")
         return

@@ -1,9 +1,9 @@
-"""A random sample of the project's English, for a reader to judge it
+"""Draws a random sample of the project's English, for a reader to judge
 (`python scripts/draw_sentences.py --seed 7`).
 
-Docstrings come from all folders with Python of ours but the tests; sentences come from docs/ and
+Docstrings come from all of our Python folders except the tests; sentences come from docs/ and
 README.md. Generated code, code blocks, tables and headings are left out. The same seed on the same
-tree draws the same sample, so a second reader can check the first one's marks.
+tree draws the same sample, so a second reader can check the first reader's marks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LIST_ITEM = re.compile(r"^\s*([-*]|\d+\.)\s")
 
 
 def docstrings() -> Iterator[tuple[str, str]]:
-    """(place, text) of every docstring, in the order of paths and lines."""
+    """Yield (location, text) of every docstring, in the order of paths and lines."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for folder in CODE:
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -41,7 +41,7 @@ def docstrings() -> Iterator[tuple[str, str]]:
 
 
 def sentences() -> Iterator[tuple[str, str]]:
-    """(place, text) of every sentence of the documentation, in order."""
+    """Yield (location, text) of every sentence of the documentation, in order."""
     for path in [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]:
         for line, paragraph in paragraphs(path.read_text(encoding="utf-8")):
             for sentence in SENTENCE_END.split(paragraph):
@@ -50,7 +50,9 @@ def sentences() -> Iterator[tuple[str, str]]:
 
 
 def paragraphs(markdown: str) -> Iterator[tuple[int, str]]:
-    """(first line, text) of each paragraph and list item, on one line; code blocks are left out."""
+    """Yield (first line, text) of each paragraph and list item, joined to one line; code blocks are
+    left out.
+    """
     first, words, in_code = 0, list[str](), False
     for number, line in enumerate([*markdown.splitlines(), ""], start=1):
         fence = line.lstrip().startswith("```")

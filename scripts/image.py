@@ -43,13 +43,13 @@ OF_CUDA = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)$")
 
 
 def buildah(*arguments: str) -> str:
-    """What a command of buildah prints on stdout; the rest goes to this process's stderr."""
+    """Run a buildah command and return its stdout; its stderr goes to this process's stderr."""
     run = ["buildah", *arguments]
     return subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 def make_base() -> None:
-    """Makes the base image of Debian's packages."""
+    """Make the base image from Debian's packages."""
     root = ROOT / "build" / "base"
     shutil.rmtree(root, ignore_errors=True)
     root.parent.mkdir(exist_ok=True)
@@ -75,7 +75,7 @@ def make_base() -> None:
 
 @contextmanager
 def stand_in() -> Iterator[None]:
-    """An empty torch in deploy/wheels, of the version in constraints.txt."""
+    """Provide an empty torch in deploy/wheels, of the version in constraints.txt."""
     text = (ROOT / "constraints.txt").read_text("utf-8")
     version = re.search(r"^torch==(\S+)", text, re.M)
     assert version is not None
@@ -102,7 +102,7 @@ def stand_in() -> Iterator[None]:
 
 
 def build(torch: str, base: str | None, tag: str) -> float:
-    """Builds the image; seconds that took."""
+    """Build the image and return how many seconds it took."""
     arguments = ["build", "--isolation", "chroot", "--format", "docker", "--layers"]
     given = {"TORCH": torch, "PYTHON_IMAGE": base}
     for name in ("TORCH_INDEX_URL", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
@@ -120,7 +120,7 @@ def build(torch: str, base: str | None, tag: str) -> float:
 
 @contextmanager
 def mounted(tag: str) -> Iterator[Path]:
-    """The image's file system."""
+    """Mount the image's file system and yield its path."""
     container = buildah("from", "--pull-never", tag)
     try:
         yield Path(buildah("mount", container))
@@ -129,7 +129,7 @@ def mounted(tag: str) -> Iterator[Path]:
 
 
 def layers(described: dict[str, Any]) -> list[dict[str, Any]]:
-    """The image's layers, the first at the bottom: what made each, and its uncompressed bytes."""
+    """Return the image's layers from the bottom up: what made each, and its uncompressed bytes."""
     store = json.loads(buildah("info"))["store"]
     known = json.loads((Path(store["GraphRoot"]) / "overlay-layers" / "layers.json").read_text())
     sizes = {layer["diff-digest"]: layer["diff-size"] for layer in known if "diff-digest" in layer}
@@ -146,7 +146,9 @@ def layers(described: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def packages(root: Path) -> dict[str, int]:
-    """Bytes of the Python packages: torch with what only CUDA needs, and the others."""
+    """Return the sizes of the Python packages in bytes: torch with the packages that only CUDA
+    needs, and the others.
+    """
     measure = (
         "import importlib.metadata as m, json, os\n"
         "sizes = {}\n"
@@ -169,14 +171,16 @@ def packages(root: Path) -> dict[str, int]:
 
 
 def have_cpu_torch() -> bool:
-    """Whether a CPU build of torch is at hand."""
+    """Whether a CPU build of torch is available."""
     wheels = (ROOT / "deploy" / "wheels").glob("torch-*.whl")
     return bool(os.environ.get("TORCH_INDEX_URL")) or any(wheels)
 
 
 @contextmanager
 def borrowed(root: Path) -> Iterator[Path]:
-    """A copy of an image's torch, and of what that needs of CUDA."""
+    """Copy an image's torch and the CUDA packages that it needs to a folder, and yield that
+    folder.
+    """
     site = next(root.glob("opt/headrace/lib/python*/site-packages"))
     folder = ROOT / "build" / "torch"
     folder.mkdir(parents=True)
@@ -190,7 +194,7 @@ def borrowed(root: Path) -> Iterator[Path]:
 
 
 def examine(tag: str, torch: str, *, stood_in: bool) -> dict[str, Any]:
-    """Runs the trials, and writes the bill of materials."""
+    """Run the trials and write the bill of materials."""
     described = json.loads(buildah("inspect", "--type", "image", tag))
     record: dict[str, Any] = {"id": described["FromImageID"]}
     record["layers"] = layers(described["Docker"])
@@ -242,7 +246,7 @@ def main() -> None:
 
 
 def build_one(given: argparse.Namespace, tag: str, stood_in: bool) -> dict[str, Any]:
-    """Build the image; what the record says of that."""
+    """Build the image and return its entry for the record."""
     base = given.base
     if base == "debian":
         base = BASE

@@ -1,8 +1,8 @@
-"""A container without a container runtime, for trying an image: its root file system read-only, in
-mount, process and network namespaces of its own, as an unprivileged user without capabilities, with
-a /tmp of its own. Only root can make it.
+"""A container without a container runtime, for trying an image. Its root file system is read-only.
+The command runs in separate mount, process and network namespaces, as an unprivileged user without
+capabilities, with its own /tmp. Only root can create it.
 
-What it does not have of a real container: a cgroup of its own, a user namespace, a seccomp profile.
+Unlike a real container, it has no cgroup, no user namespace and no seccomp profile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 WAIT_S = 120.0
-"""No single wait takes longer."""
+"""The limit of each wait, in seconds."""
 
 _SETUP = """
 set -e
@@ -45,11 +45,12 @@ class Box:
 
     Args:
         root: the image's file system, mounted.
-        config: what the image says of itself: Env, Entrypoint, Cmd.
-        user: the id of user and group.
-        env: more variables, over the image's.
-        command: instead of the image's Cmd.
-        mounts: folders of this machine, read-only, by their place in the box, which must be there.
+        config: the image's configuration: Env, Entrypoint, Cmd.
+        user: the id of the user and group.
+        env: variables that override or extend the image's.
+        command: replaces the image's Cmd.
+        mounts: folders of this machine, mounted read-only, by their path in the box, which must
+            exist.
     """
 
     def __init__(
@@ -100,10 +101,10 @@ class Box:
         self._process.wait(WAIT_S)
 
     def read_until(self, mark: str) -> None:
-        """Waits for a line of its log.
+        """Wait for a line of the container's log.
 
         Raises:
-            RuntimeError: it has ended before.
+            RuntimeError: the container ended first.
         """
         while True:
             line = self._lines.get(timeout=WAIT_S)
@@ -114,12 +115,12 @@ class Box:
                 raise RuntimeError(f"it ended without saying {mark!r}:\n{''.join(self.said)}")
 
     def read_rest(self) -> None:
-        """Waits for the end of its log."""
+        """Wait for the end of the container's log."""
         while line := self._lines.get(timeout=WAIT_S):
             self.said.append(line)
 
     def start(self, *command: str) -> subprocess.Popen[str]:
-        """Begins another command inside, as the same user: as `docker exec` does."""
+        """Start another command inside as the same user, like `docker exec`."""
         inside = f"exec env -i {self._env} chroot --userspec={self._user}:{self._user}"
         return subprocess.Popen(
             [
@@ -132,26 +133,26 @@ class Box:
         )  # fmt: skip
 
     def run(self, *command: str) -> tuple[int, str]:
-        """Another command inside: its exit code and output."""
+        """Run another command inside and return its exit code and output."""
         process = self.start(*command)
         said, _ = process.communicate(timeout=WAIT_S)
         return process.returncode, said
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to its first process, as `docker stop` does."""
+        """Send a signal to the container's first process, like `docker stop`."""
         subprocess.run(["kill", f"-{number.value}", f"{self.init()}"], check=True)
 
     def wait(self) -> int:
-        """Its exit code, once it has ended."""
+        """Wait for the container to end and return its exit code."""
         return self._process.wait(WAIT_S)
 
     def init(self) -> int:
-        """The process id of its first process, outside."""
+        """The process id of the first process, as seen from outside."""
         own = self._process.pid
         return int(Path(f"/proc/{own}/task/{own}/children").read_text().split()[0])
 
     def resident_bytes(self) -> int:
-        """The memory of its first process and of all that come from it."""
+        """Return the resident memory of the first process and all of its descendants."""
         first = self.init()
         processes = [first]
         for process in processes:

@@ -1,5 +1,5 @@
-"""The bill of materials of an image, as CycloneDX 1.6: Debian's packages, by its dpkg, and
-Python's, by their metadata.
+"""The bill of materials of an image, as CycloneDX 1.6: Debian's packages from its dpkg, and
+Python's from their metadata.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ print(json.dumps([[f["Name"], v, f.get("License-Expression") or ""] for v, f in 
 
 
 def inside(root: Path, *command: str) -> str:
-    """What a command of the image prints."""
+    """Run a command of the image and return its output."""
     run = ["chroot", str(root), "env", "PATH=/opt/headrace/bin:/usr/local/bin:/usr/bin:/bin"]
     return subprocess.run([*run, *command], check=True, capture_output=True, text=True).stdout
 
 
 def of_debian(listing: str, release: str) -> list[dict[str, Any]]:
-    """The components of what dpkg-query prints."""
+    """Return the components in the output of dpkg-query."""
     found = []
     for line in listing.splitlines():
         name, version, architecture, maintainer = line.split("\t")
@@ -45,7 +45,7 @@ def of_debian(listing: str, release: str) -> list[dict[str, Any]]:
 
 
 def of_python(packages: list[list[str]]) -> list[dict[str, Any]]:
-    """The components of names, versions and licences, as metadata has them."""
+    """Return the components for names, versions and licences from package metadata."""
     found = {}
     for name, version, licence in sorted(packages):
         purl = f"pkg:pypi/{name.lower().replace('_', '-')}@{quote(version, safe='')}"
@@ -61,12 +61,12 @@ def of_python(packages: list[list[str]]) -> list[dict[str, Any]]:
 
 
 def bill(root: Path, *, name: str, version: str, image: str, when: str) -> dict[str, Any]:
-    """The document.
+    """Return the whole document.
 
     Args:
         root: the image's file system.
-        name: what the image is called.
-        version: the software's.
+        name: the image's name.
+        version: the software's version.
         image: the image's id.
         when: the time of the build, ISO 8601.
     """

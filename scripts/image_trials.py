@@ -1,4 +1,4 @@
-"""What an image must do, tried: each trial says whether it holds, and what was seen."""
+"""Trials of what an image must do. Each reports whether the image passes, and what was observed."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ COMPILERS = ("gcc", "cc", "g++", "c++", "clang", "cpp", "as", "ld", "make")
 def try_out(
     root: Path, config: dict[str, Any], torch: str, *, torch_at: Path | None
 ) -> dict[str, Any]:
-    """Runs all trials.
+    """Run all trials.
 
     Args:
         root: the image's file system, mounted.
-        config: what the image says of itself.
+        config: the image's configuration.
         torch: cuda or cpu.
         torch_at: a folder with another torch, for an image with a stand-in.
     """
@@ -62,14 +62,14 @@ def try_out(
 
 
 def _check(box: Box, config: dict[str, Any], *more: str) -> int:
-    """The exit code of the image's own health check."""
+    """Return the exit code of the image's own health check."""
     command = config["Healthcheck"]["Test"]
     assert command[0] == "CMD"
     return box.run(*command[1:], *more)[0]
 
 
 def _serves(box: Box, config: dict[str, Any]) -> dict[str, Any]:
-    """Readiness, a streamed request, and that nothing can be written but /tmp."""
+    """Check readiness, a streamed request, and that only /tmp is writable."""
     with box:
         box.read_until("port open")
         live = _check(box, config, "127.0.0.1:50051", "")
@@ -107,7 +107,9 @@ def _serves(box: Box, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _drains(box: Box, config: dict[str, Any]) -> dict[str, Any]:
-    """SIGTERM in the middle of a stream, which goes on to its end; the server is not ready then."""
+    """Send SIGTERM in the middle of a stream. The stream must continue to its end, and the server
+    must not be ready meanwhile.
+    """
     with box:
         box.read_until("Ready in")
         command = (*GENERATE, "--max-tokens", "1000")
@@ -133,7 +135,7 @@ def _drains(box: Box, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _begun(box: Box, *command: str) -> tuple[subprocess.Popen[str], str]:
-    """A client that has its first character."""
+    """Start a client and wait for its first character."""
     client = box.start(*command)
     assert client.stdout is not None
     return client, client.stdout.read(1)
@@ -161,7 +163,7 @@ def _refuses(box: Box, expected: int) -> dict[str, Any]:
 
 
 def _compilers(root: Path, torch: str) -> dict[str, Any]:
-    """None for CPUs; for CUDA the C compiler that Triton needs, and that it finds its headers."""
+    """Check the compilers: none for CPUs; for CUDA only the C compiler that Triton needs."""
     look = f"for name in {' '.join(COMPILERS)}; do command -v $name || true; done"
     found = [Path(line).name for line in inside(root, "sh", "-c", look).split()]
     wanted = not found if torch == "cpu" else "gcc" in found and not {"g++", "c++"} & set(found)

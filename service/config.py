@@ -1,9 +1,9 @@
 """The service's options: what each means, its default and its bounds.
 
-Every option is a flag of `headrace-server serve`, an environment variable HEADRACE_… (only
-`service.command.cli` reads them) and a key of a config file (`service.command.config_file`). The
-engine's options are in `engine.contract.config`. Configs are immutable and checked when they are
-created, so every config is valid.
+Every option is a flag of `headrace-server serve`, an environment variable HEADRACE_… (read only by
+`service.command.cli`) and a key of a config file (`service.command.config_file`). The engine's
+options are in `engine.contract.config`. Configs are immutable and checked when they are created, so
+every config is valid.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROCESS = "Process"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig(NetworkOptions):
-    """Options of the server. Raises ConfigError for a value out of bounds."""
+    """The options of the server. Raises ConfigError if a value is out of bounds."""
 
     served_name: str | None = option(
         None,
@@ -324,7 +324,7 @@ class ServiceConfig(NetworkOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConfig:
-    """Which model is served, and in which processes. Raises ConfigError for a value out of
+    """Which model is served, and in which processes. Raises ConfigError if a value is out of
     bounds.
     """
 
@@ -370,5 +370,7 @@ class ProcessConfig:
 
 
 def notify_socket(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The socket on which systemd is told what the server does; None: it did not start it."""
+    """Return the socket on which systemd is told the server's state; None if systemd did not start
+    it.
+    """
     return environ.get("NOTIFY_SOCKET") or None

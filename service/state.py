@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FrontEnd:
-    """Everything that requests need, made when the model is loaded. `lacking`: why the card lacks
-    capabilities, by their names. `spans`, `metrics`: None: there are none.
+    """Everything that requests need, made when the model is loaded. `lacking` maps the capabilities
+    that the card lacks to the reasons. `spans` and `metrics` are None if they are off.
     """
 
     info: ModelInfo
@@ -52,7 +52,7 @@ class FrontEnd:
 
 
 current_front: ContextVar[FrontEnd] = ContextVar("front")
-"""The front end for the RPC that this task serves, if the entrance has checked the phase."""
+"""The front end for the RPC that this task serves; set once the entrance has checked the phase."""
 
 
 class ServerState:
@@ -68,7 +68,7 @@ class ServerState:
         self._front: FrontEnd | None = None
 
     def loaded(self, front: FrontEnd) -> None:
-        """Note that the model was loaded, for the first time or again."""
+        """Record that the model was loaded, for the first time or again."""
         self._front = front
         self.incoming.capabilities = frozenset(front.card.capabilities.names)
         self.incoming.lacking = front.lacking
@@ -77,7 +77,7 @@ class ServerState:
 
     @property
     def front(self) -> FrontEnd:
-        """The front end.
+        """Return the front end.
 
         Raises:
             NotReadyError: the model is still loading.
@@ -88,7 +88,7 @@ class ServerState:
 
     @property
     def why_not_ready(self) -> str:
-        """What there is to wait for, in words; empty: nothing."""
+        """Return why the server is not ready, in words; empty if it is ready."""
         if self._front is not None:
             return NO_NEW_WORK[self.phase][1] if self.phase in NO_NEW_WORK else ""
         if self.phase is Phase.FAILED:
@@ -124,11 +124,11 @@ class ServerState:
         self.incoming.check(message)
 
     def check(self, *, new_work: bool) -> FrontEnd:
-        """The front end, if this phase serves the RPC. `new_work`: whether the RPC may start
-        requests.
+        """Return the front end if this phase serves the RPC. `new_work` says whether the RPC may
+        start requests.
 
         Raises:
-            NotReadyError: with the reason.
+            NotReadyError: this phase does not serve the RPC. The error has the reason.
         """
         if self._front is None:
             if self.phase is Phase.FAILED:

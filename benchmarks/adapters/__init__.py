@@ -1,5 +1,5 @@
-"""One file a system that is measured. Each is a process that loads the model once and runs turns.
+"""One file per measured system. Each is a process that loads the model once and runs turns.
 
-Peers run in interpreters of their own: `loop` and what is imported from this package by their
-files need nothing but the standard library.
+Peers run in separate interpreters: `loop`, and whatever their files import from this package, need
+only the standard library.
 """

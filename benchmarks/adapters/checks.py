@@ -1,7 +1,7 @@
-"""What must be right before anything is measured: seconds, and nothing but torch, transformers and
-the repository. tests/gpu says more, where pytest is there.
+"""Checks that must pass before anything is measured. They take seconds and need only torch,
+transformers and the repository. tests/gpu is more thorough, if pytest is available.
 
-Not a system of the comparison: the harness asks it once.
+This is not a system of the comparison: the harness runs it once.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from engine.contract.config import ContinuousBatchingConfig
 NEW = 24
 LENGTHS = (1, 2, 31, 100, 150)
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss")
-"""Beside the plain one: norms of queries and keys; softcap and window; experts, sinks, window."""
+"""In addition to the plain family: norms of queries and keys; softcap and window; experts, sinks
+and window.
+"""
 NO_KERNELS = "the kernels for CUDA devices do not run here"
 
 
 class _Warnings(logging.Handler):
-    """Keeps what a logger warns of."""
+    """Collects a logger's warnings."""
 
     def __init__(self, name: str) -> None:
         super().__init__(logging.WARNING)
@@ -44,12 +46,12 @@ class _Warnings(logging.Handler):
         self._logger.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
+        """Collect one warning."""
         self.texts.append(record.getMessage())
 
 
 class Checks:
-    """Each check raises AssertionError, or whatever goes wrong."""
+    """The checks. A check that fails raises AssertionError or any other exception."""
 
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(order["threads"])
@@ -58,7 +60,7 @@ class Checks:
         return {}
 
     def run(self, turn: Turn) -> list[dict[str, str]]:
-        """A share of all checks: other processes run the others."""
+        """Run a share of all checks; other processes run the others."""
         every: list[tuple[str, Callable[[], str]]] = [
             (f"greedy tokens equal model.generate's: {family}", partial(self._greedy, family))
             for family in FAMILIES
@@ -72,7 +74,7 @@ class Checks:
         ]
 
     def _greedy(self, family: str) -> str:
-        """The engine in float32, in chunks, with and without graphs and overlap."""
+        """Check the engine in float32, in chunks, with and without graphs and overlap."""
         from tests.tiny_models import FAMILIES as CONFIGS
         from tests.tiny_models import greedy_reference, make_model, make_prompts
 
@@ -115,7 +117,7 @@ class Checks:
                 )
 
     def _kernels(self) -> str:
-        """Steps of layers of usual shapes, NaN wherever nobody may look."""
+        """Check steps of layers of usual shapes, with NaN in all memory that must not be read."""
         from tests.gpu.attention_cases import TOLERANCES, Case, Layer, make_layout
 
         count = 0

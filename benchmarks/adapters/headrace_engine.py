@@ -1,7 +1,7 @@
 """Headrace's engine in this process: what `engine.load(path).generate_batch` uses, kept running.
 
-Not `generate_batch` itself, which gives all prompts the same number of tokens and takes them all at
-once. Options are fields of LoadConfig and of ContinuousBatchingConfig.
+`generate_batch` itself is not used, because it gives all prompts the same number of tokens and
+takes them all at the same time. Options are fields of LoadConfig and of ContinuousBatchingConfig.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class HeadraceEngine:
-    """The offline API's manager."""
+    """The engine through the offline API's manager."""
 
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
         logging.basicConfig(level=logging.INFO, stream=sys.stderr)
@@ -102,8 +102,8 @@ class HeadraceEngine:
             turn.finish(index)
 
     def _profile(self, turn: Turn) -> dict[str, Any]:
-        """What the device does in some steps of decode: those after the last request's first token,
-        when all prompts are computed. The turn's requests are cancelled then.
+        """Profile the device during some decode steps after the last request's first token, when
+        all prompts are computed. The turn's requests are then cancelled.
         """
         profiling.set_up()
         names = [
@@ -142,7 +142,7 @@ class HeadraceEngine:
 
 
 def _load(order: dict[str, Any], loading: dict[str, Any]) -> LoadedModel:
-    """The order's model: from its directory, or made, and then treated like one that was loaded."""
+    """Load the order's model from its directory, or make it and then treat it like a loaded one."""
     made = built_model(order)
     if made is None:
         return engine.load(order["model"], **loading)

@@ -1,7 +1,7 @@
-"""`headrace-server serve` as a process of its own, over a Unix socket; this process is its client.
+"""`headrace-server serve` as a separate process, over a Unix socket; this process is its client.
 
-Options: "style" is "session" (all requests on one StreamResult call) or "streams" (each its own
-GenerateStream call); "flags" are more flags of the server.
+Options: "style" is "session" (all requests on one StreamResult call) or "streams" (one
+GenerateStream call per request); "flags" are additional flags of the server.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.contract.config import CPU_BLOCK_SIZE, CUDA_BLOCK_SIZE
 
 READY_S = 300.0
 SERVER = "from service.command.cli import main; main()"
-"""What `headrace-server` is, where it is not installed too."""
+"""The `headrace-server` command, even if it is not installed."""
 
 
 class HeadraceServer:
@@ -74,7 +74,7 @@ class HeadraceServer:
 
 
 async def _pace(turn: Turn, submit: Any) -> None:
-    """Submit what is due, and read what comes."""
+    """Submit the requests that are due, and read their results."""
     changed = asyncio.Event()
 
     async def read(index: int) -> None:

@@ -1,6 +1,6 @@
-"""Whether greedy tokens are right, by transformers in float32.
+"""Judges with transformers in float32 whether greedy tokens are right.
 
-Not a system of the comparison: the harness asks it after the last turn of a case.
+This is not a system of the comparison: the harness asks it after the last turn of a case.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from benchmarks.adapters.building import built_model
 from benchmarks.adapters.loop import Turn, main
 
 NEAR = 0.1
-"""Of the logits' standard deviation: a token so near the best one is no error in bfloat16."""
+"""A tolerance, as a fraction of the logits' standard deviation. A token this close to the best one
+is not an error in bfloat16.
+"""
 
 
 class Judge:
-    """The reference model. A turn's requests have "tokens": what a system generated."""
+    """The reference model. A turn's requests have "tokens", which are what a system generated."""
 
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(order["threads"])

@@ -1,9 +1,9 @@
 """llama.cpp through its Python binding's low-level interface, with a batching loop like that of its
-own server: one token of every running request and a part of a waiting prompt in each decode call.
+own server: each decode call has one token of every running request and a chunk of a waiting prompt.
 
-Runs in an environment of its own (benchmarks/peers/setup.sh llama-cpp-python). The checkpoint is
-written once in llama.cpp's format into the cache folder, without a tokenizer; the start-up time
-does not contain that.
+Runs in a separate environment (benchmarks/peers/setup.sh llama-cpp-python). The checkpoint is
+written once to the cache folder in llama.cpp's format, without a tokenizer. The start-up time does
+not include that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.adapters.loop import Turn, drive, main
 
 BATCH_TOKENS = 1024
-"""Most tokens of one decode call."""
+"""The most tokens in one decode call."""
 MICRO_BATCH_TOKENS = 512
 
 
@@ -115,7 +115,9 @@ class LlamaCpp:
             yield request.index, [request.last], not request.left
 
     def _fill(self) -> list[tuple[int, int]]:
-        """Put the next tokens in the batch. Returns (place, sequence) of those that give one."""
+        """Put the next tokens in the batch. Return (position, sequence) of those whose logits give
+        a token.
+        """
         batch, places = self._batch, []
         batch.n_tokens = 0
         decoding = [one for one in self._running.items() if one[1].last >= 0]
@@ -198,7 +200,7 @@ def _convert(model: Path, path: Path, dtype: str) -> None:
 
 
 def _tensors(model: Path) -> Iterator[tuple[str, Any]]:
-    """A bfloat16 checkpoint's tensors, as their 16 bits: numpy has no bfloat16."""
+    """Yield a bfloat16 checkpoint's tensors as raw 16-bit values, because numpy has no bfloat16."""
     import numpy
 
     for path in sorted(model.glob("*.safetensors")):
@@ -215,7 +217,7 @@ def _tensors(model: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _interleave(weight: Any, heads: int) -> Any:
-    """Rows of a projection in the order of llama.cpp's rotary embedding, which pairs neighbours."""
+    """Reorder the rows of a projection for llama.cpp's rotary embedding, which pairs neighbours."""
     rows, columns = weight.shape
     halves = weight.reshape(heads, 2, rows // heads // 2, columns)
     return halves.swapaxes(1, 2).reshape(rows, columns)

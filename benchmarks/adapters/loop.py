@@ -1,12 +1,13 @@
 """The common part of all adapters: lines of JSON over pipes, and the bookkeeping of a turn.
 
     harness ──{"load": …}──▶ adapter ──{"ready": …}──▶ harness
-            ──{"run": …}───▶         ──{"done": …}───▶            once a turn
+            ──{"run": …}───▶         ──{"done": …}───▶            once per turn
             ──(end of file)▶                                      the adapter ends
 
-A turn's requests arrive at their own times, with a bound on how many are in the system at once.
-Only the standard library is imported, because this file also runs in the interpreters of peers.
-Times are seconds of `time.perf_counter`, which on Linux is the clock of `time.monotonic` too.
+A turn's requests arrive at given times, with a bound on how many are in the system at the same
+time. Only the standard library is imported, because this file also runs in the interpreters of
+peers. Times are seconds of `time.perf_counter`, which on Linux is also the clock of
+`time.monotonic`.
 """
 
 from __future__ import annotations
@@ -22,27 +23,28 @@ from typing import Any, Protocol
 
 
 class Adapter(Protocol):
-    """One system."""
+    """A measured system."""
 
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Bring the model into memory.
+        """Load the model into memory.
 
         Args:
             order: model (a directory), dtype, threads, limits (kv_tokens, max_requests,
                 max_request_tokens, max_prompt_tokens), cache (a directory for what is made of the
-                model), options, instructions (a set that its process is limited to, or null).
+                model), options, instructions (the instruction set to which the process is limited,
+                or null).
 
         Returns:
-            settings, versions; pid, the root of the processes whose memory counts, if it is not the
-            adapter; start_s, if it is not the time until this answer; or prepared_s, how much of
-            that time is spent once for a model (an export).
+            settings and versions. In addition: pid, the root of the processes whose memory counts,
+            if it is not the adapter; start_s, if it is not the time until this answer; and
+            prepared_s, the share of that time that is spent only once per model (an export).
         """
 
     def run(self, turn: Turn) -> object:
         """Run one turn to its end.
 
         Returns:
-            What the harness is told, as JSON can say it; None: what became of the turn's requests.
+            The answer to the harness, as JSON; None to send the results of the turn's requests.
         """
 
 
@@ -50,10 +52,10 @@ class Turn:
     """The requests of one turn, and their results.
 
     Attributes:
-        requests: "prompt" (token ids), "max_tokens" and "at" (seconds from the turn's start); of a
-            system whose requests can sample, "sampling" (options, or null).
-        concurrency: most requests that are in the system at once; None: any number.
-        profile_steps: how many decode steps to profile instead, in systems that can; 0: none.
+        requests: each has "prompt" (token ids), "max_tokens" and "at" (seconds from the turn's
+            start). If the system can sample, it also has "sampling" (options, or null).
+        concurrency: the most requests in the system at the same time; None for no limit.
+        profile_steps: how many decode steps to profile instead, in systems that can; 0 for none.
     """
 
     def __init__(
@@ -74,10 +76,11 @@ class Turn:
         self.started = time.perf_counter()
 
     def due(self) -> list[int]:
-        """The requests to submit now; each is given once.
+        """Return the requests to submit now; each is returned once.
 
-        A request counts from its own time where it has one, even if it is submitted later: a
-        system that is busy is not excused. One that waited for another's end counts from now.
+        If requests have arrival times, a request counts from its arrival even if it is submitted
+        later, so a busy system gets no credit for the delay. A request that waited for another one
+        to end counts from now.
         """
         now = time.perf_counter() - self.started
         found = []
@@ -92,7 +95,9 @@ class Turn:
         return found
 
     def wait_s(self) -> float | None:
-        """Seconds until the next request is due; None: there is none, or another must end first."""
+        """Return the seconds until the next request is due; None if there is none or another one
+        must end first.
+        """
         if self._next == len(self.requests):
             return None
         if self.concurrency is not None and self._live >= self.concurrency:
@@ -101,7 +106,7 @@ class Turn:
         return max(0.0, at - (time.perf_counter() - self.started))
 
     def add(self, index: int, tokens: Iterable[int], times: Iterable[float] | None = None) -> None:
-        """New tokens of a request. times: of each token; None: now."""
+        """Add new tokens of a request. times: the time of each token; None for now."""
         before = len(self._tokens[index])
         self._tokens[index].extend(tokens)
         count = len(self._tokens[index]) - before
@@ -111,10 +116,10 @@ class Turn:
             self._times[index].extend(moment - self.started for moment in times)
 
     def finish(self, index: int) -> bool:
-        """A request has ended. Returns whether it was the last one.
+        """Record that a request has ended. Returns whether it was the last one.
 
         Raises:
-            RuntimeError: it does not have as many tokens, each with its time, as it was to have.
+            RuntimeError: it does not have the expected number of tokens, each with its time.
         """
         wanted = self.requests[index]["max_tokens"]
         if not len(self._tokens[index]) == len(self._times[index]) == wanted:
@@ -128,7 +133,7 @@ class Turn:
 
     @property
     def live(self) -> int:
-        """How many requests were given and have not ended."""
+        """How many requests have been submitted and have not ended."""
         return self._live
 
     @property
@@ -137,7 +142,7 @@ class Turn:
         return self._finished == len(self.requests)
 
     def reply(self) -> list[dict[str, Any]]:
-        """The results of each request, for the harness."""
+        """Return the results of each request, for the harness."""
         return [
             {"arrived": arrived, "tokens": tokens, "times": times}
             for arrived, tokens, times in zip(self._arrived, self._tokens, self._times, strict=True)
@@ -169,7 +174,7 @@ def main(adapter: Adapter) -> None:
 
 
 def versions(*names: str) -> dict[str, str]:
-    """The versions of packages; a package that runs from its sources has none."""
+    """Return the versions of packages. A package that runs from its sources has none."""
     found = {}
     for name in names:
         try:
@@ -180,7 +185,7 @@ def versions(*names: str) -> dict[str, str]:
 
 
 class StepEngine(Protocol):
-    """A system that computes one step at a time, when it is told to."""
+    """A system that computes one step at a time, on request."""
 
     def submit(self, index: int, prompt: list[int], max_tokens: int) -> None:
         """Accept a request."""
@@ -190,7 +195,7 @@ class StepEngine(Protocol):
 
 
 def drive(engine: StepEngine, turn: Turn) -> None:
-    """Run a turn on such a system: requests join between two steps."""
+    """Run a turn on such a system. Requests join between two steps."""
     while not turn.is_over:
         for index in turn.due():
             request = turn.requests[index]

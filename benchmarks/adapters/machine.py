@@ -1,9 +1,10 @@
-"""What the machine does at this moment: memory bandwidth and matrix rate.
+"""Measures the machine's current memory bandwidth and matrix rate.
 
-Not a system of the comparison: the harness runs it before every turn. On a CPU each rate is the
-best that torch or our kernels reach in any type: a floor of one library or type is none where it
-does badly, as torch's product of bfloat16 does without instructions for it. On a GPU the bandwidth
-is that of a copy within its memory, bytes read and written, timed by events.
+This is not a system of the comparison: the harness runs it before every turn. On a CPU each rate is
+the best that torch or our kernels reach in any type. The rate of a single library or type would be
+no bound where that library is slow, as torch's bfloat16 product is on a CPU without instructions
+for it. On a GPU the bandwidth is that of a copy within its memory, counting bytes read and written,
+timed by events.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from engine.models.packed import multiply, native_library, pack, packed_size
 from engine.native.library import NativeUnavailableError
 
 READ_BYTES = 512 << 20
-"""Far more than any cache."""
+"""Far more bytes than any cache holds."""
 MATRIX = (2048, 1024, 4096)
-"""Rows, depth, columns."""
+"""Rows, depth and columns of the matrix product on a CPU."""
 TYPES = (torch.bfloat16, torch.float32)
-"""Of products on a CPU."""
+"""The types of matrix products on a CPU."""
 GPU_COPY_BYTES = 1 << 30
 """Twenty times the cache of an H100."""
 GPU_MATRIX = 8192
-"""Rows, depth and columns."""
+"""Rows, depth and columns of the matrix product on a GPU."""
 GPU_WARMUPS = 3
 GPU_TRIES = 20
 
 
 class Machine:
-    """Two small measurements. On a CPU the best of some tries each: a rate that the machine can
-    have; on a GPU, where little else is in the way, the median.
+    """Two small measurements. On a CPU each is the best of several tries, a rate that the machine
+    can reach. On a GPU, where there is little interference, it is the median.
     """
 
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +87,7 @@ class Machine:
 
 
 def _instructions() -> str | None:
-    """The instruction set of our kernels; None: they cannot be used here."""
+    """Return the instruction set of our kernels; None if they cannot be used here."""
     try:
         return native_library().isa
     except NativeUnavailableError:
@@ -94,7 +95,9 @@ def _instructions() -> str | None:
 
 
 def _products() -> list[Callable[[], Any]]:
-    """Torch's product of `MATRIX` in each type, but one that is far behind another."""
+    """Measure torch's product of `MATRIX` in each type, except a type that is far slower than
+    another.
+    """
     rows, depth, columns = MATRIX
     found: list[tuple[float, Callable[[], Any]]] = []
     for dtype in TYPES:
@@ -106,7 +109,7 @@ def _products() -> list[Callable[[], Any]]:
 
 
 def _our_products() -> list[Callable[[], Any]]:
-    """Our kernels' product of `MATRIX` in each type."""
+    """Measure our kernels' product of `MATRIX` in each type."""
     rows, depth, columns = MATRIX
     return [
         _ours(torch.randn(rows, depth).to(dtype), torch.randn(columns, depth).to(dtype))
@@ -115,7 +118,7 @@ def _our_products() -> list[Callable[[], Any]]:
 
 
 def _ours(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], Any]:
-    """Our kernels' product of x [rows, depth] and a weight [columns, depth] that was packed."""
+    """Our kernels' product of x [rows, depth] and a packed weight [columns, depth]."""
     columns, depth = weight.shape
     packed = torch.empty(packed_size(columns, depth, dtype=weight.dtype), dtype=torch.uint8)
     packed = packed.view(torch.int32) if weight.dtype is torch.float32 else packed
@@ -124,7 +127,7 @@ def _ours(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], Any]:
 
 
 def _about(device: str) -> dict[str, Any]:
-    """What the GPU is."""
+    """Describe the GPU."""
     about = torch.cuda.get_device_properties(device)
     return {
         "name": about.name,
@@ -144,7 +147,7 @@ def _versions() -> dict[str, str]:
 
 
 def _event_s(work: Callable[[], Any]) -> float:
-    """The median of some tries, seconds."""
+    """Return the median of several tries, in seconds."""
     for _ in range(GPU_WARMUPS):
         work()
     found = []

@@ -1,10 +1,10 @@
 """OpenVINO GenAI's continuous batching, stepped.
 
-Runs in an environment of its own (benchmarks/peers/setup.sh openvino-genai). The checkpoint is
-exported once, into the cache folder, which its start-up time does not contain. In bfloat16 the
-weights are exported as fp16, computed in bf16, and its KV cache is bf16: by default it would be 8
-bits. On a processor without instructions for bfloat16, OpenVINO refuses that type: there it
-computes in float32, and its KV cache is float32.
+Runs in a separate environment (benchmarks/peers/setup.sh openvino-genai). The checkpoint is
+exported once to the cache folder; the start-up time does not include that. For bfloat16, the
+weights are exported as fp16 and computed in bf16, and the KV cache is bf16 instead of the default 8
+bits. On a processor without instructions for bfloat16, OpenVINO refuses that type. It then computes
+in float32, and its KV cache is float32.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 from benchmarks.adapters.loop import Turn, drive, main
 
 PRECISIONS = {"bfloat16": ("fp16", "bf16"), "float32": ("fp32", "f32")}
-"""Of the exported weights; of computation and KV cache."""
+"""The precisions of the exported weights, and of the computation and the KV cache."""
 BLOCK_SIZE = 32
-"""Tokens in a block of its KV cache on a CPU."""
+"""Tokens per block of its KV cache on a CPU."""
 
 
 class OpenVino:

@@ -1,4 +1,4 @@
-"""What a CUDA device does while something runs: by torch's profiler, device activity alone."""
+"""Profiles a CUDA device with torch's profiler, recording only device activity."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.measures import covered
 
 MOST_KERNELS = 25
-"""So many are named, those that took the most time."""
+"""How many kernels are named: those that took the most time."""
 NAME_LENGTH = 100
 
 
 def set_up() -> None:
-    """Set the profiler up, which takes seconds at its first use: before there is work to profile,
-    which would be over meanwhile.
+    """Set the profiler up. The first use takes seconds, so call this before the work to profile
+    begins, which would otherwise be over meanwhile.
 
     Raises:
         RuntimeError: there is no CUDA device.
@@ -34,12 +34,12 @@ def set_up() -> None:
 
 
 def profile_device(work: Callable[[], int]) -> dict[str, Any]:
-    """Profile `work`, which returns how many steps it saw. Call `set_up` before.
+    """Profile `work`, which returns how many steps it ran. Call `set_up` first.
 
     Returns:
         steps; span_s, from the start of the first kernel or copy to the end of the last; busy_s,
-        how much of that at least one of them ran; launches, how many they were; kernels: name,
-        count and seconds of those that took the most time.
+        how much of that time at least one of them ran; launches, the number of kernels and copies;
+        kernels, the name, count and seconds of those that took the most time.
 
     Raises:
         RuntimeError: nothing ran on the device.
@@ -50,7 +50,7 @@ def profile_device(work: Callable[[], int]) -> dict[str, Any]:
 
 
 def summary(events: Iterable[Any]) -> dict[str, Any]:
-    """What the profiler's events say of the device; see `profile_device`."""
+    """Summarise the profiler's events for the device; see `profile_device`."""
     intervals: list[tuple[float, float]] = []
     counts: collections.Counter[str] = collections.Counter()
     seconds: dict[str, float] = collections.defaultdict(float)

@@ -1,7 +1,7 @@
 """transformers' own continuous batching: what its `generate_batch` uses, kept running.
 
-Pages of 32 tokens and a cache that fits the workload: with the defaults on a CPU it is slower. On a
-GPU pages and tokens of a step are the library's defaults.
+On a CPU it uses pages of 32 tokens and a cache that fits the workload, because it is slower with
+the defaults. On a GPU the page size and the tokens per step are the library's defaults.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SILENCE_S = 300.0
 
 
 class TransformersBatching:
-    """The library's manager."""
+    """The library's continuous batching manager."""
 
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(order["threads"])

@@ -1,7 +1,8 @@
-"""transformers' `model.generate` on padded batches, each to its longest output.
+"""transformers' `model.generate` on padded batches, each run to its longest output.
 
-A batch is as many requests as may be in the system at once. The tokens that a request did not want
-do not count. It cannot take requests while it runs: turns with arrivals of their own are refused.
+A batch has as many requests as may be in the system at the same time. Tokens beyond a request's
+length do not count. It cannot accept requests while it runs, so turns with arrival times are
+refused.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from benchmarks.adapters.loop import Turn, main
 
 
 class TransformersGenerate:
-    """The padded batch."""
+    """Padded batches with `model.generate`."""
 
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(order["threads"])
@@ -65,7 +66,7 @@ class TransformersGenerate:
 
 
 class _Steps(BaseStreamer):  # type: ignore[misc]  # its types are not read
-    """When each step's tokens came."""
+    """Records when each step's tokens came."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

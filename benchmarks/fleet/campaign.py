@@ -1,11 +1,12 @@
 """Ten minutes of everything that a client can do, while its servers come and go.
 
-1. A name has three servers. The workers (see `_workers`) do what callers do, and judge each
-   outcome: whether it has exactly the tokens that its prompt has, once.
-2. One server after another is replaced as a rolling update does it: a new one starts; once it is
-   ready it gets into the name and the old one out; the old one drains and ends.
-3. In the middle one server is killed. Only requests of which it had delivered tokens may fail.
-4. At the end there is a fourth. How long after its readiness it has its share is measured.
+1. A name has three servers. The workers (see `_workers`) do what callers do, and check that each
+   outcome has exactly the tokens that its prompt determines, once.
+2. One server after another is replaced, as in a rolling update. A new one starts. Once it is ready,
+   it is added to the name and the old one is removed; the old one drains and ends.
+3. In the middle one server is killed. Only requests that had received tokens from it may fail.
+4. At the end a fourth server is added. The time from its readiness until it has its share of the
+   load is measured.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ _SHARE_WINDOW_S = 1.0
 
 
 class Campaign:
-    """One run. `seconds`: how long; `seed`: of what the workers do; `of_servers`: settings of each
-    ServerProcess.
+    """One run. `seconds`: its duration; `seed`: the seed of the workers' actions; `of_servers`:
+    settings of each ServerProcess.
     """
 
     servers = 3
-    """How many there are at first."""
+    """How many servers there are at first."""
     strangers = 0.1
-    """The part of added requests that another client collects."""
+    """The share of added requests that another client collects."""
 
     def __init__(self, *, seconds: float, seed: int, **of_servers: float) -> None:
         self._seconds = seconds
@@ -96,7 +97,7 @@ class Campaign:
         }
 
     def _happen(self, begun: float) -> dict[str, Any]:
-        """What the servers go through, while the workers work; what is told of it."""
+        """Replace, kill and add servers while the workers work, and return what happened."""
         replaced = 0
         pause = self._seconds / 8
         while time.monotonic() - begun < self._seconds * 0.85:
@@ -114,7 +115,7 @@ class Campaign:
 
     @contextmanager
     def _resolving(self) -> Iterator[None]:
-        """The name's addresses are those of the servers that are listed."""
+        """Resolve the name to the addresses of the listed servers during the block."""
         ask = socket.getaddrinfo
 
         def look_up(host: Any, port: Any, *rest: Any, **more: Any) -> Any:
@@ -161,8 +162,8 @@ class Campaign:
         self._add(self._started())
 
     def _fourth(self) -> float | None:
-        """Adds a fourth server; in how many seconds after its readiness it had 0.8 of a fourth of
-        all requests that were accepted in a second. None: not within a minute.
+        """Add a fourth server. Return how many seconds after its readiness it had 0.8 of a quarter
+        of all requests that were accepted in a second; None if not within a minute.
         """
         new = self._started()
         begun = time.monotonic()
@@ -204,7 +205,7 @@ class Campaign:
                 self._fault(f"{name}: {type(error).__name__}: {error}")
 
     def _session(self, client: headrace.Client, source: random.Random) -> None:
-        """A session of 100 requests, some of which are cancelled."""
+        """Run a session of 100 requests, some of which are cancelled."""
         with client.session(lease=30) as session:
             flights: list[tuple[str, list[int], Any]] = []
             for i in range(100):
@@ -221,7 +222,7 @@ class Campaign:
                 self._judge(*flight)
 
     def _lost_streams(self, client: headrace.Client, source: random.Random) -> None:
-        """A session whose streams are lost midway: its requests are attached again."""
+        """Run a session whose streams are lost midway; its requests are attached again."""
         with client.session(lease=30) as session:
             prompts = [_prompt(source) for _ in range(6)]
             flights = [(one, session.submit(one, max_tokens=TOKENS)) for one in prompts]
@@ -252,8 +253,8 @@ class Campaign:
                 self._fault(f"batch: {outcome}")
 
     def _added(self, client: headrace.Client, source: random.Random) -> None:
-        """A request that runs by itself, read by the client that added it or by another one. One
-        that its server took with it is added again, as docs/fleet.md says.
+        """Add a request that runs by itself, and read it from the same client or another one. If it
+        is lost with its server, it is added again, as docs/fleet.md says.
         """
         prompt = _prompt(source)
         name = client.add_request(prompt, max_tokens=TOKENS).request_id
@@ -273,7 +274,7 @@ class Campaign:
     # ---- judging ---------------------------------------------------------------------------------
 
     def _judge(self, kind: str, prompt: list[int], handle: Any) -> None:
-        """Reads a request to its end and judges it."""
+        """Read a request to its end and check its outcome."""
         got: list[int] = []
         try:
             for chunk in handle:
@@ -312,6 +313,6 @@ class Campaign:
 
 
 def _prompt(source: random.Random) -> list[int]:
-    """One of twenty prefixes, and a rest of its own."""
+    """Return a prompt of one of twenty prefixes and a unique rest."""
     head = random.Random(source.randrange(20))
     return [head.randrange(256) for _ in range(PREFIX)] + [source.randrange(256) for _ in range(24)]

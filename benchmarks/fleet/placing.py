@@ -24,7 +24,7 @@ PREFIXES = 60
 
 
 def free_port() -> int:
-    """A port that nothing uses on any of this machine's loopback addresses."""
+    """Return a port that nothing uses on any of this machine's loopback addresses."""
     with socket.socket() as found:
         found.bind(("0.0.0.0", 0))
         return int(found.getsockname()[1])
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def servers(*, count: int, step_ms: tuple[float, ...], **options: int) -> Iterator[list[str]]:
-    """Ready servers; their addresses."""
+    """Run servers until they are ready, and yield their addresses."""
     started = [
         timed_server(f"127.0.0.1:{free_port()}", step_ms=step_ms[i % len(step_ms)], **options)
         for i in range(count)
@@ -47,14 +47,14 @@ def servers(*, count: int, step_ms: tuple[float, ...], **options: int) -> Iterat
 
 
 def accepted(address: str) -> int:
-    """How many requests a server has accepted."""
+    """Return how many requests a server has accepted."""
     with headrace.Client(address) as client:
         return client.control.statistics().engine.requests_accepted
 
 
 def prefixes(*, requests: int, in_flight: int, cached: int, seed: int = 1) -> dict[str, Any]:
-    """Requests with one of 60 prefixes, equally often, over three servers; and over one with the
-    cache of all three.
+    """Send requests with one of 60 equally frequent prefixes to three servers, and to one server
+    with the cache of all three.
     """
     found: dict[str, Any] = {"requests": requests, "in_flight": in_flight, "cached": cached}
     for name, count in (("three", 3), ("one", 1)):
@@ -87,8 +87,9 @@ def prefixes(*, requests: int, in_flight: int, cached: int, seed: int = 1) -> di
 
 
 def speeds(*, turns: int, seconds: float, running: int) -> dict[str, Any]:
-    """Tokens a second of two servers with steps of 5 and 15 ms: each alone, both behind a client
-    that chooses, and both by round_robin of RPCs; turn by turn, each for so many seconds.
+    """Measure the tokens per second of two servers with steps of 5 and 15 ms: each alone, both
+    behind a client that chooses, and both by round_robin of RPCs. The variants alternate, each for
+    the given seconds.
     """
     found = []
     with servers(count=2, step_ms=(5, 15), running=running, cached=1) as addresses:
@@ -115,8 +116,8 @@ def speeds(*, turns: int, seconds: float, running: int) -> dict[str, Any]:
 
 
 def _batch_rate(addresses: list[str], seconds: float, in_flight: int) -> float:
-    """Tokens a second of a batch that goes on for so long; its beginning and its end do not
-    count.
+    """Return the tokens per second of a batch that runs for the given time, without its beginning
+    and its end.
     """
     end = time.monotonic() + seconds
     ends: list[tuple[float, int]] = []
@@ -134,7 +135,7 @@ def _batch_rate(addresses: list[str], seconds: float, in_flight: int) -> float:
 
 
 def _round_robin_rate(addresses: list[str], seconds: float, in_flight: int) -> float:
-    """The same by unary calls on one channel whose policy is round_robin."""
+    """Measure the same with unary calls on one channel whose policy is round_robin."""
     target = "ipv4:" + ",".join(addresses)
     options = [("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}')]
     end = time.monotonic() + seconds
@@ -159,7 +160,7 @@ def _round_robin_rate(addresses: list[str], seconds: float, in_flight: int) -> f
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Does something in so many threads at a time, and waits for the last."""
+    """Run a function in this many concurrent threads, and wait for the last."""
     threads = [threading.Thread(target=work, args=[i]) for i in range(count)]
     for thread in threads:
         thread.start()

@@ -1,8 +1,9 @@
-"""A rolling update of a Deployment, with the settings that its manifest has, while callers go on.
+"""A rolling update of a Deployment under load, with the settings of its manifest.
 
-This process plays the cluster. A new server starts; once it is ready it gets into the name, and an
-old one out of it. The old one goes on for as long as preStop sleeps, then gets SIGTERM, and is
-killed if it has not ended when the grace period is over. So it goes on until all are new.
+This process plays the role of the cluster. A new server starts. Once it is ready, it is added to
+the name, and an old one is removed. The old one continues for as long as preStop sleeps, then gets
+SIGTERM, and is killed if it has not ended within the grace period. This repeats until all servers
+are new.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from benchmarks.fleet.servers import ServerProcess
 
 @dataclass(frozen=True)
 class PodSettings:
-    """What a Deployment says of how its pods come and go; all times in seconds."""
+    """A Deployment's settings for starting and stopping pods; all times in seconds."""
 
     replicas: int
     pre_stop_s: float
@@ -28,7 +29,8 @@ class PodSettings:
 
     @staticmethod
     def read(deployment: dict[str, Any]) -> PodSettings:
-        """Those of a manifest, which must not let a pod be away before another is ready.
+        """Return the settings of a manifest. It must not let a pod stop before another one is
+        ready.
 
         Raises:
             ValueError: it does.
@@ -50,8 +52,8 @@ class PodSettings:
 
 
 class Rollout(Campaign):
-    """One update of all servers. Its result has `killed` beside the outcomes: how many did not end
-    within their grace period.
+    """One update of all servers. In addition to the outcomes, its result has `killed`: how many
+    servers did not end within their grace period.
     """
 
     strangers = 0.0  # a client that comes when a server has left the name cannot ask it

@@ -3,9 +3,10 @@ computes nothing.
 
     python -m benchmarks.fleet.servers ADDRESS --step-ms 10 --running 16 --cached 30
 
-Each step gives every running request its next token, which depends on its prompt alone; so a client
-can tell whether it got exactly its tokens. The prefix cache holds so many prefixes, each of the
-first PREFIX tokens of a prompt, and forgets the one that was not used for longest.
+Each step gives every running request its next token. The token depends only on the request's
+prompt, so a client can check whether it got exactly its tokens. The prefix cache holds up to
+`--cached` prefixes, each of which is the first PREFIX tokens of a prompt, and evicts the least
+recently used one.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from tests.service.fake_engine import FakeEngine, byte_tokenizer, default_script
 PREFIX = 256
 """How many tokens a cached prefix has."""
 WAIT_S = 60.0
-"""No single wait takes longer: what does is stuck."""
+"""The limit of each wait; whatever takes longer is stuck."""
 
 
 def expected(prompt: Sequence[int], tokens: int) -> tuple[int, ...]:
-    """What a server generates for a prompt of token ids."""
+    """Return what a server generates for a prompt of token ids."""
     request = cast(GenerationRequest, types.SimpleNamespace(prompt=tuple(prompt)))
     return tuple(default_script(request)[:tokens])
 
@@ -80,7 +81,7 @@ class ServerProcess:
     """
 
     def __init__(self, module: str, address: str, *options: str) -> None:
-        """Start a module that serves at an address; it has these options."""
+        """Start a module that serves at an address, with these options."""
         self.address = address
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, address, *options],
@@ -95,26 +96,26 @@ class ServerProcess:
         self._reader.start()
 
     def wait_until_ready(self) -> None:
-        """Waits for the last line of its start."""
+        """Wait for the last line of the start-up output."""
         while "Stop it with" not in (line := self._lines.get(timeout=WAIT_S)):
             self._said.append(line)
             if not line:
                 raise RuntimeError("".join(self._said))
 
     def drain(self) -> None:
-        """Begins an orderly end."""
+        """Start an orderly shutdown."""
         self._process.send_signal(signal.SIGTERM)
 
     def wait(self, within_s: float = WAIT_S) -> int:
-        """Its exit code, once it has ended.
+        """Wait for the process to end and return its exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it has not.
+            subprocess.TimeoutExpired: it has not ended.
         """
         return self._process.wait(within_s)
 
     def kill(self) -> None:
-        """Ends it at once, whatever it does."""
+        """Kill the process immediately."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait(WAIT_S)
@@ -137,7 +138,7 @@ def timed_server(
     drain_s: float = 30,
     connection_age_s: float = 0,
 ) -> ServerProcess:
-    """Start a server of this module."""
+    """Start a server from this module."""
     return ServerProcess(
         "benchmarks.fleet.servers", address,
         "--step-ms", f"{step_ms:g}", "--running", f"{running}", "--cached", f"{cached}",
@@ -146,7 +147,7 @@ def timed_server(
 
 
 def main() -> NoReturn:
-    """Serves until a signal comes."""
+    """Serve until a signal arrives."""
     parser = argparse.ArgumentParser()
     parser.add_argument("address")
     parser.add_argument("--step-ms", type=float, required=True)

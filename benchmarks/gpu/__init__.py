@@ -1,1 +1,1 @@
-"""`python -m benchmarks gpu`: checks, then figures, on one CUDA device."""
+"""`python -m benchmarks gpu`: checks, then measurements, on one CUDA device."""

@@ -1,9 +1,9 @@
-"""The checks that come before all figures: a few that always run, and tests/gpu through pytest.
+"""The checks that run before all measurements: a few that always run, and tests/gpu through pytest.
 
-A check that fails bars the parts that depend on it (`Measuring.needs`), and no others: attention
-that is wrong bars what the engine computes, and the device's own rates are measured all the same.
-tests/gpu bars nothing: it tries families and options that no part measures, and makes the command
-fail.
+A check that fails blocks only the parts that depend on it (`Measuring.needs`). If attention is
+wrong, for example, the engine's results are blocked, but the device's own rates are still measured.
+tests/gpu blocks nothing, because it tests families and options that no part measures, but it makes
+the command fail.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ MODULE = "benchmarks.adapters.checks"
 PYTEST = "tests/gpu"
 MOST_FAILURES = 10
 SHARES = 5
-"""As many processes run the quick checks at once."""
+"""The number of processes that run the quick checks concurrently."""
 ALL = "checks"
-"""The key of a failure of all checks at once."""
+"""The key of a failure of all checks."""
 
 
 def quick_checks(part: Part, device: str, logs: Path, seconds: float) -> None:
-    """Those that always run. On a device in several processes at once: most of their time is for
-    compiling kernels, and waiting for a cold disk.
+    """Run the checks that always run. On a device they run in several processes, because most of
+    their time is spent compiling kernels and waiting for a cold disk.
     """
     count = 1 if device == "cpu" else min(SHARES, os.cpu_count() or 1)
     with ThreadPoolExecutor(count) as pool:
@@ -47,7 +47,7 @@ def quick_checks(part: Part, device: str, logs: Path, seconds: float) -> None:
 
 
 def _share(share: int, count: int, device: str, logs: Path, seconds: float) -> list[dict[str, Any]]:
-    """Rows of every `count`th check, from the one numbered `share` on."""
+    """Return rows of every `count`th check, starting at number `share`."""
     name = f"checks-{share + 1}"
     system = System(name, MODULE, sys.executable, logs / f"{name}.log", {})
     try:
@@ -62,7 +62,7 @@ def _share(share: int, count: int, device: str, logs: Path, seconds: float) -> l
 
 
 def pytest_checks(part: Part, device: str, logs: Path, seconds: float) -> None:
-    """tests/gpu; out of time is no failure, and noted."""
+    """Run tests/gpu. Running out of time is noted but is not a failure."""
     missing = _missing("pytest", "hypothesis")
     why = f"{missing} cannot be imported here" if missing else None
     if device == "cpu":
@@ -80,8 +80,8 @@ def pytest_checks(part: Part, device: str, logs: Path, seconds: float) -> None:
 
 
 def run_pytest(paths: list[str], log: Path, seconds: float) -> dict[str, Any]:
-    """A row of the checks. Tests are counted as they end, so one that is stopped still says how
-    many there were.
+    """Run pytest and return a row of the checks. Tests are counted as they end, so a run that is
+    stopped still reports how many there were.
     """
     command = [
         sys.executable, "-m", "pytest", "-c", os.devnull, f"--rootdir={ROOT}",
@@ -134,17 +134,17 @@ def run_pytest(paths: list[str], log: Path, seconds: float) -> dict[str, Any]:
 
 
 def failures(part: Part) -> list[dict[str, Any]]:
-    """The rows of the checks that failed."""
+    """Return the rows of the checks that failed."""
     return [row for row in part.data["rows"] if row["state"] == FAILED]
 
 
 def bars(needs: Collection[str], failed: Iterable[dict[str, Any]]) -> str | None:
-    """Why a part is not measured; None: nothing that it needs has failed.
+    """Return why a part is not measured; None if nothing that it needs has failed.
 
     Args:
-        needs: keys of checks.
-        failed: rows of checks. One that has no key of its own (the checks' process ended) bars all
-            that need any.
+        needs: the keys of checks.
+        failed: rows of checks. A row without a key (the checks' process ended) blocks all parts
+            that need any check.
     """
     why = [
         f"{row['key']} has failed: {row['detail']}"
@@ -155,8 +155,8 @@ def bars(needs: Collection[str], failed: Iterable[dict[str, Any]]) -> str | None
 
 
 def lacking(names: Iterable[str]) -> list[str]:
-    """What this host has not got of what these parts need, a line for each: what, and what is left
-    out without it.
+    """Return one line for each thing that these parts need and this host lacks: what it is, and
+    what is left out without it.
     """
     asked = set(names)
     lines = []
@@ -170,7 +170,9 @@ def lacking(names: Iterable[str]) -> list[str]:
 
 
 def _missing_for_triton() -> str:
-    """What Triton needs to compile its launchers: the compilers that it looks for, and headers."""
+    """Return what Triton lacks to compile its launchers: the compilers that it looks for, and
+    headers.
+    """
     missing = [_missing("triton")]
     if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
         missing.append("a C compiler (gcc, clang or what CC names)")

@@ -1,4 +1,4 @@
-"""The command: checks, then parts, each within its time; a record that is saved all along.
+"""The command: checks, then parts, each with a time limit. The record is saved continuously.
 
 python -m benchmarks gpu                          everything
 python -m benchmarks gpu --part smoke             the first ten minutes with a device
@@ -49,7 +49,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def add_arguments(parser: argparse.ArgumentParser, cache: Path) -> None:
-    """The command's options."""
+    """Add the command's options."""
     parser.add_argument("--part", default="all", help=f"all, or of {', '.join(PARTS)}, with commas")
     parser.add_argument(
         "--minutes",
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser, cache: Path) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run it; ends the process with 1 if a check or a part has failed."""
+    """Run the command. Ends the process with exit code 1 if a check or a part has failed."""
     try:
         names = _names(arguments)
         sizes = _sizes(arguments)
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _predict(folder: Path, sizes: Sizes) -> None:
-    """Print estimates for the devices that have records; for an H200 if none has."""
+    """Print estimates for the devices that have records, or for an H200 if none has."""
     records = [read_record(path) for path in sorted(folder.glob("gpu-*.json"))]
     known = [one for one in records if one is not None and one["device"]["type"] == "cuda"]
     if not known:
@@ -116,7 +116,7 @@ def _predict(folder: Path, sizes: Sizes) -> None:
 
 
 def _names(arguments: argparse.Namespace) -> list[str]:
-    """The parts, in their order. Raises ValueError."""
+    """Return the parts in order. Raises ValueError."""
     if arguments.part == "all":
         # With one model for all, a part that differs by its model alone would be run twice.
         return [name for name in PARTS if not (arguments.model and name == "decode-4b")]
@@ -128,7 +128,7 @@ def _names(arguments: argparse.Namespace) -> list[str]:
 
 
 def _sizes(arguments: argparse.Namespace) -> Sizes:
-    """How much is measured. Raises ValueError."""
+    """Return how much is measured. Raises ValueError."""
     sizes = CPU_SIZES if arguments.device == "cpu" else GPU_SIZES
     if arguments.batches is not None:
         batches = tuple(int(text) for text in arguments.batches.split(","))
@@ -143,7 +143,7 @@ def _sizes(arguments: argparse.Namespace) -> Sizes:
 
 
 class Run:
-    """The parts of one call."""
+    """Runs the parts of one call."""
 
     def __init__(
         self,
@@ -162,8 +162,8 @@ class Run:
         self._logs.mkdir(parents=True, exist_ok=True)
 
     def run(self) -> bool:
-        """Run them. Returns whether one has failed. Raises SystemFailure where there is no such
-        device.
+        """Run the parts. Returns whether one has failed. Raises SystemFailure if the device does
+        not exist.
         """
         machine = System(
             "machine",
@@ -203,8 +203,8 @@ class Run:
         return Record(self._arguments.output or default, device, provenance)
 
     def _check(self, record: Record) -> list[dict[str, Any]]:
-        """The checks that are asked for, and the quick ones where the record does not say that
-        these sources passed. Returns the rows of those that failed.
+        """Run the requested checks, and the quick ones unless the record says that these sources
+        passed. Returns the rows of those that failed.
         """
         about = {"model": None, "dtype": "float32"}
         has_passed = record.is_current(CHECKS, about) and record.state(CHECKS) in (
@@ -233,7 +233,7 @@ class Run:
         spec: Measuring,
         failed: list[dict[str, Any]],
     ) -> str:
-        """Run a part, unless a check that it needs has failed. Returns its state."""
+        """Run a part unless a check that it needs has failed. Returns its state."""
         model = self._arguments.model or spec.model
         sizes = spec.sizes(self._sizes)
         shape = shape_of(SHAPES[model])
@@ -292,7 +292,7 @@ class Run:
 
 
 def _as_json(sizes: Sizes) -> dict[str, object]:
-    """As a record gives it back."""
+    """Convert a value to what a record returns for it after a JSON round trip."""
     return {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in dataclasses.asdict(sizes).items()
@@ -300,7 +300,7 @@ def _as_json(sizes: Sizes) -> dict[str, object]:
 
 
 def _driver(device: str) -> str | None:
-    """The version of NVIDIA's driver; None: it cannot be told."""
+    """Return the version of NVIDIA's driver; None if it is unknown."""
     if device == "cpu":
         return None
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

@@ -1,5 +1,5 @@
-"""The parts that measure. Each is a function of a session; it saves after every row, and ends with
-OutOfTime where its time is over.
+"""The parts that measure. Each is a function of a session. It saves after every row, and raises
+OutOfTime when its time is over.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.processes import ROOT, System, SystemFailure
 from benchmarks.workloads import Lengths, Load, make_prompts
 
 ALONE = {"allow_block_sharing": False}
-"""The prefix cache is off: every prompt is computed."""
+"""Turns the prefix cache off, so that every prompt is computed."""
 BATCHING = "benchmarks.adapters.transformers_batching"
 JUDGE = "benchmarks.adapters.judge"
 JUDGED = 2
@@ -68,13 +68,13 @@ PEERS = (
 )
 ENGINE = Engine("headrace", options={**ALONE, "per_request_processors": True})
 SAMPLED = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
-"""As the generation config of Qwen3's checkpoints has it."""
+"""The sampling options in the generation config of Qwen3's checkpoints."""
 WAYS: tuple[tuple[str, Mapping[str, Any] | None], ...] = (("", None), (", sampled", SAMPLED))
-"""How tokens are chosen: the end of a row's key, and the options."""
+"""How tokens are chosen: the suffix of a row's key, and the options."""
 
 
 def floors(session: Session) -> None:
-    """The device's rates, and what they allow."""
+    """Measure the device's rates and compute the floors that follow from them."""
     turns = []
     for _ in range(session.sizes.turns):
         session.need_time("the rates")
@@ -99,8 +99,8 @@ def floors(session: Session) -> None:
 
 
 def decode(session: Session) -> None:
-    """The engine at each batch size, greedy and sampled, its prefill, what the device does
-    meanwhile, and whether the tokens are right.
+    """Measure the engine at each batch size, greedy and sampled, and its prefill. Also profile the
+    device, and check that the tokens are right.
     """
     sizes = session.sizes
     engine = session.start(
@@ -141,7 +141,9 @@ def _measure(
     lengths: Sequence[Lengths],
     sampling: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[list[int]], list[dict[str, Any]]]:
-    """A row by some turns, saved after each. Also the last turn's prompts and replies."""
+    """Measure a row over several turns, saved after each. Also returns the last turn's prompts and
+    replies.
+    """
     rates, turns = session.rates(), []
     for turn in range(session.sizes.turns):
         figures, prompts, replies = session.turn(
@@ -163,7 +165,7 @@ def _profile_output(session: Session) -> int:
 def _profile(
     session: Session, engine: System, batch: int, key: str, sampling: Mapping[str, Any] | None
 ) -> None:
-    """How much of a steady decode's time the device computes, by torch's profiler."""
+    """Measure with torch's profiler how much of a steady decode's time the device computes."""
     session.need_time(key)
     lengths = session.lengths(batch, _profile_output(session))
     prompts = make_prompts(lengths, session.shape.vocab_size, seed=77)
@@ -186,7 +188,7 @@ def _profile(
 
 
 def _judge(session: Session, prompts: list[list[int]], replies: list[dict[str, Any]]) -> None:
-    """Whether some requests' tokens are those of the same weights in float32."""
+    """Check whether some requests' tokens are those of the same weights in float32."""
     session.need_time("the check of the tokens")
     judge = session.start(Engine("judge", JUDGE), (1, session.sizes.prompt))
     requests = [
@@ -209,22 +211,24 @@ def _judge(session: Session, prompts: list[list[int]], replies: list[dict[str, A
 
 
 def options(session: Session) -> None:
-    """The engine with one option changed, beside the engine as it is."""
+    """Compare the engine with one option changed to the engine as it is."""
     _compare(session, OPTIONS, session.sizes.pair)
 
 
 def compiling(session: Session) -> None:
-    """torch.compile's levels."""
+    """Compare torch.compile's levels."""
     _compare(session, COMPILING, session.sizes.pair)
 
 
 def peers(session: Session) -> None:
-    """transformers' own continuous batching, with the settings that can be had here."""
+    """Measure transformers' own continuous batching, with the settings that are available here."""
     _compare(session, PEERS, session.sizes.pair)
 
 
 def _compare(session: Session, variants: Sequence[Variant], batches: Sequence[int]) -> None:
-    """Each variant beside the engine, which stays: both take turns with the same prompts."""
+    """Compare each variant with the engine, which stays loaded. Both alternate with the same
+    prompts.
+    """
     reference: System | None = None
     total = session.sizes.prompt + session.sizes.pair_output
     for variant in variants:
@@ -256,7 +260,7 @@ def _compare(session: Session, variants: Sequence[Variant], batches: Sequence[in
 
 
 def _pair(session: Session, reference: System, system: System, lengths: Sequence[Lengths]) -> None:
-    """Paired turns, saved after each."""
+    """Run paired turns, saved after each."""
     for one in (reference, system):
         session.warm(one, lengths)
     rates, ours, theirs = session.rates(), [], []
@@ -278,7 +282,7 @@ def _pair(session: Session, reference: System, system: System, lengths: Sequence
 
 
 def grpc(session: Session, cache: Path) -> None:
-    """A session of many requests through headrace-server, beside the engine without it."""
+    """Compare a session of many requests through headrace-server to the engine without it."""
     why = _server_missing()
     if why is not None:
         session.part.leave_out("gRPC", f"the service does not import here: {why}")
@@ -294,7 +298,7 @@ def grpc(session: Session, cache: Path) -> None:
 
 
 def _server_missing() -> str | None:
-    """Why the service cannot run here; None: it can."""
+    """Return why the service cannot run here; None if it can."""
     names = (
         "headrace, service.command.cli, service.server, engine.process.worker, engine.structured"
     )
@@ -308,7 +312,9 @@ def _server_missing() -> str | None:
 
 
 def _checkpoint(session: Session, cache: Path) -> Path:
-    """The model on disk, made if it is not there: a server reads a directory."""
+    """Return the model on disk, which is made if it does not exist, because a server reads a
+    directory.
+    """
     session.need_time("the checkpoint")
     folder = cache / "models" / f"{session.model}-on-{session.device.partition(':')[0]}"
     if (folder / "config.json").is_file():
@@ -336,7 +342,7 @@ def _checkpoint(session: Session, cache: Path) -> Path:
 
 
 def itl(session: Session) -> None:
-    """Times between tokens while prompts arrive: each budget of a step, at each rate."""
+    """Measure the times between tokens while prompts arrive, for each token budget at each rate."""
     sizes = session.sizes
     total = sizes.prompt + sizes.output
     for budget in sizes.budgets:
@@ -373,14 +379,14 @@ def _rate(median: dict[str, float]) -> str:
 
 KERNELS = "attention kernels against float64"
 GREEDY = "greedy tokens equal model.generate's: qwen3"
-"""Checks by their keys; `benchmarks.adapters.checks` names them."""
+"""Keys of checks, as named by `benchmarks.adapters.checks`."""
 COMPUTING = frozenset({KERNELS, GREEDY})
 SMOKE_BATCHES = (1, 32, 128)
 SMOKE_S = 240.0
 
 
 def smoke_sizes(sizes: Sizes) -> Sizes:
-    """Of each kind one turn, and a profile of the steps."""
+    """One turn of each kind, and a profile of the steps."""
     batches = tuple(batch for batch in SMOKE_BATCHES if batch <= max(sizes.batches))
     return dataclasses.replace(
         sizes,
@@ -394,7 +400,7 @@ def smoke_sizes(sizes: Sizes) -> Sizes:
 
 
 def small_sizes(sizes: Sizes) -> Sizes:
-    """The least and the most requests at once, with a profile of both."""
+    """The smallest and the largest batch, with a profile of both."""
     batches = (min(sizes.batches), max(sizes.batches))
     return dataclasses.replace(
         sizes, batches=batches, profiled=batches if sizes.profiled else (), turns=1
@@ -402,22 +408,22 @@ def small_sizes(sizes: Sizes) -> Sizes:
 
 
 def as_given(sizes: Sizes) -> Sizes:
-    """The command's sizes."""
+    """The command's sizes, unchanged."""
     return sizes
 
 
 @dataclass(frozen=True, slots=True)
 class Measuring:
-    """A part: what it does, with which model, and what for.
+    """A part: what it measures, with which model, and why.
 
     Attributes:
-        run: does it.
-        model: its shape.
-        meaning: for the terminal.
+        run: runs the part.
+        model: the model's shape.
+        meaning: its description for the terminal.
         needs_cache: whether `run` takes the folder for checkpoints.
-        needs: keys of checks without which its figures mean nothing.
-        sizes: how much it measures, of what the command was asked for.
-        most_s: seconds that it may take, where the command allows more.
+        needs: keys of the checks without which its results mean nothing.
+        sizes: how much it measures, given what the command was asked for.
+        most_s: the most seconds that it may take, even if the command allows more.
     """
 
     run: Callable[..., None]

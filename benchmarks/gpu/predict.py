@@ -1,5 +1,5 @@
-"""How long a step should take on a CUDA device, by arithmetic: beside the floor, which nothing can
-beat, and beside what was measured, where something was.
+"""Estimates how long a step should take on a CUDA device. The estimate is shown with the floor,
+which nothing can beat, and with measured times if there are any.
 
     decode step    weights or their products ─┬─ at the share of the rate that kernels reach
                    the KV that is read ───────┘
@@ -7,9 +7,9 @@ beat, and beside what was measured, where something was.
 
     prompt         its operations, at that share + what small operations read and write + launches
 
-The constants are of one H200 (docs/performance.md has what was measured there), chosen so that 8B's
-steps of 1, 32 and 128 requests are within the estimate; small models' products of many requests are
-slower than that. How many launches a step has is counted, by the trace of tests/engine/cuda.
+The constants come from one H200 (docs/performance.md has the measurements). They are chosen so that
+8B's steps of 1, 32 and 128 requests are within the estimate; small models' products of many
+requests are slower than that. The launches of a step are counted by the trace of tests/engine/cuda.
 """
 
 from __future__ import annotations
@@ -26,43 +26,46 @@ from benchmarks.workloads import Lengths
 
 COUNTS = ROOT / "tests" / "engine" / "cuda" / "launches.json"
 FAMILY, DECODER = "qwen3", "own"
-"""What the shapes of benchmarks.models are, and what computes them on CUDA."""
+"""The family of the shapes of benchmarks.models, and what computes them on CUDA."""
 TRACED_LAYERS = 3
-"""Of the traced model."""
+"""The number of layers of the traced model."""
 H200 = Rates(bandwidth=4.3e12, matrix=790e12)
-"""A copy and a product of bfloat16, as measured on such a card; a record has its device's own."""
+"""A copy and a bfloat16 product, as measured on such a card; a record has its own device's rates.
+"""
 LAUNCH_S = (1.5e-6, 2.9e-6)
-"""What a small kernel takes in a graph: the least and the most of 8B's."""
+"""The time of a small kernel in a graph: the smallest and the largest of 8B's."""
 RATE_SHARES = {1: 0.93, 2: 0.83, 64: 0.78}
-"""The share of the copy's and the product's rates that products reach, from so many requests on.
-One token's are ours, and overlap with what is before them.
+"""The share of the copy's and the product's rates that products reach, from a number of requests
+upwards. For one token, products use our kernels and overlap with the preceding work.
 """
 KV_SHARES = {1: 0.7, 64: 0.82, 256: 0.94}
-"""The share of the copy's rate at which KV is read, likewise, with what merging cuts takes."""
+"""The share of the copy's rate at which KV is read, also from a number of requests upwards. It
+includes the time for merging splits.
+"""
 PROMPT_SHARE = 0.85
-"""Of the product's rate, in a step of prompts."""
+"""The share of the product's rate in a step of prompts."""
 DRAW_S = (40e-6, 0.85e-6)
-"""What a draw of 152k logits with top_k takes: for itself, and for each row."""
+"""The time of a draw from 152k logits with top_k: the constant part, and the part per row."""
 PROMPT_STEP = 8192
-"""Tokens of a step of prompts."""
+"""The number of tokens in a step of prompts."""
 _DTYPE = "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Launches of a step: of each layer, and of what is beside the layers."""
+    """Launches of a step: per layer, and outside of the layers."""
 
     layer: int
     rest: int
 
     def of(self, layers: int) -> int:
-        """Of a model with so many layers."""
+        """Return the launches for a model with this many layers."""
         return self.layer * layers + self.rest
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Seconds, from the least to the most, and how many launches are in them."""
+    """A range of seconds, from the smallest to the largest, and the number of launches included."""
 
     least_s: float
     most_s: float
@@ -70,7 +73,7 @@ class Predicted:
 
 
 def read_counts(kind: str) -> Counts:
-    """The counted launches of a step. kind: decode or prefill."""
+    """Return the counted launches of a step. kind: decode or prefill."""
     table: dict[str, Any] = json.loads(COUNTS.read_text(encoding="utf-8"))
     found = table["families"][FAMILY][DECODER][kind]
     return Counts(found["layer"], found["step"] - TRACED_LAYERS * found["layer"])
@@ -79,7 +82,9 @@ def read_counts(kind: str) -> Counts:
 def decode(
     model: str, batch: int, context: float, rates: Rates = H200, *, draws: bool = False
 ) -> Predicted:
-    """A decode step of so many requests, each behind so many tokens; draws: tokens are drawn."""
+    """Predict a decode step of this many requests, each after this many tokens. draws: whether
+    tokens are sampled.
+    """
     shape, launches = shape_of(SHAPES[model]), read_counts("decode").of(_layers(model))
     kv_s = batch * context * shape.kv_bytes(_DTYPE) / rates.bandwidth
     products_s = step_s(shape, _DTYPE, batch, context, rates) - kv_s
@@ -90,7 +95,7 @@ def decode(
 
 
 def prompt(model: str, tokens: int, rates: Rates = H200) -> Predicted:
-    """A prompt of so many tokens, in a step with others."""
+    """Predict the time of a prompt of this many tokens, in a step with others."""
     launches = read_counts("prefill").of(_layers(model))
     products_s = prompts_s(shape_of(SHAPES[model]), [Lengths(tokens, 1)], rates)
     base_s = products_s / PROMPT_SHARE + tokens * small_bytes(SHAPES[model]) / rates.bandwidth
@@ -103,7 +108,7 @@ def _share(shares: Mapping[int, float], batch: int) -> float:
 
 
 def small_bytes(config: Mapping[str, Any]) -> int:
-    """The bytes read and written for a token between products and attention, in all layers:
+    """Return the bytes read and written per token between products and attention, in all layers:
     two sums with their norms, rotated queries and keys, values, and the gate.
     """
     heads = config["num_attention_heads"] + 2 * config["num_key_value_heads"]
@@ -113,7 +118,7 @@ def small_bytes(config: Mapping[str, Any]) -> int:
 
 
 def rates_of(record: Mapping[str, Any]) -> Rates:
-    """The rates of a record's device; those of an H200 if it has none."""
+    """Return the rates of a record's device, or those of an H200 if it has none."""
     for row in record["parts"].get("floors", {"rows": []})["rows"]:
         if row["key"] == "rates":
             return Rates(row["median"]["bandwidth"], row["median"]["matrix"])
@@ -121,7 +126,7 @@ def rates_of(record: Mapping[str, Any]) -> Rates:
 
 
 def steps_of(record: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    """Seconds of the decode steps of a record, by model and requests."""
+    """Return the seconds of a record's decode steps, by model and requests."""
     found: dict[str, dict[int, float]] = {}
     for name in ("smoke", "smoke-0.6b", "decode-8b", "decode-4b"):
         part = record["parts"].get(name, {"rows": []})

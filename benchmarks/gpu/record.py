@@ -1,11 +1,11 @@
-"""The record of one device: parts, each with what it was run with, written after every measurement.
+"""The record of one device. Each part stores how it was run; the record is saved after every row.
 
     {"format", "kind": "gpu", "device": {…}, "machine": {…},
      "parts": {name: {"model", "dtype", "date", "commit", "versions", "state", "left_out",
                       "rows": [{"key", …}, …]}}}
 
-A part that is run again replaces what was there; with `resume` it keeps the rows that it has, if
-they are of the same sources and versions. A killed run has lost the row that was being measured.
+A part that is run again replaces the old one. With `resume` it keeps its rows if they come from the
+same sources and versions. A killed run loses only the row that was being measured.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ OUT_OF_TIME = "out of time"
 FAILED = "failed"
 LEFT_OUT = "left out"
 QUICK = "quick"
-"""Of the checks: those that always run have passed, the others were not asked for."""
+"""The state of the checks if those that always run have passed and the others were not requested.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What figures are of. commit: of the sources; None: unknown. versions: of packages."""
+    """Where results come from. commit: the commit of the sources; None if unknown. versions: the
+    versions of packages.
+    """
 
     commit: str | None
     versions: dict[str, str]
@@ -41,10 +44,10 @@ class Record:
     """The record of a device, and its file."""
 
     def __init__(self, folder: Path, device: dict[str, Any], provenance: Provenance) -> None:
-        """Open the record of a device in a folder, or begin one.
+        """Open the record of a device in a folder, or create one.
 
         Raises:
-            ValueError: the file is of another format.
+            ValueError: the file has another format.
         """
         self.path = folder / record_name(device)
         self.provenance = provenance
@@ -56,7 +59,7 @@ class Record:
         self.data |= {"device": device, "machine": machine_record()}
 
     def begin(self, name: str, about: dict[str, Any], *, resume: bool) -> Part:
-        """A part, anew or with the rows that it has."""
+        """Return a new part, or the existing one with its rows."""
         before = self.data["parts"].get(name)
         rows = before["rows"] if resume and before and self.is_current(name, about) else []
         self.data["parts"][name] = {
@@ -72,7 +75,7 @@ class Record:
         return Part(self, name)
 
     def is_current(self, name: str, about: dict[str, Any] | None = None) -> bool:
-        """Whether a part is there, and of these very sources, versions and sizes."""
+        """Whether a part exists and has exactly these sources, versions and sizes."""
         part = self.data["parts"].get(name)
         return (
             part is not None
@@ -84,12 +87,12 @@ class Record:
         )
 
     def state(self, name: str) -> str | None:
-        """Of a part; None: it is not there."""
+        """Return the state of a part; None if there is none."""
         part = self.data["parts"].get(name)
         return None if part is None else part["state"]
 
     def save(self) -> None:
-        """Write the file: the old one or the new one, whatever happens."""
+        """Write the file atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(rounded(self.data), indent=1) + "\n")
@@ -97,7 +100,7 @@ class Record:
 
 
 class Part:
-    """One part of a record, while it is run."""
+    """One part of a record, while it is running."""
 
     def __init__(self, record: Record, name: str) -> None:
         self._record = record
@@ -105,28 +108,30 @@ class Part:
         self.data: dict[str, Any] = record.data["parts"][name]
 
     def has(self, key: str) -> bool:
-        """Whether a row is there and complete."""
+        """Whether a row exists and is complete."""
         return any(row["key"] == key and not row.get("partial") for row in self.data["rows"])
 
     def put(self, row: dict[str, Any]) -> None:
-        """Add a row, in the place of the one with its key, and save."""
+        """Add a row, replacing the one with its key, and save."""
         rows = [other for other in self.data["rows"] if other["key"] != row["key"]]
         self.data["rows"] = [*rows, row]
         self._record.save()
 
     def leave_out(self, what: str, why: str) -> None:
-        """Note what is not measured."""
+        """Record what is not measured."""
         self.data["left_out"].append(f"{what}: {why}")
         self._record.save()
 
     def end(self, state: str) -> None:
-        """Note how it ended."""
+        """Record how the part ended."""
         self.data["state"] = state
         self._record.save()
 
 
 def record_name(device: dict[str, Any]) -> str:
-    """The file of a device. What ran on a CPU is no figure of a GPU, and its name says so."""
+    """Return the file name of a device. The name of a run on a CPU says so, because it is no
+    measurement of a GPU.
+    """
     if device["type"] != "cuda":
         return "gpu-command-on-a-cpu.json"
     return f"gpu-{re.sub('[^a-z0-9]+', '-', device['name'].lower()).strip('-')}.json"

@@ -1,7 +1,7 @@
-"""What all parts need: systems as processes, turns, the device's rates, and the time that is left.
+"""What all parts need: systems as processes, turns, the device's rates, and the remaining time.
 
-Rates are measured by a process of their own before every row, so a floor is that of the device at
-that time. Only one system computes at a time: the others are stopped, and keep their memory.
+A separate process measures the rates before every row, so a floor reflects the device at that time.
+Only one system computes at a time; the others are stopped and keep their memory.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from engine.planning.memory_plan import blocks_for
 
 DTYPE = "bfloat16"
 LEAST_S = 20.0
-"""With less time left nothing is begun."""
+"""If less time is left, nothing is begun."""
 PATIENCE_S = 5.0
-"""How long a system that was out of time may take to end."""
+"""How long a system that ran out of time may take to end."""
 SPARE_BLOCKS = 8
 
 
@@ -36,20 +36,20 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much is measured. Units of prompt and output: tokens.
+    """How much is measured. Prompts and outputs are in tokens.
 
     Attributes:
-        batches: requests at once, of the decode parts.
-        prompt, output: of each request.
-        prompts: how many are computed to measure prefill.
-        pair: requests at once where systems are compared with one another.
-        pair_output: tokens of each there.
-        session: requests of the session through gRPC.
-        rates, seconds: of the open loop: requests a second, and for how long they arrive.
-        budgets: tokens of a step there; None: the engine's default.
+        batches: the batch sizes of the decode parts.
+        prompt, output: the tokens of each request.
+        prompts: how many prompts are computed to measure prefill.
+        pair: the batch size where systems are compared with each other.
+        pair_output: the output tokens of each request there.
+        session: the requests of the session through gRPC.
+        rates, seconds: for the open loop: requests per second, and for how long they arrive.
+        budgets: the token budgets of a step there; None for the engine's default.
         profiled: the batches whose decode steps are profiled, and how many steps.
-        block: tokens in a block of the KV cache.
-        turns: that count.
+        block: tokens per block of the KV cache.
+        turns: the number of turns that count.
     """
 
     batches: tuple[int, ...]
@@ -68,7 +68,9 @@ class Sizes:
     turns: int = 3
 
     def blocks(self, count: int, total: int) -> int:
-        """Blocks for so many requests of so many tokens, with what is kept for their growth."""
+        """Return the number of blocks for this many requests of this many tokens, including the
+        reserve for their growth.
+        """
         return blocks_for(count, total, self.block) + SPARE_BLOCKS
 
 
@@ -103,22 +105,22 @@ CPU_SIZES = Sizes(
     block=32,
     turns=1,
 )
-"""To show that the command works."""
+"""Small sizes, to show that the command works."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A system as a part wants it: its adapter, and options of that."""
+    """A system as a part needs it: its adapter and the adapter's options."""
 
     name: str
     module: str = "benchmarks.adapters.headrace_engine"
     options: Mapping[str, Any] | None = None
     directory: Path | None = None
-    """A checkpoint; None: the model is made in memory."""
+    """A checkpoint; None if the model is made in memory."""
 
 
 class Session:
-    """Runs one part: its systems, its turns, its time."""
+    """Runs one part: manages its systems, turns and time limit."""
 
     def __init__(
         self,
@@ -147,11 +149,11 @@ class Session:
     # ---- time ----------------------------------------------------------------------------------
 
     def left_s(self) -> float:
-        """Seconds that are left."""
+        """Return the seconds that are left."""
         return self._deadline - time.monotonic()
 
     def need_time(self, what: str) -> None:
-        """Raises OutOfTime where too little is left to begin something."""
+        """Raise OutOfTime if too little time is left to begin something."""
         if self.left_s() < LEAST_S:
             raise OutOfTime(what)
 
@@ -161,12 +163,12 @@ class Session:
         """Load a system.
 
         Args:
-            engine: it.
-            needs: what its cache is to hold at once: so many requests, of so many tokens each.
+            engine: the system.
+            needs: what its cache must hold: the number of requests, and the tokens of each.
 
         Raises:
             SystemFailure: it does not start.
-            OutOfTime.
+            OutOfTime: too little time is left.
         """
         self.need_time(engine.name)
         requests = max(count for count, _ in needs)
@@ -214,14 +216,14 @@ class Session:
         system.end(PATIENCE_S if self.left_s() < LEAST_S else 60.0)
 
     def close(self) -> None:
-        """End all that run."""
+        """End all running systems."""
         for system in list(self._systems):
             self.drop(system)
 
     # ---- measurements --------------------------------------------------------------------------
 
     def rates(self) -> dict[str, float]:
-        """What the device can do now."""
+        """Return the device's current rates."""
         found: dict[str, float] = self._machine.run({"requests": []}, max(LEAST_S, self.left_s()))
         return found
 
@@ -233,8 +235,8 @@ class Session:
         load: Load | None = None,
         sampling: Mapping[str, Any] | None = None,
     ) -> tuple[dict[str, float], list[list[int]], list[dict[str, Any]]]:
-        """One turn: its figures, prompts and replies. sampling: options of every request; None:
-        greedy. Raises SystemFailure, OutOfTime.
+        """Run one turn; returns its results, prompts and replies. sampling: options of every
+        request; None for greedy. Raises SystemFailure, OutOfTime.
         """
         self.need_time(system.name)
         prompts = make_prompts(list(lengths), self.shape.vocab_size, seed)
@@ -260,12 +262,12 @@ class Session:
         lengths: Sequence[Lengths],
         sampling: Mapping[str, Any] | None = None,
     ) -> None:
-        """A turn that does not count: its prompts, few tokens."""
+        """Run a warm-up turn that does not count: the same prompts, few tokens."""
         short = [Lengths(one.prompt, min(one.output, 4)) for one in lengths]
         self.turn(system, short, seed=999, sampling=sampling)
 
     def lengths(self, count: int, output: int) -> list[Lengths]:
-        """So many requests."""
+        """Return the lengths of this many requests."""
         return [Lengths(self.sizes.prompt, output)] * count
 
     # ---- rows ----------------------------------------------------------------------------------
@@ -279,7 +281,7 @@ class Session:
         rates: dict[str, float],
         **more: Any,
     ) -> dict[str, Any]:
-        """A row of the record: medians, and their shares of the floor."""
+        """Return a row of the record: medians, and their shares of the floor."""
         median = medians(turns)
         limits = Rates(rates["bandwidth"], rates["matrix"])
         floor = {

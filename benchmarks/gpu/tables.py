@@ -1,4 +1,4 @@
-"""A GPU's record as tables, in the document and on the terminal."""
+"""A GPU's record as tables, for the document and the terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_GPU = (
     "of anything else."
 )
 LEAST_SHOWN = 0.01
-"""The share of a step's time from which on a kernel is shown; the record has more of them."""
+"""The smallest share of a step's time for which a kernel is shown; the record has more of them."""
 STATES = {
     "complete": "",
     "quick": "",
@@ -32,7 +32,7 @@ STATES = {
 
 
 def render(record: dict[str, Any], name: str) -> str:
-    """The text of one record: the device, then part by part what there is."""
+    """Return the text of one record: the device, then all available parts."""
     device = record["device"]
     facts = [
         f"{device[key]}{unit}" if unit else f"{words} {device[key]}"
@@ -56,7 +56,7 @@ def render(record: dict[str, Any], name: str) -> str:
 
 
 def render_part(name: str, part: dict[str, Any]) -> str:
-    """One part: what it was run with, its table, what was left out."""
+    """Return the text of one part: how it was run, its table, and what was left out."""
     model = f"{part['model']} in {part['dtype']}, " if part["model"] else ""
     versions = ", ".join(f"{package} {version}" for package, version in part["versions"].items())
     head = (
@@ -152,7 +152,7 @@ def _decode(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _smoke(rows: list[dict[str, Any]]) -> list[str]:
-    """Decode, and what a step launches: kernels by the time that they take in it, the longest."""
+    """Return the decode table, and the kernels that take the most time in a step."""
     lines = _decode(rows)
     for row in rows:
         if not row["key"].startswith("busy at"):
@@ -219,12 +219,12 @@ def _itl(rows: list[dict[str, Any]]) -> list[str]:
 def predictions(
     sizes: Sizes, rates: Rates, measured: Mapping[str, Mapping[int, float]]
 ) -> list[str]:
-    """The expected times of steps, beside the floor and the measured times, as lines of text.
+    """Return the expected times of steps, with the floor and the measured times, as lines of text.
 
     Args:
         sizes: which steps.
-        rates: of the device.
-        measured: seconds of a decode step, by model and requests, as far as they are known.
+        rates: the device's rates.
+        measured: the seconds of a decode step, by model and requests, where known.
     """
     least, most = (each * 1e6 for each in predict.LAUNCH_S)
     cells, context = [], sizes.prompt + sizes.output // 2

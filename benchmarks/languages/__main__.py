@@ -23,7 +23,7 @@ DOCUMENT = ROOT / "docs" / "clients.md"
 
 
 def main() -> int:
-    """Measures, or writes the document. Returns the exit code."""
+    """Measure, or write the document. Returns the exit code."""
     parser = argparse.ArgumentParser(
         description=(benchmarks.languages.__doc__ or "").split("\n")[0]
     )

@@ -14,7 +14,7 @@ KIND = "languages"
 
 
 def rewrite(text: str, record: Mapping[str, Any] | None) -> str:
-    """A document with its block written anew. record: None: there is none yet."""
+    """Return a document with its block rewritten. record: None if there is none yet."""
 
     def tell(name: str) -> str:
         return "Not measured yet.\n" if record is None else render(record, name)
@@ -23,12 +23,12 @@ def rewrite(text: str, record: Mapping[str, Any] | None) -> str:
 
 
 def update(document: Path, record: Mapping[str, Any] | None, *, check: bool) -> bool:
-    """Writes a document's block. Returns whether it was as it should be. check: only look."""
+    """Write a document's block. Returns whether it was already up to date. check: do not write."""
     return update_document(document, lambda text: rewrite(text, record), check=check)
 
 
 def render(record: Mapping[str, Any], name: str) -> str:
-    """The block's text."""
+    """Return the block's text."""
     machine = record["machine"]
     cases = {case["name"]: case for case in record["cases"]}
     parts = [
@@ -74,7 +74,7 @@ def _heading(case: Mapping[str, Any]) -> str:
 
 
 def _found(case: Mapping[str, Any]) -> list[tuple[Row, Mapping[str, Any]]]:
-    """The rows that a case has, the fastest first."""
+    """Return the rows of a case, the fastest first."""
     rows = [(row, case["languages"][row.name]) for row in ROWS if row.name in case["languages"]]
     return sorted(rows, key=lambda pair: -pair[1]["tokens_per_s"])
 

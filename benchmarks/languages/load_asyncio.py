@@ -11,7 +11,7 @@ import headrace
 
 
 async def count(handle: headrace.AsyncRequestHandle) -> int:
-    """Reads a request to its end; returns how many tokens came."""
+    """Read a request to its end; returns how many tokens it got."""
     tokens = 0
     async for chunk in handle:
         tokens += len(chunk.token_ids)
@@ -19,7 +19,7 @@ async def count(handle: headrace.AsyncRequestHandle) -> int:
 
 
 async def turn(client: headrace.AsyncClient, sessions: int, requests: int, tokens: int) -> int:
-    """Plays one turn; returns how many tokens came."""
+    """Run one turn; returns how many tokens it got."""
     async with AsyncExitStack() as stack:
         opened = [await stack.enter_async_context(client.session()) for _ in range(sessions)]
         handles = [
@@ -31,7 +31,7 @@ async def turn(client: headrace.AsyncClient, sessions: int, requests: int, token
 
 
 async def main() -> None:
-    """The program."""
+    """Run the program."""
     sessions, requests, tokens = map(int, sys.argv[2:])
     async with headrace.AsyncClient(sys.argv[1]) as client:
         while await asyncio.to_thread(sys.stdin.readline):

@@ -1,5 +1,5 @@
-"""The load program of the Python client. The reader takes one request after the other: what comes
-of the others meanwhile is kept for it, and no thread is needed for each.
+"""The load program of the Python client. It reads one request after the other. What arrives for the
+others meanwhile is buffered, so no thread per request is needed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import headrace
 
 
 def turn(client: headrace.Client, sessions: int, requests: int, tokens: int) -> int:
-    """Plays one turn; returns how many tokens came."""
+    """Run one turn; returns how many tokens it got."""
     with ExitStack() as stack:
         opened = [stack.enter_context(client.session()) for _ in range(sessions)]
         handles = [
@@ -24,7 +24,7 @@ def turn(client: headrace.Client, sessions: int, requests: int, tokens: int) -> 
 
 
 def main() -> None:
-    """The program."""
+    """Run the program."""
     sessions, requests, tokens = map(int, sys.argv[2:])
     with headrace.Client(sys.argv[1]) as client:
         for _ in sys.stdin:

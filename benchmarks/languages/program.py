@@ -18,14 +18,14 @@ _END_S = 10.0
 
 
 class Program:
-    """See `benchmarks.languages` for what it is told and tells.
+    """A running load program; see `benchmarks.languages` for its protocol.
 
     Attributes:
-        name: for messages: its log's.
+        name: its name in messages and of its log.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
-        """Made by `started`."""
+        """Create a program; use `started` instead."""
         self.name = log.stem
         self._process = process
         self._log = log
@@ -35,7 +35,7 @@ class Program:
     def started(
         cls, command: Sequence[str], environment: Mapping[str, str], log: Path
     ) -> Iterator[Self]:
-        """Starts it; it ends with the block."""
+        """Start the program and end it with the block."""
         with (
             log.open("wb") as file,
             subprocess.Popen(
@@ -57,7 +57,7 @@ class Program:
 
     @property
     def pid(self) -> int:
-        """The process."""
+        """The process id."""
         return self._process.pid
 
     @property
@@ -68,7 +68,9 @@ class Program:
         return int(line.split()[1]) * 1024
 
     def play(self) -> int:
-        """Plays a turn. Returns how many tokens it says came. Raises RuntimeError: it failed."""
+        """Run a turn. Returns how many tokens the program reports. Raises RuntimeError if it
+        failed.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         watch = threading.Timer(_TURN_S, self._process.kill)

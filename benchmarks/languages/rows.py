@@ -1,4 +1,4 @@
-"""The languages: a row for each, which says how its load program is built and started."""
+"""The languages: a row for each, which says how to build and start its load program."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Row:
     """A language.
 
     Attributes:
-        name: that of its row in the conformance suite's registry, which says what it needs.
-        title: in the table.
+        name: the name of its row in the conformance suite's registry, which lists its requirements.
+        title: its title in the table.
         command: what starts its load program, in the repository's root.
         build: commands that build it, each with the folder in which it runs.
-        aim: the share of the fastest language's throughput that it is to reach.
+        aim: the target share of the fastest language's throughput.
         environment: variables for the build and the program.
     """
 
@@ -36,11 +36,11 @@ class Row:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def missing(self) -> list[str]:
-        """The programs that are not here."""
+        """Return the programs that are not installed."""
         return _registered(self.name).missing()
 
     def make(self) -> None:
-        """Builds it. Raises CalledProcessError."""
+        """Build the load program. Raises CalledProcessError."""
         for folder, command in self.build:
             subprocess.run(
                 command,

@@ -1,7 +1,7 @@
-"""The measuring: servers and load programs as processes on a core each, and turns of these.
+"""Runs servers and load programs as processes, each on one core, and measures their turns.
 
-CPU time is that of a process, with all its threads, from /proc: in ticks of 10 ms, so a turn is to
-last a second or more. Memory is the process's high-water mark.
+CPU time is that of a process with all its threads, from /proc. It has a resolution of 10 ms, so a
+turn should last at least a second. Memory is the process's high-water mark.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _SERVER_CORE, _CLIENT_CORE = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is played.
+    """What a turn does.
 
     Attributes:
-        name: for the command line and the record.
-        meaning: in words.
-        sessions, requests, tokens: of a turn; requests are those of one session.
-        per_second: of the scripted engine, steps in a second; 0: without pause.
+        name: its name on the command line and in the record.
+        meaning: a description in words.
+        sessions, requests, tokens: the size of a turn; requests are per session.
+        per_second: the scripted engine's steps per second; 0 for no pause.
         demo: whether the server is the real one with the demo model.
-        turns: that count.
+        turns: the number of turns that count.
     """
 
     name: str
@@ -68,7 +68,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a turn took: seconds, and CPU seconds of the client and of the server."""
+    """The cost of a turn: seconds, and CPU seconds of the client and of the server."""
 
     seconds: float
     client_s: float
@@ -76,18 +76,19 @@ class Turn:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process, user and system, all threads that it has and had."""
+    """Return the CPU time of a process, user and system, including all current and past threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def measure(case: Case, rows: Sequence[Row], turns: int | None = None) -> dict[str, Any]:
-    """Plays a case with all languages, which take turns; the record's part.
+    """Run a case with all languages alternately, and return its part of the record.
 
     Args:
-        case: what is played.
+        case: the case.
         rows: the languages.
-        turns: that count; None: as many as the case has. One before does not.
+        turns: the number of turns that count; None for the case's own number. One more runs first
+            and does not count.
 
     Raises:
         RuntimeError: a process failed, or lost or made up tokens.
@@ -130,7 +131,7 @@ def _turn(case: Case, program: Program, server: int) -> Turn:
 def figures(
     case: Case, played: Mapping[str, list[Turn]], peaks: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What the turns of each language come to. peaks: their memory, bytes."""
+    """Summarise the turns of each language. peaks: their peak memory in bytes."""
     rates = {name: [case.all_tokens / t.seconds for t in turns] for name, turns in played.items()}
     fastest = max(rates, key=lambda name: statistics.median(rates[name]))
     return {
@@ -156,7 +157,7 @@ def _pinned(core: int) -> tuple[str, ...]:
 
 @contextmanager
 def _server(case: Case, address: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A server's process on its core, once it serves."""
+    """Run a server's process on its core, and wait until it serves."""
     if case.demo:
         command = (str(Path(sys.executable).with_name("headrace-server")), "serve")
         command += ("--model", "models/demo", "--in-process", "--listen", address)

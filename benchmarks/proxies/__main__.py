@@ -29,13 +29,13 @@ from benchmarks.stalled_readers import free_port
 RECORD = ROOT / "benchmarks" / "results" / "proxies.json"
 STRAIGHT = "straight"
 PINGS_S = 60.0
-"""The server's default."""
+"""The server's default ping interval."""
 OFTEN_S = 30.0
 
 
 def main() -> int:
-    """Tries them, or writes the document; the exit code: 1 where something is not as it should be,
-    2 where a program is not here.
+    """Try all calls, or write the document. Returns the exit code: 1 if a result is not as
+    expected, 2 if a program is not installed.
     """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.proxies",
@@ -97,10 +97,10 @@ def _run(programs: Sequence[Program], situations: Sequence[Situation], output: P
 
 @contextmanager
 def server(pings_s: float) -> Iterator[str]:
-    """The server behind the proxies; its address.
+    """Run the server behind the proxies and yield its address.
 
     Args:
-        pings_s: after so long it pings a connection on which nothing comes.
+        pings_s: after how many seconds it pings a silent connection.
     """
     address = f"127.0.0.1:{free_port()}"
     started = ServerProcess("benchmarks.proxies.server", address, "--pings", f"{pings_s:g}")
@@ -115,13 +115,13 @@ def server(pings_s: float) -> Iterator[str]:
 def way(
     name: str, address: str, config: Path, changes: Mapping[str, str] | None = None
 ) -> Iterator[Way]:
-    """A proxy before a server.
+    """Run a proxy in front of a server.
 
     Args:
-        name: the way's; it begins with the program's.
-        address: the server's.
-        config: the proxy's.
-        changes: as `proxy` takes them.
+        name: the way's name, which begins with the program's.
+        address: the server's address.
+        config: the proxy's configuration.
+        changes: see `proxy`.
     """
     [program] = [one for one in PROGRAMS if one.name == name.partition(",")[0]]
     upstream = int(address.rpartition(":")[2])
@@ -133,8 +133,8 @@ def way(
 
 
 async def everything(ways: Sequence[Way], situations: Sequence[Situation]) -> list[Tried]:
-    """Each call in each situation by each way, all at the same time; but large ones one after the
-    other, since the server bounds what it holds of all callers.
+    """Try each call in each situation in each way, all concurrently. Large calls run one after the
+    other, because the server bounds what it holds for all callers.
     """
     one_at_a_time = asyncio.Semaphore()
 

@@ -1,4 +1,4 @@
-"""What is tried through each proxy: calls of the Python client, in situations."""
+"""The calls that are tried through each proxy: calls of the Python client in several situations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from headrace import AsyncClient, HeadraceError, Result
 from benchmarks.proxies.server import prompt_of, tries_of
 
 LIMIT_S = 280.0
-"""What has not ended by then, beyond the time that it is idle, is told so."""
+"""The time after which a call that has not ended, not counting its idle time, is reported as such.
+"""
 LEASE_S = 60.0
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
@@ -22,15 +23,15 @@ class Situation:
     """What happens to the requests of a call.
 
     Attributes:
-        name: in records.
-        wait_s: until a request's first token.
-        every_s: between two tokens.
-        tokens: of each request.
-        size: of a single request's prompt, in bytes; 0: small.
+        name: the name in records.
+        wait_s: the time until a request's first token.
+        every_s: the time between two tokens.
+        tokens: the tokens of each request.
+        size: the size of a single request's prompt, in bytes; 0 for a small one.
         many: how many requests a session or batch has.
-        each: the size of one of them, in bytes; 0: small.
-        idle_s: how long a session is idle, before a second request.
-        calls: those that it is about; empty: all.
+        each: the size of one of them, in bytes; 0 for a small one.
+        idle_s: how long a session is idle before a second request.
+        calls: the calls to which it applies; empty for all.
     """
 
     name: str
@@ -50,18 +51,18 @@ class Got:
 
     Attributes:
         texts: the text of each of its requests, by key.
-        request_id: of a request that was added to run by itself; empty: none was.
+        request_id: the id of a request that was added to run by itself; empty if there is none.
     """
 
     texts: dict[str, str] = field(default_factory=dict)
     request_id: str = ""
 
     def take(self, key: str, text: str) -> None:
-        """More of a request."""
+        """Add text of a request."""
         self.texts[key] = self.texts.get(key, "") + text
 
     def whole(self, tokens: int) -> int:
-        """How many requests have all of their tokens, and from one run."""
+        """Return how many requests have all of their tokens, all from one run."""
         return sum(len(one) == tokens and len(set(one)) == 1 for one in self.texts.values())
 
 
@@ -70,7 +71,7 @@ class Order:
     """One call in one situation.
 
     Attributes:
-        key: its own name.
+        key: its unique name.
         situation: the situation.
     """
 
@@ -79,15 +80,15 @@ class Order:
 
     @property
     def keys(self) -> list[str]:
-        """The keys of the requests of a session or batch."""
+        """Return the keys of the requests of a session or batch."""
         return [f"{self.key}/{number}" for number in range(self.situation.many)]
 
     def single(self) -> str:
-        """The prompt of a call with one request."""
+        """Return the prompt of a call with one request."""
         return self._prompt(self.key, self.situation.size)
 
     def prompts(self) -> dict[str, str]:
-        """Those of a session or batch, by key."""
+        """Return the prompts of a session or batch, by key."""
         return {key: self._prompt(key, self.situation.each) for key in self.keys}
 
     def _prompt(self, key: str, size: int) -> str:
@@ -155,7 +156,7 @@ async def _add_and_attach(client: AsyncClient, order: Order, got: Got) -> None:
 
 
 async def _all(reads: list[Awaitable[None]]) -> None:
-    """Wait for all of them, then raise the first one's error."""
+    """Wait for all of them, then raise the first error."""
     for outcome in await asyncio.gather(*reads, return_exceptions=True):
         if isinstance(outcome, BaseException):
             raise outcome
@@ -171,7 +172,7 @@ CALLS: Mapping[str, Callable[[AsyncClient, Order, Got], Awaitable[None]]] = {
     "batch": _batch,
 }
 SILENCE_S = 80.0
-"""Longer than nginx' 60 s; five times Envoy's 15 s."""
+"""Longer than nginx' 60 s, and five times Envoy's 15 s."""
 _SESSIONS = ("session", "session with a lease")
 SITUATIONS = (
     Situation(name="waits", wait_s=SILENCE_S),
@@ -180,7 +181,7 @@ SITUATIONS = (
     Situation(name="large", size=1_200_000, many=160, each=9_000),
 )
 LONG = Situation(name="idle long", idle_s=310.0, calls=_SESSIONS)
-"""Longer than Envoy's 5 minutes, and than everything else takes."""
+"""Longer than Envoy's 5 minutes, and longer than all other situations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,7 @@ class Way:
     """What is between a client and a server.
 
     Attributes:
-        name: in records.
+        name: the name in records.
         port: where it listens on 127.0.0.1.
         server: the server's own address.
     """
@@ -200,19 +201,19 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """What came of a call.
+    """The outcome of a call.
 
     Attributes:
         way: the name of what was between client and server.
         situation: the situation's name.
         call: the call.
         whole: whether all of it arrived.
-        seconds: until its end.
-        requests, of_requests: how many requests are whole, and of how many.
-        tokens, of_tokens: how many tokens were delivered of a single request, and of how many.
-        tries: how often the request was begun at the server; of several: the first one.
-        goes_on: whether the request, whose caller did not get it, came to its end all the same.
-        error: what the caller got; empty where it got all.
+        seconds: the time until its end.
+        requests, of_requests: how many requests are whole, and out of how many.
+        tokens, of_tokens: how many tokens of a single request were delivered, and out of how many.
+        tries: how often the request was begun at the server; if there are several, the first one.
+        goes_on: whether a request whose caller did not get it still ran to its end.
+        error: what the caller got instead; empty if it got everything.
     """
 
     way: str

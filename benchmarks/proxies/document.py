@@ -13,7 +13,7 @@ from benchmarks.proxies.running import PROGRAMS
 KIND = "proxies"
 DOCUMENT = ROOT / "docs" / "proxies.md"
 DEFAULTS, RECIPE = "defaults", "deploy"
-"""The two configurations of a proxy, as a way's name ends."""
+"""The suffixes of a way's name for the two configurations of a proxy."""
 PINGED = "nginx, defaults, pings"
 """The way through nginx to a server that pings more often."""
 _HEADINGS = {
@@ -26,7 +26,7 @@ _HEADINGS = {
 
 
 def rewrite(text: str, record: Mapping[str, Any] | None) -> str:
-    """A document with its block written anew. record: None: there is none yet."""
+    """Return a document with its block rewritten. record: None if there is none yet."""
 
     def tell(name: str) -> str:
         return "Not tried yet.\n" if record is None else render(record, name)
@@ -35,12 +35,12 @@ def rewrite(text: str, record: Mapping[str, Any] | None) -> str:
 
 
 def update(document: Path, record: Mapping[str, Any] | None, *, check: bool) -> bool:
-    """Write a document's block. Returns whether it was as it should be. check: only look."""
+    """Write a document's block. Returns whether it was already up to date. check: do not write."""
     return update_document(document, lambda text: rewrite(text, record), check=check)
 
 
 def render(record: Mapping[str, Any], name: str) -> str:
-    """The block's text."""
+    """Return the block's text."""
     machine, versions = record["machine"], record["versions"]
     programs = [one for one in PROGRAMS if one.name in versions]
     told = ", ".join(f"{one.title} {versions[one.name]}" for one in programs)

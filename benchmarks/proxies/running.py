@@ -1,4 +1,4 @@
-"""Proxies before a server on this machine, with a configuration that is a file."""
+"""Runs proxies in front of a server on this machine, each with a configuration file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.processes import ROOT
 
 START_S = 30.0
-"""A proxy that does not listen by then is stuck."""
+"""A proxy that is not listening by then is stuck."""
 _HERE, _SERVER = "8080", "50051"
 """The ports in each configuration: the proxy's and the server's."""
 _NGINX_TEMPORARY = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
@@ -25,15 +25,15 @@ _VERSION = re.compile(r"\d+\.\d+\.\d+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A proxy as a program.
+    """A proxy program.
 
     Attributes:
-        name: of its command, and of its configuration's file.
+        name: the name of its command and of its configuration file.
         title: its name in texts.
         install: how to install it.
-        ask: the option for its version.
-        command: what follows its command: it stays in the foreground and says what is wrong on its
-            standard error. Takes the folder and the configuration.
+        ask: the option that prints its version.
+        command: returns the arguments of its command, given the folder and the configuration. They
+            keep it in the foreground, with errors on its standard error.
     """
 
     name: str
@@ -44,28 +44,28 @@ class Program:
 
     @property
     def path(self) -> str | None:
-        """The command; None: it is not installed."""
+        """The path of the command; None if it is not installed."""
         folders = (None, Path(sys.executable).parent, "/usr/sbin")
         found = (shutil.which(self.name, path=folder) for folder in folders)
         return next((one for one in found if one is not None), None)
 
     @property
     def missing(self) -> str:
-        """What to say where it is not installed."""
+        """The message if it is not installed."""
         return f"there is no {self.title} here ({self.install})"
 
     @property
     def recipe(self) -> Path:
-        """The configuration that is right for a server."""
+        """Return the recommended configuration for a server."""
         return next((ROOT / "deploy").glob(f"{self.name}.*"))
 
     @property
     def defaults(self) -> Path:
-        """A configuration that leaves everything at its default."""
+        """Return a configuration that leaves everything at its default."""
         return next((Path(__file__).parent / "defaults").glob(f"{self.name}.*"))
 
     def version(self) -> str:
-        """Its version."""
+        """Return its version."""
         assert self.path is not None
         said = subprocess.run([self.path, self.ask], capture_output=True, text=True, check=True)
         [version, *_] = _VERSION.findall(said.stdout + said.stderr)
@@ -106,10 +106,10 @@ class Proxy:
     """One proxy's process.
 
     Attributes:
-        program: what it is.
+        program: the proxy program.
         port: where it listens on 127.0.0.1.
-        process: it.
-        log_path: what it said.
+        process: the process.
+        log_path: its output.
     """
 
     program: Program
@@ -118,7 +118,7 @@ class Proxy:
     log_path: Path
 
     def check(self) -> None:
-        """Raises RuntimeError with what it said, if it has ended."""
+        """Raise RuntimeError with its output if it has ended."""
         if self.process.poll() is not None:
             said = self.log_path.read_text()[-2000:]
             raise RuntimeError(f"{self.program.title} has ended: {said}")
@@ -132,17 +132,17 @@ def proxy(
     config: Path | None = None,
     changes: Mapping[str, str] | None = None,
 ) -> Iterator[Proxy]:
-    """Start a proxy before the server on a port of 127.0.0.1, and wait until it listens.
+    """Start a proxy in front of a server on a port of 127.0.0.1, and wait until it listens.
 
     Args:
-        program: which; it is installed.
-        folder: for its configuration and its log; nobody else's.
+        program: the proxy program, which is installed.
+        folder: an exclusive folder for its configuration and its log.
         upstream: the server's port.
-        config: its configuration; None: that of deploy/.
-        changes: what stands in the configuration for something that is there.
+        config: its configuration; None for the one in deploy/.
+        changes: replacements for texts in the configuration.
 
     Raises:
-        RuntimeError: it ended, or did not listen in time; with what it said.
+        RuntimeError: it ended, or did not listen in time; the message has its output.
     """
     assert program.path is not None
     with socket.socket() as sock:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.proxies.server ADDRESS --pings 60
 
-A prompt says what comes of its request, and when (`prompt_of`). Its output is made of the number of
-times that the request was begun, so a client can tell whether it got one run's output, and whole;
+A prompt says what happens to its request, and when (`prompt_of`). The output depends on how often
+the request was begun, so a client can check whether it got the whole output of a single run.
 `tries_of` is a prompt that asks for this number.
 """
 
@@ -28,28 +28,28 @@ STEP_S = 0.02
 _ORDER = re.compile(rb"(\S+) wait=(\S+) every=(\S+) ")
 _TRIES = re.compile(rb"tries (\S+)")
 _HEAD = 200
-"""The order stands within so many bytes."""
+"""The order is within this many bytes of the prompt's beginning."""
 
 
 def prompt_of(key: str, *, wait_s: float, every_s: float, size: int = 0) -> str:
-    """What to ask for.
+    """Return the prompt of a request.
 
     Args:
-        key: the request's own name.
-        wait_s: until its first token.
-        every_s: between two tokens.
-        size: of the prompt, in bytes; 0: what it takes.
+        key: the request's unique name.
+        wait_s: the time until its first token.
+        every_s: the time between two tokens.
+        size: the size of the prompt in bytes; 0 for the smallest.
     """
     return f"{key} wait={wait_s:g} every={every_s:g} ".ljust(size, ".")
 
 
 def tries_of(key: str) -> str:
-    """How often a request was begun."""
+    """Return a prompt that asks how often a request was begun."""
     return f"tries {key}"
 
 
 class PacedEngine(FakeEngine):
-    """A fake engine that takes its time as prompts say."""
+    """A fake engine that takes as long as prompts say."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(script=self._script_of, **options)
@@ -84,7 +84,7 @@ class PacedEngine(FakeEngine):
 
 
 def main() -> NoReturn:
-    """Serves until a signal comes."""
+    """Serve until a signal arrives."""
     parser = argparse.ArgumentParser()
     parser.add_argument("address")
     parser.add_argument("--pings", type=float, required=True, help="seconds between two")

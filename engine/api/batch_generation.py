@@ -1,5 +1,5 @@
-"""Runs a batch of prompts through a manager: prompts are added as the queue has room, and results
-are read as they come.
+"""Runs a batch of prompts through a manager, adding prompts as the queue has room and reading
+results as they arrive.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _FULL_QUEUE_WAIT_S = 0.05
 
 @dataclass(slots=True)
 class _Batch:
-    """The results so far. Other users of the manager do not see them."""
+    """A batch of requests and its results so far. Other users of the manager do not see these
+    results.
+    """
 
     manager: ContinuousBatchingManager
     bar: tqdm[Any]
@@ -36,7 +38,7 @@ class _Batch:
     results: dict[str, GenerationOutput] = field(default_factory=dict)
 
     def add(self, name: str, prompt: Sequence[int], **options: Any) -> int:
-        """Add a request, when the queue has room for it. Returns how many choices it has."""
+        """Add a request as soon as the queue has room for it. Return its number of choices."""
         while True:
             try:
                 return self.manager.add_to(self.mailbox, name, prompt, **options)
@@ -44,7 +46,7 @@ class _Batch:
                 self.take(_FULL_QUEUE_WAIT_S)  # reading results makes room
 
     def take(self, timeout: float | None) -> bool:
-        """Read one result. False: none came in time, or the engine has ended."""
+        """Read one result. Return False if none arrived in time or the engine has ended."""
         output = self.manager.get_from(self.mailbox, timeout)
         if output is not None:
             self.put(output)

@@ -1,5 +1,5 @@
-"""Combines the ways in which callers of the Python API set options of continuous batching into one
-config.
+"""Merges the different ways callers of the Python API can set continuous batching options into a
+single config.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def resolve_config(
     default: ContinuousBatchingConfig,
     options: Mapping[str, Any],
 ) -> ContinuousBatchingConfig:
-    """The config that results from all of these.
+    """Return the config that results from all of these sources.
 
     Args:
-        generation_config: if `given` is None, its continuous_batching_config is used, or options
-            that were set on it as attributes, as older code does. Its compile_config is used for
+        generation_config: read only if `given` is None. Its continuous_batching_config is used, or
+            options set on it as attributes, as older code does. Its compile_config is used for
             paths that have none of their own.
-        given: a ContinuousBatchingConfig of ours or of transformers, or None.
-        default: used if neither of these sets anything.
-        options: single fields, which replace those of the config.
+        given: a ContinuousBatchingConfig, either ours or transformers', or None.
+        default: used if neither of the above sets anything.
+        options: individual fields that override those of the config.
 
     Raises:
         InvalidRequestError: an option is not a field of the config.
@@ -83,7 +83,7 @@ def resolve_config(
 
 
 def _of(given: object) -> ContinuousBatchingConfig:
-    """Our config as it is, or one made from the fields of transformers' config."""
+    """Return our config unchanged, or build one from the fields of transformers' config."""
     if isinstance(given, ContinuousBatchingConfig):
         return given
     if not dataclasses.is_dataclass(given) or isinstance(given, type):

@@ -1,4 +1,4 @@
-"""A manager of the Python API around an engine that `engine.assembly` puts together."""
+"""Builds a Python API manager around an engine assembled by `engine.assembly`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ def build_manager(
     settings: object = None,
     observer: Observer | None = None,
 ) -> ContinuousBatchingManager:
-    """Build an engine with the Python API; for the other arguments see `build_core` and
-    ContinuousBatchingManager.
+    """Build an engine with the Python API.
+
+    The other arguments are those of `build_core` and ContinuousBatchingManager.
 
     Args:
-        tokenizer: for stop strings and structured output; None: both are refused.
+        tokenizer: used for stop strings and structured output. If None, both are refused.
     """
     core, limits, _ = build_core(verified, config, progress)
     compiler = grammar_compiler(verified, tokenizer)
@@ -61,8 +62,6 @@ def build_manager(
 
 
 class _StopFinders:
-    """Makes a stop string finder for a request."""
-
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 

@@ -1,6 +1,4 @@
-"""Runs a process that is a rank of a tensor-parallel model other than rank 0: it loads its part,
-then follows rank 0.
-"""
+"""Runs a non-zero rank of a tensor-parallel model: it loads its part, then follows rank 0."""
 
 from __future__ import annotations
 
@@ -35,12 +33,12 @@ def follow(
     load_config: LoadConfig,
     on_loaded: Callable[[], None] = lambda: None,
 ) -> None:
-    """Load this rank's part of a model, and compute for rank 0 until that ends.
+    """Load this rank's part of a model and compute for rank 0 until rank 0 ends.
 
     Args:
         model: a directory, or a hub id.
         load_config: the same as rank 0's.
-        on_loaded: called, on another thread, when this rank has its part.
+        on_loaded: called on another thread once this rank has loaded its part.
 
     Raises:
         ModelRefusedError: the model is refused, here or on another rank.
@@ -61,7 +59,7 @@ def follow(
 
 
 def _part_of(verified: VerifiedModel) -> ModelPart:
-    """What this rank has of a split model."""
+    """Return this rank's part of a split model."""
     from engine.loading.kv_memory import allocate_kv, make_groups
     from engine.loading.running import free_memory
     from engine.parallel.follower import ModelPart

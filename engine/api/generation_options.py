@@ -1,9 +1,9 @@
-"""Converts generation configs and keyword options, as in transformers, to the engine's parameters.
+"""Converts transformers-style generation configs and keyword options to the engine's parameters.
 
 Fields that a generation config leaves open (None) come from the model's own config, then from
 transformers' defaults, as for `model.generate`. Generation configs are read by attribute, so
-neither torch nor transformers is imported here. An option that this engine does not support is
-dropped with a warning or refused, as `drop_unsupported_processors` says; an unknown keyword is
+neither torch nor transformers is imported here. `drop_unsupported_processors` decides whether an
+option that this engine does not support is dropped with a warning or refused. An unknown keyword is
 always refused.
 """
 
@@ -35,7 +35,7 @@ from engine.sampling.random import derived_seed
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NEW_TOKENS = 20
-"""How many tokens transformers generates by default."""
+"""The number of tokens transformers generates by default."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     # options of a generation config that change the output and that this engine does not support,
@@ -72,12 +72,12 @@ _CONFIG_KEYS = frozenset(
         "logprobs",
     }
 )  # fmt: skip
-"""Options that both a generation config and a single request may set."""
+"""Options that can be set both in a generation config and for a single request."""
 REQUEST_KEYS = _CONFIG_KEYS | {
     "allowed_token_ids", "banned_token_ids", "logprob_token_ids", "prompt_logprobs", "n", "grammar",
     "priority", "time_limit_s", "cache_salt", "bypass_prefix_cache", "caller", "weight",
 }  # fmt: skip
-"""The keywords that are allowed for a single request."""
+"""The keywords allowed for a single request."""
 _CHOICES_KEYS = ("n", "num_return_sequences")
 _LENGTH_KEYS = ("max_new_tokens", "max_length", "min_length", "eos_token_id")
 
@@ -99,20 +99,21 @@ class GenerationDefaults:
         """Read generation configs.
 
         Args:
-            generation_config: None: nothing is set.
-            model_generation_config: the model's own, for fields that the first one leaves open;
-                None: there is none.
+            generation_config: the caller's config, or None to set nothing.
+            model_generation_config: the model's own config, for fields that the first one leaves
+                open; None if it has none.
             model_eos_token_ids: used if neither config has any.
             drop_unsupported, return_logprobs: see ContinuousBatchingConfig.
-            vocab_size: ending and banned ids of the generation config that are not below this are
-                ignored: they can never be generated, and the request did not set them. None: all
-                are kept.
-            seed: the seed from which requests without a seed get theirs, one after the other; None:
-                the generation config's seed, or else the system's randomness.
+            vocab_size: end-of-sequence and banned ids in the generation config that are not below
+                this value are ignored, because they can never be generated and the request did not
+                set them. If None, all are kept.
+            seed: the seed from which requests without a seed get theirs, in order. If None, the
+                generation config's seed is used; if that is not set either, the system's
+                randomness.
 
         Raises:
-            UnsupportedFeatureError: the engine does not support an option, and those are not
-                dropped.
+            UnsupportedFeatureError: the engine does not support an option, and unsupported options
+                are not dropped.
             InvalidRequestError: num_return_sequences is out of bounds.
         """
 
@@ -144,10 +145,10 @@ class GenerationDefaults:
 
     @property
     def num_return_sequences(self) -> int:
-        """How many choices a request has that does not say.
+        """The number of choices for requests that do not set it.
 
         Raises:
-            InvalidRequestError: it is set to something else than 1 to MAX_CHOICES.
+            InvalidRequestError: it is set to a value outside 1 to MAX_CHOICES.
         """
         return self._num_return_sequences
 
@@ -192,15 +193,15 @@ class GenerationDefaults:
         eos_token_id: int | Iterable[int] | None,
         overrides: Mapping[str, Any],
     ) -> tuple[GenerationRequest, tuple[str, ...]]:
-        """Complete one request's parameters. A keyword that is None counts as left out.
+        """Complete one request's parameters. A keyword set to None counts as omitted.
 
         Returns:
-            The request, whose bounds are checked at admission; and its stop strings, which are
-            matched by the detokenizer.
+            The request, whose bounds are checked at admission, and its stop strings, which the
+                detokenizer matches.
 
         Raises:
             InvalidRequestError: a keyword is unknown, or a value is out of bounds.
-            UnsupportedFeatureError: the engine knows a keyword and does not support it.
+            UnsupportedFeatureError: the engine knows a keyword but does not support it.
         """
         _check_keys(overrides)
         overrides = {name: value for name, value in overrides.items() if value is not None}
@@ -268,8 +269,8 @@ class GenerationDefaults:
         return DEFAULT_MAX_NEW_TOKENS
 
     def _min_tokens(self, num_prompt_tokens: int, limit: int, overrides: Mapping[str, Any]) -> int:
-        """The request's own min_tokens, or the generation config's, limited by the request's
-        length.
+        """Return the request's own min_tokens, or the generation config's, which is capped at the
+        request's max_tokens.
         """
         if "min_new_tokens" in overrides:
             return _integer("min_new_tokens", overrides["min_new_tokens"])
@@ -295,7 +296,7 @@ def _check_keys(overrides: Mapping[str, Any]) -> None:
 
 
 def _sampling(values: Mapping[str, Any], eos: tuple[TokenId, ...]) -> SamplingParams:
-    """A request's parameters; the seed is 0 if it has none."""
+    """Return a request's sampling parameters. The seed is 0 if the request has none."""
     sampled = bool(values["do_sample"])
     bias = values["logit_bias"] or {}
     if not isinstance(bias, Mapping):
@@ -331,7 +332,7 @@ def _sampling(values: Mapping[str, Any], eos: tuple[TokenId, ...]) -> SamplingPa
 
 
 def _allowed(values: Mapping[str, Any]) -> TokenIds:
-    """Empty if all ids are allowed."""
+    """Return the allowed token ids, or an empty value if all ids are allowed."""
     allowed = _packed("allowed_token_ids", values)
     if values["allowed_token_ids"] is not None and not allowed:
         raise InvalidRequestError(
@@ -343,8 +344,9 @@ def _allowed(values: Mapping[str, Any]) -> TokenIds:
 
 
 def _banned(values: Mapping[str, Any], eos: tuple[TokenId, ...]) -> tuple[TokenId, ...]:
-    """banned_token_ids, suppress_tokens and the bad words, without end-of-sequence ids, which
-    `generate` ignores too.
+    """Return the union of banned_token_ids, suppress_tokens and the bad words.
+
+    Bad words that are end-of-sequence ids are left out, because `generate` ignores them too.
     """
     words = _bad_words(values["bad_words_ids"])
     for word in words:
@@ -377,7 +379,9 @@ def _bad_words(value: object) -> list[list[TokenId]]:
 
 
 def _choices(overrides: Mapping[str, Any], default: int) -> int:
-    """The number of choices: n, or num_return_sequences as transformers calls it."""
+    """Return the number of choices, which may be given as n or as transformers'
+    num_return_sequences.
+    """
     given = {_integer(name, overrides[name]) for name in _CHOICES_KEYS if name in overrides}
     if len(given) > 1:
         raise InvalidRequestError(

@@ -4,9 +4,9 @@ batching.
     add_request ──▶ RequestBuilder ──▶ ResultRouter.expect ──▶ EngineLoop.submit_all
     get_result, iteration, handlers ◀── ResultRouter ◀── StepOutputs ◀── the engine's thread
 
-A manager has an `EngineLoop`, and hands start and stop, pauses and cancellation on to it. The
-loop's thread holds the loop and the router, but not the manager: a manager that nobody has a
-reference to any more is stopped (`_abandon`).
+A manager owns an `EngineLoop` and forwards start, stop, pause and cancel calls to it. The loop's
+thread references the loop and the router but not the manager, so a manager that is no longer
+referenced is garbage-collected and stopped (`_abandon`).
 """
 
 from __future__ import annotations
@@ -44,27 +44,28 @@ logger = logging.getLogger(__name__)
 
 
 class ManagerKeeper(Protocol):
-    """Keeps one stopped manager for the next session; each loaded model has a keeper."""
+    """Keeps one stopped manager for the next session. Each loaded model has one keeper."""
 
     def keep(self, manager: ContinuousBatchingManager) -> None:
-        """Keep a manager that has ended and may be used again. Must not block."""
+        """Keep a manager that has ended and may be reused. Must not block."""
         ...
 
     def release(self, manager: ContinuousBatchingManager) -> None:
-        """Stop keeping a manager, because it is in use. Harmless if it was not kept."""
+        """Stop keeping a manager because it is in use. Harmless if it was not kept."""
         ...
 
 
 class ContinuousBatchingManager:
-    """Generates for many requests at once, on a thread of its own. All methods may be called from
-    any thread. Made by `LoadedModel.init_continuous_batching`.
+    """Generates for many requests at the same time, on its own thread.
 
-    In a fork of the process in which it runs it does not run; there `stop` and `join` do nothing,
-    and whatever else needs it raises EngineUnavailableError.
+    Created by `LoadedModel.init_continuous_batching`. All methods may be called from any thread.
+
+    A manager does not run in a fork of the process in which it was started. In a fork, `stop` and
+    `join` do nothing, and every method that needs the engine raises EngineUnavailableError.
 
     Attributes:
-        settings: the configs that it was made with; a manager with equal settings can take its
-            place.
+        settings: the configs this manager was made with. A manager with equal settings can replace
+            it.
     """
 
     __slots__ = (
@@ -96,16 +97,16 @@ class ContinuousBatchingManager:
             core, limits, max_queue_size, compile_grammar: see EngineLoop.
             max_unread_results, max_unread_requests: see ContinuousBatchingConfig.
             defaults: the options of requests that do not set their own.
-            per_request_processors: whether requests may set their own.
-            make_stop_finder: makes a stop string matcher; None: there is no tokenizer, stop strings
-                are refused.
-            keeper: keeps the manager for the next session if `stop` asks for it; None: that is not
-                possible.
+            per_request_processors: whether requests may set their own sampling options.
+            make_stop_finder: makes a stop string matcher. If None, there is no tokenizer, and stop
+                strings are refused.
+            keeper: keeps the manager for the next session if `stop` asks for it. If None, the
+                manager cannot be kept.
             settings: see the class.
-            refresh_model: called when the model may have been changed since the last step; returns
-                whether it was since the last call, so that all KV is wrong. Whatever it raises is
-                raised to the caller. None: nothing is called.
-            observer: is told what the manager does; None: nobody is.
+            refresh_model: called when the model may have changed since the last step. Returns
+                whether it has changed since the last call, which invalidates all KV. Its exceptions
+                propagate to the caller. May be None.
+            observer: notified of what the manager does; may be None.
         """
         # No object that the manager refers to refers back to it, so a dropped manager ends its
         # thread and frees its cache at once.
@@ -142,7 +143,7 @@ class ContinuousBatchingManager:
     # ---- life ----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the engine's thread. Harmless while it runs.
+        """Start the engine's thread. Harmless if it is already running.
 
         Raises:
             EngineUnavailableError: see EngineLoop.
@@ -155,11 +156,11 @@ class ContinuousBatchingManager:
         self._loop.start(on_start=self._started, on_end=on_end)
 
     def is_running(self) -> bool:
-        """Whether the engine's thread runs, in this process."""
+        """Whether the engine's thread is running in this process."""
         return self._loop.is_running()
 
     def warmup(self) -> None:
-        """Run once whatever is slow the first time; see EngineLoop.
+        """Run everything that is slow the first time; see EngineLoop.
 
         Raises:
             ModelChangedError: see `start`.
@@ -170,7 +171,7 @@ class ContinuousBatchingManager:
         self._loop.warmup()
 
     def lets_model_change(self) -> bool:
-        """Whether no step touches the model now: see EngineLoop."""
+        """Whether no step is using the model now; see EngineLoop."""
         return self._loop.lets_model_change()
 
     @property
@@ -180,34 +181,38 @@ class ContinuousBatchingManager:
 
     @property
     def failure(self) -> Exception | None:
-        """Why the engine is dead, if it is."""
+        """The reason the engine is dead, or None if it is not."""
         return self._loop.failure
 
     def stats(self) -> EngineStats:
-        """The engine's figures now (without the counters of a step that is still running)."""
+        """Return the engine's current statistics, without the counters of a step that is still
+        running.
+        """
         return self._loop.stats()
 
     def pause(self) -> Pause:
-        """Leave the model to the caller for a while: `with manager.pause(): …`, or in a coroutine
-        `async with manager.pause(): …`, which lets the event loop go on while it waits.
+        """Pause the engine so that the caller can use the model.
 
-        The block begins when the running step is done. Until its end nothing touches the model;
-        requests keep their KV, new ones are accepted and wait. See EngineLoop.model_window. Only
-        the block pauses anything, not this call, and whatever ends the block ends the pause. Each
-        block needs a pause of its own.
+        Use it as `with manager.pause(): …`, or in a coroutine as `async with manager.pause(): …`,
+        which does not block the event loop while waiting. The block begins when the running step is
+        done. Until the block ends, nothing uses the model: requests keep their KV, and new ones are
+        accepted but wait. See EngineLoop.model_window.
+
+        Only the block pauses the engine, not this call. The pause ends however the block exits.
+        Each block needs a new pause.
 
         Raises:
-            EngineUnavailableError: at the beginning of the block: the engine does not run, or ends
-                before the pause begins.
-            ModelChangedError: at the end of the block, as for `start`. Requests then go on with
-                the modules that were verified.
-            RuntimeError: at the beginning: the same pause is entered a second time.
+            EngineUnavailableError: on entry, if the engine is not running or ends before the pause
+                begins.
+            ModelChangedError: on exit, as for `start`. Requests then continue with the modules that
+                were verified.
+            RuntimeError: on entry, if the same pause is entered a second time.
         """
         self._loop.refuse_in_a_fork()
         return self._loop.model_window(self._refresh)
 
     def reset_prefix_cache(self) -> Future[None]:
-        """Forget all cached prefixes, before the next step at the latest; see EngineLoop."""
+        """Discard all cached prefixes before the next step at the latest; see EngineLoop."""
         self._loop.refuse_in_a_fork()
         return self._loop.reset_prefix_cache()
 
@@ -230,20 +235,21 @@ class ContinuousBatchingManager:
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """Stop the engine's thread: no new requests are accepted, and live ones are finished first.
-        Harmless if it does not run here. Unread results stay.
+        """Stop the engine's thread. New requests are refused, and live ones are finished first.
+
+        Harmless if the engine is not running here. Unread results are kept.
 
         Args:
             block: whether to wait for the thread to end.
-            timeout: the most seconds to wait.
-            keep_for_next_session: whether the model keeps this manager with its cache, once the
+            timeout: the maximum time to wait, in seconds.
+            keep_for_next_session: whether the model keeps this manager and its cache, once the
                 thread has ended, for the next session with equal configs.
-            hard_stop: end live requests at once, with an error, instead of finishing them.
+            hard_stop: end live requests immediately with an error instead of finishing them.
 
         Raises:
-            UnsupportedFeatureError: keep_for_next_session is set, but no model has made this
-                manager.
-            RuntimeError: block is True, and the calling thread is in a pause of this manager: it
+            UnsupportedFeatureError: keep_for_next_session is set, but this manager was not made by
+                a model.
+            RuntimeError: block is True and the calling thread is in a pause of this manager, so it
                 would wait for itself.
         """
         if keep_for_next_session and self._keeping is None:
@@ -261,8 +267,8 @@ class ContinuousBatchingManager:
         self._loop.stop(block, timeout, hard_stop=hard_stop)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the engine's thread to end, at most `timeout` seconds. Harmless if it does not
-        run here.
+        """Wait up to `timeout` seconds for the engine's thread to end. Harmless if it is not
+        running here.
 
         Raises:
             RuntimeError: the calling thread is in a pause of this manager.
@@ -273,11 +279,12 @@ class ContinuousBatchingManager:
 
     @property
     def num_return_sequences(self) -> int:
-        """How many choices a request has that does not say, 1 to 128. It may be set at any time,
-        for requests that are added from then on.
+        """The number of choices for requests that do not set it, from 1 to 128.
+
+        It may be set at any time and applies to requests added afterwards.
 
         Raises:
-            InvalidRequestError: it is set to something else.
+            InvalidRequestError: it is set to a value out of this range.
         """
         return self._defaults.num_return_sequences
 
@@ -298,24 +305,25 @@ class ContinuousBatchingManager:
         """Add a request to the queue.
 
         Args:
-            input_ids: the prompt's token ids: a list, or a one-dimensional numpy array or torch
+            input_ids: the prompt's token ids, as a list, or a one-dimensional numpy array or torch
                 tensor.
-            request_id: its name; None: "req_0", "req_1", … are assigned.
-            max_new_tokens: the most tokens to generate; None: the generation config's.
-            streaming: whether every step gives a (cumulative) result, not only the end.
-            record_timestamps: whether results have the time of each token.
-            eos_token_id: replaces the model's end-of-sequence ids; −1: none.
-            logit_processor_kwargs: options for this request only (docs/offline.md lists them);
-                sampling options need per_request_processors.
+            request_id: the request's name. If None, "req_0", "req_1", … are assigned.
+            max_new_tokens: the maximum number of tokens to generate. If None, the generation
+                config's.
+            streaming: whether every step yields a cumulative result, rather than only the last.
+            record_timestamps: whether results include the time of each token.
+            eos_token_id: replaces the model's end-of-sequence ids; −1 means none.
+            logit_processor_kwargs: options for this request only (docs/offline.md lists them).
+                Sampling options require per_request_processors.
 
         Returns:
-            The request's id. If num_return_sequences is above 1, the results of each choice have a
-            name of their own: see `engine.api.results.choice_name`.
+            The request's id. If num_return_sequences is above 1, each choice's results have their
+                own name: see `engine.api.results.choice_name`.
 
         Raises:
             InvalidRequestError, UnsupportedFeatureError, DuplicateRequestError, QueueFullError,
-            UnreadResultsError, EngineUnavailableError: the request is refused; others are not
-                affected.
+                UnreadResultsError, EngineUnavailableError: the request is refused. Other requests
+                are not affected.
         """
         self._loop.refuse_in_a_fork()
         name = request_id if request_id is not None else self._new_names(1)[0]
@@ -337,16 +345,16 @@ class ContinuousBatchingManager:
         record_timestamps: bool = False,
         **logit_processor_kwargs: Any,
     ) -> list[str]:
-        """Add several requests, all of them or none; see `add_request`.
+        """Add several requests, either all or none; see `add_request`.
 
         Returns:
-            Their ids, in the order of the inputs, which is also the order of the queue.
+            The request ids in the order of the inputs, which is also their order in the queue.
 
         Raises:
-            InvalidRequestError: the field begins with the input that is at fault, such as
+            InvalidRequestError: the error's field begins with the input at fault, such as
                 "inputs[3].".
             QueueFullError: there is no room for all of them; add them one by one.
-            UnsupportedFeatureError, UnreadResultsError, EngineUnavailableError.
+            UnsupportedFeatureError, UnreadResultsError, EngineUnavailableError: see `add_request`.
         """
         self._loop.refuse_in_a_fork()
         prepared = []
@@ -374,11 +382,11 @@ class ContinuousBatchingManager:
         eos_token_id: int | Iterable[int] | None,
         record_timestamps: bool,
     ) -> int:
-        """Add a request whose results go to a mailbox of their own; used by
+        """Add a request whose results go to a separate mailbox; used by
         `engine.api.batch_generation`.
 
         Returns:
-            How many choices it has.
+            The request's number of choices.
         """
         self._loop.refuse_in_a_fork()
         prepared = self._builder.build(name, prompt, max_new_tokens, eos_token_id, {})
@@ -388,22 +396,26 @@ class ContinuousBatchingManager:
         return prepared.spec.n
 
     def cancel_request(self, request_id: str) -> bool:
-        """End a request, with all its choices, within one step; its last results say CANCELLED.
-        Handlers that wait for a request with that id are dropped. False: no live request has it.
+        """Cancel a request and all its choices within one step; their last results have status
+        CANCELLED.
+
+        Handlers that wait for a request with that id are dropped. Returns False if no live request
+        has that id.
         """
         self._loop.refuse_in_a_fork()
         self._router.give_up(request_id)
         return self._loop.cancel_request(request_id)
 
     def finish_request(self, request_id: str, num_tokens: int, choice: int = 0) -> bool:
-        """End a choice with STOP as of its first `num_tokens` output tokens. False: the request is
-        not live.
+        """End a choice with STOP after its first `num_tokens` output tokens.
+
+        Returns False if the request is not live.
         """
         self._loop.refuse_in_a_fork()
         return self._loop.finish_request(request_id, num_tokens, choice)
 
     def new_name(self) -> str:
-        """A request id that is not in use."""
+        """Return a request id that is not in use."""
         self._loop.refuse_in_a_fork()
         return self._new_names(1)[0]
 
@@ -415,7 +427,7 @@ class ContinuousBatchingManager:
         record_timestamps: bool,
         mailbox: Mailbox | None = None,
     ) -> None:
-        """Take in requests that were checked: all of them, or none."""
+        """Submit checked requests, either all or none."""
         requests = [(entry.spec, entry.make_matcher) for entry in prepared]
         arrival = time.monotonic()
         expected: list[RequestId] = []
@@ -457,14 +469,15 @@ class ContinuousBatchingManager:
     def get_result(
         self, request_id: str | None = None, timeout: float | None = None
     ) -> GenerationOutput | None:
-        """Return the oldest unread result; wait for one if there is none.
+        """Return the oldest unread result, waiting for one if necessary.
 
         Args:
-            request_id: take only this request's (or choice's) results.
-            timeout: the most seconds to wait; None: as long as the engine runs.
+            request_id: return only results of this request (or choice).
+            timeout: the maximum time to wait, in seconds. If None, wait as long as the engine runs.
 
         Returns:
-            The result; None after the timeout, or if the engine has ended and nothing is left.
+            The result, or None after the timeout, or if the engine has ended and no results are
+                left.
 
         Raises:
             RequestNotFoundError: the named request is not live and has no unread result.
@@ -473,31 +486,33 @@ class ContinuousBatchingManager:
         return self._router.get(request_id, timeout)
 
     def get_from(self, mailbox: Mailbox, timeout: float | None) -> GenerationOutput | None:
-        """Like `get_result`, for the requests of `add_to`."""
+        """Like `get_result`, but for requests added with `add_to`."""
         self._loop.refuse_in_a_fork()
         return self._router.get(None, timeout, mailbox)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
-        """All results as they come, until the engine has ended and all are read."""
+        """Yield all results as they arrive, until the engine has ended and all results are read."""
         while (result := self.get_result()) is not None:
             yield result
 
     def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
-        """One request's (or choice's) results as they come; ends after its last one."""
+        """Yield the results of one request (or choice) as they arrive, up to and including the last
+        one.
+        """
         while (result := self.get_result(request_id)) is not None:
             yield result
             if result.is_finished():
                 return
 
     def register_result_handler(self, request_id: str, callback: ResultHandler) -> None:
-        """Call `callback` on the running event loop with each result of a request (or choice); ends
-        with its last one.
+        """Call `callback` on the running event loop with each result of a request (or choice).
 
-        It may be registered before its request is added, so that no result is missed: it then waits
-        for the next request with that id, and is dropped if that request is refused.
+        The handler is removed after the last result. It may be registered before its request is
+        added, so that no result is missed. It then waits for the next request with that id, and is
+        dropped if that request is refused.
 
         Raises:
-            TooManyHandlersError: too many handlers wait for their requests.
+            TooManyHandlersError: too many handlers are waiting for their requests.
             RuntimeError: no event loop is running here.
         """
         self._loop.refuse_in_a_fork()
@@ -505,8 +520,9 @@ class ContinuousBatchingManager:
 
 
 class _Keeping:
-    """What `stop` wished, until the thread has ended. Nothing else that the thread holds refers to
-    its manager.
+    """Whether `stop` asked to keep the manager, remembered until the thread has ended.
+
+    Nothing else that the thread references refers to its manager.
     """
 
     def __init__(self, keeper: ManagerKeeper) -> None:
@@ -515,17 +531,17 @@ class _Keeping:
         self._manager: ContinuousBatchingManager | None = None
 
     def release(self, manager: ContinuousBatchingManager) -> None:
-        """The manager is in use: it is not kept, and is not to be."""
+        """Do not keep the manager, because it is in use."""
         self.wish(None)
         self._keeper.release(manager)
 
     def wish(self, manager: ContinuousBatchingManager | None) -> None:
-        """Which manager is to be kept; None: none is."""
+        """Set the manager to keep once the thread has ended, or None for none."""
         with self._lock:
             self._manager = manager
 
     def fulfil(self, failure: Exception | None) -> None:
-        """The thread has ended: keep the manager, unless its engine is dead."""
+        """Keep the requested manager now that the thread has ended, unless its engine is dead."""
         with self._lock:
             manager, self._manager = self._manager, None
             if manager is not None and failure is None:
@@ -535,7 +551,7 @@ class _Keeping:
 def _ended(
     loop: EngineLoop, router: ResultRouter, observer: Observer | None, keeping: _Keeping | None
 ) -> None:
-    """The engine's thread ends."""
+    """Clean up when the engine's thread ends."""
     router.close()
     if observer is not None:
         observer.ended()
@@ -544,9 +560,9 @@ def _ended(
 
 
 def _abandon(loop: EngineLoop) -> None:
-    """Stop the loop of a manager that was dropped; its live requests have nobody left to read them.
+    """Stop the loop of a manager that is no longer referenced, so that nobody can read its results.
 
-    This may happen in any code, with any lock held: the loop's own is taken on another thread.
+    This may run in any code, with any lock held, so the loop's lock is taken on another thread.
     """
     if not loop.is_running():
         return

@@ -1,4 +1,4 @@
-"""Who is told what a manager does."""
+"""The observer interface, which reports what a manager does."""
 
 from __future__ import annotations
 
@@ -15,33 +15,36 @@ logger = logging.getLogger(__name__)
 
 
 class Observer(Protocol):
-    """Is told what a manager does (`engine.telemetry`). None of it may block or raise."""
+    """Receives notifications about a manager (`engine.telemetry`). Its methods must not block or
+    raise.
+    """
 
     def started(self, stats: Callable[[], EngineStats]) -> None:
         """The manager's thread was started; `stats` may be called from any thread."""
         ...
 
     def ended(self) -> None:
-        """The manager's thread ends."""
+        """The manager's thread is ending."""
         ...
 
     def submitting(self, requests: Sequence[GenerationRequest], arrival: float) -> None:
-        """Requests go to the engine; called by the thread that adds them. `arrival`: monotonic
-        seconds.
+        """Requests are about to be submitted to the engine.
+
+        Called on the thread that adds them. `arrival` is in monotonic seconds.
         """
         ...
 
     def refused(self, requests: Sequence[GenerationRequest]) -> None:
-        """The engine has refused these."""
+        """The engine has refused these requests."""
         ...
 
     def on_step(self, step: StepOutputs) -> None:
-        """One step's outputs; called on the engine's thread."""
+        """A step has produced these outputs. Called on the engine's thread."""
         ...
 
 
 def observed(sink: StepSink, observer: Observer) -> StepSink:
-    """A sink whose steps are told to an observer, too."""
+    """Return a sink that also passes each step to an observer."""
 
     def accept(step: StepOutputs) -> None:
         # First: once a result is there, its caller may add another request of the same name.

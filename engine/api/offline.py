@@ -1,4 +1,4 @@
-"""Generation without a server: `load(path)` returns a model with the methods of transformers'
+"""Text generation without a server: `load(path)` returns a model with the methods of transformers'
 ContinuousMixin.
 
 model = engine.load("models/demo")
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoadedModel:
-    """A verified model with continuous batching; made by `load` or `from_model`."""
+    """A verified model with continuous batching; created by `load` or `from_model`."""
 
     def __init__(
         self,
@@ -61,10 +61,10 @@ class LoadedModel:
         """Wrap a model.
 
         Args:
-            verified: the model, which passed the load gate.
+            verified: the model, which has passed the load gate.
             config: the default config of managers.
-            tokenizer_path: the directory with the tokenizer's files; None: there is none.
-            telemetry: is told what managers do; None: nobody is.
+            tokenizer_path: the directory with the tokenizer's files, or None if there is none.
+            telemetry: notified of what managers do; may be None.
         """
         self._verified = verified
         self._config = config or ContinuousBatchingConfig()
@@ -78,7 +78,9 @@ class LoadedModel:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The transformers model, to generate with, train and save: steps run on a view of it."""
+        """The transformers model. It can be used to generate, train and save, because steps run on
+        a view of it.
+        """
         return self._verified.original
 
     @property
@@ -89,7 +91,7 @@ class LoadedModel:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, None if its directory has none."""
+        """The model's tokenizer, or None if its directory has none."""
         if self._tokenizer is None and self._tokenizer_path is not None:
             try:
                 self._tokenizer = Tokenizer.load(self._tokenizer_path, self._verified.vocab_size)
@@ -103,17 +105,18 @@ class LoadedModel:
         generation_config: GenerationConfig | None = None,
         continuous_batching_config: object | None = None,
     ) -> ContinuousBatchingManager:
-        """Make a manager with its own KV cache; `start` it, add requests, `stop` it.
+        """Create a manager with its own KV cache. Call `start` on it, add requests, then call
+        `stop`.
 
         If the model keeps a manager (see `ContinuousBatchingManager.stop`) that was made with equal
-        configs, that manager is returned, with its cache. A kept one with other configs is dropped,
-        and its memory freed, before the new one is made.
+        configs, that manager is returned, with its cache. If the kept manager has other configs, it
+        is dropped and its memory is freed before the new one is made.
 
         Args:
             generation_config: the default options of requests. Fields that it leaves open come from
-                the model's own config, as for `model.generate`; None: all do.
-            continuous_batching_config: ours, or one of transformers; None: the generation config's,
-                else the one given to `load`.
+                the model's own config, as for `model.generate`. If None, all of them do.
+            continuous_batching_config: ours or transformers'. If None, the generation config's is
+                used, or the one given to `load` if that has none.
 
         Raises:
             ConfigError: an option is out of bounds, or not available on this device.
@@ -122,32 +125,36 @@ class LoadedModel:
                 moved or converted.
             UnsupportedFeatureError: the generation config asks for something that this engine does
                 not support, and drop_unsupported_processors is off.
-            InvalidRequestError: its num_return_sequences is out of bounds.
+            InvalidRequestError: the generation config's num_return_sequences is out of bounds.
         """
         return self._manager(generation_config, continuous_batching_config, {})
 
     def destroy_cached_continuous_batching_manager(self) -> None:
-        """Drop the manager that the model keeps, and its cache. Harmless if it keeps none."""
+        """Drop the manager that the model keeps, together with its cache. Harmless if there is
+        none.
+        """
         self._kept.drop()
 
     def load_weights(self, weights: Weights, *, partial: bool = False) -> None:
-        """Put new weights in the place of the model's, packed ones included: those of a trainer's
-        model, after each of its steps. Running managers stop between two steps meanwhile. What was
-        computed with the old weights is forgotten: cached prefixes, and the KV of live requests,
-        which keep their tokens and go on from them with the new weights.
+        """Replace the model's weights, including packed ones, such as after each step of a trainer.
+
+        Running managers pause between two steps meanwhile. Everything computed with the old weights
+        is discarded: cached prefixes, and the KV of live requests, which keep their tokens and
+        continue from them with the new weights.
 
         Args:
-            weights: by the names of the model's `state_dict`: such a dict, or pairs such as those
-                of `named_parameters`, which are read to the end before anything is written. Each is
-                converted to the model's type, and rounded again with int8. Of names that share a
-                weight, one is enough.
-            partial: whether names may be missing, whose weights stay.
+            weights: the new weights by their names in the model's `state_dict`, either as such a
+                dict or as pairs like those of `named_parameters`. Pairs are read to the end before
+                anything is written. Each weight is converted to the model's dtype, and quantized
+                again if the model is int8. For weights shared under several names, one name is
+                enough.
+            partial: whether names may be missing; their weights are unchanged.
 
         Raises:
-            WeightsRefusedError: a name is unknown or missing, a tensor has another shape or no
-                floating-point numbers, or the model is split across processes. Nothing was changed.
+            WeightsRefusedError: a name is unknown or missing, a tensor has the wrong shape or is
+                not floating-point, or the model is split across processes. Nothing was changed.
             ModelChangedError: the owner has changed the model in another way, see
-                `init_continuous_batching`; the weights were taken over.
+                `init_continuous_batching`. The weights were nevertheless replaced.
         """
         if self._verified.ranks is not None:
             raise WeightsRefusedError(
@@ -162,7 +169,7 @@ class LoadedModel:
             exchange_weights(self.model, weights, partial=partial)
 
     def _guard(self) -> None:
-        """Have packed layers refuse new weights while a step may read them."""
+        """Make packed layers refuse new weights while a step may be reading them."""
         guard = _Guard(weakref.WeakMethod(self._refuse_while_steps_run))
         layers = held_layers(self.model)
         for layer in layers:
@@ -187,15 +194,15 @@ class LoadedModel:
         persistent_manager: bool = False,
         warmup: bool = True,
     ) -> Iterator[ContinuousBatchingManager]:
-        """A manager that is started here and stopped at the end of the block: live requests are
-        finished first.
+        """Start a manager, and stop it at the end of the block after finishing live requests.
 
         Args:
             generation_config, continuous_batching_config: see `init_continuous_batching`.
-            block, timeout: how the end of the block waits; see `ContinuousBatchingManager.stop`.
+            block, timeout: how to wait at the end of the block; see
+                `ContinuousBatchingManager.stop`.
             persistent_manager: whether the model keeps the manager for the next session.
-            warmup: whether to run whatever is slow the first time before the first prompt; done
-                once for each manager.
+            warmup: whether to run everything that is slow the first time before the first prompt.
+                This happens once for each manager.
         """
         manager = self._manager(generation_config, continuous_batching_config, {})
         _start(manager, warmup)
@@ -218,20 +225,22 @@ class LoadedModel:
         """Generate for a batch of prompts.
 
         Args:
-            inputs: the prompts' token ids: lists, or one-dimensional numpy arrays or torch tensors.
+            inputs: the prompts' token ids, as lists, or one-dimensional numpy arrays or torch
+                tensors.
             generation_config, continuous_batching_config: see `init_continuous_batching`.
-            record_timestamps: whether outputs have the time of each token.
+            record_timestamps: whether outputs include the time of each token.
             progress_bar: whether to show a progress bar.
             persistent_manager: whether the model keeps the manager and its cache for the next call
                 with the same configs.
-            warmup: whether to run whatever is slow the first time before the first prompt.
-            kwargs: max_new_tokens, eos_token_id, and single fields of ContinuousBatchingConfig.
+            warmup: whether to run everything that is slow the first time before the first prompt.
+            kwargs: max_new_tokens, eos_token_id, and individual fields of ContinuousBatchingConfig.
 
         Returns:
-            The output of each prompt by its request id, in the order of the prompts. The ids of a
-            new manager are "req_0", "req_1", …; a kept manager continues its numbering. With
-            num_return_sequences above 1, "req_0" is followed by "req_0__child#0", "req_0__child#1",
-            …. A refused prompt has one output, with status FAILED and its error.
+            The outputs by request id, in the order of the prompts. The ids of a new manager are
+                "req_0", "req_1", …; a kept manager continues its numbering. With
+                num_return_sequences above 1, "req_0" is followed by "req_0__child#0",
+                "req_0__child#1", …. A refused prompt has one output, with status FAILED and its
+                error.
 
         Raises:
             InvalidRequestError: a keyword is unknown.
@@ -310,19 +319,19 @@ def load(
 ) -> LoadedModel:
     """Load and verify a model.
 
+    With tensor_parallel="auto", the script runs on all ranks that torchrun started, but this call
+    returns only on rank 0. On the other ranks it computes for rank 0, and raises SystemExit when
+    rank 0 ends.
+
     Args:
         path: a directory with config.json and safetensors, or a hub id.
         config: the default config of managers.
-        telemetry: is told what managers do (docs/offline.md); None: nobody is.
+        telemetry: notified of what managers do (docs/offline.md); may be None.
         options: fields of LoadConfig: dtype, device, threads, attention, quantization,
-            pack_weights, decoder, tensor_parallel. dtype and device may be torch's.
-
-    With tensor_parallel="auto", the script runs on all ranks that torchrun started, but only rank 0
-    returns from this call. On the other ranks it computes for rank 0, and raises SystemExit when
-    rank 0 ends.
+            pack_weights, decoder, tensor_parallel. dtype and device may be torch objects.
 
     Raises:
-        ModelRefusedError: the model cannot be loaded, or would be run wrongly.
+        ModelRefusedError: the model cannot be loaded, or would not run correctly.
         ConfigError: an option is unknown or out of bounds.
         RanksLostError: the model is split, and another rank has ended or failed.
     """
@@ -347,7 +356,7 @@ _OF_TRANSFORMERS = {
     "distributed_config": "is not an option here; use tensor_parallel",
     "quantization_config": "is not an option here; use quantization",
 }
-"""Options of from_pretrained, with what `load` has instead."""
+"""Options of from_pretrained, with the equivalents that `load` offers."""
 
 
 def _load_config(options: dict[str, Any]) -> LoadConfig:
@@ -371,20 +380,21 @@ def from_model(
     attention: str = "auto",
     telemetry: Telemetry | None = None,
 ) -> LoadedModel:
-    """Verify a model that is already in memory. It is not changed: steps run on a view of it, which
-    shares its weights.
+    """Verify a model that is already in memory.
+
+    The model is not changed: steps run on a view of it that shares its weights.
 
     Args:
-        model: in evaluation mode.
+        model: the model, in evaluation mode.
         config: the default config of managers.
-        tokenizer_path: the directory with the tokenizer's files, for stop strings; None: the
-            directory that the model was loaded from, if there is one.
+        tokenizer_path: the directory with the tokenizer's files, for stop strings. If None, the
+            directory that the model was loaded from, if any.
         attention: see LoadConfig.
-        telemetry: is told what managers do (docs/offline.md); None: nobody is.
+        telemetry: notified of what managers do (docs/offline.md); may be None.
 
     Raises:
-        ModelRefusedError: the model would be run wrongly.
-        ConfigError: that attention is not available here.
+        ModelRefusedError: the model would not run correctly.
+        ConfigError: the requested attention is not available here.
     """
     if model.training:
         raise ModelRefusedError("the model is in training mode; call model.eval() first")
@@ -406,8 +416,9 @@ def _start(manager: ContinuousBatchingManager, warmup: bool) -> None:
 
 
 class _Guard:
-    """Calls a method of a loaded model, as long as that is there. A copy of the model has a guard
-    that calls nothing: no steps run on it.
+    """Calls a method of a loaded model for as long as the model exists.
+
+    A copy of the model gets a guard that does nothing, because no steps run on the copy.
     """
 
     def __init__(self, method: Callable[[], Any] = lambda: None) -> None:
@@ -430,12 +441,12 @@ class _Kept:
         self._manager: ContinuousBatchingManager | None = None
 
     def keep(self, manager: ContinuousBatchingManager) -> None:
-        """Keep a manager instead of the one that is kept now, if any."""
+        """Keep a manager, replacing the one kept now, if any."""
         with self._lock:
             self._manager = manager
 
     def release(self, manager: ContinuousBatchingManager) -> None:
-        """Stop keeping a manager, because it was started."""
+        """Stop keeping a manager because it was started."""
         with self._lock:
             if self._manager is manager:
                 self._manager = None
@@ -452,6 +463,6 @@ class _Kept:
         return manager
 
     def drop(self) -> None:
-        """Keep none."""
+        """Drop the kept manager, if any."""
         with self._lock:
             self._manager = None

@@ -1,5 +1,5 @@
-"""Makes checked requests from what the callers of a manager give: a prompt, and options as in
-transformers.
+"""Builds checked requests from what a manager's callers pass in: a prompt and transformers-style
+options.
 
     prompt, keyword options ─▶ GenerationDefaults.resolve ─▶ GenerationRequest ─▶ admission's checks
                             its stop strings ─▶ a stop finder; its grammar ─▶ compilation begins
@@ -27,7 +27,7 @@ _FREE_KEYS = frozenset(
         "cache_salt", "bypass_prefix_cache",
     }
 )  # fmt: skip
-"""Options of one request that need no processor; `grammar` uses a matcher instead."""
+"""Per-request options that need no processor; `grammar` uses a matcher instead."""
 StopFinderFactory = Callable[[tuple[str, ...]], StopFinder]
 
 
@@ -41,12 +41,14 @@ class PreparedRequest:
 
     @property
     def make_matcher(self) -> MatcherFactory | None:
-        """The matcher factory of its grammar; waits until the grammar is compiled."""
+        """The matcher factory of the request's grammar, or None. Waits until the grammar is
+        compiled.
+        """
         return None if self.compiling is None else self.compiling.result()
 
 
 class RequestBuilder:
-    """See the module."""
+    """Builds checked requests from a manager's arguments."""
 
     def __init__(
         self,
@@ -60,11 +62,11 @@ class RequestBuilder:
         """Wire a builder.
 
         Args:
-            limits: what admission checks.
+            limits: the limits that admission checks.
             defaults: the options of requests that do not set their own.
             compile_grammar: see EngineLoop.
-            make_stop_finder: makes a stop string matcher; None: there is no tokenizer, stop strings
-                are refused.
+            make_stop_finder: makes a stop string matcher. If None, there is no tokenizer, and stop
+                strings are refused.
             per_request_processors: whether requests may set their own sampling options.
         """
         self._limits = limits
@@ -81,11 +83,11 @@ class RequestBuilder:
         eos_token_id: int | Iterable[int] | None,
         overrides: dict[str, Any],
     ) -> PreparedRequest:
-        """Make a request from the caller's arguments, and check it. If it has a grammar, it begins
-        to be compiled.
+        """Build and check a request from the caller's arguments. If it has a grammar, start
+        compiling it.
 
         Raises:
-            InvalidRequestError, UnsupportedFeatureError.
+            InvalidRequestError, UnsupportedFeatureError: the request is refused.
         """
         if overrides and not self._per_request_processors:
             known = sorted(set(overrides) & (REQUEST_KEYS - _FREE_KEYS))
@@ -116,8 +118,9 @@ class RequestBuilder:
 
 
 def token_ids(prompt: Iterable[Any]) -> tuple[TokenId, ...]:
-    """A prompt's token ids, from a list, a numpy array or a torch tensor. Values that are not
-    integers stay as they are: admission refuses them and names the position.
+    """Return a prompt's token ids from a list, a numpy array or a torch tensor.
+
+    Values that are not integers are left unchanged; admission refuses them and names the position.
     """
     if hasattr(prompt, "tolist"):
         prompt = prompt.tolist()  # one call; iterating would make an array or tensor of each entry

@@ -3,11 +3,12 @@
     engine thread ──StepOutputs──▶ ResultRouter ──▶ get_result, iteration      (any thread)
                                                └──▶ handlers                   (their event loops)
 
-The engine delivers deltas for each choice. Cumulative outputs, one name for each choice, are made
-here, and only when they are read: an unread streaming result is stored as a length. If a stream has
-more than `max_unread_results` unread results, the oldest are dropped; the next one has their tokens
-too, and says how many were merged into it. A choice's last result is always kept. Last results are
-bounded by `max_unread_requests`: with that many unread, no more requests are accepted.
+The engine delivers deltas for each choice. This module turns them into cumulative outputs with one
+name per choice, but only when they are read: an unread streaming result is stored as a length. If a
+stream has more than `max_unread_results` unread results, the oldest are dropped. The next one then
+includes their tokens and says how many results were merged into it. A choice's last result is
+always kept. The number of unread last results is bounded by `max_unread_requests`: once it is
+reached, no more requests are accepted.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ logger = logging.getLogger(__name__)
 MAX_UNREAD_RESULTS = 4096
 MAX_UNREAD_REQUESTS = 65536
 MAX_WAITING_HANDLERS = 4096
-"""How many result handlers may wait for requests that were not added yet."""
+"""The maximum number of result handlers that may wait for requests not added yet."""
 
 
 def choice_name(request_id: str, choice: int) -> str:
-    """The name of a choice's results. The first choice has the request's own id, the others are
-    "<request_id>__child#0", "…#1", …, as in transformers.
+    """Return the name of a choice's results.
+
+    The first choice has the request's own id. The others are "<request_id>__child#0", "…#1", …, as
+    in transformers.
     """
     return request_id if choice == 0 else f"{request_id}__child#{choice - 1}"
 
@@ -52,25 +55,27 @@ class GenerationOutput:
     """What was generated so far for one choice of a request.
 
     Attributes:
-        request_id: the choice's name: the request's own for the first choice, see `choice_name`.
-        prompt_ids: its prompt.
-        generated_tokens: its output so far.
-        logprobs: a log-probability for each generated token if they were requested; else empty.
-        error: why it failed, if it did.
-        status: its state; `is_finished()` tells whether this is the last output.
-        created_time: monotonic seconds at which it was added.
-        lifespan: monotonic seconds of its first scheduling and of its end; -1 for one that did not
+        request_id: the choice's name, which is the request's own for the first choice; see
+            `choice_name`.
+        prompt_ids: the prompt.
+        generated_tokens: the output so far.
+        logprobs: a log-probability for each generated token if they were requested; otherwise
+            empty.
+        error: why the choice failed, if it did.
+        status: the choice's state; `is_finished()` tells whether this is the last output.
+        created_time: monotonic seconds at which the request was added.
+        lifespan: monotonic seconds of the first scheduling and of the end; -1 for one that did not
             happen.
-        timestamps: monotonic seconds at which each token came, if record_timestamps was set; else
-            None.
-        finish_reason: why it ended; None while it lives.
-        choice: which of the request's choices it is.
+        timestamps: monotonic seconds at which each token came, if record_timestamps was set;
+            otherwise None.
+        finish_reason: why the choice ended; None while it is live.
+        choice: the index of the choice in the request.
         cached_tokens: how many prompt tokens came from the prefix cache.
         token_logprobs: `logprobs` with ranks and candidates.
         prompt_logprobs: the same for the prompt's tokens from the second on if they were requested;
-            else None.
+            otherwise None.
         merged_results: how many earlier results of the choice were merged into this one because
-            nobody read them in time (max_unread_results).
+            they were not read in time (max_unread_results).
     """
 
     request_id: str
@@ -95,7 +100,7 @@ class GenerationOutput:
 
 
 ResultHandler = Callable[[GenerationOutput], object]
-"""Takes one result on the event loop on which it was registered."""
+"""Receives one result, on the event loop where it was registered."""
 _Handler = tuple[ResultHandler, asyncio.AbstractEventLoop]
 
 StopFinder = Callable[[tuple[TokenId, ...]], int | None]
@@ -105,11 +110,14 @@ choice's tokens to keep.
 
 
 class Mailbox:
-    """Unread results, in the order in which they came. Guarded by the router's lock."""
+    """Unread results, in the order in which they arrived. Guarded by the router's lock."""
 
     def __init__(self, max_ended: int | None = None) -> None:
-        """Make an empty mailbox. max_ended: how many last results may wait in it before further
-        requests are refused; None: any number.
+        """Create an empty mailbox.
+
+        Args:
+            max_ended: how many last results may wait in the mailbox before further requests are
+                refused. None means no limit.
         """
         self.max_ended = max_ended
         self.ended = 0
@@ -150,7 +158,7 @@ class _Choice:
 
 
 class ResultRouter:
-    """Keeps results until they are read, in the order in which they came."""
+    """Keeps results, in order of arrival, until they are read."""
 
     def __init__(
         self,
@@ -158,10 +166,11 @@ class ResultRouter:
         max_unread_results: int = MAX_UNREAD_RESULTS,
         max_unread_requests: int = MAX_UNREAD_REQUESTS,
     ) -> None:
-        """Make a router.
+        """Create a router.
 
         Args:
-            finish_request: ends a choice: request, number of tokens to keep, choice.
+            finish_request: ends a choice. Takes the request, the number of tokens to keep and the
+                choice.
             max_unread_results, max_unread_requests: see ContinuousBatchingConfig.
         """
         self._finish_request = finish_request
@@ -193,11 +202,11 @@ class ResultRouter:
             created: monotonic seconds.
             streaming, record_timestamps: see `ContinuousBatchingManager.add_request`.
             make_stop_finder: called once for each choice.
-            mailbox: takes its results instead of the common one.
+            mailbox: receives the request's results instead of the shared mailbox.
 
         Raises:
             DuplicateRequestError: a request or choice with that name is live or has unread results.
-            UnreadResultsError: too many requests have ended whose results were not read.
+            UnreadResultsError: too many requests have ended with unread results.
         """
         request = _Request(spec, streaming, created, mailbox or self._mailbox)
         for index in range(spec.n):
@@ -232,7 +241,7 @@ class ResultRouter:
                 del self._choices[choice.name]
 
     def give_up(self, request_id: str) -> None:
-        """Drop the handlers that wait for a request, because it will not come. A live request keeps
+        """Drop the handlers that wait for a request that will not be added. A live request keeps
         its handlers.
         """
         with self._changed:
@@ -245,12 +254,12 @@ class ResultRouter:
         return name in self._choices
 
     def reopen(self) -> None:
-        """Let readers wait again: the engine's thread was started."""
+        """Let readers wait again, because the engine's thread was started."""
         with self._changed:
             self._closed = False
 
     def close(self) -> None:
-        """Stop all waits for results: the engine's thread has ended."""
+        """End all waits for results, because the engine's thread has ended."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -328,8 +337,9 @@ class ResultRouter:
         self._next += 1
 
     def _call(self, choice: _Choice, output: GenerationOutput) -> None:
-        """Hand a result to a choice's handler. If the handler's event loop is closed, the choice
-        loses its handler, and with it all further results.
+        """Pass a result to a choice's handler.
+
+        If the handler's event loop is closed, the choice loses the handler and all further results.
         """
         if choice.handler is None:
             return
@@ -346,8 +356,10 @@ class ResultRouter:
     # ---- readers -------------------------------------------------------------------------------
 
     def register(self, name: str, callback: ResultHandler) -> None:
-        """Send a choice's results to a callback on the running event loop, unread ones at once. If
-        the choice does not exist yet, the handler waits for it.
+        """Send a choice's results to a callback on the running event loop, starting immediately
+        with any unread ones.
+
+        If the choice does not exist yet, the handler waits for it.
 
         Raises:
             TooManyHandlersError: MAX_WAITING_HANDLERS are waiting.
@@ -374,13 +386,14 @@ class ResultRouter:
     def get(
         self, name: str | None, timeout: float | None, mailbox: Mailbox | None = None
     ) -> GenerationOutput | None:
-        """Return the oldest unread result (of one choice, if named), waiting for it. None: the wait
-        timed out, or the engine ended.
+        """Return the oldest unread result, waiting for one if necessary.
+
+        Returns None if the wait timed out or the engine ended.
 
         Args:
-            name: a choice's name, see `choice_name`; None: any of the mailbox.
-            timeout: seconds; None: as long as the engine runs.
-            mailbox: None: the common one.
+            name: a choice's name, see `choice_name`. If None, any choice in the mailbox.
+            timeout: the maximum wait in seconds. If None, wait as long as the engine runs.
+            mailbox: the mailbox to read; None for the shared one.
 
         Raises:
             RequestNotFoundError: the named choice is not live and has no unread results.
@@ -417,7 +430,7 @@ class ResultRouter:
 
 
 def _output(choice: _Choice, length: int, terminal: bool) -> GenerationOutput:
-    """A choice's output, cut to its first `length` tokens."""
+    """Return a choice's output, cut to its first `length` tokens."""
     request = choice.request
     details = choice.logprobs[:length]
     output = GenerationOutput(
@@ -450,8 +463,10 @@ def _output(choice: _Choice, length: int, terminal: bool) -> GenerationOutput:
 
 
 def _look_for_stop(choice: _Choice, new: tuple[TokenId, ...]) -> int | None:
-    """Cut a choice at a stop string. Returns how many tokens are left; None: no stop string was
-    found. If the finder raises, only this choice fails.
+    """Cut a choice at a stop string.
+
+    Returns the number of tokens left, or None if no stop string was found. If the finder raises,
+    only this choice fails.
     """
     if choice.find_stop is None:
         return None

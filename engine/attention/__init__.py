@@ -1,4 +1,4 @@
 """Attention over the paged KV cache: the interface to the models, and the backends.
 
-It knows shapes, block tables and slots; whose they are, it does not know.
+This package handles shapes, block tables and slots. It knows nothing about requests.
 """

@@ -1,15 +1,12 @@
-"""The data types of attention (a step's metadata, a layer's cache), and the contract of a
-backend.
+"""The data types of attention (step metadata, layer cache) and the interface of a backend.
 
     model layer ──query, key, value of T tokens──▶ paged_attention ──▶ AttentionBackend.forward
-                                                       │                  1. write key, value to the
-                                                       cache
-                        AttentionContext (one a step) ─┘                  2. attend through the
-                        block tables
+                                                       │             1. write key, value to cache
+              AttentionContext (one per step) ─────────┘             2. attend via block tables
 
-T is the number of tokens in the step: the tokens of all requests in one flat ragged row, requests
-with one token first, padding last. Hq and Hkv are query and key/value heads, G = Hq / Hkv, D and Dv
-the head sizes of keys and values.
+T is the number of tokens in the step. The tokens of all requests form one flat ragged row: requests
+with one token come first, and padding comes last. Hq and Hkv are the numbers of query and key/value
+heads, G = Hq / Hkv, and D and Dv are the head sizes of keys and values.
 """
 
 from __future__ import annotations
@@ -26,8 +23,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The shape of one layer's KV, as the model really makes it (with MLA its config says
-    otherwise).
+    """The shape of one layer's KV, as the model actually produces it.
+
+    With MLA, it differs from the shape in the model's config.
     """
 
     num_kv_heads: int
@@ -37,7 +35,7 @@ class LayerShape:
 
     @property
     def elements_per_token(self) -> int:
-        """How many elements the key and value of one token have."""
+        """Return the number of elements in the key and value of one token."""
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
 
@@ -57,21 +55,22 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """The layout of the requests' tokens in a step, on the host. Filled by
-    `engine.runner.input_batch`.
+    """The layout of the requests' tokens in a step, on the host.
+
+    It is filled in by `engine.runner.input_batch`.
 
     Attributes:
         starts: int64 [R], the position of each request's first token in the step.
-        counts: int64 [R], how many tokens each request has in the step; the first num_decodes
-            entries are 1, the others more.
-        num_decodes: how many requests compute one token.
+        counts: int64 [R], the number of tokens of each request in the step. The first num_decodes
+            entries are 1, and all others are greater.
+        num_decodes: the number of requests that compute one token.
         positions: int64 [T − num_padding], each token's position in its request.
         tables: int32 [R, max blocks], the block tables of one group, padded with the null block.
-        block_size: tokens in a block.
-        num_padding: padding tokens at the end of the flat row: their keys and values go to the null
+        block_size: tokens per block.
+        num_padding: padding tokens at the end of the flat row. Their keys and values go to the null
             block, and their output is zero.
-        kv_interval: the length of the context that is read is padded to a multiple of this; 0: not
-            padded.
+        kv_interval: the length of the context that is read is padded to a multiple of this. 0 means
+            no padding.
     """
 
     starts: npt.NDArray[np.int64]
@@ -90,9 +89,9 @@ class AttentionParams:
 
     Attributes:
         scaling: multiplies the scores.
-        softcap: scores become softcap · tanh(score / softcap) (Gemma 2); None: off.
-        sinks: [Hq], a logit per head that takes part in the softmax without a value (gpt-oss);
-            None: off.
+        softcap: scores become softcap · tanh(score / softcap) (Gemma 2). None disables this.
+        sinks: [Hq], a logit per head that takes part in the softmax without a value (gpt-oss).
+            None disables this.
     """
 
     scaling: float
@@ -102,15 +101,16 @@ class AttentionParams:
 
 @dataclass(frozen=True, slots=True)
 class StaticShape:
-    """The sizes of a step with tensors at fixed addresses, so that it can be captured and
-    replayed. Steps of any context lengths have the same shape: lengths are read on the device.
+    """The sizes of a step whose tensors are at fixed addresses, for capture and replay.
+
+    The shape does not depend on context lengths, because they are read on the device.
 
     Attributes:
-        is_decode: every request computes one token.
-        tokens: T, padding included.
-        requests: most requests; with is_decode, as many as tokens.
-        blocks: the widest block table; the same for all shapes with as many requests.
-        block_size: tokens in a block.
+        is_decode: whether every request computes exactly one token.
+        tokens: T, including padding.
+        requests: the maximum number of requests; equal to `tokens` if is_decode.
+        blocks: the width of the widest block table; the same for all shapes with equal `requests`.
+        block_size: tokens per block.
     """
 
     is_decode: bool
@@ -121,45 +121,49 @@ class StaticShape:
 
 
 class AttentionMetadata:
-    """One group's metadata for one step, in its backend's own form. Opaque to other code."""
+    """One group's metadata for one step, in a backend-specific format. Opaque to other code."""
 
 
 class AttentionBackend(ABC):
-    """A way to compute paged attention.
+    """The interface of a paged attention implementation.
 
-    `forward` writes the step's keys and values into the cache before it reads; it may not change
-    query, key or value.
+    `forward` writes the step's keys and values into the cache before it reads from it. It must not
+    modify query, key or value.
     """
 
     name: str
     dtypes: tuple[torch.dtype, ...] | None = None
-    """The supported types; None: any."""
+    """The supported types, or None if any type is supported."""
     block_multiple: int = 1
-    """Tokens in a block must be a multiple of this."""
+    """The number of tokens per block must be a multiple of this."""
     can_capture: bool = False
-    """Whether a step can be computed at fixed addresses. A backend that says so implements the
-    three methods whose names have `static`.
+    """Whether a step can be computed at fixed addresses. If so, the backend implements the three
+    methods with `static` in their names.
     """
     step_lock: AbstractContextManager[object] = nullcontext()
-    """Held while a step is computed. Several engines may share a model, each with its own thread;
-    if steps share scratch memory, this lock makes them take turns.
+    """Held while a step is computed. Several engines, each with its own thread, may share a model.
+    If their steps share scratch memory, this lock serializes them.
     """
 
     def why_not(self, shape: LayerShape, params: AttentionParams) -> str | None:
-        """Why a layer is not supported, as the end of a sentence about the layer; None: it is."""
+        """Return why a layer is not supported, or None if it is.
+
+        The reason completes a sentence that starts with the layer.
+        """
         return None
 
     @abstractmethod
     def prepare(
         self, layout: BatchLayout, window: int | None, like: torch.Tensor
     ) -> AttentionMetadata:
-        """Make one group's metadata for a step. `like`: a tensor of the cache's dtype and
+        """Create one group's metadata for a step. `like` is a tensor with the cache's dtype and
         device.
         """
 
     def static_fields(self, shape: StaticShape, window: int | None) -> Mapping[str, int]:
-        """The int64 arrays that one group's metadata needs in a captured step: the number of
-        elements of each, by name.
+        """Return the int64 arrays that a captured step needs for one group's metadata.
+
+        The result maps each array's name to its number of elements.
         """
         raise NotImplementedError
 
@@ -170,10 +174,10 @@ class AttentionBackend(ABC):
         shape: StaticShape,
         fields: Mapping[str, npt.NDArray[np.int64]],
     ) -> None:
-        """Write a step's metadata into those arrays, on the host. What an earlier step left there
-        must not matter.
+        """Write a step's metadata into the arrays of `static_fields`, on the host.
 
-        layout: that of a step that fits `shape`; its padding is ignored.
+        The result must not depend on what an earlier step left in the arrays. `layout` belongs to a
+        step that fits `shape`; its padding is ignored.
         """
         raise NotImplementedError
 
@@ -184,10 +188,10 @@ class AttentionBackend(ABC):
         fields: Mapping[str, torch.Tensor],
         like: torch.Tensor,
     ) -> AttentionMetadata:
-        """Make one group's metadata from those arrays, on the device.
+        """Create one group's metadata from the arrays of `static_fields`, on the device.
 
-        This is part of the captured work: it may compute with `fields`, but not read their values
-        on the host.
+        This is part of the captured work: it may compute with `fields`, but must not read their
+        values on the host.
         """
         raise NotImplementedError
 
@@ -201,21 +205,24 @@ class AttentionBackend(ABC):
         metadata: AttentionMetadata,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """Attend.
+        """Write the step's keys and values into the cache and compute attention.
 
         Args:
-            query: [Hq, T, D]. key: [Hkv, T, D]. value: [Hkv, T, Dv].
+            query: [Hq, T, D].
+            key: [Hkv, T, D].
+            value: [Hkv, T, Dv].
             cache: the layer's cache.
             metadata: the result of `prepare` for the layer's group.
             params: scaling and the like.
 
         Returns:
-            [T, Hq, Dv].
+            The output, [T, Hq, Dv].
         """
 
     def slots(self, metadata: AttentionMetadata) -> torch.Tensor | None:
-        """The slot of each token, int64 [T], if the caller may put keys and values there itself and
-        call `attend`; None: only `forward` is supported.
+        """Return the slot of each token, int64 [T], or None if only `forward` is supported.
+
+        With the slots, the caller may write keys and values itself and then call `attend`.
         """
         return None
 
@@ -227,11 +234,11 @@ class AttentionBackend(ABC):
         metadata: AttentionMetadata,
         params: AttentionParams,
     ) -> None:
-        """Attend where the step's keys and values are in the cache already.
+        """Compute attention when the step's keys and values are already in the cache.
 
         Args:
             query: [Hq, T, D].
-            output: [T, Hq, Dv], contiguous; what is written. Rows of padding tokens are set
+            output: [T, Hq, Dv], contiguous. Receives the result; rows of padding tokens are set
                 to 0.
             cache, metadata, params: see `forward`.
         """
@@ -240,13 +247,14 @@ class AttentionBackend(ABC):
 
 @dataclass(frozen=True, slots=True)
 class AttentionContext:
-    """Everything that the attention calls of one step share; passed to the model's forward as one
-    keyword argument.
+    """The data shared by all attention calls of one step.
+
+    It is passed to the model's forward as one keyword argument.
 
     Attributes:
-        backend: computes.
-        caches: by layer index.
-        metadata: by group.
+        backend: computes the attention.
+        caches: the layers' caches, by layer index.
+        metadata: the step's metadata, by group.
     """
 
     backend: AttentionBackend

@@ -1,9 +1,8 @@
-"""Paged attention on a CPU with the kernels of `engine.native`, which read contexts in place,
-through the block tables.
+"""Paged attention on a CPU with the kernels of `engine.native`.
 
-The kernel also writes the step's keys and values, so a layer is one call. The parameters of the
-step are the same for all layers of a group: `prepare` fills them in, and `forward` adds the layer's
-pointers.
+The kernels read contexts in place, through the block tables. They also write the step's keys and
+values, so a layer takes one call. The step's parameters are the same for all layers of a group:
+`prepare` fills them in, and `forward` adds the layer's pointers.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from engine.attention.interface import (
 from engine.native.library import AttentionCall, NativeLibrary
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The types that the kernels support, with their codes. All sums are float32."""
+"""The types that the kernels support, with their codes. All sums are in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class NativeMetadata(AttentionMetadata):
 
     Attributes:
         call: the parameters that do not depend on the layer.
-        arrays: the arrays that it points to, kept alive.
+        arrays: the arrays that `call` points to, kept alive.
     """
 
     call: AttentionCall
@@ -44,7 +43,7 @@ class NativeMetadata(AttentionMetadata):
 
 
 class NativeAttentionBackend(AttentionBackend):
-    """See the module. Hold `step_lock` while a step is computed."""
+    """The native CPU backend. Hold `step_lock` while a step is computed."""
 
     def __init__(self, library: NativeLibrary) -> None:
         self.name = f"native, {library.isa}"
@@ -81,7 +80,7 @@ class NativeAttentionBackend(AttentionBackend):
         metadata: AttentionMetadata,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """Attend; see the base class."""
+        """Compute attention; see the base class."""
         if not isinstance(metadata, NativeMetadata):
             raise TypeError(f"metadata of another backend: {type(metadata).__name__}")
         if query.dtype is not cache.keys.dtype:  # the kernel would read beyond the elements
@@ -118,5 +117,5 @@ class NativeAttentionBackend(AttentionBackend):
 
 
 def _rows_in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a copy if the elements of one head and token are not contiguous."""
+    """Return the tensor, copied if the elements of one head and token are not contiguous."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

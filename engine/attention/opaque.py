@@ -1,8 +1,8 @@
-"""Attention as one operation that a compiler does not look into.
+"""Attention as a single operation that is opaque to the compiler.
 
-The step's context cannot be passed to a compiled model: the compiler would specialise on it, and
-compile again at each step. The model is given an id of the call instead, and the operation looks up
-the context by that id in CALLS, where it is kept only during the call.
+The step's context cannot be passed to a compiled model, because the compiler would specialise on it
+and recompile at each step. Instead, the model receives a call id. The operation uses it to look up
+the context in CALLS, which holds the context only during the call.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from engine.attention.interface import AttentionContext, AttentionParams
 from engine.native.torch_library import operation
 
 CALLS: dict[int, AttentionContext] = {}
-"""The contexts of the model calls in progress, by id. There is no other way to pass an object that
-is not a tensor to an operation.
+"""The contexts of the model calls in progress, by id. A custom operation has no other way to
+receive an object that is not a tensor.
 """
 _call_ids = itertools.count(1)
 
@@ -30,13 +30,13 @@ _SCHEMA = (
 
 
 def new_call_id() -> int:
-    """Make an id for the calls of one model, which is called by one thread at a time."""
+    """Return a new id for the calls of one model, which is called by one thread at a time."""
     return next(_call_ids)
 
 
 @contextmanager
 def calling(call_id: int, context: AttentionContext) -> Iterator[None]:
-    """A block in which a model is called with that id."""
+    """Provide `context` under `call_id` for the duration of a model call."""
     CALLS[call_id] = context
     try:
         yield
@@ -70,8 +70,8 @@ def attend_by_call_id(
 ) -> torch.Tensor:
     """See `AttentionBackend.forward`: [Hq, T, D], [Hkv, T, D], [Hkv, T, Dv] → [T, Hq, Dv].
 
-    The cache is written too, which the compiler need not know: a layer's result is always used, and
-    the next layer's inputs depend on it.
+    The operation also writes to the cache. The compiler need not know this, because a layer's
+    result is always used and the next layer's inputs depend on it.
     """
     context = CALLS[call_id]
     cache = context.caches[layer]

@@ -1,10 +1,9 @@
-"""The interface to transformers: registers our attention under its own name, and chooses the
-backend.
+"""The interface to transformers: registers Headrace's attention and chooses the backend.
 
 A model whose attention implementation is ATTENTION_NAME calls `paged_attention` in every layer. No
 mask function is registered under that name, so the models build no mask; the backend handles
-causality and windows. The step's AttentionContext is passed as the keyword argument CONTEXT_KEYWORD
-of the model's forward, which passes it on unchanged.
+causality and windows. The step's AttentionContext is passed to the model's forward as the keyword
+argument CONTEXT_KEYWORD, and the model passes it on unchanged.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ logger = logging.getLogger(__name__)
 ATTENTION_NAME = "headrace_paged"
 CONTEXT_KEYWORD = "headrace_context"
 _LEAST_CAPABILITY = (8, 0)
-"""The lowest compute capability of a CUDA device: the first with bfloat16, and required by Triton
-and FlashAttention.
+"""The lowest supported compute capability of a CUDA device. It is the first with bfloat16, and
+the minimum for Triton and FlashAttention.
 """
 
 
 class AttentionUnavailableError(Exception):
-    """A kind of attention cannot be used here, or not for this model; the message says why."""
+    """An attention backend is unavailable here, or for this model. The message says why."""
 
 
 def paged_attention(
@@ -49,18 +48,20 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that the models call.
+    """Compute attention for a model layer. This is the function registered with transformers.
 
     Args:
-        module: the attention layer; `layer_idx` tells which.
-        query: [1, Hq, T, D]. key: [1, Hkv, T, D]. value: [1, Hkv, T, Dv], after rotary embedding.
+        module: the attention layer, identified by its `layer_idx`.
+        query: [1, Hq, T, D], after rotary embedding.
+        key: [1, Hkv, T, D], after rotary embedding.
+        value: [1, Hkv, T, Dv].
         attention_mask: None.
         scaling, softcap, s_aux: see AttentionParams. The window is known from the load gate.
         kwargs: CONTEXT_KEYWORD, and others that are ignored. If the model is compiled, its value is
             an id instead of the context.
 
     Returns:
-        [1, T, Hq, Dv], and None for the weights.
+        The output, [1, T, Hq, Dv], and None instead of the attention weights.
 
     Raises:
         NoStepError: there is no context.
@@ -93,12 +94,14 @@ def choose_backend(
     dtype: torch.dtype,
     wanted: str = "auto",
 ) -> AttentionBackend:
-    """Choose the requested attention. With "auto", the fastest for the device: native on a CPU,
-    triton on CUDA; torch where that is not available.
+    """Choose the attention backend.
+
+    With "auto", choose the fastest for the device: native on a CPU and triton on CUDA, or torch if
+    that one is not available.
 
     Args:
-        device, dtype: the model's.
-        wanted: see LoadConfig.
+        device, dtype: the model's device and dtype.
+        wanted: the requested attention; see LoadConfig.
 
     Raises:
         ConfigError: the requested attention is not available.
@@ -124,7 +127,11 @@ def choose_backend(
 
 
 def _outside(wanted: str, dtype: torch.dtype) -> AttentionBackend:
-    """Load a backend from outside the source tree. Raises ConfigError."""
+    """Load a backend from outside the source tree.
+
+    Raises:
+        ConfigError: the backend cannot be loaded.
+    """
     cls = outside_class("attention", wanted, AttentionBackend, "`prepare` and `forward`")
     backend: AttentionBackend = cls()
     if backend.dtypes is not None and dtype not in backend.dtypes:
@@ -133,7 +140,7 @@ def _outside(wanted: str, dtype: torch.dtype) -> AttentionBackend:
 
 
 def fall_back(wanted: str, error: AttentionUnavailableError) -> AttentionBackend:
-    """Choose the attention for a model with a layer that the first choice does not support.
+    """Choose the attention for a model that has a layer the first choice does not support.
 
     Raises:
         ConfigError: the first choice was requested by name.
@@ -144,7 +151,7 @@ def fall_back(wanted: str, error: AttentionUnavailableError) -> AttentionBackend
 
 
 def check_block_size(backend: AttentionBackend, block_size: int) -> None:
-    """Refuse a block size that a backend does not support.
+    """Check that a backend supports a block size.
 
     Raises:
         ConfigError: the backend does not support it.
@@ -207,13 +214,13 @@ def _triton(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
 
 
 def _describe(error: Exception) -> str:
-    """An error's type and first line."""
+    """Return an error's type and the first line of its message."""
     first, _, _ = str(error).strip().partition("\n")
     return f"{type(error).__name__}: {first}"
 
 
 _BY_DEVICE: dict[str, tuple[str, ...]] = {"cpu": ("native",), "cuda": ("triton",)}
-"""The backends that "auto" tries, in this order."""
+"""The backends that "auto" tries, in order of preference."""
 _MAKE: dict[str, Callable[[torch.device, torch.dtype], AttentionBackend]] = {
     "native": _native,
     "triton": _triton,

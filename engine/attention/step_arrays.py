@@ -1,14 +1,16 @@
-"""One group's part of a step as int64 arrays, from which kernels read everything on the device:
-lengths, places, and how much of the arrays is in use. A captured step has them at fixed addresses,
-with room for more; what is beyond the step is marked as padding, or never read.
+"""One group's data for a step, as int64 arrays that kernels read on the device.
 
-    slot_mapping [T]    where a token's key and value go; in the null block: padding
-    cu_seqlens [R + 1]  a request's first token in the flat row
-    starts [R]          its position
-    counts [R]          its tokens; 0: padding
-    table_offsets [R]   where its row of blocks begins in `blocks`
-    extent [3]          how many requests compute one token, how many compute more (they come
-                        next), and how many tokens there are
+They contain all lengths and offsets, and how much of the arrays is in use. In a captured step, they
+have fixed addresses and spare capacity. Entries beyond the step are either marked as padding or
+never read.
+
+    slot_mapping [T]    the slot for a token's key and value; in the null block for padding
+    cu_seqlens [R + 1]  the index of a request's first token in the flat row
+    starts [R]          the position of that token in the request
+    counts [R]          the request's tokens; 0 for padding
+    table_offsets [R]   the offset of the request's block table in `blocks`
+    extent [3]          the number of requests that compute one token, the number that compute
+                        more (they come next), and the number of tokens
     blocks [*]          the block tables
 """
 
@@ -25,9 +27,12 @@ from engine.attention.torch_layout import slots_of
 
 
 def array_sizes(tokens: int, rows: int, entries: int) -> dict[str, int]:
-    """The number of elements of each array, by name.
+    """Return the number of elements of each array, by name.
 
-    tokens: T. rows: R. entries: the most block table entries of all requests together.
+    Args:
+        tokens: T.
+        rows: R.
+        entries: the maximum number of block table entries of all requests together.
     """
     return {
         "slot_mapping": tokens,
@@ -41,7 +46,10 @@ def array_sizes(tokens: int, rows: int, entries: int) -> dict[str, int]:
 
 
 def fill_arrays(layout: BatchLayout, arrays: Mapping[str, npt.NDArray[np.int64]]) -> None:
-    """Write a step. Of `blocks`, what is beyond the step's tables is left as it is."""
+    """Write a step's data into the arrays.
+
+    Entries of `blocks` beyond the step's block tables are left unchanged.
+    """
     rows, tokens = len(layout.counts), len(layout.positions)
     width = layout.tables.shape[1]
     row_of_token = np.repeat(np.arange(rows), layout.counts)
@@ -60,7 +68,7 @@ def fill_arrays(layout: BatchLayout, arrays: Mapping[str, npt.NDArray[np.int64]]
 
 
 class StepArraysBackend(AttentionBackend):
-    """A backend whose captured steps are these arrays."""
+    """A backend that keeps the metadata of captured steps in these arrays."""
 
     can_capture = True
 

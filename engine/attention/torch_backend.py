@@ -1,9 +1,10 @@
-"""Paged attention in plain torch: the reference for all other backends, and the fallback if none of
-them can run.
+"""Paged attention in plain torch.
 
-Requests that compute one token are grouped in buckets of similar length; the blocks of their
-contexts are gathered into one padded tensor for each bucket. The query heads that share a key/value
-head are laid out as query positions, so that nothing is repeated per query head:
+It is the reference for all other backends, and the fallback if none of them can run.
+
+Requests that compute one token are grouped in buckets of similar length. The blocks of their
+contexts are gathered into one padded tensor per bucket. The query heads that share a key/value head
+are laid out as query positions, so that nothing is repeated per query head:
 
     q [R, Hkv, G, D] · k [R, Hkv, L, D] → scores [R, Hkv, G, L]     L: the bucket's longest context,
                                                                     in whole blocks
@@ -30,7 +31,7 @@ from engine.attention.torch_layout import Bucket, QueryChunk, TorchMetadata, pre
 
 
 class TorchAttentionBackend(AttentionBackend):
-    """See the module."""
+    """The plain torch backend, described in the module docstring."""
 
     name = "torch"
 
@@ -47,7 +48,7 @@ class TorchAttentionBackend(AttentionBackend):
         metadata: AttentionMetadata,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """Attend; see the base class."""
+        """Compute attention; see the base class."""
         if not isinstance(metadata, TorchMetadata):
             raise TypeError(f"metadata of another backend: {type(metadata).__name__}")
         num_heads, num_tokens, _ = query.shape
@@ -78,7 +79,7 @@ def _attend_bucket(
     block_size: int,
     params: AttentionParams,
 ) -> torch.Tensor:
-    """query: [Hq, R, D] → [R, Hq, Dv]."""
+    """Compute one bucket, query [Hq, R, D] → [R, Hq, Dv]."""
     num_heads, count, head_dim = query.shape
     num_kv_heads = cache.keys.shape[1]
     groups = num_heads // num_kv_heads
@@ -105,13 +106,13 @@ def _attend_bucket(
 def _gather_blocks(
     cache: torch.Tensor, blocks: torch.Tensor, block_size: int, count: int
 ) -> torch.Tensor:
-    """The blocks' contents, [num_slots, H, D] → [count, blocks a request · block_size, H, D]."""
+    """Gather blocks, [num_slots, H, D] → [count, blocks per request · block_size, H, D]."""
     _, heads, dim = cache.shape
     return _as_blocks(cache, block_size).index_select(0, blocks).view(count, -1, heads, dim)
 
 
 def _as_blocks(cache: torch.Tensor, block_size: int) -> torch.Tensor:
-    """[num_slots, H, D] with one row for each block: [num_blocks, block_size · H · D]."""
+    """View [num_slots, H, D] as one row per block, [num_blocks, block_size · H · D]."""
     return cache.view(-1, block_size * cache.shape[1] * cache.shape[2])
 
 
@@ -123,7 +124,7 @@ def _attend_chunk(
     chunk: QueryChunk,
     params: AttentionParams,
 ) -> torch.Tensor:
-    """query, key, value of the whole step: [H, T, D] → the chunk's [n, Hq, Dv]."""
+    """Compute one chunk, from the whole step's query, key and value [H, T, D] → [n, Hq, Dv]."""
     num_heads, num_kv_heads = query.shape[0], key.shape[0]
     groups = num_heads // num_kv_heads
     own = slice(chunk.begin, chunk.end)
@@ -158,7 +159,7 @@ def _attention(
     *,
     is_causal: bool,
 ) -> torch.Tensor:
-    """[B, H, n, D] × [B, H, S, D] × [B, H, S, Dv] → [B, H, n, Dv].
+    """Compute attention, [B, H, n, D] × [B, H, S, D] × [B, H, S, Dv] → [B, H, n, Dv].
 
     `sinks` broadcasts against [B, H, n, 1]. With is_causal, S = n and mask is None.
     """
@@ -183,7 +184,7 @@ def _weights(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Convert scaled scores, float32 [B, H, n, S], to the weights of the values."""
+    """Convert scaled scores, float32 [B, H, n, S], to attention weights."""
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if hidden is not None:

@@ -1,6 +1,6 @@
 """The torch backend's metadata for a step, and how it is computed on the host.
 
-Made from a BatchLayout by `prepare`; read by `torch_backend`.
+`prepare` builds it from a BatchLayout, and `torch_backend` reads it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.attention.interface import AttentionMetadata, BatchLayout
 from engine.native.device_copy import to_device
 
 _MIN_BUCKET = 4
-"""Fewer requests than this do not form a bucket of their own."""
+"""The minimum number of requests in a bucket that is split off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class QueryChunk:
     """One request that computes several tokens.
 
     Attributes:
-        begin, end: its tokens in the flat row.
-        slots: int64 [S], the cache slots of the tokens that it attends to; None: only the chunk's
-            own.
-        mask: [n, S], added to the scores; None: causal, S = n.
+        begin, end: the range of its tokens in the flat row.
+        slots: int64 [S], the cache slots of the tokens that it attends to. None if it attends only
+            to the tokens of the chunk itself.
+        mask: [n, S], added to the scores. None if the mask is causal and S = n.
     """
 
     begin: int
@@ -40,9 +40,9 @@ class Bucket:
     """Requests of similar length that compute one token each.
 
     Attributes:
-        begin, end: their rows, and their tokens in the flat row.
-        blocks: int64 [R · B], the cache blocks that they attend to, B for each request.
-        mask: [R, 1, 1, B · block_size], added to the scores; None: all of it is visible.
+        begin, end: the range of their rows, which is also the range of their tokens.
+        blocks: int64 [R · B], the cache blocks that they attend to, B per request.
+        mask: [R, 1, 1, B · block_size], added to the scores. None if everything is visible.
     """
 
     begin: int
@@ -56,11 +56,12 @@ class TorchMetadata(AttentionMetadata):
     """One group's metadata.
 
     Attributes:
-        slot_mapping: int64 [T], where each token's key and value are written.
-        block_size: tokens in a block.
-        fresh_blocks: int64, blocks that the step starts but does not fill; None: there are none.
+        slot_mapping: int64 [T], the slot that each token's key and value are written to.
+        block_size: tokens per block.
+        fresh_blocks: int64, the blocks that the step starts but does not fill, or None if there are
+            none.
         buckets: the requests that compute one token.
-        chunks: the others.
+        chunks: the requests that compute several tokens.
         num_padding: padding tokens at the end.
     """
 
@@ -73,8 +74,9 @@ class TorchMetadata(AttentionMetadata):
 
 
 def prepare(layout: BatchLayout, window: int | None, like: torch.Tensor) -> TorchMetadata:
-    """Make one group's metadata for a step without capture. `like`: a tensor of the cache's dtype
-    and device.
+    """Create one group's metadata for a step without capture.
+
+    `like` is a tensor with the cache's dtype and device.
     """
     row_of_token = np.repeat(np.arange(len(layout.counts)), layout.counts)
     slots = slots_of(layout, row_of_token, layout.positions)
@@ -102,8 +104,9 @@ def slots_of(
     rows: npt.NDArray[np.int64],
     positions: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.int64]:
-    """The cache slots of positions in requests: table[row, position // block_size] · block_size +
-    offset.
+    """Return the cache slots of positions in requests.
+
+    A slot is table[row, position // block_size] · block_size + offset.
     """
     block, offset = np.divmod(positions, layout.block_size)
     slots: npt.NDArray[np.int64] = (
@@ -113,12 +116,15 @@ def slots_of(
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The next multiple of `multiple`."""
+    """Round `value` up to a multiple of `multiple`."""
     return -(-value // multiple) * multiple
 
 
 def fresh_blocks(layout: BatchLayout) -> npt.NDArray[np.int64]:
-    """The last block of each request for which this step writes the first slot but not the last."""
+    """Return the blocks for which this step writes the first slot but not the last.
+
+    Only the last block of a request can be one.
+    """
     ends = layout.starts + layout.counts
     index = (ends - 1) // layout.block_size
     firsts = index * layout.block_size
@@ -130,7 +136,7 @@ def fresh_blocks(layout: BatchLayout) -> npt.NDArray[np.int64]:
 def _prepare_buckets(
     layout: BatchLayout, window: int | None, like: torch.Tensor
 ) -> tuple[Bucket, ...]:
-    """Group the requests that compute one token in buckets, and find the blocks that each bucket
+    """Group the requests that compute one token into buckets, with the blocks that each bucket
     gathers.
     """
     count = layout.num_decodes
@@ -164,7 +170,7 @@ def _prepare_buckets(
 def _bucket_bounds(lengths: list[int]) -> list[tuple[int, int]]:
     """Split rows into runs in which the lengths (in blocks) differ by less than a third.
 
-    Batches are ordered by position, so such runs are long; any other order would be correct too,
+    Batches are ordered by position, so such runs are long. Any other order would also be correct,
     but less efficient. Short runs are not split, because a call costs more than their padding.
     """
     bounds = []

@@ -1,8 +1,8 @@
 """Paged attention on a CUDA device with the kernels of `triton_kernels`.
 
-A step's metadata are a few int64 arrays (see `step_arrays`), copied to the device at once; the
-kernels derive everything else from them. A captured step differs in having them at fixed addresses,
-and in launching for as many requests and tokens as its shape has room for.
+A step's metadata consists of a few int64 arrays (see `step_arrays`) that are copied to the device
+together. The kernels derive everything else from them. In a captured step, the arrays are at fixed
+addresses, and the launches cover as many requests and tokens as the shape has room for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.attention.triton_launch import triton_attention
 from engine.native.device_copy import to_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""The types that the kernels support. All sums are float32."""
+"""The types that the kernels support. All sums are in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class TritonMetadata(AttentionMetadata):
 
     Attributes:
         slot_mapping, cu_seqlens, starts, counts, table_offsets, extent, blocks: see `step_arrays`.
-        block_size: tokens in a block.
-        window: 0: none.
+        block_size: tokens per block.
+        window: the sliding window, or 0 if there is none.
         decode_rows, prefill_rows: see `triton_launch.triton_attention`.
     """
 
@@ -54,7 +54,7 @@ class TritonMetadata(AttentionMetadata):
 
 
 class TritonAttentionBackend(StepArraysBackend):
-    """See the module."""
+    """The Triton backend, described in the module docstring."""
 
     name = "triton"
 
@@ -104,7 +104,7 @@ class TritonAttentionBackend(StepArraysBackend):
         metadata: AttentionMetadata,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """Attend; see the base class."""
+        """Compute attention; see the base class."""
         output = query.new_empty((query.shape[1], query.shape[0], value.shape[-1]))
         self._launch(query, key, value, output, cache, metadata, params)
         return output

@@ -1,10 +1,10 @@
-"""Launches the Triton kernels of one layer, as one operation.
+"""Launches the Triton kernels of one layer as a single torch operation.
 
-It is one torch operation (`headrace::triton_attention`), so that a compiler, or a stand-in for CUDA
-graphs, sees a single call and what it writes.
+With `headrace::triton_attention`, a compiler or a stand-in for CUDA graphs sees a single call and
+the tensors that it writes.
 
-Tile sizes come from a table, not from autotuning, which would stall requests at serving time and
-could give a request different rounding in another run.
+Tile sizes come from a table. Autotuning would stall requests at serving time, and could round a
+request's results differently in another run.
 """
 
 from __future__ import annotations
@@ -23,26 +23,29 @@ from engine.native.torch_library import operation, writes_nothing
 
 _LOG2E = 1.4426950408889634
 _HELD = ((1 << 10, 3, 168), (1 << 11, 3, None), (1 << 13, 2, 255))
-"""(elements of a decode program's queries, how many such programs have enough of a multiprocessor's
-64k registers, the most registers of a thread; None: the compiler finds so many by itself). As
-compiled for compute capability 9.0: told nothing, the compiler keeps some in memory rather than use
-a few more than would let another program run; told 168 where it needs that many, it does so too.
+"""Register limits of decode programs, by tile size.
+
+Each entry is (maximum elements of a program's queries, number of such programs for which a
+multiprocessor's 64k registers suffice, maximum registers per thread). The last is None where the
+compiler stays low enough without a limit. With compute capability 9.0, the compiler spills some
+registers if it has no limit, rather than use a few more than would let another program run. It also
+spills if the limit is 168 and it needs all 168.
 """
 _FEWEST_CUTS, _MOST_CUTS = 16, 128
 _PARTIALS = 256
-"""The most cuts of one request times key/value heads: enough to fill a device with one long
-request.
+"""The maximum product of the cuts of one request and the key/value heads. It is enough to fill a
+device with one long request.
 """
 _PART, _PARTS = 128, 4
-"""Keys that are read in parts: BLOCK_D, and how many parts there are. See `Tiles.columns`."""
+"""BLOCK_D and the number of parts, for keys that are read in parts. See `Tiles.columns`."""
 _FUSES = True
-"""Whether a product and a sum are one operation. It is said at each launch: Triton's own default
-depends on its version and on the environment.
+"""Whether a multiplication and an addition are fused. Every launch sets this, because Triton's
+default depends on its version and on the environment.
 """
 OVERLAPS = True
-"""False: no kernel starts before the last one has ended, whatever the device can do."""
+"""If False, no kernel starts before the previous one has ended, even if the device supports it."""
 _SHARED_SLACK = 8 << 10
-"""Bytes of shared memory that the compiler may need besides the tiles."""
+"""Bytes of shared memory that the compiler may need in addition to the tiles."""
 _SCHEMA = (
     "triton_attention(Tensor query, Tensor? key, Tensor? value, Tensor(a!) keys, "
     "Tensor(b!) values, Tensor(c!) output, Tensor slot_mapping, Tensor cu_seqlens, Tensor starts, "
@@ -57,9 +60,9 @@ class DeviceSize:
     """The device properties that determine a launch.
 
     Attributes:
-        processors: multiprocessors.
-        shared_memory: the most bytes that one program can use.
-        overlaps: whether a kernel may start before the last one has ended; see
+        processors: the number of multiprocessors.
+        shared_memory: the maximum bytes of shared memory for one program.
+        overlaps: whether a kernel may start before the previous one has ended; see
             `triton_kernels.overlap`.
     """
 
@@ -73,14 +76,14 @@ class Tiles:
     """The constants of a launch.
 
     Attributes:
-        rows: BLOCK_M, query rows of a program: tokens times the query heads of a key/value head.
-        keys: BLOCK_N, keys that are read at once.
-        warps: how many warps compute a program.
-        depth: how many tiles of keys and values are being loaded while one is computed.
-        programs: how many programs a multiprocessor has registers for, if they are counted.
-        registers: the most registers of a thread; None: the compiler decides.
-        columns: BLOCK_V of programs that share a tile's values and read keys in parts; 0: one
-            program has all values, and reads keys at once.
+        rows: BLOCK_M, a program's query rows: tokens times the query heads of a key/value head.
+        keys: BLOCK_N, the number of keys that are read at a time.
+        warps: the number of warps per program.
+        depth: the number of tiles of keys and values that are loaded while one is computed.
+        programs: the number of programs for which a multiprocessor has registers (1 if unknown).
+        registers: the maximum registers per thread, or None if the compiler decides.
+        columns: BLOCK_V if several programs split a tile's values and read keys in parts. 0 if one
+            program computes all values and reads whole keys.
     """
 
     rows: int
@@ -93,8 +96,10 @@ class Tiles:
 
     @property
     def stages(self) -> int:
-        """The number of stages for the compiler. A tile's address is itself loaded from the block
-        table, so the compiler has to spread its stages over two dependent loads.
+        """The number of pipeline stages for the compiler.
+
+        A tile's address is itself loaded from the block table, so the compiler has to spread its
+        stages over two dependent loads.
         """
         return 2 * self.depth + 1
 
@@ -106,14 +111,14 @@ HOPPER = DeviceSize(processors=132, shared_memory=227 << 10)
 def choose_tiles(
     *, groups: int, dim: int, value_dim: int, itemsize: int, is_decode: bool, size: DeviceSize
 ) -> Tiles:
-    """The tiles for a layer.
+    """Choose the tiles for a layer.
 
     Args:
-        groups: query heads of a key/value head.
+        groups: query heads per key/value head.
         dim, value_dim: head sizes, padded to powers of two.
-        itemsize: bytes of an element.
-        is_decode: for requests with one token.
-        size: the device.
+        itemsize: bytes per element.
+        is_decode: whether the tiles are for requests with one token.
+        size: the properties of the device.
     """
     widest = max(dim, value_dim)
     fewest = max(16, _padded(groups))
@@ -164,22 +169,22 @@ def choose_tiles(
 
 
 def _shared_bytes(tiles: Tiles, *, dim: int, value_dim: int, itemsize: int, is_decode: bool) -> int:
-    """About the shared memory of a program, in bytes. See `choose_tiles`."""
+    """Estimate the shared memory of a program, in bytes."""
     # Tensor cores may read a tile while the next ones are loaded, so there is one tile more.
     loaded = (tiles.depth if is_decode else tiles.depth + 1) * tiles.keys * (dim + value_dim)
     return itemsize * (tiles.rows * (dim + tiles.keys) + loaded) + _SHARED_SLACK
 
 
 def _padded(size: int) -> int:
-    """The next power of two, as required for a tile's sides."""
+    """Round up to a power of two, as required for a tile's sides."""
     return 1 << (size - 1).bit_length()
 
 
 @cache
 def most_cuts(num_kv_heads: int, window: int) -> int:
-    """MAX_CUTS for a layer: the most cuts of one context. It does not depend on the step.
+    """Return MAX_CUTS for a layer: the maximum number of cuts of one context.
 
-    window: 0: none.
+    It does not depend on the step. A `window` of 0 means no window.
     """
     limit = max(_FEWEST_CUTS, min(_MOST_CUTS, _PARTIALS // _padded(num_kv_heads)))
     length: int = CUT.value
@@ -190,7 +195,7 @@ def most_cuts(num_kv_heads: int, window: int) -> int:
 def decode_places(
     tiles: Tiles, *, dim: int, value_dim: int, itemsize: int, size: DeviceSize
 ) -> int:
-    """How many decode programs run on a device at the same time. See `choose_tiles`."""
+    """Return how many decode programs run on a device at the same time."""
     tile = _shared_bytes(tiles, dim=dim, value_dim=value_dim, itemsize=itemsize, is_decode=True)
     fit = size.shared_memory // (tile - _SHARED_SLACK)
     return size.processors * max(1, min(tiles.programs, fit))
@@ -198,7 +203,7 @@ def decode_places(
 
 @cache
 def device_size(device: torch.device) -> DeviceSize:
-    """The size of a device. For the interpreter, which runs on a CPU, that of an H100."""
+    """Return the size of a device, or that of an H100 for the interpreter, which runs on a CPU."""
     if device.type != "cuda":
         return HOPPER
     found = torch.cuda.get_device_properties(device)
@@ -229,19 +234,20 @@ def triton_attention(
     scaling: float,
     softcap: float | None,
 ) -> None:
-    """Write the step's keys and values, and attend.
+    """Write the step's keys and values, and compute attention.
 
     Args:
-        query: [Hq, T, D]. key: [Hkv, T, D]. value: [Hkv, T, Dv]. All in the cache's dtype. Without
-            key and value nothing is written into the cache.
+        query: [Hq, T, D], in the cache's dtype, as are key and value.
+        key: [Hkv, T, D]. If key and value are None, nothing is written to the cache.
+        value: [Hkv, T, Dv].
         keys, values: the layer's cache, [num_slots, Hkv, D] and [num_slots, Hkv, Dv].
         output: [T, Hq, Dv], contiguous.
         slot_mapping, cu_seqlens, starts, counts, table_offsets, extent, blocks: see `step_arrays`.
         sinks: [Hq].
-        block_size: tokens in a block.
-        window: 0: none.
+        block_size: tokens per block.
+        window: the sliding window, or 0 if there is none.
         decode_rows: how many of the first requests may have one token; above 0 if there is padding.
-        prefill_rows: how many requests may have more.
+        prefill_rows: how many requests may have more than one token.
         scaling, softcap: see AttentionParams.
     """
     query = _rows_in_one_piece(query)
@@ -289,14 +295,14 @@ def triton_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """One layer's attention, once keys and values are written.
+    """One layer's attention, after keys and values are written.
 
     Attributes:
         tensors: query, keys, values, output.
-        sinks: or None.
+        sinks: the sinks, or None.
         step: cu_seqlens, starts, counts, table_offsets, extent, blocks.
         scales: the factors of scores before and after a softcap.
-        layer: the constants that decode and prefill have in common.
+        layer: the constants shared by decode and prefill.
     """
 
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -306,7 +312,7 @@ class _Attention:
     layer: Mapping[str, int]
 
     def decode(self, rows: int) -> None:
-        """Compute the requests with one token, among the first `rows`."""
+        """Compute the requests with one token among the first `rows`."""
         query, _, _, output = self.tensors
         layer, (cu_seqlens, starts, counts, *_) = self.layer, self.step
         kv_heads, groups, value_dim = layer["KV_HEADS"], layer["GROUPS"], layer["VALUE_DIM"]
@@ -348,7 +354,7 @@ class _Attention:
         )
 
     def prefill(self, rows: int) -> None:
-        """Compute the requests with more tokens, of which there are at most `rows`."""
+        """Compute the requests with more than one token, at most `rows`."""
         query = self.tensors[0]
         tiles = self._tiles(is_decode=False)
         block_q = tiles.rows // self.layer["GROUPS"]
@@ -384,8 +390,7 @@ class _Attention:
 
 
 def try_out(device: torch.device) -> None:
-    """Compile and launch the smallest kernel, so that missing tools are found before a model
-    runs.
+    """Compile and launch the smallest kernel, to detect missing tools before a model runs.
 
     Raises whatever Triton and its compilers raise.
     """
@@ -405,13 +410,13 @@ def try_out(device: torch.device) -> None:
 
 
 def _told(device: torch.device) -> dict[str, bool]:
-    """What every launch says."""
+    """Return the options common to all launches."""
     overlaps = device_size(device).overlaps
     return {"OVERLAPS": overlaps, "launch_pdl": overlaps, "enable_fp_fusion": _FUSES}
 
 
 def _rows_class(rows: int) -> int:
-    """ROWS of a decode; see `decode_kernel`."""
+    """Return the value of ROWS for `decode_kernel`."""
     if rows <= 1:
         return rows
     most: int = SCANNED.value
@@ -425,5 +430,5 @@ def _on_its_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
 
 
 def _rows_in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a copy if the elements of one head and token are not contiguous."""
+    """Return the tensor, copied if the elements of one head and token are not contiguous."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,6 +1,6 @@
-"""What the engine's rooms hand one another, and what its users see of it: options, requests, their
-results, statistics, errors, and the client that the service calls (`engine_client`).
+"""The data types shared by the engine's packages and its users: options, requests, results,
+statistics, errors, and the client that the service calls (`engine_client`).
 
-Plain data, checked where it is made. It knows no other room, and imports neither torch nor
-transformers; environment variables are read here alone (`environment`).
+These types are plain data, validated on construction. This package imports no other engine package,
+nor torch or transformers. It is the only one that reads environment variables (`environment`).
 """

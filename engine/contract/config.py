@@ -1,8 +1,8 @@
 """The engine's options: what each means, its bounds and its default.
 
-`ContinuousBatchingConfig` has the option names of transformers' continuous batching, with the same
-meaning. An option that the device does not support is refused when a model is loaded, with the
-reason; none is ignored. `LoadConfig` says how a model is loaded.
+`ContinuousBatchingConfig` uses the option names of transformers' continuous batching, with the same
+meanings. An option that the device does not support is refused, with the reason, when a model is
+loaded; none is silently ignored. `LoadConfig` says how a model is loaded.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from engine.contract.option_fields import check_bounds, option
 
 DEFAULT_BLOCK_SIZE = 256
 CPU_BLOCK_SIZE = 32
-"""The block size on a CPU where none is given."""
+"""The default block size on a CPU."""
 CUDA_BLOCK_SIZE = 64
-"""The same on CUDA: as many tokens as the kernels read at once, for which they then look up one
-block.
+"""The default block size on CUDA. It equals the number of tokens that the kernels read at a time,
+so that each read looks up only one block.
 """
 GROUP = "Model and engine"
 """The heading of these options in the server's help."""
@@ -39,54 +39,56 @@ TENSOR_PARALLELS = ("none", "auto")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuousBatchingConfig:
-    """Options of continuous batching. Raises ConfigError for a value out of its bounds. Those that
-    a server has as flags say below what they are.
+    """Options of continuous batching.
+
+    Raises ConfigError for a value out of bounds. Options that are also server flags are described
+    at their fields below.
 
     Attributes:
-        page_size: the name of block_size in newer versions of transformers; copied there when the
-            config is made.
-        max_blocks_per_request: the widest block table of the decode fast path, which computes steps
-            of one token a request; a step with a longer request takes the path for varying lengths.
-            0 turns the fast path off. None: as wide as the longest request needs.
-        allow_block_sharing: whether requests share the blocks of a common prefix, and blocks that
-            no request holds keep their prefix until they are needed. Ignored for a model that
-            cannot share blocks.
-        q_padding_interval_size: the number of tokens of a step is padded to a multiple of this. 0:
+        page_size: the name of block_size in newer versions of transformers. Copied to block_size
+            when the config is created.
+        max_blocks_per_request: the maximum block table width of the decode fast path, which
+            computes steps with one token per request. A step with a longer request takes the path
+            for varying lengths. 0 turns the fast path off. None: as wide as the longest request
+            needs.
+        allow_block_sharing: whether requests share the blocks of a common prefix, and unused blocks
+            keep their prefix until they are needed. Ignored for a model that cannot share blocks.
+        q_padding_interval_size: the number of tokens in a step is padded to a multiple of this. 0:
             captured decode steps are padded to 1, 2, 4, 8, 16, 24 or a multiple of 32, other
-            captured steps to a power of two from 64 to 1,024; others not at all.
+            captured steps to a power of two from 64 to 1,024, and all others are not padded.
         kv_padding_interval_size: the length of the context that attention in torch reads is padded
-            to a multiple of this many tokens; 0: not at all. Captured steps read each context at
-            its own length.
-        use_cuda_graph: also (varlen, decode), for each path of steps alone.
-        default_compile_level: how paths without a compile config of their own are compiled. 0: not
+            to a multiple of this many tokens. 0: it is not padded. Captured steps read each context
+            at its own length.
+        use_cuda_graph: may also be a (varlen, decode) pair, which sets each step path separately.
+        default_compile_level: how to compile paths that have no compile config of their own. 0: not
             at all; 1: mode "default", dynamic; 2: mode "max-autotune-no-cudagraphs", dynamic; 3:
             the same for fixed shapes.
-        max_cached_graphs: most captured shapes of steps. If there are more, every other one is left
-            out, and its steps are padded to the next larger one. 0: 32. Each number of requests
-            that these have adds two small graphs, which draw tokens.
+        max_cached_graphs: the maximum number of captured step shapes. If there are more, every
+            other one is left out, and its steps are padded to the next larger one. 0: 32. Each
+            distinct number of requests among these adds two small graphs, which draw tokens.
         varlen_compile_config, decode_compile_config: how torch.compile compiles the model for the
             path of varying lengths and for the decode fast path: a transformers CompileConfig, or
-            any object with its fields; None: the generation config's compile_config, else
-            default_compile_level decides.
-        use_default_compile_configs: True is default_compile_level 3.
+            any object with its fields. None: the generation config's compile_config, or
+            default_compile_level if that is not set.
+        use_default_compile_configs: True is equivalent to default_compile_level 3.
         scheduler_type: the name of a scheduling policy: "fifo", "prefill_first", "priority",
-            "fair", one that was registered (see `engine.scheduler.policies`), or your own class as
+            "fair", a registered policy (see `engine.scheduler.policies`), or your own class as
             "package.module:Class".
-        safety_margin: the fraction of the blocks that must stay free for the growth of the running
-            requests when a waiting one is started; 0 to 1. None: the policy's default.
-        return_logprobs: whether outputs of the offline API carry the chosen tokens'
+        safety_margin: the fraction of the blocks that must stay free for running requests to grow
+            when a waiting one is started; 0 to 1. None: the policy's default.
+        return_logprobs: whether outputs of the offline API include the chosen tokens'
             log-probabilities.
-        seed: the seed from which requests without a seed get theirs, in the order of their arrival;
-            None: from the system's randomness.
+        seed: the seed from which requests without a seed get theirs, in order of arrival. None:
+            from the system's randomness.
         cpu_offload_space_safety_threshold: cpu_offload_space is limited to this fraction of the
             container's memory; above 0, at most 1.
-        max_queue_size: how many requests may wait; beyond that, requests are refused at once. 0: no
-            limit.
+        max_queue_size: the maximum number of waiting requests; beyond it, requests are refused
+            immediately. 0: no limit.
         max_unread_results: how many unread results of each choice of a streaming request the Python
-            API keeps. Beyond that, the oldest is merged into the next one, which also has its
-            tokens; the last one is always kept. 1 to 1,048,576.
-        max_unread_requests: how many choices may have ended without their last result being read;
-            beyond that, the Python API refuses further requests. 1 to 16,777,216.
+            API keeps. Beyond that, the oldest is merged into the next one, which then includes its
+            tokens. The last one is always kept. 1 to 1,048,576.
+        max_unread_requests: how many choices may have ended without their last result being read.
+            Beyond that, the Python API refuses further requests. 1 to 16,777,216.
         per_request_processors: whether `add_request` accepts sampling options (temperature, top_k,
             …). If not, all requests use those of the generation config.
         drop_unsupported_processors: what to do with options of a generation config that this engine
@@ -273,15 +275,15 @@ class ContinuousBatchingConfig:
 
 
 def block_size_on(config: ContinuousBatchingConfig, device: str) -> int:
-    """Tokens in one block of the KV cache, on this type of device."""
+    """Return the number of tokens in one KV cache block on this type of device."""
     if config.block_size is not None:
         return config.block_size
     return CPU_BLOCK_SIZE if device == "cpu" else CUDA_BLOCK_SIZE
 
 
 def target_step_time(config: ContinuousBatchingConfig, device: str) -> float:
-    """The target time, in seconds, of steps in which requests decode, on this type of device; 0:
-    none.
+    """Return the target time, in seconds, of steps with decoding requests on this type of device. 0
+    means no target.
     """
     if config.target_step_time is not None:
         return config.target_step_time
@@ -290,8 +292,8 @@ def target_step_time(config: ContinuousBatchingConfig, device: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig:
-    """How a model is loaded. Raises ConfigError for a value out of bounds. Each option says below
-    what it is.
+    """How a model is loaded. Raises ConfigError for a value out of bounds. Each option is described
+    at its field below.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(

@@ -1,13 +1,13 @@
-"""The interface between the service and the engine: the service calls nothing else of the engine.
+"""The interface between the service and the engine. The service calls nothing else in the engine.
 
     service ── EngineClient ──▶ engine          submit, cancel, finish, hold, stats, pause, …
     service ◀── step sink ───── engine          one StepOutputs per engine step, on the service's
     event loop
 
-A verb is declared here, once. `engine.process.local_client` carries it out; if the engine has a
-process of its own, `engine.process` derives the messages for it from its signature. So all
-arguments and results are plain values or frozen dataclasses (docs/extending.md shows how to add a
-verb).
+Each verb is declared once, here, and implemented in `engine.process.local_client`. If the engine
+has a process of its own, `engine.process` derives the verb's messages from its signature. All
+arguments and results are therefore plain values or frozen dataclasses. docs/extending.md shows how
+to add a verb.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from engine.contract.stats import EngineStats
 from engine.contract.types import RequestId, TokenId
 
 StepSink = Callable[[StepOutputs], None]
-"""Takes one step's outputs. Called on the event loop on which `start` ran; must not block and must
-not raise.
+"""Receives one step's outputs. Called on the event loop on which `start` ran; must not block or
+raise.
 """
 
 ProgressSink = Callable[[str], None]
-"""Takes one human-readable line of start-up progress. Called from any thread."""
+"""Receives one human-readable line of start-up progress. Called from any thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,19 +36,19 @@ class ModelInfo:
     """What the front end needs to know about the loaded model.
 
     Attributes:
-        name: the last part of the model's path, or its hub id.
+        name: the last component of the model's path, or its hub id.
         path: the local directory with the tokenizer's files.
         architecture: such as "LlamaForCausalLM".
-        parameters: how many it has.
+        parameters: the number of parameters.
         dtype, device: such as "bfloat16" and "cpu".
         quantization: how the weights of linear layers are stored: "none" (in dtype) or "int8".
-        vocab_size: token ids are below this.
+        vocab_size: the size of the vocabulary; all token ids are below it.
         eos_token_ids: the model's own end-of-sequence ids.
-        max_context_tokens: the longest request, prompt and output together: the model's context, or
-            what the KV cache can hold for one request if that is less.
+        max_context_tokens: the maximum length of a request, prompt and output together: the model's
+            context, or what the KV cache can hold for one request if that is less.
         default_sampling: what `model.generate` would use with the model's own generation config.
-        max_running_requests: how many requests run at the same time.
-        max_queue_size: how many may wait; 0: no limit.
+        max_running_requests: the maximum number of requests running at the same time.
+        max_queue_size: the maximum number of waiting requests; 0: no limit.
         heeds_priorities: whether the scheduling policy uses priorities; if not, they are refused.
         startup: how many seconds the phases of loading took, in order (`engine.contract.startup`).
     """
@@ -78,7 +78,7 @@ class Admission:
         queue_position: how many requests were waiting before it.
         arrival: when it was accepted, in seconds of the engine process's monotonic clock; the same
             as `Timings.arrival` in its `Finish`.
-        notes: what of its form is held otherwise than it was written, in words for the caller.
+        notes: messages for the caller about how the enforced grammar differs from the one given.
     """
 
     queue_position: int
@@ -87,128 +87,135 @@ class Admission:
 
 
 class EngineVerbs(Protocol):
-    """What an engine can be asked to do: each method is a verb, and there are no others.
+    """The engine's operations: each method is a verb, and there are no others.
 
-    Arguments are positional. They and the answer are annotated with types that msgspec can check; a
-    verb raises only errors that `engine.process.engine_messages` lists.
+    Arguments are positional. Arguments and results are annotated with types that msgspec can check.
+    A verb raises only errors that `engine.process.engine_messages` lists.
     """
 
     async def submit(self, request: GenerationRequest) -> Admission:
-        """Accept a request, or refuse it at once. Its outputs may reach the sink before this
+        """Accept a request, or refuse it immediately. Its outputs may reach the sink before this
         returns.
 
         Raises:
             InvalidRequestError: a field is wrong, or the prompt does not fit the context.
             DuplicateRequestError: a live request has the same id.
-            QueueFullError: too many are waiting.
+            QueueFullError: too many requests are waiting.
             CompileQueueFullError: too many grammars wait to be compiled.
-            EngineUnavailableError: loading, or stopped.
+            EngineUnavailableError: the engine is loading or stopped.
         """
         ...
 
     async def cancel(self, request_id: RequestId) -> bool:
-        """End a request with CANCELLED within one step. False: no live request has that id
-        (idempotent).
+        """End a request with CANCELLED within one step. Idempotent.
+
+        Returns False if no live request has that id.
         """
         ...
 
     async def finish(self, request_id: RequestId, num_tokens: int, choice: int = 0) -> None:
-        """End a choice with STOP, as of its first `num_tokens` tokens: a stop string was found
-        there.
+        """End a choice with STOP after its first `num_tokens` tokens, because a stop string was
+        found there.
 
-        Tokens beyond them are not billed. Harmless if the request has already ended. The choice's
-        `Finish` still arrives at the sink, and may carry another reason if it ended by itself
-        first.
+        Later tokens are not billed. Harmless if the request has already ended. The choice's
+        `Finish` still arrives at the sink, and may have another reason if the choice ended by
+        itself first.
         """
         ...
 
     async def hold(self, request_id: RequestId) -> None:
-        """Leave a request, with all its choices, out of all steps until `unhold`, because nobody
-        reads its output. A step that is already running still delivers its tokens.
+        """Exclude a request and all its choices from all steps until `unhold`, because nobody is
+        reading its output. A step that is already running still delivers its tokens.
 
-        A held request takes no place in the batch. Its KV stays until others need the room, and it
-        is preempted before any running request. It can be cancelled, and its time limit goes on.
-        Harmless if the request has ended or is already held.
+        A held request takes no slot in the batch. Its KV stays until others need the memory, and it
+        is preempted before any running request. It can be cancelled, and its time limit still
+        applies. Harmless if the request has ended or is already held.
         """
         ...
 
     async def unhold(self, request_id: RequestId) -> None:
-        """Let a held request go on where it was. Calls for one request take effect in order.
+        """Resume a held request where it left off. Calls for one request take effect in order.
         Harmless if the request has ended or is not held.
         """
         ...
 
     async def stats(self) -> EngineStats:
-        """The engine's figures now.
+        """Return the engine's current statistics.
 
         Raises:
-            EngineUnavailableError: loading, or stopped.
+            EngineUnavailableError: the engine is loading or stopped.
         """
         ...
 
     async def pause(self) -> None:
-        """Take no further step until `resume`. Returns when the last step is done; from then on
-        nothing touches the model. Live requests stay, new ones are accepted and wait, cancelled
-        ones end. Harmless if paused. Closing or restarting the engine ends the pause.
+        """Run no further steps until `resume`.
+
+        Returns when the last step is done; from then on, nothing uses the model. Live requests
+        stay, new ones are accepted and wait, and cancelled ones end. Harmless if the engine is
+        already paused. Closing or restarting the engine ends the pause.
 
         Raises:
-            EngineUnavailableError: loading, or stopped.
+            EngineUnavailableError: the engine is loading or stopped.
         """
         ...
 
     async def resume(self) -> None:
-        """End a pause. Harmless if there is none.
+        """End a pause. Harmless if the engine is not paused.
 
         Raises:
-            EngineUnavailableError: loading, or stopped.
+            EngineUnavailableError: the engine is loading or stopped.
         """
         ...
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes. Returns when that is done. Running requests keep the prefixes
-        that they hold until they end.
+        """Discard all cached prefixes, and return when that is done. Running requests keep the
+        prefixes they hold until they end.
 
         Raises:
-            EngineUnavailableError: loading, or stopped.
+            EngineUnavailableError: the engine is loading or stopped.
         """
         ...
 
     async def set_log_level(self, level: str, level_of: tuple[str, ...] = ()) -> None:
-        """Set what the engine logs: "debug", "info", "warning" or "error", and what some modules
-        log (see `engine.logs.levels`); others of them stay as they are. Still applies after a
-        restart of the engine. Also works while the model loads.
+        """Set the engine's log level ("debug", "info", "warning" or "error") and the levels of some
+        modules (see `engine.logs.levels`).
+
+        The levels of other modules do not change. The setting survives a restart of the engine, and
+        can be made while the model loads.
         """
         ...
 
 
 class EngineClient(EngineVerbs, Protocol):
-    """An engine, in this process or another: its verbs, its start and its end. All methods but
+    """An engine, in this process or another: its verbs, its start and its end. All methods except
     `launch` are called on the event loop on which `start` was called.
     """
 
     def launch(self) -> None:
-        """Begin already what `start` goes on with, as far as that needs no event loop. By itself
-        there is nothing.
-        """
+        """Do in advance whatever part of `start` needs no event loop. Has no effect by itself."""
 
     async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:
         """Load the model and begin to serve. The outputs of all requests go to `sink`.
 
         Raises:
-            ModelRefusedError, InsufficientMemoryError, ConfigError: with the reason.
-            EngineUnavailableError: `close` was called while the model loaded.
+            ModelRefusedError, InsufficientMemoryError, ConfigError: loading fails; the message
+                gives the reason.
+            EngineUnavailableError: `close` was called while the model was loading.
         """
         ...
 
     async def close(self) -> None:
-        """Stop at once: live requests end with ERROR (retryable). Returns when the engine's thread
-        has ended. Loading is given up at its next stage, and waited for too.
+        """Stop immediately. Live requests end with ERROR (retryable).
+
+        Returns when the engine's thread has ended. If the model is still loading, waits until
+        loading is abandoned at its next stage.
         """
         ...
 
     async def wait_failed(self) -> Exception:
-        """Wait until the engine dies, and return why. Any number of tasks may wait. If the engine
-        is closed instead, this never returns.
+        """Wait until the engine dies, and return the reason. Any number of tasks may wait.
+
+        If the engine is closed instead, this never returns.
         """
         ...
 
@@ -219,5 +226,5 @@ class EngineClient(EngineVerbs, Protocol):
 
     @property
     def failure(self) -> Exception | None:
-        """Why the engine is dead, if it is."""
+        """The reason the engine is dead, or None if it is not."""
         ...

@@ -1,5 +1,5 @@
-"""The environment variables that the engine reads, and those that it sets for a process of its own.
-Nothing else in the engine reads one.
+"""The environment variables that the engine reads, and those that it sets for an engine subprocess.
+No other module of the engine reads environment variables.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _SPIN_COUNT = "10000"
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """This process's place among those that torchrun started.
+    """This process's rank among the processes that torchrun started.
 
     Attributes:
-        rank, world_size: its number among all of them, from 0, and how many there are.
+        rank, world_size: its index among all the processes, from 0, and their number.
         local_rank, local_world_size: the same for the processes on this machine.
     """
 
@@ -29,7 +29,7 @@ class RankPlace:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> RankPlace | None:
-        """Read torchrun's variables from the environment; None: torchrun did not start this
+        """Read torchrun's environment variables. Return None if torchrun did not start this
         process.
 
         Raises:
@@ -59,13 +59,14 @@ class RankPlace:
 
 
 def engine_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment for an engine in a process of its own.
+    """Return the environment for an engine in a process of its own.
 
     A step runs hundreds of short parallel regions. At the end of each, threads wait for the slowest
-    one by spinning, in GNU OpenMP (torch's) for milliseconds. If other processes need the CPUs,
-    such as a front end under load, the spinning threads keep the slowest one from running, and a
-    step takes up to a hundred times as long. So spinning is limited to a tenth of a millisecond,
-    which is longer than the time between regions. The operator's own settings take precedence.
+    one by spinning; in GNU OpenMP, which torch uses, they spin for milliseconds. If other processes
+    need the CPUs, such as a front end under load, the spinning threads keep the slowest one from
+    running, and a step takes up to a hundred times as long. Spinning is therefore limited to a
+    tenth of a millisecond, which is longer than the time between regions. The operator's own
+    settings take precedence.
     """
     if "GOMP_SPINCOUNT" in environ or "OMP_WAIT_POLICY" in environ:
         return dict(environ)

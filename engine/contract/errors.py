@@ -1,8 +1,8 @@
 """The engine's errors: one class per cause, raised where the cause is known.
 
-A message says which field is wrong, which bound it broke and what to do about it; it is safe to
-show to the caller. Internal causes are logged, never put into a message. The service maps these
-classes to gRPC codes in one table.
+Each message says which field is wrong, which bound it violates and what to do about it. Messages
+are safe to show to the caller; internal causes are logged and never included. The service maps
+these classes to gRPC codes in one table.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import Self
 
 
 class HeadraceError(Exception):
-    """Base of all errors that Headrace raises on purpose. `str(error)` may be shown to a caller.
+    """Base class of all errors that Headrace raises on purpose. `str(error)` may be shown to a
+    caller.
 
     Attributes:
-        mentions: the config options that the text names. Code that shows the text where these have
-            other names, such as flags, replaces them.
+        mentions: the config options named in the text. Code that shows the text to users who know
+            these options by other names, such as flags, replaces them.
     """
 
     mentions: tuple[str, ...] = ()
@@ -27,9 +28,7 @@ class HeadraceError(Exception):
 
 
 class ConfigError(HeadraceError):
-    """An option of the configuration is out of its bounds, contradicts another, or is not supported
-    yet.
-    """
+    """A configuration option is out of bounds, contradicts another, or is not supported yet."""
 
     def __init__(self, option: str, message: str) -> None:
         super().__init__(f"{option}: {message}")
@@ -37,9 +36,11 @@ class ConfigError(HeadraceError):
 
 
 class InvalidRequestError(HeadraceError):
-    """A field of a request is wrong. `field` is its path in the engine's own names, those of
-    `GenerationRequest` and of the Python API's options: `stop.max_tokens`, `prompt[3]`. The service
-    translates it into its own names.
+    """A field of a request is wrong.
+
+    `field` is its path in the engine's own names, those of `GenerationRequest` and of the Python
+    API's options, such as `stop.max_tokens` or `prompt[3]`. The service translates it into its own
+    names.
     """
 
     def __init__(self, field: str, message: str) -> None:
@@ -80,7 +81,9 @@ class RequestNotFoundError(HeadraceError):
 
 
 def kept_places(kept: int) -> str:
-    """How a refusal tells what is kept for others of the same caller; empty: nothing is."""
+    """Return the text of a refusal about places reserved for the same caller's retries, or "" if
+    there are none.
+    """
     if not kept:
         return ""
     return f" (and {kept} of this caller's are due again, which go first)"
@@ -92,9 +95,10 @@ class QueueFullError(HeadraceError):
     Attributes:
         limit, present: how many may wait, and how many do.
         retry_after_s: when to try again, in seconds.
-        held, share: how many of the caller's requests wait, and how many may while others want
-            their share; None: the caller's share is not the reason.
-        kept: how many places are kept for the caller's requests that come again as they were told.
+        held, share: how many of the caller's requests wait, and how many may while other callers
+            want their share. None if the caller's share is not the reason.
+        kept: the number of queue places reserved for those of the caller's requests that come back
+            when they were told to.
     """
 
     def __init__(
@@ -106,7 +110,7 @@ class QueueFullError(HeadraceError):
         share: int | None = None,
         kept: int = 0,
     ) -> None:
-        """`present`: None: as many as `limit`."""
+        """`present` defaults to `limit`."""
         self.present = limit if present is None else present
         others = ""
         if share is not None:
@@ -130,8 +134,8 @@ class CompileQueueFullError(HeadraceError):
     Attributes:
         limit, present: how many may wait, and how many do.
         retry_after_s: when to try again, in seconds.
-        waited_s: how long this one waited for its turn; 0: it got no place in the queue, or lost
-            it.
+        waited_s: how long this one waited to be compiled; 0 if it got no place in the queue, or
+            lost it.
     """
 
     def __init__(
@@ -153,7 +157,7 @@ class CompileQueueFullError(HeadraceError):
 
 
 class UnreadResultsError(HeadraceError):
-    """Too many requests have ended whose results nobody has read, so no more are accepted."""
+    """Too many requests have ended with unread results, so no more are accepted."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(
@@ -176,24 +180,24 @@ class TooManyHandlersError(HeadraceError):
 
 
 class EngineUnavailableError(HeadraceError):
-    """The engine accepts no requests now: it is loading, draining or stopped."""
+    """The engine accepts no requests now because it is loading, draining or stopped."""
 
 
 class RanksLostError(EngineUnavailableError):
-    """The processes that share a model no longer compute together: one of them has ended, or failed
-    in a step. All of them must be restarted.
+    """The processes that share a model no longer compute together, because one of them has ended or
+    has failed in a step. All of them must be restarted.
     """
 
 
 class ModelRefusedError(HeadraceError):
-    """The model cannot be loaded, or would be run wrongly. The message gives the reason."""
+    """The model cannot be loaded, or would not run correctly. The message gives the reason."""
 
 
 class DownloadError(ModelRefusedError):
-    """A model cannot be fetched from the hub. The message says what to do.
+    """A model cannot be downloaded from the hub. The message says what to do.
 
     Attributes:
-        cause: which of the causes it is: a name, such as "gated"; docs/models.md lists them.
+        cause: the name of the cause, such as "gated"; docs/models.md lists them.
     """
 
     def __init__(self, cause: str, message: str) -> None:
@@ -202,7 +206,7 @@ class DownloadError(ModelRefusedError):
 
 
 class ModelInUseError(HeadraceError):
-    """A model cannot be removed, because a process downloads or uses it."""
+    """A model cannot be removed because a process is downloading or using it."""
 
 
 class ModelChangedError(ModelRefusedError):
@@ -215,7 +219,7 @@ class ModelChangedError(ModelRefusedError):
 
 
 class WeightsRefusedError(ModelRefusedError):
-    """New weights cannot be taken over as they are given. The message names the tensor."""
+    """The given new weights cannot be used. The message names the tensor."""
 
 
 class NoStepError(ModelRefusedError):
@@ -229,7 +233,7 @@ class NoStepError(ModelRefusedError):
 
 
 class NoGradientsError(ModelRefusedError):
-    """Gradients are asked for of a model whose weights were packed."""
+    """Gradients were requested from a model whose weights are packed."""
 
     def __init__(self) -> None:
         super().__init__(

@@ -1,5 +1,7 @@
-"""Which types a JSON Schema allows. Formats that write no types, such as Qwen3-coder's XML, are
-enforced by the engine and read by the service; both must give a value the same type.
+"""Determines which types a JSON Schema allows.
+
+Some formats, such as Qwen3-coder's XML, do not write types. The engine enforces these formats and
+the service parses them, so both must give a value the same type.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from typing import Any
 
 JSON_TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 MAX_LOOKED_AT = 256
-"""The most schemas that are looked at for the types of one."""
+"""The maximum number of schemas examined to find the types of one."""
 _MAX_NESTED = 8
 _MEANT = {
     "properties": "object",
@@ -17,18 +19,20 @@ _MEANT = {
     "items": "array",
     "prefixItems": "array",
 }
-"""Keywords of schemas without a type, and the type that is meant."""
+"""Keywords of schemas without a type, and the types they imply."""
 
 
 def allowed_types(schema: object, root: object) -> frozenset[str]:
-    """The types of the values that a schema allows, by JSON's names; empty: it does not say.
+    """Return the JSON type names of the values that a schema allows, or an empty set if it does not
+    say.
 
-    They are taken from `type`; or else from `const`, `enum`, the branches of `anyOf` and `oneOf`,
-    and a `$ref` into `root`; or else from keywords that are for objects or arrays. Where branches
-    are nested too deeply, or there are too many, the rest counts as a string.
+    They are taken from `type`, or failing that from `const`, `enum`, the branches of `anyOf` and
+    `oneOf`, and a `$ref` into `root`, or failing that from keywords that apply to objects or
+    arrays. Where there are too many branches, or they are nested too deeply, the rest counts as a
+    string.
 
     Args:
-        schema: the schema; anything else does not say.
+        schema: the schema. Anything that is not a schema allows no known types.
         root: the schema that `$ref` refers to.
     """
     found: set[str] = set()
@@ -51,7 +55,7 @@ def allowed_types(schema: object, root: object) -> frozenset[str]:
 
 
 def own_types(schema: Mapping[str, Any]) -> frozenset[str]:
-    """The types that a schema itself says, by `type`, `const` or `enum`."""
+    """Return the types that a schema itself declares with `type`, `const` or `enum`."""
     kinds = schema.get("type")
     named = kinds if isinstance(kinds, list) else [kinds]
     if found := {kind for kind in named if isinstance(kind, str) and kind in JSON_TYPES}:
@@ -63,7 +67,9 @@ def own_types(schema: Mapping[str, Any]) -> frozenset[str]:
 
 
 def referred(schema: Mapping[str, Any], root: object) -> object:
-    """What the schema's `$ref` names within `root`; None: it has none, or names nothing there."""
+    """Return what the schema's `$ref` refers to within `root`, or None if there is no such
+    reference or target.
+    """
     reference = schema.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
@@ -77,7 +83,7 @@ def referred(schema: Mapping[str, Any], root: object) -> object:
 
 
 def type_of(value: object) -> str:
-    """The type of a value, by JSON's names."""
+    """Return the JSON type name of a value."""
     match value:
         case None:
             return "null"

@@ -1,10 +1,10 @@
-"""Everything about an option is declared once, at its field.
+"""Declares everything about an option once, at its field.
 
     max_sessions: int = option(1024, "Most sessions that are open.", low=1, high=1_000_000)
 
-The check of its bounds and the error's text follow from that (`check_bounds`). If the option has a
-group, so do the server's flag, the environment variable, the line of help and the row in
-docs/operations.md (`service.command.flags`).
+The bounds check and the error text follow from that (`check_bounds`). If the option has a group, so
+do the server's flag, the environment variable, the line of help and the row in docs/operations.md
+(`service.command.flags`).
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _MAX_SHOWN = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What an option has beyond its field's type and default.
+    """What an option has in addition to its field's type and default.
 
     Attributes:
-        help: what it is, in a sentence or two.
-        more: further text for the documentation; Markdown.
-        low, high: its bounds; None: no bound.
-        above: whether values must be above `low`, not equal to it.
-        zero: what 0 means if it is below `low` and allowed all the same; empty: it is refused.
+        help: a description in a sentence or two.
+        more: further text for the documentation, in Markdown.
+        low, high: the bounds; None: no bound.
+        above: whether values must be strictly above `low`.
+        zero: what 0 means if it is allowed although it is below `low`; empty: 0 is refused.
         choices: the allowed values; empty: any.
-        outside: what package.module:… may name besides the choices, such as Class; empty: none is
-            allowed.
-        switch: whether it is True or False (or None, if that is the default); implied if the
-            default is True or False.
-        base: the base in which a flag's number is written; 8 is octal.
+        outside: the kind of object that package.module:… may name in addition to the choices, such
+            as Class; empty: none.
+        switch: whether the option is True or False (or None, if that is the default). Implied if
+            the default is True or False.
+        base: the base in which a flag's number is written, such as 8 for octal.
         group: the heading in the server's help; empty: the server has no such flag.
-        bare: the value of the flag given without one; empty: it must have one.
+        bare: the value of the flag when given without one; empty: a value is required.
         flag: the flag's name without dashes; empty: the field's name without its unit. For an
-            option without a group: the flag of another config's option that sets this one.
-        shown: how the default is shown, if not as the value itself.
-        served: the server's default, if it differs; in a tuple, because it may be None.
-        reloads: what SIGHUP changes it for in a server that runs, in words; empty: nothing, it
-            needs a restart.
+            option without a group, the flag of another config's option that sets this one.
+        shown: how the default is displayed, if not as the value itself.
+        served: the server's default, if it differs. Wrapped in a tuple because it may be None.
+        reloads: what SIGHUP changes it for in a running server, in words; empty: changing it
+            requires a restart.
     """
 
     help: str
@@ -66,7 +66,7 @@ class Option:
     reloads: str = ""
 
     def bounds(self, name: str) -> str:
-        """The bounds in words, for an option of this name; empty: there are none."""
+        """Return the bounds in words for an option with this name, or "" if there are none."""
         if self.choices:
             outside = f", or package.module:{self.outside}" if self.outside else ""
             return "one of " + ", ".join(self.choices) + outside
@@ -78,12 +78,12 @@ class Option:
 
 
 def option(default: Any, help: str = "", **more: Any) -> Any:
-    """Declare a dataclass field as an option; `more`: the fields of Option."""
+    """Declare a dataclass field as an option. `more` sets further fields of Option."""
     return dataclasses.field(default=default, metadata={_KEY: Option(help=help, **more)})
 
 
 def options_of(config: type[Any]) -> Mapping[str, Option]:
-    """The options among a dataclass's fields, by field name."""
+    """Return the options among a dataclass's fields, by field name."""
     return MappingProxyType(
         {one.name: one.metadata[_KEY] for one in dataclasses.fields(config) if _KEY in one.metadata}
     )
@@ -108,13 +108,13 @@ def check_value(name: str, one: Option, value: Any, default: Any) -> None:
     """Check the type and bounds of one option's value.
 
     Args:
-        name: the field's.
-        one: its declaration.
-        value: what it is set to; not None where that is the default.
-        default: the field's.
+        name: the field's name.
+        one: the field's declaration.
+        value: the value to check; not None if None is the default.
+        default: the field's default.
 
     Raises:
-        ConfigError: it has the wrong type or is out of bounds.
+        ConfigError: the value has the wrong type or is out of bounds.
     """
     shown = f"{value:g}" if isinstance(value, float) else repr(value)
     shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}…"
@@ -145,7 +145,7 @@ def _is_within(value: Any, one: Option) -> bool:
 
 
 def _told(bound: float, name: str, base: int) -> str:
-    """A bound as text, with a unit if the option's name has one."""
+    """Return a bound as text, with a unit if the option's name has one."""
     if base == 8:
         return f"{int(bound):04o}"
     if name.endswith("_bytes"):

@@ -1,8 +1,8 @@
-"""What the engine delivers: the outputs of one step, request by request, and how a request ended.
+"""The engine's outputs: what one step produced for each request, and how requests ended.
 
-Filled by `engine.core.engine_core` (and by the loop, for requests that never reached a step). Read
-by the sink: the result router of `engine.api.manager`, or the service's delivery log through
-`engine.contract.engine_client`.
+They are created by `engine.core.engine_core`, and by the loop for requests that never reached a
+step. They are read by the sink: the result router of `engine.api.manager`, or the service's
+delivery log through `engine.contract.engine_client`.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     """max_tokens was reached."""
     CONTEXT = "context"
-    """The request is as long as the model's context, or as the KV cache can hold."""
+    """The request is as long as the model's context allows, or as the KV cache can hold."""
     CANCELLED = "cancelled"
-    """Somebody cancelled it."""
+    """The request was cancelled."""
     TIME_LIMIT = "time_limit"
-    """Its time limit was reached."""
+    """The request's time limit was reached."""
     ERROR = "error"
-    """It failed; `Finish.failure` says how."""
+    """The request failed; `Finish.failure` says how."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The log-probabilities reported with one token, taken from the model's own distribution
-    (before any processing).
+    """The log-probabilities reported with one token, taken from the model's own distribution before
+    any processing.
 
     Attributes:
-        logprob: the chosen token's.
+        logprob: the chosen token's log-probability.
         rank: the chosen token's rank by probability; 1 is the most likely.
         candidates: (token id, log-probability) of the most likely tokens, most likely first.
         requested: (token id, log-probability) of the ids that the request named.
@@ -52,8 +52,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request cost, in tokens. `cached_tokens`: prompt tokens that came from the prefix
-    cache.
+    """What a request cost, in tokens. `cached_tokens` is the number of prompt tokens that came from
+    the prefix cache.
     """
 
     prompt_tokens: int
@@ -63,8 +63,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """When things happened, in seconds of the engine process's monotonic clock; None: it did not
-    happen.
+    """When things happened, in seconds of the engine process's monotonic clock. None if something
+    did not happen.
     """
 
     arrival: float
@@ -77,11 +77,15 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """Why a request failed. `message` is safe to show; `error_id` finds the cause in the log.
+    """Why a request failed.
 
-    `retryable`: whether the same request may succeed elsewhere or later (the engine stopped, say).
-    `field`: the field of the request that caused the failure, if one did, in engine terms (see
-    InvalidRequestError); `message` then says what to change in it.
+    Attributes:
+        message: text that is safe to show to the caller.
+        error_id: identifies the cause in the log.
+        retryable: whether the same request may succeed elsewhere or later, such as when the engine
+            stopped.
+        field: the request field that caused the failure, if any, in engine terms (see
+            InvalidRequestError). `message` then says how to change it.
     """
 
     message: str
@@ -95,9 +99,9 @@ class Finish:
     """How a request ended.
 
     Attributes:
-        reason: why.
-        usage, timings: what it cost.
-        stop_token_id: the id that ended it, if the reason is STOP and it was a token id.
+        reason: why it ended.
+        usage, timings: what it cost, and when things happened.
+        stop_token_id: the token id that ended it, if the reason is STOP and it was a token id.
         failure: set if the reason is ERROR.
     """
 
@@ -109,22 +113,24 @@ class Finish:
 
 
 class RequestOutput(NamedTuple):
-    """What one step produced for one choice of a request. A tuple, because one is made for every
-    token: it is faster to make than a frozen dataclass, and is serialized without field names.
+    """What one step produced for one choice of a request.
+
+    This is a tuple because one is created for every token. A tuple is faster to create than a
+    frozen dataclass, and is serialized without field names.
 
     Attributes:
         request_id: the request.
-        choice: which of its choices.
-        token_ids: the new tokens, usually one; empty if only the prompt was finished, or the
+        choice: the index of the choice.
+        token_ids: the new tokens, usually one. Empty if only the prompt was finished, or the
             request just ended.
-        logprobs: one entry per token if the request asked for them, else None.
-        prompt_done: how many prompt tokens came from the prefix cache; set on the first output
+        logprobs: one entry per token if the request asked for them; otherwise None.
+        prompt_done: how many prompt tokens came from the prefix cache. Set on the first output
             after the whole prompt was processed, None on all others.
         prompt_logprobs: set with prompt_done if the request asked for them: one entry for each
             prompt token from the second on.
         finish: set on the choice's last output. Each choice has one, except that an error ends the
             whole request with a single output.
-        ends_request: whether this is the request's last output; set on exactly one.
+        ends_request: whether this is the request's last output. Set on exactly one.
     """
 
     request_id: RequestId
@@ -142,10 +148,11 @@ class StepRecord:
     """What one step did, for telemetry.
 
     Attributes:
-        duration_s: seconds from its launch to its results.
-        num_requests: requests in it.
-        num_prompt_tokens: tokens computed for prompts, or again after a preemption.
-        num_decode_tokens: tokens computed in order to generate the next one.
+        duration_s: seconds from the step's launch to its results.
+        num_requests: the number of requests in the step.
+        num_prompt_tokens: the number of tokens computed for prompts, or recomputed after a
+            preemption.
+        num_decode_tokens: the number of tokens computed in order to generate the next one.
     """
 
     duration_s: float
@@ -156,11 +163,11 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """All that one step produced, in one piece.
+    """Everything that one step produced.
 
     Attributes:
         time: monotonic seconds at the step's end.
-        outputs: request by request.
+        outputs: the outputs, by request.
         step: what the step did; None if the outputs came without a step.
     """
 
@@ -172,9 +179,10 @@ class StepOutputs:
 def end_of_lost(
     request_id: RequestId, failure: RequestFailure, arrival: float, now: float
 ) -> RequestOutput:
-    """The end of an accepted request that never reached a core, or whose core is lost. Its counts
-    are lost too: the usage is 0, and the receiver of its outputs has the true counts. Times are
-    monotonic seconds.
+    """Return the end of an accepted request that never reached a core, or whose core is lost.
+
+    Its token counts are lost too: the usage is 0, and the receiver of its outputs has the true
+    counts. Times are in monotonic seconds.
     """
     timings = Timings(arrival, None, None, None, now, 0)
     finish = Finish(FinishReason.ERROR, Usage(0, 0, 0), timings, failure=failure)

@@ -1,4 +1,4 @@
-"""Loads what operators name as package.module:NAME from outside the source tree.
+"""Loads objects from outside the source tree that operators name as package.module:NAME.
 
 Such a name comes from a flag, an environment variable or a config, never from a request. The module
 must be importable: installed, or on PYTHONPATH. A server does not import from its working
@@ -17,21 +17,21 @@ _T = TypeVar("_T")
 
 
 def is_outside(name: str) -> bool:
-    """Whether this is package.module:NAME rather than one of our own names."""
+    """Whether this is a package.module:NAME rather than one of Headrace's own names."""
     return ":" in name
 
 
 def outside_class(option: str, name: str, base: type[Any], needs: str) -> type[Any]:
-    """Import the class that a name stands for.
+    """Import the class with a given name.
 
     Args:
-        option: the option that has this value.
+        option: the option whose value this is.
         name: package.module:Class.
-        base: what it must be a subclass of.
+        base: the required base class.
         needs: what the class must define, for the message.
 
     Raises:
-        ConfigError: it cannot be imported, or is not a complete subclass.
+        ConfigError: the class cannot be imported, or is not a complete subclass.
     """
     found = _imported(option, name, "Class")
     if not (isinstance(found, type) and issubclass(found, base)) or inspect.isabstract(found):
@@ -42,15 +42,15 @@ def outside_class(option: str, name: str, base: type[Any], needs: str) -> type[A
 
 
 def outside_object(option: str, name: str, kind: type[_T]) -> _T:
-    """Import the object that a name stands for.
+    """Import the object with a given name.
 
     Args:
-        option: the option that has this value.
+        option: the option whose value this is.
         name: package.module:NAME.
         kind: what it must be an instance of.
 
     Raises:
-        ConfigError: it cannot be imported, or is something else.
+        ConfigError: the object cannot be imported, or has another type.
     """
     found = _imported(option, name, "NAME")
     if not isinstance(found, kind):

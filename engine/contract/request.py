@@ -1,8 +1,8 @@
 """A request in the engine: what the caller asked for, and the state that the scheduler keeps.
 
-`GenerationRequest` is what the service hands to the engine: immutable, complete, free of protobuf
-and torch. `Request` is the engine's own record of it, changed only on the engine's thread, by the
-scheduler and the core.
+`GenerationRequest` is what the service passes to the engine. It is immutable, complete, and
+independent of protobuf and torch. `Request` is the engine's own record of it, changed only on the
+engine's thread, by the scheduler and the core.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from engine.contract.types import NO_CALLER, CallerKey, RequestId, RequestKey, T
 MAX_PRIORITY = 100
 """The highest priority; the lowest is its negative."""
 MAX_CACHE_SALT_BYTES = 256
-"""The longest cache salt."""
+"""The maximum length of a cache salt, in bytes."""
 MAX_CALLER_CHARS = 512
-"""The longest name of a caller."""
+"""The maximum length of a caller's name, in characters."""
 MIN_WEIGHT, MAX_WEIGHT = 1 / 1000, 1000.0
 """The bounds of a caller's weight; the default weight is 1."""
 PENDING_TOKEN = TokenId(-2)
-"""A placeholder in token_ids for a token that is being computed: its step was launched, but its
-value is not on the host yet.
+"""A placeholder in token_ids for a token being computed: its step was launched, but its value is
+not on the host yet.
 """
 
 
 class RequestStatus(enum.IntEnum):
-    """The state of a request. Ordered: every value from FINISHED on is an end."""
+    """The state of a request. The values are ordered: every value from FINISHED on is terminal."""
 
     WAITING = 0
     """In the queue, with nothing computed."""
     PREFILLING = 1
     """In the batch, with prompt tokens (or, after a preemption, output tokens) still to compute."""
     DECODING = 2
-    """In the batch, one new token a step."""
+    """In the batch, generating one new token per step."""
     FINISHED = 3
     """Ended normally."""
     CANCELLED = 4
@@ -65,31 +65,32 @@ class RequestStatus(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """What the caller asked for, every default filled in.
+    """What the caller asked for, with all defaults filled in.
 
     Attributes:
         request_id: unique among live requests.
-        prompt: the prompt's token ids; at least one. Any sequence is accepted; stored packed.
+        prompt: the prompt's token ids; at least one. Any sequence is accepted, and stored packed.
         sampling, stop: how tokens are chosen and when to stop.
         logprobs: which log-probabilities to report; None: none.
         prompt_logprobs: how many candidates to report with each prompt token's log-probability;
             None: nothing is reported for the prompt.
         grammar: the grammar that the output must follow; None: any output.
-        n: how many independent continuations (choices) to make, 1 to MAX_CHOICES.
+        n: the number of independent continuations (choices) to generate, 1 to MAX_CHOICES.
         priority: requests with a higher priority run first; -100 to 100. Only for schedulers that
             use priorities.
         cache_salt: cached prefixes are shared only among requests with the same salt.
-        bypass_prefix_cache: neither use cached prefixes nor leave any.
-        time_limit_s: seconds from arrival after which the request ends with TIME_LIMIT; None: no
-            limit. Above zero.
-        caller: who is charged for its service; NO_CALLER: no caller was named, and all such
-            requests count as one caller's. Only for schedulers that share service among callers.
-        caller_group: callers of one group have one share of the queue together; NO_CALLER: the
+        bypass_prefix_cache: whether to neither use cached prefixes nor leave any.
+        time_limit_s: seconds from arrival after which the request ends with TIME_LIMIT; above zero.
+            None: no limit.
+        caller: who is charged for the request's service. NO_CALLER: no caller was named, and all
+            such requests count as one caller's. Only for schedulers that share service among
+            callers.
+        caller_group: callers in the same group share one portion of the queue. NO_CALLER: the
             caller is a group by itself.
         weight: how much service the caller is due relative to others, MIN_WEIGHT to MAX_WEIGHT. If
-            a caller's requests differ in it, the latest counts.
-        ticket: what the caller's same request is known by when it comes again after it was refused
-            for want of room (`engine.fairness.retry_tickets`); empty: it is not known.
+            a caller's requests have different weights, the latest counts.
+        ticket: identifies a retry of a request that was refused because the queue was full
+            (`engine.fairness.retry_tickets`). Empty: retries are not recognized.
     """
 
     request_id: RequestId
@@ -119,19 +120,24 @@ class TokenMatcher(Protocol):
     """
 
     def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
-        """Write which tokens may come next: bit i of the row, least significant bit first, is token
-        i.
+        """Write the mask of tokens that may come next. Bit i of the row, least significant bit
+        first, is token i.
 
-        row: int32 [ceil(V / 32)], completely overwritten.
+        Args:
+            row: int32 [ceil(V / 32)], completely overwritten.
         """
         ...
 
     def fitting(self) -> Sequence[int]:
-        """The ids that may come next, in order; for the rare case that is explained to somebody."""
+        """Return the ids that may come next, in order. Slow; used for the rare case that needs an
+        explanation.
+        """
         ...
 
     def accept(self, token: TokenId) -> bool:
-        """Advance by a token. False: the grammar does not allow it; the state is unchanged."""
+        """Advance by a token. Return False, with the state unchanged, if the grammar does not allow
+        it.
+        """
         ...
 
     @property
@@ -141,12 +147,12 @@ class TokenMatcher(Protocol):
 
     @property
     def is_free(self) -> bool:
-        """Whether any output may follow, now and later, so that the matcher is no longer needed."""
+        """Whether any output is allowed from now on, so that the matcher is no longer needed."""
         ...
 
     @property
     def expected_s(self) -> float:
-        """The expected cost of a token before any was measured, in seconds of CPU time."""
+        """The expected cost of a token before any cost was measured, in seconds of CPU time."""
         ...
 
     @property
@@ -156,7 +162,8 @@ class TokenMatcher(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why the grammar can no longer be followed, for the caller that sent it; None: it can.
+        """Why the grammar can no longer be followed, in words for the caller, or None if it can.
+
         After a failure the mask is empty, and no token is accepted.
         """
         ...
@@ -168,7 +175,7 @@ class MatcherFactory:
 
     Attributes:
         make: makes a matcher at the grammar's start; called once for each choice.
-        notes: what of it is held otherwise than it was written, in words for the caller.
+        notes: messages for the caller about how the enforced grammar differs from the one given.
     """
 
     make: Callable[[], TokenMatcher]
@@ -179,7 +186,7 @@ class MatcherFactory:
 
 
 _NO_KEY = RequestKey(0)
-"""The key of a record that is in no engine; real keys begin at 1."""
+"""The key of a record that is not in an engine; real keys begin at 1."""
 
 
 @dataclass(slots=True, eq=False)
@@ -188,34 +195,36 @@ class Request:
 
     Attributes:
         spec: what was asked for.
-        key: its name in the engine.
-        choice: which of the request's n choices it is.
-        matcher: follows its grammar; None: it has no grammar, or none that holds anything any more.
+        key: the choice's identifier in the engine.
+        choice: the index of the choice in the request.
+        matcher: follows the grammar. None if there is no grammar, or it no longer restricts the
+            output.
         arrival: monotonic seconds, set at admission.
         token_ids: the prompt, then the output, as C integers of four bytes; appended to by the
             core.
         num_computed_tokens: how many of token_ids have their KV in the cache; set by the scheduler.
         num_pending_tokens: how many of token_ids, at the end, are PENDING_TOKEN.
-        num_cached_tokens: how many prompt tokens came from the prefix cache when it was first
-            scheduled.
-        num_counted_tokens: how many of token_ids, from the first on, have been charged to its
+        num_cached_tokens: how many prompt tokens came from the prefix cache when the request was
+            first scheduled.
+        num_counted_tokens: how many of token_ids, from the first on, have been charged to the
             caller; set by the scheduler.
-        block_hashes: the hashes of its full blocks, as far as they were needed; kept by the KV
+        block_hashes: the hashes of the full blocks, as far as they were needed; kept by the KV
             cache.
         prompt_logprobs: the log-probabilities of the prompt's tokens from the second on, as far as
             they are known.
-        sampling_steps: which operations choosing its tokens needs; kept by the sampler.
-        ending_token_ids: the ids that end its output; the choices of a request share one set.
-        grammar_spent_s, grammar_cost_s, grammar_debt_s, grammar_waits: kept by
-            `engine.core.grammar_budget`: its matcher's total cost, the present cost of a token, and
-            the cost of its tokens beyond their allowance, in seconds; and how many steps it has
-            waited because of them.
+        sampling_steps: which operations choosing the tokens needs; kept by the sampler.
+        ending_token_ids: the ids that end the output; the choices of a request share one set.
+        grammar_spent_s, grammar_cost_s, grammar_debt_s: the matcher's total cost, the current cost
+            of a token, and the cost of the tokens beyond their allowance, in seconds; kept by
+            `engine.core.grammar_budget`.
+        grammar_waits: the number of steps the request has waited because of these costs; kept by
+            the same module.
         max_total_tokens: the length at which the request must stop: prompt + max_tokens, or the
             context if that is less.
-        rope_length: its tokens are rotated for this length at least (see `engine.contract.rope`).
+        rope_length: the tokens are rotated for at least this length (see `engine.contract.rope`).
         rope_group: only requests of the same group may share prefixes; set by the core.
-        request_id, num_prompt_tokens: the request's id, and the prompt's length; stored, because
-            they are read for every token.
+        request_id, num_prompt_tokens: the request's id and the prompt's length; stored because they
+            are read for every token.
     """
 
     spec: GenerationRequest
@@ -256,24 +265,24 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output so far, in tokens."""
+        """The number of tokens in the prompt and the output so far."""
         return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """The output so far, in tokens, pending ones included."""
+        """The number of output tokens so far, including pending ones."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def is_generated(self) -> bool:
-        """Whether the request has all the tokens that it may have, pending ones included, so that
+        """Whether the request has all the tokens it may have, including pending ones, so that
         nothing is left to schedule.
         """
         return self.num_pending_tokens > 0 and len(self.token_ids) >= self.max_total_tokens
 
     @property
     def num_tokens_to_compute(self) -> int:
-        """How many tokens have no KV in the cache yet: 1 for a decoding request, more during
+        """The number of tokens without KV in the cache: 1 for a decoding request, more during
         prefill.
         """
         return len(self.token_ids) - self.num_computed_tokens

@@ -1,7 +1,8 @@
 """How one request's tokens are chosen and when it stops. All defaults are filled in and all bounds
-checked.
+are checked.
 
-Nothing here imports torch. `engine.sampling` applies the parameters of many requests in one batch.
+This module does not import torch. `engine.sampling` applies the parameters of many requests in one
+batch.
 """
 
 from __future__ import annotations
@@ -18,33 +19,33 @@ from engine.contract.types import TokenId
 DEFAULT_TOP_K = 50
 """The default of top_k in transformers."""
 MAX_LOGPROBS = 128
-"""The most candidates that may be requested for each token."""
+"""The maximum number of candidates that may be requested for each token."""
 MAX_LOGIT_BIAS = 1024
-"""The most logit_bias entries of one request."""
+"""The maximum number of logit_bias entries in one request."""
 MAX_LOGPROB_TOKEN_IDS = 128
-"""The most ids for which log-probabilities may be requested with each token."""
+"""The maximum number of ids for which log-probabilities may be requested with each token."""
 MAX_LISTED_TOKEN_IDS = 1 << 18
-"""The most allowed token ids of one request, and the most banned ones."""
+"""The maximum number of allowed token ids in one request, and of banned ones."""
 MAX_NGRAM_SIZE = 1024
-"""The highest value of no_repeat_ngram_size."""
+"""The maximum value of no_repeat_ngram_size."""
 MAX_CHOICES = 128
-"""The most choices of one request."""
+"""The maximum number of choices in one request."""
 MAX_GRAMMAR_BYTES = 256 * 1024
-"""The longest schema, regular expression or grammar, in bytes of UTF-8; for a list of choices, all
-of them together.
+"""The maximum size of a schema, regular expression or grammar, in bytes of UTF-8; for a list of
+choices, of all of them together.
 """
 MAX_MARK_BYTES = 256
-"""The longest mark around reasoning, in bytes of UTF-8."""
+"""The maximum length of a mark around reasoning, in bytes of UTF-8."""
 MAX_MARK_BLANKS = 64
-"""The most blanks between reasoning and a form."""
+"""The maximum number of blanks between reasoning and structured output."""
 MAX_FORBIDDEN = 64
-"""The most special tokens that may be forbidden within reasoning."""
+"""The maximum number of special tokens that may be forbidden within reasoning."""
 MAX_STOP_TOKEN_IDS = 256
-"""The most stop ids of one request, and the most end-of-sequence ids."""
+"""The maximum number of stop ids in one request, and of end-of-sequence ids."""
 MAX_STOP_STRINGS = 16
-"""The most stop strings of one request."""
+"""The maximum number of stop strings in one request."""
 MAX_STOP_STRING_BYTES = 256
-"""The longest stop string, in bytes of UTF-8."""
+"""The maximum length of a stop string, in bytes of UTF-8."""
 
 
 _RANGES = (
@@ -57,14 +58,14 @@ _RANGES = (
     ("frequency_penalty", -2.0, 2.0, False, "0 is none"),
 )
 """For each field of SamplingParams: its lowest and highest value, whether it must be above the
-lowest, and a hint with the neutral value.
+lowest, and a hint that includes the neutral value.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen. The defaults are neutral. Lists may be given as any sequence;
-    they are stored packed.
+    """How the next token is chosen. The defaults are neutral. Lists may be given as any sequence,
+    and are stored packed.
 
     Attributes:
         temperature: divides the logits; 0 is greedy. 0 to 100.
@@ -78,12 +79,12 @@ class SamplingParams:
             prompt and output (Keskar et al. 2019, CTRL). Above 0, at most 10.
         presence_penalty: subtracted from the logits of the tokens seen in the output. -2 to 2.
         frequency_penalty: subtracted per occurrence in the output. -2 to 2.
-        no_repeat_ngram_size: no sequence of this many tokens comes twice in prompt and output; 0:
-            any sequence may.
+        no_repeat_ngram_size: no sequence of this many tokens occurs twice in prompt and output. 0:
+            no restriction.
         logit_bias: (token id, bias) pairs; -100 to 100 each.
-        allowed_token_ids: if any are given, no other token is generated. Empty: all are allowed.
-        banned_token_ids: these are never generated.
-        seed: 64 bits; the draws depend on (seed, choice, position) only.
+        allowed_token_ids: only these tokens are generated. Empty: all are allowed.
+        banned_token_ids: tokens that are never generated.
+        seed: 64 bits; the draws depend only on (seed, choice, position).
     """
 
     temperature: float = 0.0
@@ -152,9 +153,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether the next token depends on which tokens came before, so that they must be
-        known.
-        """
+        """Whether the next token depends on the previous tokens, so that they must be known."""
         return self.has_penalties or self.no_repeat_ngram_size > 0
 
     @property
@@ -174,21 +173,22 @@ SCALARS = MappingProxyType(
         if isinstance(field.default, (int, float)) and field.name != "seed"
     }
 )
-"""The fields of SamplingParams that are one number each, with their neutral values. Code that reads
-or writes requests iterates over these, so that a new field is added only here. (If no seed is
-given, one is drawn.)
+"""The fields of SamplingParams that are a single number each, with their neutral values.
+
+Code that reads or writes requests iterates over these, so a new field is added only here. If no
+seed is given, one is drawn.
 """
 
 
 class SamplingSteps(NamedTuple):
-    """Which operations choosing a token needs; rows that need the same ones are computed together.
+    """Which operations choosing a token needs. Rows that need the same ones are computed together.
 
     Attributes:
-        edits: bias, penalties, n-grams or min_tokens, which change single logits.
+        edits: bias, penalties, n-grams or min_tokens, which change individual logits.
         masks: allowed or banned ids, or a grammar, which may change all logits.
-        draws: the token is drawn at random, not greedy.
+        draws: whether the token is drawn at random, not chosen greedily.
         filters: top_k or top_p.
-        whole: the filters look at the whole row, not only at its top.
+        whole: whether the filters examine the whole row, not only its top.
         min_p, typical: the other filters.
     """
 
@@ -202,22 +202,22 @@ class SamplingSteps(NamedTuple):
 
     @property
     def keeps_all(self) -> bool:
-        """Whether no filter takes tokens away."""
+        """Whether no filter removes tokens."""
         return not (self.filters or self.min_p or self.typical)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopParams:
-    """When generation stops, as far as the engine decides it; stop strings are matched by the
-    detokenizer.
+    """When the engine stops generation. Stop strings are not included; the detokenizer matches
+    them.
 
     Attributes:
-        max_tokens: the most tokens to generate; 0 processes the prompt only.
+        max_tokens: the maximum number of tokens to generate; 0 processes the prompt only.
         min_tokens: stop and end-of-sequence ids cannot be chosen until this many tokens were
             generated.
         stop_token_ids: ids that end the output.
-        eos_token_ids: the end-of-sequence ids in force: the model's, or the request's own.
-        ignore_eos: whether eos_token_ids are treated as any other token.
+        eos_token_ids: the end-of-sequence ids in effect: the model's, or the request's own.
+        ignore_eos: whether eos_token_ids are treated like any other token.
     """
 
     max_tokens: int
@@ -262,9 +262,10 @@ class LogprobParams:
     """Which log-probabilities to report with each generated token.
 
     Attributes:
-        top_n: how many most likely candidates; 0 reports the chosen token's own only. At most
+        top_n: the number of most likely candidates; 0 reports only the chosen token. At most
             MAX_LOGPROBS.
-        token_ids: ids whose log-probabilities are reported with every token, beside the candidates.
+        token_ids: ids whose log-probabilities are reported with every token, in addition to the
+            candidates.
     """
 
     top_n: int = 0
@@ -292,32 +293,32 @@ class GrammarKind(enum.Enum):
     JSON_OBJECT = "json_object"
     """Any JSON object."""
     REGEX = "regex"
-    """Text that matches a regular expression as a whole."""
+    """Text that a regular expression matches in full."""
     LARK = "grammar"
     """Text of a context-free grammar in Lark syntax."""
     CHOICE = "choice"
     """One of several strings."""
     STRUCTURAL_TAG = "structural_tag"
-    """Text with tags in it, whose contents have forms of their own, given as JSON text."""
+    """Text that contains tags whose contents have their own grammars, given as JSON text."""
     FREE = "free"
-    """Any output. Only its reasoning has a bound."""
+    """Any output; only the length of its reasoning is limited."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningParams:
-    """How the model marks what it thinks before it answers, and how long that may be.
+    """How the model marks its reasoning before the answer, and how long the reasoning may be.
 
-    In marks, names of special tokens mean these tokens.
+    In marks, names of special tokens stand for the tokens themselves.
 
     Attributes:
-        opening: the mark that the output may begin with; empty: the output begins with none.
+        opening: the mark that the output may begin with; empty: no mark.
         closing: the mark that ends the reasoning.
-        then: what must follow the closing mark at once, before a form.
+        then: what must immediately follow the closing mark before structured output.
         is_open: whether the prompt ends within the reasoning.
-        max_tokens: at most so many tokens of reasoning, those of its marks not counted; then the
-            closing mark is forced. 0: it is forced at once. None: no bound.
-        max_blanks: at most so many blanks may stand between the marks and the form.
-        forbidden: special tokens that may not stand within reasoning before a form.
+        max_tokens: the maximum number of reasoning tokens, not counting the marks; then the closing
+            mark is forced. 0: it is forced immediately. None: no limit.
+        max_blanks: the maximum number of blanks between the marks and the structured output.
+        forbidden: special tokens that may not occur within reasoning before structured output.
     """
 
     opening: str
@@ -358,14 +359,14 @@ class GrammarParams:
     """The structure that the output must have.
 
     Attributes:
-        kind: how it is described.
+        kind: how the structure is described.
         text: the schema, expression, grammar or structural tag; empty for JSON_OBJECT, CHOICE and
             FREE.
-        choices: the strings of CHOICE, at least one; else empty.
-        flexible_whitespace: whether the model chooses the white space of JSON; otherwise it is one
-            line, with one space after each comma and colon.
-        reasoning: the reasoning that may come before the form; None: the output is the form.
-        field: what errors call it; empty: grammar.<kind>.
+        choices: the strings of CHOICE, at least one; empty for other kinds.
+        flexible_whitespace: whether the model chooses the white space of JSON. If not, the JSON is
+            one line with one space after each comma and colon.
+        reasoning: the reasoning that may precede the structured output; None: there is none.
+        field: the field name used in errors; empty: grammar.<kind>.
     """
 
     kind: GrammarKind

@@ -1,9 +1,9 @@
-"""How long the phases of a start take.
+"""Measures how long the phases of a start take.
 
     the wiring ──▶ Stages ◀── enter(progress, phase) ── loader, runner, …
                      └──▶ lines, and the seconds of each phase
 
-A sink of progress is passed through everything that loads; the one that also measures is `Stages`.
+A progress sink is passed to everything that loads. `Stages` is a sink that also measures.
 """
 
 from __future__ import annotations
@@ -13,37 +13,38 @@ from collections.abc import Callable
 from typing import Final, Self
 
 IMPORT: Final = "import"
-"""torch, transformers and what they load."""
+"""Importing torch, transformers and their dependencies."""
 DOWNLOAD: Final = "download"
-"""What is missing of the model comes from the hub."""
+"""Downloading missing files of the model from the hub."""
 WEIGHTS: Final = "weights"
-"""The model is read."""
+"""Reading the model."""
 KERNELS: Final = "kernels"
-"""It is observed, and its linear layers are packed."""
+"""Observing the model and packing its linear layers."""
 VERIFY: Final = "verify"
-"""It is compared with the model's own code."""
+"""Comparing the model with its own code."""
 CACHE: Final = "cache"
-"""The KV cache is sized and allocated."""
+"""Sizing and allocating the KV cache."""
 VOCABULARY: Final = "vocabulary"
-"""What structured output needs is read."""
+"""Reading what structured output needs."""
 WARM_UP: Final = "warm_up"
-"""Steps are computed that are slow the first time."""
+"""Computing the steps that are slow the first time."""
 CAPTURE: Final = "capture"
-"""Steps are captured as CUDA graphs."""
+"""Capturing steps as CUDA graphs."""
 
 
 _LOG_S = 5.0
-"""How many seconds a log waits between two lines about bytes that come."""
+"""The interval, in seconds, between log lines about a download's progress."""
 
 
 class Transfer(str):
-    """A line of progress about bytes that come. It takes the place of the one before: two come in a
-    second, which suits a terminal (`bar`); `Paced` lets those through that suit a log.
+    """A line of progress about a download, which replaces the previous line.
+
+    Two lines arrive per second, which suits a terminal (`bar`). `Paced` thins them out for a log.
 
     Attributes:
-        done, total: bytes that are here, and all of them.
-        seconds: since when they come.
-        rate: bytes a second in the last seconds.
+        done, total: the bytes received so far, and in total.
+        seconds: how long the download has been running.
+        rate: the recent rate, in bytes per second.
     """
 
     done: int
@@ -52,13 +53,13 @@ class Transfer(str):
     rate: float
 
     def __new__(cls, done: int, total: int, seconds: float, rate: float) -> Self:
-        """Make the line."""
+        """Create the line."""
         made = super().__new__(cls, _meter(done, total, seconds, rate, 0))
         made.done, made.total, made.seconds, made.rate = done, total, seconds, rate
         return made
 
     def bar(self, columns: int) -> str:
-        """The same with a bar, as wide as this."""
+        """Return this line with a progress bar, `columns` wide."""
         return _meter(self.done, self.total, self.seconds, self.rate, columns)
 
 
@@ -78,7 +79,7 @@ def _meter(done: int, total: int, seconds: float, rate: float, columns: int) -> 
 
 
 def size_text(count: float) -> str:
-    """A number of bytes as people say it, in powers of 1000."""
+    """Return a number of bytes in human-readable form, in powers of 1000."""
     for unit in ("bytes", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -87,20 +88,20 @@ def size_text(count: float) -> str:
 
 
 class Paced:
-    """A sink of progress for a log: of `Transfer`s it passes on one every five seconds, and the
-    last.
+    """A progress sink for a log: it passes on one `Transfer` every five seconds, and the last
+    one.
     """
 
     def __init__(
         self, sink: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`sink`: takes the lines. `clock`: monotonic seconds."""
+        """`sink` receives the lines. `clock` returns monotonic seconds."""
         self._sink = sink
         self._clock = clock
         self._last = -_LOG_S
 
     def __call__(self, line: str) -> None:
-        """Pass a line on, or not."""
+        """Pass a line on, unless it comes too soon after the previous `Transfer`."""
         if isinstance(line, Transfer):
             now = self._clock()
             if now - self._last < _LOG_S and line.done < line.total:
@@ -110,12 +111,12 @@ class Paced:
 
 
 class Stages:
-    """A sink of progress that measures phases. Used by one thread."""
+    """A progress sink that measures phases. Used by one thread."""
 
     def __init__(
         self, sink: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`sink`: takes the lines. `clock`: monotonic seconds."""
+        """`sink` receives the lines. `clock` returns monotonic seconds."""
         self._sink = sink
         self._clock = clock
         self._present = ""
@@ -127,19 +128,21 @@ class Stages:
         self._sink(line)
 
     def enter(self, phase: str) -> None:
-        """Begin a phase, and end the one before. A phase may come several times."""
+        """Begin a phase, ending the previous one. A phase may occur several times."""
         now = self._clock()
         if self._present:
             self._seconds[self._present] = self._seconds.get(self._present, 0.0) + now - self._since
         self._present, self._since = phase, now
 
     def end(self) -> tuple[tuple[str, float], ...]:
-        """End the last phase; returns the seconds of all, in the order of their beginnings."""
+        """End the last phase. Return the seconds of all phases, in the order in which they first
+        began.
+        """
         self.enter("")
         return tuple(self._seconds.items())
 
 
 def enter(progress: Callable[[str], None], phase: str) -> None:
-    """Tell a sink of progress that a phase begins, if it measures phases."""
+    """Begin a phase in a progress sink, if the sink measures phases."""
     if isinstance(progress, Stages):
         progress.enter(phase)

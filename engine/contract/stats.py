@@ -1,5 +1,5 @@
-"""The engine's figures at one moment, for the service's telemetry and for operators. Free of
-telemetry libraries.
+"""A snapshot of the engine's statistics, for the service's telemetry and for operators. Independent
+of telemetry libraries.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from engine.contract.types import NO_CALLER, CallerKey
 
 @dataclass(frozen=True, slots=True)
 class CallerStats:
-    """What one caller has in the engine, and how much service it was given.
+    """One caller's requests in the engine, and how much service it has received.
 
     Attributes:
-        caller: its name; NO_CALLER if several are summed.
-        weight: how much service it is due relative to others; 0 if several are summed.
-        running, waiting: its requests in the batch, and in the queue.
-        service: the service it was given, as `engine.scheduler.live_callers` counts it, since the
-            start or since the caller was last forgotten.
+        caller: the caller's name; NO_CALLER if several are summed.
+        weight: how much service the caller is due relative to others; 0 if several are summed.
+        running, waiting: the numbers of its requests in the batch and in the queue.
+        service: the service it has received, as counted by `engine.scheduler.live_callers`, since
+            the start or since the caller was last forgotten.
     """
 
     caller: CallerKey = NO_CALLER
@@ -49,15 +49,15 @@ class EngineStats:
             back.
         prefix_queries, prefix_hits: prompt tokens that were looked up in the prefix cache, and
             found.
-        last_step_s: duration of the last step, in seconds.
+        last_step_s: the duration of the last step, in seconds.
         held: requests that are neither in the batch nor in the queue because nobody reads their
             results.
         holds: how often a request was held.
         num_decode_steps: steps in which at least one request decoded.
-        num_steps_over_target: those of them that took longer than the target step time; 0 if there
+        num_steps_over_target: how many of these took longer than the target step time; 0 if there
             is no target.
-        callers: callers by name, up to a fixed number; those that have requests come first.
-        other_callers: all other callers together, present and past; None: there were none.
+        callers: callers by name, up to a fixed number; those with requests come first.
+        other_callers: all other callers together, present and past; None if there were none.
         block_size: tokens per block.
     """
 
@@ -89,5 +89,5 @@ class EngineStats:
 
     @property
     def kv_usage(self) -> float:
-        """The part of the KV cache that requests hold, from 0 to 1."""
+        """The fraction of the KV cache that requests hold, from 0 to 1."""
         return self.blocks_used / max(self.blocks_total, 1)

@@ -1,9 +1,10 @@
-"""Token ids as requests and results keep them: four bytes each, and twelve with a value.
+"""Packed token ids for requests and results: four bytes per id, or twelve per id with a value.
 
-A tuple of integers takes up to forty bytes an id. A request waits in two processes, and its prompt
-and lists may be as long as the model's context or vocabulary. So they are packed on arrival and
-stay packed: in the front end, on the way to the engine's process, and in the engine. Candidates
-with their log-probabilities come the other way: as pairs in tuples, 128 of them took 15 kB a token.
+A tuple of integers takes up to forty bytes per id. A request waits in two processes, and its prompt
+and lists may be as long as the model's context or vocabulary. They are therefore packed on arrival
+and stay packed: in the front end, on the way to the engine's process, and in the engine. Candidates
+with their log-probabilities travel in the opposite direction; as tuples of pairs, 128 of them took
+15 kB per token.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from engine.contract.types import TokenId
 
 _LARGEST = 2**31 - 1
 _DENSE = 16
-"""If the ids' range has at most this many values for each id, a flag for each value is faster than
-sorting: half a millisecond for a whole vocabulary, where numpy's `unique` takes 20.
+"""The density threshold for `set_of`: if the ids' range has at most this many values per id, a flag
+for each value is faster than sorting. For a whole vocabulary, flags take half a millisecond, and
+numpy's `unique` takes 20.
 """
 
 
@@ -33,7 +35,7 @@ def _is_id(token: object) -> bool:
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TokenIds(Sequence[TokenId]):
     """An immutable sequence of token ids. It equals the tuple of the same ids and has the same
-    hash; a slice of it is a tuple.
+    hash. A slice of it is a tuple.
 
     Attributes:
         packed: the ids, int32 in this machine's byte order.
@@ -43,11 +45,11 @@ class TokenIds(Sequence[TokenId]):
 
     @classmethod
     def of(cls, ids: Iterable[int], field: str = "ids") -> TokenIds:
-        """Pack ids; packed ones are returned as they are.
+        """Pack ids. Packed ids are returned unchanged.
 
         Raises:
-            InvalidRequestError: one of them is not an integer, below zero, or above 2^31 - 1; the
-                message names `field`.
+            InvalidRequestError: an id is not an integer, below zero, or above 2^31 - 1; the message
+                names `field`.
         """
         if isinstance(ids, TokenIds):
             return ids
@@ -74,11 +76,11 @@ class TokenIds(Sequence[TokenId]):
 
     @property
     def array(self) -> npt.NDArray[np.int32]:
-        """The ids, int32 [N]; a read-only view, without a copy."""
+        """A read-only view of the ids without a copy, int32 [N]."""
         return np.frombuffer(self.packed, dtype=np.int32)
 
     def without(self, others: TokenIds) -> TokenIds:
-        """The ids that are not among others."""
+        """Return the ids that are not among `others`."""
         ids = self.array
         return TokenIds(ids[~np.isin(ids, others.array)].tobytes())
 
@@ -121,8 +123,10 @@ NO_IDS = TokenIds()
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TokenValues(Sequence[tuple[TokenId, float]]):
-    """An immutable sequence of pairs: a token id and a value, such as the bias that is added to its
-    logit, or its log-probability. It equals the tuple of the same pairs and has the same hash.
+    """An immutable sequence of (token id, value) pairs. A value is, for example, a logit bias or a
+    log-probability.
+
+    It equals the tuple of the same pairs and has the same hash.
 
     Attributes:
         ids: the ids of the pairs.
@@ -134,7 +138,7 @@ class TokenValues(Sequence[tuple[TokenId, float]]):
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, float]], field: str = "values") -> TokenValues:
-        """Pack pairs; packed ones are returned as they are.
+        """Pack pairs. Packed pairs are returned unchanged.
 
         Raises:
             InvalidRequestError: as in `TokenIds.of`.
@@ -147,7 +151,7 @@ class TokenValues(Sequence[tuple[TokenId, float]]):
 
     @property
     def values(self) -> npt.NDArray[np.float64]:
-        """The values, float64 [N]; a read-only view, without a copy."""
+        """A read-only view of the values without a copy, float64 [N]."""
         return np.frombuffer(self.packed, dtype=np.float64)
 
     def __len__(self) -> int:

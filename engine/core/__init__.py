@@ -1,8 +1,9 @@
-"""The engine's loop: commands come from an inbox; a step is scheduled, launched and collected; its
-results go to one sink.
+"""The engine's loop: takes commands from an inbox; schedules, launches and collects steps; and
+sends their results to one sink.
 
     inbox ─▶ loop ─▶ admission ─▶ EngineCore.step: schedule, launch, collect ─▶ step_results ─▶ sink
 
-It decides when something happens; the scheduler decides what is in a step, and the runner computes
-it. It knows neither the model nor the device: a scripted runner can stand in. No torch.
+This package decides when things happen. The scheduler decides what a step contains, and the runner
+computes it. This package depends on neither the model nor the device, so a scripted runner can
+replace the real one. It does not use torch.
 """

@@ -1,5 +1,5 @@
-"""What a request must satisfy before it is accepted: what can be refused is refused at once, not
-after a wait in the queue.
+"""Checks requests before they are accepted, so that an invalid one is refused immediately instead
+of after a wait in the queue.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class AdmissionLimits:
 
     Attributes:
         vocab_size: token ids are below this.
-        max_context_tokens: prompt and output together; the lesser of the next two.
+        max_context_tokens: prompt and output together; the smaller of the next two.
         model_context, cache_context: what the model allows, and what the KV cache can hold for one
             request.
         heeds_priorities: whether the scheduler uses priorities; if not, they are refused.
@@ -40,7 +40,7 @@ class AdmissionLimits:
 
     @property
     def max_context_tokens(self) -> int:
-        """Prompt and output of one request together, in tokens."""
+        """The maximum length of a request, prompt and output together, in tokens."""
         return min(self.model_context, self.cache_context)
 
     def check(self, request: GenerationRequest) -> None:
@@ -103,9 +103,10 @@ class AdmissionLimits:
             )
 
     def _check_options(self, request: GenerationRequest) -> None:
-        """Check what does not depend on the model. Up to MAX_CHOICES choices can always be served:
-        those that do not fit beside the others wait, and each alone is no longer than a request of
-        one choice.
+        """Check the options that do not depend on the model.
+
+        Up to MAX_CHOICES choices can always be served. Choices that do not fit together wait, and
+        each one is no longer than a single-choice request.
         """
         for field, value, low, high in (
             ("n", request.n, 1, MAX_CHOICES),

@@ -1,7 +1,8 @@
-"""The record of the live requests: which are held, how they end, and what is reported of an end.
+"""The record of the live requests: which ones are held, how they end, and what is reported when
+they do.
 
-Whatever the cause (a token, a command, a time limit, a failure), a choice ends in `close`, once.
-The scheduler and the runner then drop all that they keep of it.
+Whatever the cause (a token, a command, a time limit, a failure), a choice ends exactly once, in
+`close`. The scheduler and the runner then drop all their state for it.
 """
 
 from __future__ import annotations
@@ -44,15 +45,16 @@ STATUS_OF = {
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request and those of its choices that have not ended.
+    """A request and its choices that have not ended.
 
     Attributes:
         spec: what was asked for.
         choices: the live choices by index; empty once the request has ended.
-        is_forked: whether all choices have started (or all end); until then, the first one computes
-            the prompt.
+        is_forked: whether all choices have started (or all are ending); until then, the first one
+            computes the prompt.
         is_prompt_reported: whether an output has said that the prompt was processed.
-        is_held: whether its choices are left out of all steps, also those that have not started.
+        is_held: whether all its choices are excluded from steps, including those that have not
+            started.
     """
 
     spec: GenerationRequest
@@ -69,7 +71,7 @@ def describe_end(
     *,
     stop_token_id: TokenId | None = None,
 ) -> Finish:
-    """Describe how a choice ended. `now`: monotonic seconds."""
+    """Describe how a choice ended. `now` is in monotonic seconds."""
     return Finish(
         reason=reason,
         usage=Usage(
@@ -94,9 +96,9 @@ def describe_failure(requests: Sequence[Request], now: float, failure: RequestFa
 
     Args:
         requests: the choices that had not ended, at least one. Their tokens are added up, because
-            this is the request's last output; the timings are the first one's.
+            this is the request's last output. The timings are those of the first one.
         now: monotonic seconds.
-        failure: why.
+        failure: why it failed.
     """
     first = describe_end(requests[0], FinishReason.ERROR, now)
     counted = sum(one.num_output_tokens - one.num_pending_tokens for one in requests)
@@ -105,11 +107,14 @@ def describe_failure(requests: Sequence[Request], now: float, failure: RequestFa
 
 
 def contradiction(request: Request) -> tuple[str, str] | None:
-    """What a caller's own options leave no token for: the field, in engine terms, and what is wrong
-    with it. None: some token is left, so that the model's logits are to blame.
+    """Explain which of a caller's own options leave no token to choose.
 
     Args:
         request: a choice for which no token could be chosen.
+
+    Returns:
+        The field, in engine terms, and what is wrong with it. None if the options leave some token,
+            so that the model's logits are at fault.
     """
     spec, sampling, matcher = request.spec, request.spec.sampling, request.matcher
     num_tokens = request.num_output_tokens - request.num_pending_tokens
@@ -143,7 +148,9 @@ def contradiction(request: Request) -> tuple[str, str] | None:
 
 
 def _repeating(request: Request) -> frozenset[int]:
-    """The tokens that no_repeat_ngram_size forbids. Takes time in proportion to the length."""
+    """Return the tokens that no_repeat_ngram_size forbids. Takes time proportional to the
+    length.
+    """
     size, ids = request.spec.sampling.no_repeat_ngram_size, request.token_ids
     end = len(ids) - request.num_pending_tokens
     if not size or end < size:
@@ -155,21 +162,23 @@ def _repeating(request: Request) -> frozenset[int]:
 
 
 def new_error_id() -> str:
-    """A short random name by which the cause is found in the log."""
+    """Return a short random id for finding an error's cause in the log."""
     return secrets.token_hex(6)
 
 
 class LiveRequests:
-    """The requests that have not ended. They end only through this class.
+    """The requests that have not ended. Requests end only through this class.
 
     Attributes:
         by_id: the live requests.
-        outputs: to be delivered next.
-        num_accepted, num_finished, num_holds: since the start.
+        outputs: the outputs to deliver next.
+        num_accepted, num_finished, num_holds: counters since the start.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float]) -> None:
-        """`scheduler`, `runner`: notified of each choice that ends. `clock`: monotonic seconds."""
+        """`scheduler` and `runner` are notified of each choice that ends. `clock` returns monotonic
+        seconds.
+        """
         self.by_id: dict[RequestId, LiveRequest] = {}
         self.outputs: list[RequestOutput] = []
         self.num_accepted = 0
@@ -191,8 +200,9 @@ class LiveRequests:
         return live
 
     def hold(self, request_id: RequestId) -> bool:
-        """Leave a request, with all its choices, out of all steps. False: not live, or already
-        held.
+        """Exclude a request and all its choices from all steps.
+
+        Returns False if it is not live or already held.
         """
         live = self.by_id.get(request_id)
         if live is None or live.is_held:
@@ -204,7 +214,7 @@ class LiveRequests:
         return True
 
     def unhold(self, request_id: RequestId) -> bool:
-        """End a hold. False: not live, or not held."""
+        """End a hold. Returns False if the request is not live or not held."""
         live = self.by_id.get(request_id)
         if live is None or not live.is_held:
             return False
@@ -214,14 +224,16 @@ class LiveRequests:
         return True
 
     def take_outputs(self) -> tuple[RequestOutput, ...]:
-        """The outputs since the last call."""
+        """Return the outputs since the last call."""
         outputs = tuple(self.outputs)
         self.outputs.clear()
         return outputs
 
     def fail_at_token(self, live: LiveRequest, request: Request, what: str | None) -> None:
-        """End one request because of a choice's token. If its grammar can no longer be followed,
-        the error says so; otherwise it is `what`, or that no token could be chosen, and why.
+        """End one request because of a choice's token.
+
+        If its grammar can no longer be followed, the error says so. Otherwise the error is `what`,
+        or if that is None, that no token could be chosen, and why.
         """
         matcher = request.matcher
         if matcher is not None and matcher.failure is not None:
@@ -236,24 +248,26 @@ class LiveRequests:
             self.fail_alone(live, _NO_TOKEN)
 
     def fail_grammar(self, live: LiveRequest, description: str) -> None:
-        """End one request because of its grammar. `description`: what is wrong, and what to do."""
+        """End one request because of its grammar. `description` says what is wrong and what to
+        do.
+        """
         grammar = live.spec.grammar
         self._fail_field(live, "grammar" if grammar is None else grammar.field, description)
 
     def _fail_field(self, live: LiveRequest, field: str, description: str) -> None:
-        """End one request because of what its caller asked for. `field`: in engine terms."""
+        """End one request because of what its caller asked for. `field` is in engine terms."""
         error_id = new_error_id()
         logger.info("error %s: %s: %s %s", error_id, live.spec.request_id, field, description)
         self.fail(live, RequestFailure(f"{field}: {description}", error_id, field=field))
 
     def fail_alone(self, live: LiveRequest, what: str, error: Exception | None = None) -> None:
-        """End one request with an error that affects no other."""
+        """End one request with an error that affects no other request."""
         error_id = new_error_id()
         logger.error("error %s: %s: %s", error_id, live.spec.request_id, what, exc_info=error)
         self.fail(live, RequestFailure(message=f"{what} (error {error_id})", error_id=error_id))
 
     def fail(self, live: LiveRequest, failure: RequestFailure) -> None:
-        """End a request with an error: one output for all its choices."""
+        """End a request with an error, with one output for all its choices."""
         live.is_forked = True  # so that no other choice takes over the prompt
         requests = tuple(live.choices.values())
         for request in requests:
@@ -268,8 +282,8 @@ class LiveRequests:
         )
 
     def end_overdue(self, now: float) -> None:
-        """End the requests, held ones included, whose time limits have passed. `now`: monotonic
-        seconds.
+        """End the requests, including held ones, whose time limits have passed. `now` is in
+        monotonic seconds.
         """
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, live = heapq.heappop(self._deadlines)
@@ -277,17 +291,19 @@ class LiveRequests:
 
     @property
     def next_deadline(self) -> float | None:
-        """When `end_overdue` may next have something to do, in monotonic seconds; None: never."""
+        """When `end_overdue` may next have something to do, in monotonic seconds, or None if
+        never.
+        """
         return self._deadlines[0][0] if self._deadlines and self.by_id else None
 
     def end_all(self, live: LiveRequest, reason: FinishReason) -> None:
-        """End a request's live choices now, with an output each."""
+        """End all of a request's live choices now, each with its own output."""
         live.is_forked = True  # so that no other choice takes over the prompt
         for request in list(live.choices.values()):
             self.end(live, request, reason)
 
     def end(self, live: LiveRequest, request: Request, reason: FinishReason) -> None:
-        """End a choice now, with an output of its own."""
+        """End a choice now, with its own output."""
         self.close(live, request, reason)
         self.outputs.append(
             RequestOutput(
@@ -323,7 +339,7 @@ class LiveRequests:
                 self._scheduler.hold(successor)
 
     def _tidy_deadlines(self) -> None:
-        """Drop the deadlines of ended requests once they are the majority. O(1), amortised."""
+        """Drop the deadlines of ended requests once they are the majority. Amortised O(1)."""
         if len(self._deadlines) > 2 * len(self.by_id) + 64:
             self._deadlines = [entry for entry in self._deadlines if entry[2].choices]
             heapq.heapify(self._deadlines)

@@ -1,27 +1,27 @@
-"""One step of the engine: schedule, launch, collect. Single-threaded, and free of torch.
+"""One step of the engine: schedule, launch, collect. Single-threaded, without torch.
 
     commands (add, cancel, …) ──▶ EngineCore ──schedule──▶ batch ──▶ Runner.launch ──▶ step
                                           ▲                                              │
                                           └── collect: append, fork, finish, free ◀──────┘
 
 Without overlap, a step is collected right after its launch. With overlap, the next step is
-scheduled and launched first: each request that samples then carries a PENDING_TOKEN, whose value
+scheduled and launched first. Each request that samples then carries a PENDING_TOKEN, whose value
 the runner fills in on the device. If the token ends its request, the next step has computed one
-token too many for it; that one is dropped.
+token too many for the request, and that token is dropped.
 
-Computing a step never needs the last step's tokens on the host; choosing its tokens may, for a
-grammar or for what depends on the history. Such a step is launched all the same, and chooses when
-the step before it is collected, while it is being computed:
+Computing a step never needs the last step's tokens on the host. Choosing its tokens may need them,
+for a grammar or for options that depend on the history. Such a step is still launched early. Its
+tokens are chosen when the previous step is collected, while the step is being computed:
 
     launch 2 ──▶ collect 1: append, advance grammars ──▶ sample 2 ──▶ launch 3 ──▶ collect 2 …
     device:   1 ─────────▶│ 2 ───────────────────────────────────▶ tokens of 2 ▶│ 3 …
 
-The runner is injected: a real one drives the device, a scripted one drives most tests. If the
+The runner is injected: a real one drives the device, and a scripted one drives most tests. If the
 runner raises, only the requests of that batch end with an error. If it raises at launch, the
-results of the step before are still collected; if it raises in the results, the next step, already
-launched, goes on without the requests that ended.
+results of the previous step are still collected. If it raises in the results, the next step, which
+is already launched, continues without the requests that ended.
 
-What is made of a collected step's results is in `engine.core.step_results`.
+`engine.core.step_results` processes the results of a collected step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """The live requests and the step that moves them on. All methods are called on one thread."""
+    """The live requests and the step that advances them. All methods are called on one thread."""
 
     def __init__(
         self,
@@ -67,13 +67,13 @@ class EngineCore:
         """Wire a core.
 
         Args:
-            scheduler, runner: decides a step, and computes it.
+            scheduler, runner: decides the contents of a step, and computes it.
             max_context_tokens: the longest request, prompt and output together.
             overlap: whether the next step is scheduled and launched before the last one's tokens
                 are on the host.
-            rope: how the model's rotary frequencies depend on a request's length; None: they do
+            rope: how the model's rotary frequencies depend on a request's length; None if they do
                 not.
-            clock: monotonic seconds.
+            clock: returns monotonic seconds.
         """
         self.scheduler = scheduler
         self.runner = runner
@@ -91,14 +91,14 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything. False if all live requests are held: then call
-        `end_overdue`.
+        """Whether a step would do anything. False if all live requests are held; `end_overdue` must
+        then be called.
         """
         return self.scheduler.has_requests or bool(self._live.outputs) or bool(self._in_flight)
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
+        """The number of requests in the queue."""
         return len(self.scheduler.waiting)
 
     def add(
@@ -142,7 +142,10 @@ class EngineCore:
         self.scheduler.add(choices[0])
 
     def cancel(self, request_id: RequestId) -> bool:
-        """End a request with CANCELLED; its output comes with the next step. False: not live."""
+        """End a request with CANCELLED; its output comes with the next step.
+
+        Returns False if the request is not live.
+        """
         live = self._live.by_id.get(request_id)
         if live is None:
             return False
@@ -150,8 +153,9 @@ class EngineCore:
         return True
 
     def finish(self, request_id: RequestId, num_tokens: int, choice: int = 0) -> bool:
-        """End a choice with STOP as of its first `num_tokens` output tokens. False: the request is
-        not live.
+        """End a choice with STOP after its first `num_tokens` output tokens.
+
+        Returns False if the request is not live.
         """
         live = self._live.by_id.get(request_id)
         request = None if live is None else live.choices.get(choice)
@@ -165,18 +169,21 @@ class EngineCore:
         return True
 
     def hold(self, request_id: RequestId) -> bool:
-        """Leave a request, with all its choices, out of all steps until `unhold`; a step that was
-        already launched still delivers its tokens. It keeps its blocks until others need them.
-        False: not live, or already held.
+        """Exclude a request and all its choices from all steps until `unhold`.
+
+        A step that was already launched still delivers its tokens. The request keeps its blocks
+        until others need them. Returns False if the request is not live or already held.
         """
         return self._live.hold(request_id)
 
     def unhold(self, request_id: RequestId) -> bool:
-        """Let a held request go on where it was. False: not live, or not held."""
+        """Resume a held request where it left off. Returns False if the request is not live or not
+        held.
+        """
         return self._live.unhold(request_id)
 
     def unhold_all(self) -> None:
-        """Let all held requests go on."""
+        """Resume all held requests."""
         for request_id in list(self._live.by_id):
             self._live.unhold(request_id)
 
@@ -187,8 +194,10 @@ class EngineCore:
             self._live.fail(live, failure)
 
     def end_overdue(self) -> float | None:
-        """End the requests whose time limits have passed, as `step` does; for times when no step is
-        taken. Returns in how many seconds the next limit may pass; None: no live request has one.
+        """End the requests whose time limits have passed, as `step` does. Used while no steps run.
+
+        Returns the number of seconds until the next limit may pass, or None if no live request has
+        one.
         """
         now = self.clock()
         self._live.end_overdue(now)
@@ -198,8 +207,10 @@ class EngineCore:
     # ---- a step --------------------------------------------------------------------------------
 
     def step(self) -> StepOutputs:
-        """Compute one batch. The outputs include the ends of requests that were cancelled or ran
-        out of time since the last step.
+        """Compute one batch.
+
+        The outputs include the ends of requests that were cancelled or ran out of time since the
+        last step.
         """
         now = self.clock()
         self._live.end_overdue(now)
@@ -221,15 +232,19 @@ class EngineCore:
         return self.take_outputs()
 
     def settle(self) -> None:
-        """Wait for the running step, if there is one; then nothing touches the model until the next
-        `step`. Its results come with the next outputs.
+        """Wait for the running step, if any. After that, nothing uses the model until the next
+        `step`.
+
+        The step's results come with the next outputs.
         """
         while self._in_flight:
             self._collect()
 
     def forget_computed(self) -> None:
-        """Forget all KV, because the model has changed: cached prefixes, and what live requests
-        have, on the device or the host. These are computed again and go on where they were.
+        """Discard all KV because the model has changed: cached prefixes, and live requests' KV on
+        the device or the host.
+
+        The requests' KV is recomputed, and they continue where they left off.
         """
         self.settle()
         self.scheduler.kv_cache.reset_prefix_cache()
@@ -238,12 +253,12 @@ class EngineCore:
                 self.scheduler.restart(request)
 
     def take_outputs(self) -> StepOutputs:
-        """The outputs since the last call."""
+        """Return the outputs since the last call."""
         outputs, record = self._live.take_outputs(), self._results.take_record()
         return StepOutputs(time=self.clock(), outputs=outputs, step=record)
 
     def stats(self) -> EngineStats:
-        """The figures now."""
+        """Return the current statistics."""
         kv_cache, pace = self.scheduler.kv_cache, self.scheduler.pace
         callers, results = self.scheduler.callers.named(), self._results
         return EngineStats(
@@ -275,7 +290,9 @@ class EngineCore:
         )
 
     def _restart_outgrown(self) -> None:
-        """Have requests computed anew that grew beyond the original length (`contract.rope`)."""
+        """Restart requests that grew beyond the original length, so that they are recomputed
+        (`contract.rope`).
+        """
         self.settle()
         for request in self._outgrown:
             if self.rope is not None and not request.status.is_terminal:
@@ -286,7 +303,7 @@ class EngineCore:
         self._outgrown.clear()
 
     def _launch(self, batch: ScheduledBatch, now: float) -> bool:
-        """Launch a batch. If that raises, the batch's requests fail and the engine goes on.
+        """Launch a batch. If that raises, the batch's requests fail and the engine continues.
 
         Raises:
             RanksLostError: nothing can be computed any more.
@@ -312,8 +329,9 @@ class EngineCore:
         return True
 
     def _collect(self) -> None:
-        """Wait for the oldest step in flight and take its results. The next one then has all that
-        it may need to choose its tokens.
+        """Wait for the oldest step in flight and process its results.
+
+        The next step then has everything it may need to choose its tokens.
         """
         step = self._in_flight.popleft()
         try:
@@ -326,7 +344,7 @@ class EngineCore:
             self._sample()
 
     def _sample(self) -> None:
-        """Have the oldest step in flight choose its tokens, if it has not yet."""
+        """Make the oldest step in flight choose its tokens, if it has not done so yet."""
         try:
             self._in_flight[0].pending.sample()
         except Exception as error:
@@ -334,8 +352,8 @@ class EngineCore:
             self._step_failed(step.batch, error)
 
     def _step_failed(self, batch: ScheduledBatch, error: Exception) -> None:
-        """End a failed batch's requests; requests whose blocks it should have copied start
-        again.
+        """End a failed batch's requests, and restart requests whose blocks it should have
+        copied.
         """
         error_id = new_error_id()
         logger.error(
@@ -359,8 +377,8 @@ class EngineCore:
             request.num_pending_tokens = 0
 
     def _end_hopeless(self, now: float) -> None:
-        """End the waiting requests that the policy gives up. Choices that already run may go on to
-        the time limit.
+        """End the waiting requests that the policy gives up on. Choices that are already running
+        may continue to the time limit.
         """
         for request in self.scheduler.take_hopeless(now):
             live = self._live.by_id[request.request_id]
@@ -370,12 +388,11 @@ class EngineCore:
                 self._live.end_all(live, FinishReason.TIME_LIMIT)
 
     def _check_idle(self) -> None:
-        """Handle an empty step. If nothing runs and the head of the queue still does not fit, it
-        ends; admission should have refused it.
+        """Handle an empty step. If nothing runs and the request at the head of the queue still does
+        not fit, end that request; admission should have refused it.
 
         Raises:
-            RuntimeError: there are running requests, and the policy chose none; it would do so for
-                ever.
+            RuntimeError: the policy chose none of the running requests, and would do so forever.
         """
         if self.scheduler.running:
             raise RuntimeError("the scheduling policy chose none of the running requests")

@@ -1,18 +1,18 @@
-"""Limits what structured output may cost a step, and a request.
+"""Limits what structured output may cost per step and per request.
 
 Masks and matcher updates are computed on the engine's thread, so all requests in the step wait for
 them. An ordinary grammar costs a tenth of a millisecond per token. An ambiguous one may cost a
-hundred times that, and one request may have 16 choices. So:
+hundred times that, and one request may have 16 choices. There are two limits:
 
-    before a step   choices whose last tokens were costly share STEP_S; those for which nothing is
-                    left wait for a later step, with all that they have. Who costs least for
-                    each step that it has waited goes first (`choose_resting`).
-    after a token   what a request's tokens cost beyond TOKEN_S each adds up. Above BURST_S it ends:
-                    it would slow all others as long as it lives (`charge`).
+    before a step   Choices whose last tokens were costly share STEP_S. Those that exceed it wait
+                    for a later step and keep all their state. The choice with the lowest cost
+                    relative to the steps it has waited goes first (`choose_resting`).
+    after a token   The cost of each of a request's tokens beyond TOKEN_S adds up. Above BURST_S
+                    the request ends, because it would slow down all others (`charge`).
 
-The computation of a mask cannot be interrupted; limits set when the grammar is compiled bound its
-cost. Costs are CPU time of the engine's thread, so that a busy machine or a pause of the
-interpreter ends no request.
+The computation of a mask cannot be interrupted. Limits set when the grammar is compiled bound its
+cost. Costs are CPU time of the engine's thread, so a busy machine or an interpreter pause never
+ends a request.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from engine.contract.request import Request
 from engine.contract.types import RequestKey
 
 STEP_S = 0.005
-"""The expected cost, in seconds, that the costly choices of one step may have together."""
+"""The maximum total expected cost of the costly choices in one step, in seconds."""
 CHEAP_S = 0.0005
-"""Choices whose tokens cost at most this many seconds are in every step."""
+"""The token cost, in seconds, up to which a choice takes part in every step."""
 TOKEN_S = 0.002
-"""What each token may cost, in seconds, without any limit on the number of tokens."""
+"""The cost, in seconds, that every token may have without being counted."""
 BURST_S = 0.2
-"""What the tokens of all of a request's choices may cost beyond that, in seconds."""
+"""The maximum total cost beyond TOKEN_S of all tokens of all of a request's choices, in seconds."""
 TOO_SLOW = (
     f"takes too long to follow: for too long its tokens have cost more than {TOKEN_S * 1e3:g} ms "
     "each; make it smaller or less ambiguous: give each text one way to be read, and repeat "
     "terminals of several characters rather than of one; or ask for fewer choices"
 )
-"""The error message of a request that ends for this reason."""
+"""The error message of a request that exceeds BURST_S."""
 
 
 def begin(request: Request) -> None:
-    """Add a choice that has its matcher."""
+    """Set the initial token cost of a choice that has a matcher."""
     if request.matcher is not None:
         request.grammar_cost_s = request.matcher.expected_s
 
 
 def release(request: Request) -> None:
-    """Take the matcher from a choice that needs it no longer, so that it costs nothing more."""
+    """Remove the matcher from a choice that no longer needs it, so that it costs nothing more."""
     if request.matcher is not None and request.matcher.is_free:
         request.matcher = None
         request.sampling_steps = None  # they were those of a choice with a matcher
@@ -53,8 +53,8 @@ def release(request: Request) -> None:
 
 
 def choose_resting(running: Iterable[Request]) -> frozenset[RequestKey]:
-    """The running choices that the next step leaves out. If there are any, the step has other
-    costly choices in it.
+    """Return the running choices that the next step leaves out. If there are any, the step contains
+    other costly choices.
     """
     costly = [request for request in running if request.grammar_cost_s > CHEAP_S]
     if not costly:
@@ -75,11 +75,11 @@ def charge(request: Request, siblings: Iterable[Request]) -> bool:
     """Add the cost of a choice's last token.
 
     Args:
-        request: a choice that was just given a token.
-        siblings: the live choices of its request, itself included.
+        request: a choice that has just received a token.
+        siblings: the live choices of the same request, including this one.
 
     Returns:
-        Whether the request may go on; True if it has no grammar.
+        Whether the request may continue; True if it has no grammar.
     """
     matcher = request.matcher
     if matcher is None:

@@ -1,10 +1,10 @@
-"""Commands of other threads for the engine's loop. They are carried out in order, between two
+"""Commands from other threads for the engine's loop, which carries them out in order between two
 steps.
 
     any thread      put, call ──▶ inbox
     engine thread   inbox ──carry_out──▶ commands, answers
 
-It has no lock of its own: the loop's condition guards `put`, `call` and `close`. `carry_out` takes
+The inbox has no lock: the loop's condition guards `put`, `call` and `close`. `carry_out` takes
 commands from the other end without the lock.
 """
 
@@ -17,38 +17,38 @@ from functools import partial
 
 
 class Inbox:
-    """The commands that have not been carried out yet, with the futures of those that are waited
-    for.
-    """
+    """The pending commands, and the futures of those whose callers wait for a result."""
 
     def __init__(self) -> None:
         self._commands: deque[Callable[[], object]] = deque()
         self._calls: set[Future[None]] = set()
 
     def __bool__(self) -> bool:
-        """Whether a command is waiting."""
+        """Whether any command is waiting."""
         return bool(self._commands)
 
     def put(self, command: Callable[[], object]) -> None:
-        """Add a command that nobody waits for. The loop handles what it raises."""
+        """Add a command whose caller does not wait. The loop handles its exceptions."""
         self._commands.append(command)
 
     def call(self, action: Callable[[], None]) -> Future[None]:
-        """Add a command; the future is done, or has its error, when it was carried out."""
+        """Add a command. The returned future completes, with the command's error if any, once it
+        was carried out.
+        """
         call: Future[None] = Future()
         self._calls.add(call)
         self._commands.append(partial(self._answer, call, action))
         return call
 
     def carry_out(self) -> None:
-        """Carry out the commands that are here now. Those that arrive meanwhile come after the next
+        """Carry out the commands present now. Commands that arrive meanwhile run after the next
         step.
         """
         for _ in range(len(self._commands)):
             self._commands.popleft()()
 
     def close(self, error: Exception) -> None:
-        """Drop the commands; their futures get the error."""
+        """Drop the commands and fail their futures with `error`."""
         self._commands.clear()
         for call in self._calls:
             if call.set_running_or_notify_cancel():

@@ -1,5 +1,5 @@
-"""The engine's loop: it checks requests on the caller's thread, runs steps on its own thread, and
-hands every step's outputs to one sink.
+"""The engine's loop: checks requests on the caller's thread, runs steps on its own thread, and
+passes every step's outputs to one sink.
 
     any thread                                   engine thread
     submit ──checks──▶ inbox ───────────────────▶ EngineCore ──step──▶ StepOutputs ──▶ sink
@@ -8,17 +8,18 @@ hands every step's outputs to one sink.
                                                        in order; windows are opened
 
 There are three ways to stop computing for a while. `pause` stops the steps, while commands are
-still carried out. `model_pause` stops steps and commands, for the caller's own work on the model
-(a manager's `pause`). `hold_request` stops one request, and the others go on.
+still carried out. `model_window` stops steps and commands while the caller uses the model (a
+manager's `pause`). `hold_request` stops one request, and the others continue.
 
 The sink is the service's delivery log (through `engine.contract.engine_client`), or the
 `ResultRouter` of the Python API (`engine.api.manager`).
 
-States: new → running → (stop) draining → stopped → (start) running …; a failure of the loop itself
-ends in dead.
+States: new → running → (stop) draining → stopped → (start) running …; dead after a failure of the
+loop itself.
 
-The thread ends before the interpreter does (`_end_at_exit`), and belongs to one process: a fork of
-that has the loop's memory, but neither its thread nor locks that anyone will open.
+The thread ends before the interpreter does (`_end_at_exit`), and belongs to one process. A fork of
+that process has a copy of the loop's memory, but not its thread, and locks held at the fork are
+never released there.
 """
 
 from __future__ import annotations
@@ -60,15 +61,17 @@ StepSink = Callable[[StepOutputs], None]
 GrammarCompile = Callable[
     [GrammarParams, frozenset[TokenId], bytes, CallerKey, CallerKey], Future[MatcherFactory]
 ]
-"""Starts to compile a grammar for a request with these ending ids, of the caller with this salt."""
+"""Starts compiling a grammar for a request. Takes the grammar, the ending token ids, the cache
+salt, the caller and the caller's group.
+"""
 
 _MAX_FAILED_STEPS = 3
-"""After this many unexpected failures of the loop in a row, the engine is declared dead."""
+"""The number of consecutive unexpected loop failures after which the engine is declared dead."""
 _STOPPED_MESSAGE = "the engine was stopped before the request was complete; try again"
 
 
 class EngineLoop:
-    """Runs an engine on a thread of its own. All methods may be called from any thread."""
+    """Runs an engine on its own thread. All methods may be called from any thread."""
 
     def __init__(
         self,
@@ -84,10 +87,11 @@ class EngineLoop:
 
         Args:
             core: the engine; from now on only this loop's thread uses it.
-            limits: what admission checks.
-            sink: takes each step's outputs on the engine's thread; must not block.
+            limits: the limits that admission checks.
+            sink: receives each step's outputs on the engine's thread; must not block.
             max_queue_size: how many requests may wait; 0: no limit.
-            compile_grammar: starts to compile the grammar of a request; None: grammars are refused.
+            compile_grammar: starts compiling the grammar of a request. If None, grammars are
+                refused.
             jitter: returns random numbers from 0 to 1, which spread the retry times of callers that
                 a full queue refuses.
         """
@@ -122,12 +126,12 @@ class EngineLoop:
         on_start: Callable[[], None] | None = None,
         on_end: Callable[[], None] | None = None,
     ) -> None:
-        """Start the engine's thread. Harmless while it runs.
+        """Start the engine's thread. Harmless if it is already running.
 
         Args:
-            on_start: called before the thread does anything; not if it runs already.
-            on_end: called on the thread as its last act, whether the engine was stopped or has died
-                (`failure` tells which). Neither may block.
+            on_start: called before the thread does anything, unless it is already running.
+            on_end: called on the thread as its last action, whether the engine was stopped or has
+                died (`failure` tells which). Neither callback may block.
 
         Raises:
             EngineUnavailableError: the engine has died, and a new one is needed; or it is still
@@ -156,12 +160,14 @@ class EngineLoop:
                 on_start()
 
     def is_running(self) -> bool:
-        """Whether the engine's thread runs, in this process."""
+        """Whether the engine's thread is running in this process."""
         return self._is_running and self._process == os.getpid()
 
     def refuse_in_a_fork(self) -> None:
-        """Refuse what would need the engine's thread, or a lock of its, in a fork of the process in
-        which it runs. Takes no lock.
+        """Raise if this process is a fork of the one in which the engine runs.
+
+        Called before any operation that needs the engine's thread or one of its locks. Takes no
+        lock.
 
         Raises:
             EngineUnavailableError: this process is such a fork.
@@ -175,12 +181,12 @@ class EngineLoop:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a fork of the one in which the engine's thread runs."""
+        """Whether this process is a fork of the one in which the engine's thread is running."""
         return self._is_running and self._process != os.getpid()
 
     def lets_model_change(self) -> bool:
-        """Whether no step touches the model: the engine does not run, is paused, or the calling
-        thread is in a window.
+        """Whether no step is using the model: the engine is not running, it is paused, or the
+        calling thread is in a window.
         """
         with self._changed:
             return not self._is_running or self._is_paused or self._window.is_entered_here
@@ -188,17 +194,18 @@ class EngineLoop:
     def stop(
         self, block: bool = True, timeout: float | None = None, *, hard_stop: bool = False
     ) -> None:
-        """Stop the engine's thread: no new requests are accepted, and live ones are finished first.
-        Ends a pause, and the holds of single requests. Harmless if it does not run here.
+        """Stop the engine's thread. New requests are refused, and live ones are finished first.
+
+        Ends a pause and all holds. Harmless if the thread is not running here.
 
         Args:
             block: whether to wait for the thread to end.
-            timeout: the most seconds to wait.
-            hard_stop: end live requests at once, with an error, instead of finishing them.
+            timeout: the maximum time to wait, in seconds.
+            hard_stop: end live requests immediately with an error instead of finishing them.
 
         Raises:
-            RuntimeError: block is True, and the calling thread is in a model window of this engine:
-                it would wait for itself.
+            RuntimeError: block is True and the calling thread is in a model window of this engine,
+                so it would wait for itself.
         """
         if self.is_forked:
             return
@@ -215,8 +222,8 @@ class EngineLoop:
             self.join(timeout)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the engine's thread to end, at most `timeout` seconds. Harmless if it does not
-        run here.
+        """Wait up to `timeout` seconds for the engine's thread to end. Harmless if it is not
+        running here.
 
         Raises:
             RuntimeError: the calling thread is in a model window of this engine.
@@ -235,27 +242,29 @@ class EngineLoop:
             )
 
     def model_window(self, at_end: Callable[[], None]) -> Pause:
-        """A window in which nothing touches the model: `with loop.model_window(…): …`.
+        """Return a window in which nothing uses the model: `with loop.model_window(…): …`.
 
-        The loop finishes its step first. Live requests stay, with their KV, and go on afterwards;
-        new ones are accepted and wait. Several threads may be in it at the same time: the loop goes
-        on when the last one has left. A stop takes effect only then.
+        The loop finishes its step first. Live requests keep their KV and continue afterwards. New
+        ones are accepted and wait. Several threads may be in the window at the same time; the loop
+        continues when the last one has left. A stop takes effect only then.
 
         Args:
-            at_end: called at the end of the block, before the loop may go on.
+            at_end: called at the end of the block, before the loop may continue.
         """
         return Pause(self._window, at_end)
 
     def pause(self) -> Future[None]:
-        """Take no further step until `resume`; live requests stay, with their KV. Unlike in a
-        window, commands are carried out: new requests are accepted and wait, cancelled ones end,
-        and so do those whose time limits pass. Harmless if paused. Does not block.
+        """Run no further steps until `resume`. Does not block. Harmless if already paused.
+
+        Live requests keep their KV. Unlike in a window, commands are carried out: new requests are
+        accepted and wait, and requests end if they are cancelled or their time limits pass.
 
         Returns:
-            Done when the last step is done; from then on nothing touches the model.
+            A future that completes when the last step is done. From then on, nothing uses the
+                model.
 
         Raises:
-            EngineUnavailableError: the engine does not run, or is being stopped.
+            EngineUnavailableError: the engine is not running, or is being stopped.
         """
         with self._changed:
             if not self._is_running or self._stopping:
@@ -264,27 +273,28 @@ class EngineLoop:
             return self._between_steps(self._core.settle)
 
     def resume(self) -> None:
-        """End a pause. Harmless if there is none."""
+        """End a pause. Harmless if the engine is not paused."""
         with self._changed:
             self._is_paused = False
             self._changed.notify_all()
 
     def reset_prefix_cache(self) -> Future[None]:
-        """Forget all cached prefixes, before the next step at the latest. Running requests keep the
-        prefixes that they hold until they end.
+        """Discard all cached prefixes before the next step at the latest. Running requests keep the
+        prefixes they hold until they end.
 
         Returns:
-            Done when they are forgotten. If the engine is stopped before, it has an
-            EngineUnavailableError.
+            A future that completes when this is done. If the engine is stopped first, it fails with
+                an EngineUnavailableError.
         """
         return self._forget(self._core.scheduler.kv_cache.reset_prefix_cache)
 
     def forget_computed(self) -> Future[None]:
-        """Forget all KV, before the next step at the latest; needed when the model has changed.
-        Live requests are computed again, with the tokens that they have, and go on.
+        """Discard all KV before the next step at the latest, because the model has changed.
+
+        Live requests are recomputed from their tokens, and continue.
 
         Returns:
-            See `reset_prefix_cache`.
+            A future; see `reset_prefix_cache`.
         """
         return self._forget(self._core.forget_computed)
 
@@ -309,8 +319,8 @@ class EngineLoop:
         return self._warmed_up
 
     def warmup(self) -> None:
-        """Run once whatever is slow the first time, and return when that is done. If the engine
-        runs, this happens on its thread, between two steps.
+        """Run everything that is slow the first time, and return when that is done. If the engine
+        is running, this happens on its thread, between two steps.
 
         Raises:
             EngineUnavailableError: the engine ended before the warm-up.
@@ -345,7 +355,7 @@ class EngineLoop:
 
     @property
     def failure(self) -> Exception | None:
-        """Why the engine is dead, if it is."""
+        """The reason the engine is dead, or None if it is not."""
         return self._failure
 
     # ---- requests ------------------------------------------------------------------------------
@@ -353,17 +363,18 @@ class EngineLoop:
     def submit(
         self, request: GenerationRequest, make_matcher: MatcherFactory | None = None
     ) -> Admission:
-        """Accept a request, or refuse it at once.
+        """Accept a request, or refuse it immediately.
 
         Args:
             request: what is asked for.
-            make_matcher: makes matchers of its compiled grammar, if it has one; see
+            make_matcher: makes matchers of the request's compiled grammar, if it has one; see
                 `compile_grammar`.
 
         Raises:
-            InvalidRequestError, DuplicateRequestError, QueueFullError, EngineUnavailableError.
-            ValueError: it has a grammar, and make_matcher is missing: its output would not follow
-                the grammar.
+            InvalidRequestError, DuplicateRequestError, QueueFullError, EngineUnavailableError: the
+                request is refused.
+            ValueError: the request has a grammar, but make_matcher is missing, so the output would
+                not follow the grammar.
         """
         self._limits.check(request)
         if request.grammar is not None and make_matcher is None:
@@ -373,8 +384,9 @@ class EngineLoop:
     def submit_all(
         self, requests: Sequence[tuple[GenerationRequest, MatcherFactory | None]], arrival: float
     ) -> Admission:
-        """Accept requests that were checked, with the matchers of their grammars: all of them, or
-        none. Raises as `submit` does.
+        """Accept checked requests with the matchers of their grammars, either all or none.
+
+        Raises the same errors as `submit`.
         """
         with self._changed:
             if self._failure is not None:
@@ -401,8 +413,10 @@ class EngineLoop:
             return Admission(queue_position=waiting, arrival=arrival, notes=notes)
 
     def compile_grammar(self, request: GenerationRequest) -> Future[MatcherFactory] | None:
-        """Start to compile a request's grammar, for `submit`. Does not block; if the result is an
-        error, the request is refused with it. None: it has no grammar.
+        """Start compiling a request's grammar, for `submit`. Does not block.
+
+        Returns None if the request has no grammar. If the future fails, the request is refused with
+        its error.
 
         Raises:
             UnsupportedFeatureError: structured output is not available here.
@@ -422,32 +436,39 @@ class EngineLoop:
         )
 
     def cancel_request(self, request_id: str) -> bool:
-        """End a request, with all its choices, within one step; its last outputs say CANCELLED.
-        False: no live request has that id.
+        """Cancel a request and all its choices within one step; its last outputs have reason
+        CANCELLED.
+
+        Returns False if no live request has that id.
         """
         return self._command(RequestId(request_id), self._core.cancel)
 
     def finish_request(self, request_id: str, num_tokens: int, choice: int = 0) -> bool:
-        """End a choice with STOP as of its first `num_tokens` output tokens. False: the request is
-        not live.
+        """End a choice with STOP after its first `num_tokens` output tokens.
+
+        Returns False if the request is not live.
         """
         return self._command(
             RequestId(request_id), lambda name: self._core.finish(name, num_tokens, choice)
         )
 
     def hold_request(self, request_id: str) -> bool:
-        """Leave a request out of all steps until `unhold_request`; see EngineCore.hold. Its time
-        limit goes on. False: no live request has that id, or the engine is being stopped.
+        """Exclude a request from all steps until `unhold_request`; see EngineCore.hold.
+
+        Its time limit still applies. Returns False if no live request has that id, or the engine is
+        being stopped.
         """
         with self._changed:
             return not self._stopping and self._command(RequestId(request_id), self._core.hold)
 
     def unhold_request(self, request_id: str) -> bool:
-        """Let a held request go on. False: no live request has that id."""
+        """Resume a held request. Returns False if no live request has that id."""
         return self._command(RequestId(request_id), self._core.unhold)
 
     def stats(self) -> EngineStats:
-        """The engine's figures now (without the counters of a step that is still running)."""
+        """Return the engine's current statistics, without the counters of a step that is still
+        running.
+        """
         return self._core.stats()
 
     def _command(self, name: RequestId, command: Callable[[RequestId], object]) -> bool:
@@ -488,9 +509,11 @@ class EngineLoop:
             on_end()
 
     def _end_at_exit(self) -> None:
-        """End the thread before the interpreter ends. Python ends a thread that asks for the
-        interpreter after that by unwinding its stack, and torch's C++ frames answer that with
-        std::terminate. A loop that is parked in a window that nobody leaves has no such frames.
+        """End the thread before the interpreter ends.
+
+        After interpreter shutdown begins, Python ends a thread that asks for the interpreter by
+        unwinding its stack. torch's C++ frames respond to that with std::terminate. A loop that is
+        still parked in a window has no such frames, so it can be left alone.
         """
         if not self.is_running():
             return
@@ -501,8 +524,9 @@ class EngineLoop:
             self._thread.join()  # its frames may hold the last references to tensors
 
     def _wait_for_work(self) -> bool:
-        """Carry out commands, open windows, sleep while there is nothing to do. False: the thread
-        is to end.
+        """Carry out commands, open windows, and sleep while there is nothing to do.
+
+        Returns False if the thread must end.
         """
         while True:
             self._carry_out_commands()
@@ -527,7 +551,7 @@ class EngineLoop:
                 self._changed.wait(until_overdue_s)
 
     def _carry_out_commands(self) -> None:
-        """Carry out the commands in the inbox; then a hard stop, if one was requested."""
+        """Carry out the commands in the inbox, then a hard stop if one was requested."""
         self._inbox.carry_out()
         with self._changed:
             if self._inbox or not self._aborting:
@@ -551,7 +575,9 @@ class EngineLoop:
             self._core.add(request, arrival, make_next)
 
     def _refuse_late(self, name: RequestId, arrival: float, error: Exception) -> None:
-        """End an accepted request whose grammar cannot be followed; no other is affected."""
+        """End an accepted request whose grammar cannot be followed. No other request is
+        affected.
+        """
         error_id = new_error_id()
         logger.error("error %s: the grammar of %s failed", error_id, name, exc_info=error)
         with self._changed:
@@ -561,8 +587,8 @@ class EngineLoop:
         self._deliver(StepOutputs(now, (end_of_lost(name, failure, arrival, now),)))
 
     def _recover(self, error: Exception, *, dead: bool) -> StepOutputs:
-        """The loop itself failed: end all live requests. Go on, unless it has failed too often in a
-        row.
+        """End all live requests because the loop itself failed. Continue unless it has failed too
+        often in a row.
         """
         error_id = new_error_id()
         logger.error(
@@ -583,8 +609,10 @@ class EngineLoop:
     def _ends_of_the_lost(
         self, outputs: Sequence[RequestOutput], error_id: str
     ) -> tuple[RequestOutput, ...]:
-        """Terminal outputs, made without the core, for live requests that `outputs` does not end:
-        those that a broken core has lost and, if the engine is dead, those still in the inbox.
+        """Build final outputs without the core, for live requests that `outputs` does not end.
+
+        These are the requests that a broken core has lost and, if the engine is dead, those still
+        in the inbox.
         """
         failure = RequestFailure(f"the engine failed (error {error_id})", error_id, retryable=True)
         ended = {output.request_id for output in outputs if output.ends_request}
@@ -595,8 +623,10 @@ class EngineLoop:
         return tuple(end_of_lost(name, failure, now, now) for name in names)
 
     def _deliver(self, outputs: StepOutputs) -> None:
-        """Hand one step's outputs to the sink. The ids of ended requests are free before the sink
-        sees their ends. A step without outputs is handed over too, for its record.
+        """Pass one step's outputs to the sink.
+
+        The ids of ended requests are free before the sink sees their ends. A step without outputs
+        is passed on too, for its record.
         """
         if not outputs.outputs and outputs.step is None:
             return

@@ -1,9 +1,10 @@
-"""Lets threads stop the engine's loop between two of its steps, for their own work on the model.
+"""Lets threads stop the engine's loop between two steps so that they can use the model.
 
     visitor  with Pause: ask ─▶ waits until the loop is parked ─▶ the block ─▶ leave
     loop     step ─▶ park ───────────────── asleep ────────────────────────────▶ step
 
-Several threads may be in the window at the same time; the loop goes on when the last one has left.
+Several threads may be in the window at the same time; the loop continues when the last one has
+left.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class ModelWindow:
     """The window between two steps. It uses the loop's lock and condition."""
 
     def __init__(self, changed: threading.Condition) -> None:
-        """Create the window for a loop that does not run yet.
+        """Create the window for a loop that is not running yet.
 
         Args:
-            changed: the loop's condition; the loop sleeps only on this one.
+            changed: the loop's condition, the only one on which the loop sleeps.
         """
         self._changed = changed
         self._process: int | None = None  # the one in which the loop runs
@@ -40,7 +41,7 @@ class ModelWindow:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody is in the window, or waits for the loop to park."""
+        """Whether any thread is in the window, or waiting for the loop to park."""
         return bool(self._visitors)
 
     @property
@@ -50,16 +51,16 @@ class ModelWindow:
 
     @property
     def is_parked(self) -> bool:
-        """Whether the loop sleeps, because somebody is in the window."""
+        """Whether the loop is asleep because a thread is in the window."""
         return self._is_parked
 
     # ---- visitors ------------------------------------------------------------------------------
 
     def ask(self) -> int:
-        """Ask the loop to park. Returns a number to pass to `leave`.
+        """Ask the loop to park. Return a number to pass to `leave`.
 
         Raises:
-            EngineUnavailableError: the loop does not run.
+            EngineUnavailableError: the loop is not running.
         """
         visitor = threading.get_ident()
         if self._process != os.getpid():  # before the lock, which a fork may have left locked
@@ -83,7 +84,7 @@ class ModelWindow:
                 raise EngineUnavailableError("the engine ended before the pause began")
 
     def leave(self, visitor: int) -> None:
-        """Leave the window. May be called on another thread than `ask`."""
+        """Leave the window. May be called on a different thread from `ask`."""
         with self._changed:
             self._visitors[visitor] -= 1
             if not self._visitors[visitor]:
@@ -93,16 +94,16 @@ class ModelWindow:
     # ---- the loop; all with the condition held -------------------------------------------------
 
     def loop_started(self) -> None:
-        """Note that the loop was started."""
+        """Record that the loop was started."""
         self._process = os.getpid()
 
     def loop_ended(self) -> None:
-        """Note that the loop has ended, and end all waits for it."""
+        """Record that the loop has ended, and end all waits for it."""
         self._process = None
         self._changed.notify_all()
 
     def park(self) -> None:
-        """Sleep until nobody is in the window."""
+        """Sleep until no thread is in the window."""
         while self._visitors:
             self._is_parked = True
             self._changed.notify_all()
@@ -111,16 +112,20 @@ class ModelWindow:
 
 
 class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
-    """One visit to the window: `with pause:`, or `async with pause:`, which lets the event loop go
-    on while it waits.
+    """One visit to the window: `with pause:`, or `async with pause:`, which does not block the
+    event loop while waiting.
 
-    Nothing is asked for before the block is entered, so an object that is dropped without that
-    pauses nothing. Whatever ends the block ends the pause: its end, an error, a cancelled wait, or
-    that an object that was entered is dropped.
+    Nothing is paused until the block is entered, so an unused object has no effect. The pause ends
+    when the block ends, normally or with an error, when the wait is cancelled, or when an entered
+    object is garbage-collected.
     """
 
     def __init__(self, window: ModelWindow, at_end: Callable[[], None]) -> None:
-        """Make a visit. at_end: called at the end of the block, while the loop is still parked."""
+        """Create a visit.
+
+        Args:
+            at_end: called at the end of the block, while the loop is still parked.
+        """
         self._window = window
         self._at_end = at_end
         self._entered = threading.Lock()  # held while somebody is in the block, or on the way there
@@ -128,11 +133,11 @@ class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
         self._process = 0
 
     def __enter__(self) -> None:
-        """Wait until no step runs.
+        """Wait until no step is running.
 
         Raises:
-            EngineUnavailableError: the engine does not run, or ends before the window opens.
-            RuntimeError: the object is in use already.
+            EngineUnavailableError: the engine is not running, or ends before the window opens.
+            RuntimeError: the object is already in use.
         """
         self._ask()
         try:
@@ -156,11 +161,11 @@ class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Let the steps go on.
+        """Let the steps continue.
 
         Raises:
-            ModelChangedError: modules of the model were replaced. After an error in the block it is
-                logged instead, so that the block's own error is raised.
+            ModelChangedError: modules of the model were replaced. If the block itself raised, this
+                error is logged instead, so that the block's error propagates.
         """
         if self._process != os.getpid():
             return  # a fork within the block; no loop waits here

@@ -1,4 +1,4 @@
-"""What a collected step changes: tokens are appended, choices start and end, the step is measured.
+"""Processes a collected step: appends tokens, starts and ends choices, and measures the step.
 
 SampledTokens ──take──▶ each request of the batch: computed ─▶ token appended ─▶ goes on or ends
                     └─▶ outputs (LiveRequests), the scheduler's times, a StepRecord
@@ -27,7 +27,7 @@ class StepInFlight:
     Attributes:
         batch, pending: what is computed, and the handle to its results.
         launched: monotonic seconds.
-        void: requests whose results are wrong, because an earlier step failed to copy their blocks.
+        void: requests whose results are wrong because an earlier step failed to copy their blocks.
     """
 
     batch: ScheduledBatch
@@ -37,12 +37,13 @@ class StepInFlight:
 
 
 class StepResults:
-    """Takes the results of collected steps. See the module.
+    """Processes the results of collected steps.
 
     Attributes:
-        num_steps, num_decode_steps: the steps, and those in which a request decoded.
-        num_prompt_tokens, num_generated_tokens: computed, and appended.
-        last_step_s: from the last step's launch to its results.
+        num_steps, num_decode_steps: the number of steps, and of those in which a request decoded.
+        num_prompt_tokens, num_generated_tokens: the numbers of tokens computed for prompts, and of
+            tokens appended.
+        last_step_s: the seconds from the last step's launch to its results.
     """
 
     def __init__(
@@ -60,12 +61,14 @@ class StepResults:
         self.last_step_s = 0.0
 
     def take_record(self) -> StepRecord | None:
-        """The last step's size and duration; None: it was taken before."""
+        """Return the last step's size and duration, or None if they were already taken."""
         record, self._record = self._record, None
         return record
 
     def take(self, step: StepInFlight, sampled: SampledTokens) -> None:
-        """Record what was computed, append the new tokens, end what is complete."""
+        """Record what was computed, append the new tokens, and end the choices that are
+        complete.
+        """
         self.num_steps += 1
         now = self._clock()
         tokens = iter(sampled.token_ids)
@@ -93,7 +96,7 @@ class StepResults:
         self._measure(step, num_prompt_tokens, now)
 
     def _measure(self, step: StepInFlight, num_prompt_tokens: int, now: float) -> None:
-        """Record the duration and size of a step. `now`: monotonic seconds."""
+        """Record the duration and size of a step. `now` is in monotonic seconds."""
         self.num_prompt_tokens += num_prompt_tokens
         self.last_step_s = now - step.launched
         num_tokens = step.batch.num_tokens
@@ -175,8 +178,8 @@ class StepResults:
     def _reason_to_end(
         self, request: Request, position: int, token: TokenId
     ) -> FinishReason | None:
-        """Why a choice ends with its new token, if it does; ERROR: its grammar does not allow the
-        token.
+        """Return why a choice ends with its new token, or None if it does not. ERROR means that its
+        grammar does not allow the token.
         """
         if token in request.ending_token_ids:
             return FinishReason.STOP
@@ -193,7 +196,7 @@ class StepResults:
     def _report_prompt(
         self, live: LiveRequest, request: Request
     ) -> tuple[int | None, tuple[TokenLogprobs, ...] | None]:
-        """What to report about the prompt when it was first processed completely."""
+        """Return what to report about the prompt when it has first been processed completely."""
         if live.is_prompt_reported:
             return None, None
         live.is_prompt_reported = True
@@ -203,10 +206,10 @@ class StepResults:
         return request.num_cached_tokens, logprobs if wanted else None
 
     def _fork(self, live: LiveRequest, parent: Request) -> None:
-        """Start the other choices when the prompt was first processed completely.
+        """Start the other choices when the prompt has first been processed completely.
 
         Called before the step is recorded as computed. Each choice computes the last prompt token
-        for itself, and the blocks that this token attends to are still held until then.
+        for itself, and until then the blocks that this token attends to are still held.
         """
         if parent.num_prompt_tokens >= parent.max_total_tokens:
             return  # max_tokens is 0, so all choices end

@@ -1,11 +1,11 @@
-"""Runs a function on a thread of its own, which then ends.
+"""Runs a function on a new thread that ends with it.
 
 torch's OpenMP runtime keeps a team of worker threads for every thread that ever ran a parallel
-region. If it has more workers in all than CPUs, they no longer spin between the regions of a step
-but sleep, and waking them costs more time than many regions take. So a model that was loaded on one
-thread and runs on another decodes about eight percent slower. A thread that ends takes its team
-with it, so everything that runs the model before the engine's thread does is called through this
-module.
+region. If there are more workers in total than CPUs, they sleep instead of spinning between the
+regions of a step, and waking them takes longer than many regions do. As a result, a model that was
+loaded on one thread and runs on another decodes about eight percent slower. When a thread ends, its
+team ends too. Everything that runs the model before the engine's thread does is therefore called
+through this module.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ T = TypeVar("T")
 
 
 def call_on_own_thread(function: Callable[[], T], name: str) -> T:
-    """Call `function` on a new thread, wait for it, and return what it returns or raise what it
-    raises.
+    """Call `function` on a new thread, wait for it, and return its result or raise its exception.
 
-    An interrupt (Ctrl-C) is raised in the waiting thread at once. The new thread is a daemon, so it
-    does not keep the process alive.
+    An interrupt (Ctrl-C) is raised in the waiting thread immediately. The new thread is a daemon,
+    so it does not keep the process alive.
     """
     outcome: Future[T] = Future()
     try:
@@ -36,10 +35,10 @@ def call_on_own_thread(function: Callable[[], T], name: str) -> T:
 
 
 async def await_on_own_thread(function: Callable[[], T], name: str) -> T:
-    """Like `call_on_own_thread`, for a coroutine: the event loop is not blocked.
+    """Like `call_on_own_thread`, but for coroutines: the event loop is not blocked.
 
-    If the caller is cancelled, it does not wait for the thread. The thread runs to its end, and its
-    result or error is dropped.
+    If the caller is cancelled, it does not wait for the thread. The thread runs to completion, and
+    its result or error is dropped.
     """
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()

@@ -1,8 +1,8 @@
-"""Who may have how much of a limit, and when who was refused may try again.
+"""Decides how much of a limit each caller may use, and when a refused caller may try again.
 
     ask ─▶ Shares ─┬─▶ granted
                    └─▶ refused: a retry ticket, and advice by the rate of releases
 
-It knows callers by their keys, and amounts; what is counted (requests, tokens, bytes) only its
-users know. The service's limits use it too. No torch.
+This package handles only caller keys and amounts. Its users decide what is counted: requests,
+tokens or bytes. The service's limits use it too. It does not use torch.
 """

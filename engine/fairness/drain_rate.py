@@ -3,13 +3,13 @@
     left ──▶ amounts, by slices of the window ──▶ a rate
     advise(missing, claim) = (what is missing + what others were told to come for) / rate
 
-The engine's queue has one, and so has each limit of the service
+The engine's queue has one estimator, and so does each limit of the service
 (`service.admission.admission_control`). It counts whatever its user counts: requests, tokens or
 bytes.
 
 Each refused caller is told when to try again and is counted until that time, so the next one is
-told a later time, as in a line. So callers come back as room becomes free, not all at once. Nothing
-is reserved: a caller that comes without such advice takes whatever is free.
+told a later time, as in a line. Callers thus come back as room becomes free, not all at the same
+time. Nothing is reserved: a caller without such advice takes whatever is free.
 """
 
 from __future__ import annotations
@@ -21,35 +21,41 @@ from collections.abc import Callable
 from itertools import accumulate, combinations
 
 WINDOW_S = 10.0
-"""Departures older than this are not counted."""
+"""The length of the sliding window, in seconds; older departures are not counted."""
 SLICE_S = 0.5
-"""How finely the window slides."""
+"""The resolution of the sliding window, in seconds."""
 MIN_DELAY_S = 0.05
-"""The shortest delay that is advised, so that callers do not spin."""
+"""The shortest advised delay, in seconds, so that callers do not spin."""
 MAX_DELAY_S = 120.0
-"""The longest advice."""
+"""The longest advised delay, in seconds."""
 UNKNOWN_DELAY_S = 0.25
-"""The first advice while no rate is known; it grows with the time in which nothing leaves."""
+"""The shortest advised delay, in seconds, while no rate is known. The advice grows with the time
+since the last departure.
+"""
 MARGIN = 0.1
-"""The fraction by which the advice is longer than the rate says, because no rate is exact."""
+"""The fraction by which the advised delay exceeds what the rate implies, because no rate is exact.
+"""
 JITTER = 0.1
-"""The largest random addition, as a fraction of the advice, so that callers do not come back at the
-same moment. 1 if no rate is known.
+"""The largest random addition, as a fraction of the advised delay, so that callers do not come back
+at the same moment. It is 1 if no rate is known.
 """
 BEST_COUNT = 256
-"""The rate is that of the best part of the window with so many departures: less leaves in a storm
-of calls, which takes the machine's time, than after it."""
+"""The rate is that of the best section of the window with at least this many departures. Departures
+are slower during a burst of calls, which takes the machine's time, than after it.
+"""
 _CLAIM_SLICE_S = 0.25
 """The resolution of the times at which advised callers are expected."""
 
 
 class DrainRate:
-    """What left within the last WINDOW_S seconds, and how much was told to come back. Used by one
-    thread at a time. O(1) for each departure; memory is bounded, however many are refused.
+    """What left within the last WINDOW_S seconds, and how much was told to come back.
 
-    The rate is only measured while enough is there for it to be that of a full queue: `begin` tells
-    when that starts. It is measured from the first departure after that (the time before it says
-    nothing about the rate), for at least SLICE_S.
+    Used by one thread at a time. Each departure takes O(1), and memory is bounded regardless of the
+    number of refusals.
+
+    The rate is only measured while the queue is full enough for it to be meaningful, which `begin`
+    signals. The measurement starts at the first departure after that, because the time before says
+    nothing about the rate, and lasts at least SLICE_S.
     """
 
     __slots__ = ("_claimed", "_claims", "_clock", "_jitter", "_last", "_since", "_slices")
@@ -59,7 +65,7 @@ class DrainRate:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`clock`: monotonic seconds. `jitter`: returns a random number from 0 to 1."""
+        """`clock` returns monotonic seconds. `jitter` returns a random number from 0 to 1."""
         self._clock = clock
         self._jitter = jitter
         # When it began, what left in it, in how many departures.
@@ -70,7 +76,7 @@ class DrainRate:
         self._claimed = 0.0  # all of them
 
     def begin(self) -> None:
-        """Start to measure: the queue is now full enough."""
+        """Start measuring, because the queue is now full enough."""
         self._slices.clear()
         self._since = None
         self._last = self._clock()
@@ -93,14 +99,15 @@ class DrainRate:
     def advise(
         self, missing: float, claim: float, before: float | None = None, margin: float = MARGIN
     ) -> float:
-        """The seconds after which a caller that is refused now should try again: MIN_DELAY_S to
-        MAX_DELAY_S.
+        """Return how many seconds a caller refused now should wait before trying again: MIN_DELAY_S
+        to MAX_DELAY_S.
 
         Args:
             missing: how much must leave before there is room.
             claim: how much this caller will take then.
-            before: the most of the others' claims that goes before this one; None: all of them.
-            margin: the fraction by which it is told to come later than the rate says.
+            before: the maximum amount of other callers' claims that go before this one. None: all
+                of them.
+            margin: the fraction by which the advised delay exceeds what the rate implies.
         """
         now = self._clock()
         self._forget(now)
@@ -118,7 +125,9 @@ class DrainRate:
         return delay
 
     def _best(self) -> float:
-        """The highest rate over some slices in a row with BEST_COUNT departures; 0: none have."""
+        """Return the highest rate over consecutive slices with at least BEST_COUNT departures, or 0
+        if there are none.
+        """
         amounts = [0.0, *accumulate(amount for _, amount, _ in self._slices)]
         numbers = [0, *accumulate(number for _, _, number in self._slices)]
         best = 0.0

@@ -3,9 +3,9 @@ it (`engine.fairness.shares`).
 
     enter ──▶ … its first output, or its end ──▶ begun
 
-The loop knows exactly how many requests wait. For the shares, a request counts for its caller until
-its first output; so one whose prompt is being computed counts too, and a preempted one does not.
-This changes the shares by no more than the number of running requests.
+The loop knows exactly how many requests wait. For the shares, however, a request counts for its
+caller until its first output. A request whose prompt is being computed therefore counts too, and a
+preempted one does not. This changes the shares by no more than the number of running requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.fairness.shares import Shares
 
 @dataclass(frozen=True, slots=True)
 class _Asker:
-    """A caller. `weight`: its group's weight."""
+    """A caller. `weight` is its group's weight."""
 
     key: CallerKey
     group: CallerKey
@@ -34,7 +34,9 @@ class _Asker:
 
 
 class QueueRoom:
-    """See the module. The loop holds its lock when it calls this, except for `has_of`."""
+    """Admits requests to the queue. The loop must hold its lock when calling any method except
+    `has_of`.
+    """
 
     def __init__(
         self,
@@ -43,17 +45,19 @@ class QueueRoom:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`limit`: how many may wait; 0: any number. `ends`: the rate at which requests leave."""
+        """`limit` is how many requests may wait; 0 means no limit. `ends` is the rate at which
+        requests leave.
+        """
         self._shares: Shares[_Asker] = Shares(limit or None, clock, jitter, rate=ends)
         self._is_bounded = limit > 0
         self._entered: dict[RequestId, tuple[_Asker, int]] = {}
 
     def enter(self, requests: Sequence[GenerationRequest], waiting: int) -> None:
-        """Give requests their places: all of them, or none.
+        """Admit requests to the queue, either all or none.
 
         Args:
             requests: at least one.
-            waiting: how many wait now.
+            waiting: how many requests wait now.
 
         Raises:
             QueueFullError: there is no room.
@@ -83,7 +87,7 @@ class QueueRoom:
             self._entered[request.request_id] = asker, request.n
 
     def has_of(self, outputs: Iterable[RequestOutput]) -> bool:
-        """Whether `begun` has anything to do for these outputs. Needs no lock."""
+        """Whether `begun` has anything to do for these outputs. Requires no lock."""
         entered = self._entered
         return bool(entered) and any(output.request_id in entered for output in outputs)
 

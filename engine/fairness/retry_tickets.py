@@ -1,14 +1,14 @@
-"""Retry tickets: who was refused and comes again as advised goes before who comes for the first
-time.
+"""Retry tickets: refused requests that come back as advised go before new ones.
 
     put ──▶ its place is kept, from half the advised time on … ──▶ drop, or nobody comes
 
-A place that comes free while many ask is taken by whoever asks next, so somebody who comes again at
-the advised time would find it taken by a newcomer. So whatever is told to come again is known by
-its ticket, and others of the same caller leave as much room as those that are due now need. Callers
-do not wait for each other's tickets: `engine.fairness.shares` says what is due to each of them.
+When many callers ask, a place that becomes free goes to the next one to ask. A caller coming back
+at the advised time would therefore find it taken by a newcomer. To prevent this, each refused
+request is identified by a ticket, and other requests of the same caller leave as much room as the
+tickets that are now due need. Callers do not wait for each other's tickets:
+`engine.fairness.shares` decides what each of them is due.
 
-O(log n) for each call; memory is bounded. Used by one thread at a time.
+Each call takes O(log n), and memory is bounded. Used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -18,18 +18,23 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 MAX_TICKETS = 65_536
-"""How many tickets are known at a time; what is refused beyond them is not known again."""
+"""The maximum number of tickets known at a time. Refusals beyond it get no ticket."""
 SOON_S = 0.5
-"""A place is kept from the time at which it comes free at the earliest: half the advised time, or
-at once if less than this is advised. Advice is longer than the rate says, and rates change."""
+"""A place is kept from (delay - SOON_S) / 2 seconds after the refusal, or immediately if the
+advised delay is below SOON_S. It may become free that early, because advice is longer than the rate
+implies, and rates change.
+"""
 KEPT_S = 5.0
-"""How many seconds after the advised time a place is still kept. What comes in time may be read
-late, in a storm of calls."""
+"""How many seconds a place is kept after the advised time. In a burst of calls, a request that
+arrives in time may be read late.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """One ticket's. `due`: the advised time. `is_kept`: whether others leave room for it now."""
+    """The place of one ticket. `due` is the advised time, and `is_kept` whether others leave room
+    for it now.
+    """
 
     key: str
     amount: int
@@ -38,10 +43,10 @@ class _Place:
 
 
 class RetryTickets:
-    """See the module. Times are in seconds of one monotonic clock.
+    """The retry tickets of all callers. Times are in seconds of one monotonic clock.
 
     Attributes:
-        places: one for each ticket that is known; for others to see whether there are any.
+        places: the place of each known ticket. Others read it to see whether there are any.
     """
 
     __slots__ = ("_changes", "_kept", "_number", "places")
@@ -53,22 +58,24 @@ class RetryTickets:
         self._number = 0
 
     def due_in(self, key: str, ticket: str, now: float) -> float:
-        """The seconds until a ticket is due; 0: it is due now, or not known."""
+        """Return the seconds until a ticket is due, or 0 if it is due now or unknown."""
         place = self.places.get((key, ticket))
         return 0.0 if place is None else max(place.due - now, 0.0)
 
     def kept(self, key: str, now: float) -> int:
-        """For how much of a caller's, which is due, whatever else the caller wants leaves room."""
+        """Return the amount that a caller's due tickets reserve, and for which its other requests
+        must leave room.
+        """
         self._advance(now)
         return self._kept.get(key, 0)
 
     def is_kept(self, key: str, ticket: str) -> bool:
-        """Whether a place is kept for what has this ticket, as of the last `kept`."""
+        """Whether a place is kept for this ticket, as of the last call of `kept`."""
         place = self.places.get((key, ticket))
         return place is not None and place.is_kept
 
     def put(self, key: str, ticket: str, amount: int, now: float, delay: float) -> None:
-        """Keep a place for what was told to come again in `delay` seconds."""
+        """Keep a place for an amount that was told to come back in `delay` seconds."""
         self.drop(key, ticket)
         if len(self.places) >= MAX_TICKETS or len(self._changes) >= 2 * MAX_TICKETS:
             return
@@ -77,7 +84,7 @@ class RetryTickets:
         self._at(now + max(delay - SOON_S, 0.0) / 2, name, place)
 
     def drop(self, key: str, ticket: str) -> None:
-        """Forget a ticket, because what has it got in. Harmless if it is not known."""
+        """Forget a ticket because its request was admitted. Harmless if the ticket is unknown."""
         place = self.places.pop((key, ticket), None)
         if place is not None:
             self._release(place)

@@ -4,29 +4,29 @@
     add ──▶ … ──▶ remove
 
 A caller may use whatever nobody else wants: a single caller has the whole limit. If several want
-it, each is due a share, by weight, among those that hold something or were refused lately. With a
-limit of L, and beyond it a reserve R of an eighth of L (at least 1):
+it, each is due a share, by weight, among those that hold something or were recently refused. Beyond
+the limit L there is a reserve R of an eighth of L (at least 1). The rules are:
 
-- never more than L + R is in use;
-- a caller that holds more than its share, or would with this request, finds room up to L, less what
-  others are owed. Callers within their shares that were refused are owed what they wanted, until
-  they come again as advised (at most a second later, and MAX_WANT_S in all);
-- a caller that stays within its share finds room up to L + R/2, and one that holds nothing yet up
-  to L + R. So a new caller that wants at most R finds room, however much one other caller holds:
-  that caller is above a share of one half, and cannot have taken any of the reserve.
+- Never more than L + R is in use.
+- A caller that holds more than its share, or would with this request, finds room up to L, less what
+  others are owed. Refused callers within their shares are owed what they wanted until they come
+  back as advised (at most a second later, and MAX_WANT_S in all).
+- A caller that stays within its share finds room up to L + R/2, and one that holds nothing yet up
+  to L + R. A new caller that wants at most R therefore finds room, however much a single other
+  caller holds: that caller is above a share of one half, and cannot have taken any of the reserve.
 
 Callers may form a group, which has one weight and divides its share equally among them. If a group
-is above its share, its new callers may use a quarter of the reserve: enough that one of its callers
-does not shut out the others, but not all of the reserve, so that a group gains nothing by having
-many callers.
+is above its share, its new callers may use a quarter of the reserve. This is enough to keep one of
+its callers from shutting out the others, but not all of the reserve, so a group gains nothing by
+having many callers.
 
 A refused amount is counted until its advised time, so that the next refused caller is given a later
-time (`engine.fairness.drain_rate`). But no caller waits for more of another's amount than the other
-is due before it. What comes again as advised goes before what the same caller asks for the first
-time, if it is known by its ticket (`engine.fairness.retry_tickets`), while half of the limit or
-more is in use.
+time (`engine.fairness.drain_rate`). However, a caller waits for no more of another's amount than
+the other is due before it. While half of the limit or more is in use, an amount that comes back as
+advised goes before new amounts of the same caller, if it is identified by a ticket
+(`engine.fairness.retry_tickets`).
 
-O(log n) for each call, with n callers that hold or want something; nothing is kept about others.
+Each call takes O(log n) for n callers that hold or want something. Nothing is kept about others.
 Used by one thread at a time.
 """
 
@@ -45,21 +45,21 @@ from engine.fairness.retry_tickets import RetryTickets
 RESERVE_PART = 8
 """The reserve is the limit divided by this."""
 MAX_WANT_S = 10.0
-"""The longest time, in seconds, for which a refused amount is owed."""
+"""The maximum time, in seconds, for which a refused amount is owed."""
 GRACE_S = 1.0
-"""How many seconds after the advised time a caller is still owed it."""
+"""How many seconds after the advised time a refused amount is still owed to a caller."""
 MAX_WANTING = 4096
-"""The most callers that are owed something at a time."""
+"""The maximum number of callers that are owed something at a time."""
 _WEIGHT_UNITS = 1_000_000
-"""Weights are stored as integers, in these fractions of 1, so that sums are exact."""
+"""The number of integer units that a weight of 1 is stored as, so that sums are exact."""
 
 
 class Sharer(Protocol):
-    """A caller, as the shares see it.
+    """A caller, as seen by Shares.
 
     Attributes:
         key: identifies the caller.
-        group: the callers of one group share one weight.
+        group: the caller's group; the callers of one group share one weight.
         weight: the group's weight, above zero.
     """
 
@@ -75,12 +75,13 @@ Who = TypeVar("Who", bound=Sharer, contravariant=True)
 
 
 class Level:
-    """How much of something limited is in use, and the rate at which it is released. The rate is
-    measured from the time when half of the limit is in use until less than a quarter is. With less
-    in use, less is released, which says nothing about the rate at the limit.
+    """How much of a limited resource is in use, and the rate at which it is released.
+
+    The rate is measured from the time when half of the limit is in use until less than a quarter
+    is. With less in use, less is released, which says nothing about the rate at the limit.
 
     Attributes:
-        limit: the most that may be in use; None: any amount.
+        limit: the maximum that may be in use; None: no limit.
         present: how much is in use now.
         rate: how fast it is released, and how much was told to come back.
     """
@@ -97,11 +98,15 @@ class Level:
         self._is_much = False
 
     def missing(self, amount: int) -> int:
-        """How much must be released before `amount` fits; 0 or less: it fits now."""
+        """Return how much must be released before `amount` fits. 0 or less means that it fits
+        now.
+        """
         return 0 if self.limit is None else self.present + amount - self.limit
 
     def advise(self, amount: int) -> float:
-        """The seconds after which to ask again for an amount that is refused now (DrainRate)."""
+        """Return after how many seconds to ask again for an amount that is refused now (see
+        DrainRate).
+        """
         return self.rate.advise(self.missing(amount), amount)
 
     def add(self, amount: int) -> None:
@@ -112,7 +117,7 @@ class Level:
             self.rate.begin()
 
     def remove(self, amount: int, *, served: bool) -> None:
-        """Release an amount. `served`: it was released in the normal way, so it counts for the
+        """Release an amount. `served` means it was released in the normal way, so it counts for the
         rate.
         """
         self.present -= amount
@@ -125,17 +130,16 @@ class Level:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """An amount does not fit now.
+    """Reports that an amount does not fit now.
 
     Attributes:
         limit, present: the limit, and how much all callers use now.
         held: how much the caller uses.
         share: how much the caller is due now.
-        is_above_share: whether the caller holds more than that, or would with this amount, while
-            others want their shares.
+        is_above_share: whether the caller holds more than its share, or would with this amount,
+            while others want their shares.
         retry_after_s: when to try again, in seconds.
-        kept: how much is kept for what the caller was told to come again with, and is due before
-            this.
+        kept: how much is reserved for the caller's due tickets, which go before this amount.
     """
 
     limit: int
@@ -152,11 +156,11 @@ class _Due:
     """What a caller that asks is due.
 
     Attributes:
-        part, share: the caller's part of the sum of weights, and its share of the limit.
-        is_new: whether it holds nothing else.
-        is_within: whether the amount would leave it within its share.
-        is_of_due_group: whether the amount would leave its group within its share, or the group
-            holds nothing else.
+        part, share: the caller's fraction of the sum of weights, and its share of the limit.
+        is_new: whether the caller holds nothing else.
+        is_within: whether the caller would stay within its share with the amount.
+        is_of_due_group: whether the group would stay within its share with the amount, or holds
+            nothing else.
     """
 
     part: float
@@ -178,9 +182,12 @@ class _Group:
 class _Caller:
     """A caller that holds or wants something.
 
-    `owed` is owed to it until `owed_until`, and `is_due` tells whether its group was within its
-    share then; `is_listed`: the heap has an entry for the end of that. `told` is the amount that it
-    was told to come back for, spread evenly from `told_since` to `told_until`.
+    Attributes:
+        owed, owed_until: the amount owed to the caller, and until when.
+        is_due: whether its group was within its share when the amount became owed.
+        is_listed: whether the heap has an entry for the end of the debt.
+        told: the amount that the caller was told to come back for, spread evenly from `told_since`
+            to `told_until`.
     """
 
     key: str
@@ -196,12 +203,12 @@ class _Caller:
 
 
 class Shares(Generic[Who]):
-    """See the module. `Who`: the type by which its user names callers.
+    """Shares a limit among callers. `Who` is the user's type for callers.
 
     Attributes:
         level: how much is in use.
-        reserve: how much there is beyond the limit.
-        tickets: what was refused and told to come again.
+        reserve: how much may be used beyond the limit.
+        tickets: the retry tickets of refused amounts.
     """
 
     def __init__(
@@ -215,10 +222,9 @@ class Shares(Generic[Who]):
         """Start with nothing in use.
 
         Args:
-            limit: the most that may be in use, without the reserve; None: any amount.
+            limit: the maximum that may be in use, without the reserve; None: no limit.
             clock, jitter: see DrainRate.
-            rate: the rate at which it is released, if it is measured elsewhere; None: it is
-                measured here.
+            rate: the rate of release, if it is measured elsewhere. If None, it is measured here.
         """
         self.level = Level(limit, clock, jitter)
         self._rate = rate or self.level.rate
@@ -234,11 +240,13 @@ class Shares(Generic[Who]):
 
     @property
     def limit(self) -> int | None:
-        """The limit, without the reserve; None: any amount."""
+        """The limit without the reserve, or None if there is none."""
         return self.level.limit
 
     def set_limit(self, limit: int | None) -> None:
-        """Change the limit. What is in use beyond it stays so; nothing more fits until it is
+        """Change the limit.
+
+        Amounts in use beyond a lower limit remain in use. Nothing more fits until they are
         released.
         """
         self.level.limit = limit
@@ -268,7 +276,7 @@ class Shares(Generic[Who]):
         return not (due.is_within and due.is_of_due_group), due.share
 
     def part_of(self, who: Who) -> float:
-        """One caller's part of its group's weight, as if it held something."""
+        """Return one caller's fraction of its group's weight, as if the caller held something."""
         group = self._groups.get(who.group)
         members = 0 if group is None else group.members
         return 1 / (members + (who.key not in self._callers))
@@ -284,15 +292,17 @@ class Shares(Generic[Who]):
         present: int | None = None,
         ticket: str = "",
     ) -> Refusal | None:
-        """Check whether an amount fits for one caller; None: it does. Nothing is taken.
+        """Check whether an amount fits for one caller. Nothing is taken.
+
+        Returns None if the amount fits.
 
         Args:
             who: the caller.
-            amount: how much; at most the limit.
-            has: what was already taken for the same thing, if it comes in parts.
+            amount: the amount, at most the limit.
+            has: how much was already taken for the same thing, if it is taken in several steps.
             present: how much is in use now, if another module knows it better.
-            ticket: what the caller's same want is known by when it comes again; empty: it is not
-                known. See `got_in`.
+            ticket: identifies this amount when the caller comes back with it; empty: it is not
+                recognized. See `got_in`.
         """
         limit = self.level.limit
         if limit is None:
@@ -336,7 +346,7 @@ class Shares(Generic[Who]):
         return refusal
 
     def got_in(self, who: Who, ticket: str) -> None:
-        """Keep no place any longer for what is known by this ticket."""
+        """Release the place reserved for this ticket."""
         self.tickets.drop(who.key, ticket)
 
     def _due(self, who: Who, caller: _Caller | None, amount: int, limit: int, has: int) -> _Due:
@@ -358,8 +368,8 @@ class Shares(Generic[Who]):
         )
 
     def _room_beyond(self, caller: _Caller | None, due: _Due) -> int:
-        """How far beyond the limit a caller finds room; below zero: it must stay below the
-        limit.
+        """Return how far beyond the limit a caller finds room. A negative value means that it must
+        stay below the limit.
         """
         if due.part == 1:  # alone
             return 0
@@ -382,8 +392,11 @@ class Shares(Generic[Who]):
         behind: int | None,
         margin: float,
     ) -> float:
-        """When to come again. `behind`: the most that comes before this; None: it is not known.
-        `margin`: see DrainRate.
+        """Return the advised delay in seconds.
+
+        Args:
+            behind: the maximum amount that goes before this one; None if unknown.
+            margin: see DrainRate.
         """
         own = 0.0
         if now < caller.told_until:
@@ -429,7 +442,7 @@ class Shares(Generic[Who]):
     # ---- counting ------------------------------------------------------------------------------
 
     def add(self, who: Who, amount: int) -> None:
-        """Add an amount to what one caller holds, whether it fitted or not."""
+        """Add an amount to what one caller holds, whether or not it fitted."""
         if not amount:
             return
         self.level.add(amount)
@@ -441,8 +454,8 @@ class Shares(Generic[Who]):
             self._set_owed(caller, max(caller.owed - amount, 0), is_due=caller.is_due)
 
     def remove(self, who: Who, amount: int, *, served: bool) -> None:
-        """Release an amount that one caller holds. `served`: it was released in the normal way, so
-        it counts for the rate.
+        """Release an amount that one caller holds. `served` means it was released in the normal
+        way, so it counts for the rate.
         """
         if not amount:
             return
@@ -462,7 +475,7 @@ class Shares(Generic[Who]):
         return caller
 
     def _weigh(self, group: _Group, who: Who) -> None:
-        """Set a group's weight to the latest one that a caller gave."""
+        """Set a group's weight to the one most recently given by any of its callers."""
         weight = _units(who.weight)
         self._weights += weight - group.weight
         group.weight = weight

@@ -1,8 +1,9 @@
-"""Models that come from a hub: which are here, what one would bring, and how it comes.
+"""Models from a hub: which ones are on this machine, what a download involves, and the download
+itself.
 
 repository ── what the hub has, which files are used, what its refusals mean
 fetching   ── the bytes, resumed and checked
 cache      ── the directories on this disk, which huggingface_hub's own commands read too
 
-It knows files and their digests. What a model is, `engine.loading` knows.
+This package handles files and their digests. `engine.loading` handles the models themselves.
 """

@@ -1,13 +1,13 @@
 """The models in huggingface_hub's cache on this machine.
 
     models--OWNER--NAME/
-        blobs/DIGEST                  the content of a file; DIGEST.incomplete: what has come of it
+        blobs/DIGEST                  the content of a file; DIGEST.incomplete: a partial download
         snapshots/COMMIT/config.json  links to blobs
         refs/main                     the commit
-        headrace/COMMIT               the names of the files that are used: all of them are here
-        headrace/*.lock               held while it is downloaded, or used
+        headrace/COMMIT               the names of the files that are used, if all are present
+        headrace/*.lock               held while the model is being downloaded or used
 
-`hf download` and transformers write and read the same directories, but for the last two lines.
+`hf download` and transformers read and write the same directories, except for the last two lines.
 """
 
 from __future__ import annotations
@@ -36,17 +36,19 @@ _MARKS, _FETCHING, _USED = "headrace", "fetching.lock", "used.lock"
 
 @dataclass(frozen=True, slots=True)
 class HubId:
-    """A model on the hub. `repo`: such as OWNER/NAME. `revision`: a branch, a tag or a commit."""
+    """A model on the hub. `repo` is its id, such as OWNER/NAME. `revision` is a branch, a tag or a
+    commit.
+    """
 
     repo: str
     revision: str = constants.DEFAULT_REVISION
 
     @classmethod
     def parse(cls, text: str) -> HubId:
-        """Read `OWNER/NAME` or `OWNER/NAME@REVISION`.
+        """Parse `OWNER/NAME` or `OWNER/NAME@REVISION`.
 
         Raises:
-            DownloadError: it is not such an id.
+            DownloadError: the text is not such an id.
         """
         repo, _, revision = text.partition("@")
         try:
@@ -70,12 +72,12 @@ class HubId:
 
     @property
     def page(self) -> str:
-        """Its page on the hub."""
+        """The model's page on the hub."""
         return f"{constants.ENDPOINT}/{self.repo}"
 
     @property
     def folder(self) -> Path:
-        """Its directory in the cache, whether it exists or not."""
+        """The model's directory in the cache, whether it exists or not."""
         return cache_folder() / (_PREFIX + self.repo.replace("/", constants.REPO_ID_SEPARATOR))
 
     @property
@@ -85,7 +87,7 @@ class HubId:
 
 
 def cache_folder() -> Path:
-    """The cache's directory, as huggingface_hub's variables have it."""
+    """Return the cache's directory, as set by huggingface_hub's variables."""
     return Path(constants.HF_HUB_CACHE)
 
 
@@ -101,11 +103,11 @@ def _snapshot(model: HubId) -> Path | None:
 
 
 def find(model: HubId, *, needs_weights: bool = True) -> Path | None:
-    """The directory of a model, if all that is used of it is here; the hub is not asked.
+    """Return the directory of a model if all its used files are present. The hub is not contacted.
 
     Args:
-        model: which one.
-        needs_weights: False: its config is enough.
+        model: the model to find.
+        needs_weights: whether the weights are needed; if False, its config is enough.
     """
     path = _snapshot(model)
     if path is None:
@@ -120,8 +122,9 @@ def find(model: HubId, *, needs_weights: bool = True) -> Path | None:
 
 
 def find_unmarked(model: HubId, *, needs_weights: bool = True) -> Path | None:
-    """The directory of a model that another program has downloaded, perhaps not to its end: what
-    can be served while the hub cannot be asked.
+    """Return the directory of a model that another program has downloaded, perhaps incompletely.
+
+    Used for serving when the hub cannot be reached.
     """
     path = _snapshot(model)
     if path is None or not (path / "config.json").exists():
@@ -130,14 +133,16 @@ def find_unmarked(model: HubId, *, needs_weights: bool = True) -> Path | None:
 
 
 def mark(model: HubId, commit: str, names: list[str]) -> None:
-    """Note that all files of a commit that are used are here, and what its revision means."""
+    """Record that all used files of a commit are present, and which commit its revision refers
+    to.
+    """
     write(model.folder / _MARKS / commit, "\n".join(names))
     if not model.has_commit:
         write(model.folder / "refs" / model.revision, commit)
 
 
 def write(path: Path, text: str) -> None:
-    """Write a small file so that nobody reads a part of it."""
+    """Write a small file atomically, so that nobody reads it half-written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.write_text(text)
@@ -156,7 +161,7 @@ def link(blob: Path, name: Path) -> None:
 
 @contextmanager
 def fetching(model: HubId, waits: Callable[[], None]) -> Iterator[None]:
-    """Exclude other downloads of a model. `waits`: called if there is one, before it is awaited."""
+    """Exclude other downloads of a model. `waits` is called before waiting for another download."""
     with _opened(model.folder / _MARKS / _FETCHING) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -167,8 +172,9 @@ def fetching(model: HubId, waits: Callable[[], None]) -> Iterator[None]:
 
 
 def hold(path: Path) -> BinaryIO | None:
-    """Keep `remove` from a model's directory until the file that this returns is closed; None: it
-    is not in the cache, or that cannot be written.
+    """Keep `remove` from deleting a model's directory until the returned file is closed.
+
+    Returns None if the model is not in the cache, or its directory is not writable.
     """
     folder = path.parent.parent
     if path.parent.name != "snapshots" or not folder.name.startswith(_PREFIX):
@@ -187,7 +193,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def scan() -> HFCacheInfo | None:
-    """What huggingface_hub finds in the cache; None: there is none."""
+    """Return what huggingface_hub finds in the cache, or None if there is no cache."""
     try:
         return scan_cache_dir(cache_folder())
     except CacheNotFound:
@@ -195,16 +201,16 @@ def scan() -> HFCacheInfo | None:
 
 
 def partial_bytes(folder: Path) -> int:
-    """How many bytes have come of files that are not whole yet."""
+    """Return how many bytes of incomplete files have been received."""
     return sum(one.stat().st_size for one in folder.glob("blobs/*.incomplete"))
 
 
 def remove(model: HubId) -> int:
-    """Remove a model with all its revisions; returns how many bytes that has freed.
+    """Remove a model with all its revisions. Return the number of bytes freed.
 
     Raises:
-        DownloadError: it is not here.
-        ModelInUseError: a server uses it, or it is being downloaded.
+        DownloadError: the model is not here.
+        ModelInUseError: a server uses the model, or it is being downloaded.
         OSError: a file cannot be removed.
     """
     folder = model.folder

@@ -1,11 +1,11 @@
-"""Fetches the files of a model that are used, and no others.
+"""Downloads the files of a model that are used, and no others.
 
     find, or ask ─▶ what will come, room on the disk ─▶ small files ─▶ the config is checked
          ─▶ weights, four at a time ─▶ each one's digest ─▶ names in the snapshot
 
-huggingface_hub deletes what has come of a file when a download is interrupted. So its client and
-its directories are used here, and the bytes are received by this module: DIGEST.incomplete grows,
-is continued from its end by any later process, and gets its name when its digest is right.
+huggingface_hub deletes partial files when a download is interrupted. This module therefore uses its
+client and its directories, but receives the bytes itself. DIGEST.incomplete grows, can be continued
+by any later process, and is renamed once its digest is correct.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ from engine.hub.repository import (
 _AT_ONCE = 4
 _CHUNK = 1 << 18
 _TELL_S, _RATE_OVER = 0.5, 20
-"""Seconds between two lines of progress, and over how many of them the rate is measured."""
+"""The seconds between two lines of progress, and the number of lines over which the rate is
+measured.
+"""
 _MOST_OVER_HTTP = constants.MAX_HTTP_DOWNLOAD_SIZE
 _PARTIAL_CONTENT = 206
 _AGAIN = (408, 429, 500, 502, 503, 504)
-"""Statuses after which a call is tried again."""
+"""HTTP statuses after which a call is retried."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SHA256 = 64
 _T = TypeVar("_T")
@@ -60,9 +62,12 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a hub that fails is tried. `tries`: how many times without a byte. `first_s`: the
-    first wait in seconds, which doubles up to 8 s. `most_s`: the longest wait that the hub may ask
-    for.
+    """How long to keep trying when the hub fails.
+
+    Attributes:
+        tries: the maximum number of consecutive tries that bring no bytes.
+        first_s: the first wait in seconds, which doubles up to 8 s.
+        most_s: the longest wait, in seconds, that the hub may ask for.
     """
 
     tries: int = 5
@@ -81,20 +86,20 @@ def fetch(
     check: Callable[[Path], object] | None = None,
     patience: Patience = _PATIENCE,
 ) -> Path:
-    """Bring what is missing of a model to this disk.
+    """Download the missing files of a model.
 
     Args:
-        model: which one.
-        progress: gets a line for each stage, and `Transfer`s while bytes come.
-        needs_weights: False: its small files alone.
-        check: is given the directory before its weights come, and may refuse it.
-        patience: see there.
+        model: the model to download.
+        progress: receives a line for each stage, and `Transfer`s during the download.
+        needs_weights: whether to download the weights; if False, only the small files.
+        check: called with the directory before the weights are downloaded; may refuse the model.
+        patience: how long to keep trying when the hub fails.
 
     Returns:
-        Its directory.
+        The model's directory.
 
     Raises:
-        DownloadError: with the cause, and what to do.
+        DownloadError: the download failed; the error gives the cause and what to do.
     """
     enter(progress, DOWNLOAD)
     ours = _Fetching(model, progress, patience)
@@ -103,7 +108,7 @@ def fetch(
 
 
 class _writing:
-    """Turns what a disk refuses into DownloadErrors."""
+    """Converts disk errors into DownloadErrors."""
 
     def __init__(self, model: HubId) -> None:
         self._model = model
@@ -181,7 +186,7 @@ class _Fetching:
         return self._model.folder / "blobs" / file.digest
 
     def _announce(self, files: list[HubFile], listing: Listing) -> None:
-        """Say what will come, and refuse it if there is no room."""
+        """Report what will be downloaded, or refuse it if the disk has no room."""
         model = self._model
         self._total = sum(file.size for file in files)
         for file in files:
@@ -217,7 +222,7 @@ class _Fetching:
             )
 
     def _bring(self, files: Iterable[HubFile], path: Path) -> None:
-        """Fetch files that are missing, and give all of them their names."""
+        """Download the missing files, and link all files under their names."""
         files = list(files)
         missing = {file.digest: file for file in files if not self._blob(file).exists()}
         pool = ThreadPoolExecutor(_AT_ONCE, "headrace-download")
@@ -254,7 +259,7 @@ class _Fetching:
         _partial(blob).rename(blob)
 
     def _receive(self, file: HubFile, out: BinaryIO) -> None:
-        """Receive what is missing of a file, and check the whole."""
+        """Receive the missing rest of a file, and check the whole file."""
         stop = self._stop
         seen = _Seen(file, out)
         while seen.size < file.size:
@@ -277,7 +282,7 @@ class _Fetching:
         )
 
     def _stream(self, seen: _Seen, stop: threading.Event) -> None:
-        """Receive a file's rest, as far as one answer has it."""
+        """Receive the rest of a file, as far as one response provides it."""
         file = seen.file
         model = self._model
         url = f"{model.page}/resolve/{self._commit}/{quote(file.name)}"
@@ -309,8 +314,12 @@ class _Fetching:
             self._done += number
 
     def patient(self, call: Callable[[], _T], gained: Callable[[], int] = lambda: 0) -> _T:
-        """Call, and again where the hub asks for that or the connection fails. `gained`: how many
-        bytes a failed call has brought; as long as there are some, it is called again.
+        """Make a call, and retry it if the hub asks for that or the connection fails.
+
+        Args:
+            call: the call to make.
+            gained: returns how many bytes a failed call has received. While there are some, the
+                call is retried.
         """
         tries, before = 0, 0
         while True:
@@ -340,7 +349,9 @@ def _partial(blob: Path) -> Path:
 
 
 class _Seen:
-    """What has come of a file, and its digest so far. `out`: open to append and to read."""
+    """The received bytes of a file, and their digest so far. `out` is open for appending and
+    reading.
+    """
 
     def __init__(self, file: HubFile, out: BinaryIO) -> None:
         self.file = file
@@ -360,17 +371,17 @@ class _Seen:
         return hashlib.sha1(b"blob %d\0" % self.file.size, usedforsecurity=False)  # as git does
 
     def restart(self) -> None:
-        """Forget all."""
+        """Discard everything received so far."""
         self._out.seek(0)
         self._out.truncate()
         self.size, self._hash = 0, self._new()
 
     def add(self, chunk: bytes) -> None:
-        """Append."""
+        """Append a chunk."""
         self._out.write(chunk)
         self._hash.update(chunk)
         self.size += len(chunk)
 
     def digest(self) -> str:
-        """The digest of all, in hexadecimal digits."""
+        """Return the digest of all bytes, in hexadecimal digits."""
         return str(self._hash.hexdigest())

@@ -1,10 +1,10 @@
-"""What the hub has of a model, which of its files are used, and what its refusals mean.
+"""What the hub has of a model, which of its files are used, and what the hub's refusals mean.
 
     id ─▶ one call of the hub's API ─▶ Listing: commit, licence, files with sizes and digests
     Listing, model.safetensors.index.json ─▶ the files that are used
 
-A digest is the SHA-256 of a large file's content (git-lfs), or the SHA-1 that git gives a small
-one's. Nothing else of what the hub says about a file is believed.
+A digest is the SHA-256 of a large file's content (git-lfs), or the SHA-1 that git assigns to a
+small file. Nothing else that the hub says about a file is trusted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SMALL = re.compile(
     r"|chat_template)\.json|chat_template\.jinja|additional_chat_templates/\w[\w-]*\.jinja",
     re.ASCII,
 )
-"""What a config and a tokenizer are read from."""
+"""The names of the files from which a config and a tokenizer are read."""
 _SHARD = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 _MOST_FILES = 100_000
@@ -46,7 +46,7 @@ _UNAUTHORIZED, _FORBIDDEN, _TOO_MANY = 401, 403, 429
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a repository: its name there, its bytes, and its digest."""
+    """A file of a repository: its name there, its size in bytes, and its digest."""
 
     name: str
     size: int
@@ -55,7 +55,9 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A commit of a repository. `licence`: what the model's card says; empty: nothing."""
+    """A commit of a repository. `licence` is the licence given in the model card, or empty if there
+    is none.
+    """
 
     commit: str
     files: Mapping[str, HubFile]
@@ -66,7 +68,7 @@ def ask(model: HubId) -> Listing:
     """Ask the hub for a model's listing.
 
     Raises:
-        DownloadError: it has no such model or revision, or answers nonsense.
+        DownloadError: the hub has no such model or revision, or its answer is invalid.
         HfHubHTTPError, HTTPError, OfflineModeIsEnabled: see `explained`.
     """
     api = HfApi(library_name="headrace")
@@ -94,10 +96,10 @@ def ask(model: HubId) -> Listing:
 
 
 def small_files(model: HubId, listing: Listing) -> list[HubFile]:
-    """The files that are read before weights are.
+    """Return the files that are read before the weights.
 
     Raises:
-        DownloadError: it is not a model's repository.
+        DownloadError: this is not a model's repository.
     """
     found = [file for name, file in listing.files.items() if _SMALL.fullmatch(name)]
     if "config.json" not in listing.files:
@@ -113,11 +115,15 @@ def small_files(model: HubId, listing: Listing) -> list[HubFile]:
 
 
 def weight_files(model: HubId, listing: Listing, index: bytes) -> list[HubFile]:
-    """The files of its weights, as transformers chooses them: one file, else those that the index
-    names. `index`: its content, if there is one.
+    """Return the files of the model's weights, chosen as transformers does: a single file if there
+    is one, otherwise those that the index names.
+
+    Args:
+        index: the index's content, if there is one.
 
     Raises:
-        DownloadError: it has none in safetensors, or the index names others than it has.
+        DownloadError: the repository has no safetensors, or the index names files that it does not
+            have.
     """
     if _WHOLE in listing.files:
         return [listing.files[_WHOLE]]
@@ -204,14 +210,16 @@ _CAUSES: tuple[tuple[type[Exception], int | None, str, str], ...] = (
         "and HF_ENDPOINT if that is set",
     ),
 )
-"""What the hub's refusals mean: an error, its status if that matters, our cause, and what to do."""
+"""The meaning of the hub's refusals: an error, its status if that matters, our cause, and what to
+do.
+"""
 
 NOT_ASKED = frozenset({"offline", "unreachable", "hub_failed", "too_many", "bad_token"})
-"""The causes that leave open whether the hub has the model."""
+"""The causes that do not tell whether the hub has the model."""
 
 
 def why(model: HubId, error: Exception) -> DownloadError:
-    """What an error of the hub's client means; see `_CAUSES`."""
+    """Return the DownloadError for an error of the hub's client; see `_CAUSES`."""
     response = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
     if response is not None and status == _UNAUTHORIZED and not get_token():
@@ -245,7 +253,7 @@ def explained(model: HubId) -> Iterator[None]:
 
 
 def retry_after_s(error: Exception) -> float | None:
-    """How many seconds an answer asks to wait; None: it does not say."""
+    """Return how many seconds a response asks to wait, or None if it does not say."""
     response = getattr(error, "response", None)
     text = "" if response is None else response.headers.get("Retry-After", "")
     return float(text) if re.fullmatch(r"\d{1,6}", text) else None

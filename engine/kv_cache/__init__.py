@@ -1,6 +1,6 @@
-"""Bookkeeping of the paged KV cache: which blocks each request holds. No tensors here; copies are
-only planned.
+"""Bookkeeping of the paged KV cache: which blocks each request holds.
 
-It knows requests by their tokens, and follows no policy: which request gives up its blocks, the
-scheduler says. No torch.
+This package has no tensors and does not use torch; it plans copies, but does not make them. It sees
+requests as sequences of tokens and sets no policy: the scheduler decides which request gives up its
+blocks.
 """

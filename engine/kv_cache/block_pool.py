@@ -1,14 +1,18 @@
-"""The blocks of one layer group: which are free, used, or cached for their prefix. Only ids; the
-tensors are in `engine.runner.kv_tensors`.
+"""The blocks of one layer group: which are free, used, or cached for their prefix.
 
-block id 0 1 … num_blocks null allocatable (takes the writes of padding, is never allocated, and
-           fills the entries of block tables that a sliding window has left behind)
+The pool manages only ids; the tensors are in `engine.runner.kv_tensors`.
+
+    block id   0      1 … num_blocks
+               null   allocatable
+
+The null block receives the writes of padding and is never allocated. It also fills the entries of
+block tables that have fallen behind a sliding window.
 
     free ──allocate──▶ used                 `publish` gives a used block its digest
     used ──free──▶ free                     by its last holder, if it has no digest
-    used ──free──▶ cached                   if it has one: it keeps a prefix that nobody needs now
-    cached ──share──▶ used                  somebody needs it again
-    cached ──allocate──▶ used               evicted, if no block is free: least recently used first
+    used ──free──▶ cached                   by its last holder, if it has one; the prefix is kept
+    cached ──share──▶ used                  a request uses the prefix again
+    cached ──allocate──▶ used               evicted if no block is free, least recently used first
 """
 
 from __future__ import annotations
@@ -24,11 +28,10 @@ NULL_BLOCK = BlockId(0)
 
 
 class BlockPool:
-    """Allocates blocks, counts their holders, and takes them back. free + used + cached = total at
-    all times.
+    """Allocates blocks, counts their holders, and takes them back.
 
-    Free blocks go last in, first out: one that was just freed is likely still in the processor's
-    cache.
+    The invariant free + used + cached = total always holds. The most recently freed block is
+    allocated first, because it is likely still in the processor's cache.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -40,36 +43,36 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """How many blocks can be allocated now: the free ones, and the cached ones."""
+        """The number of blocks that can be allocated now, both free and cached."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_used(self) -> int:
-        """How many blocks are held by requests."""
+        """The number of blocks that requests hold."""
         return len(self._holders)
 
     @property
     def num_cached(self) -> int:
-        """How many blocks keep a prefix and are not held."""
+        """The number of blocks that keep a prefix and have no holder."""
         return len(self._cached)
 
     def is_cached(self, block: BlockId) -> bool:
-        """Whether a block keeps a prefix and is not held."""
+        """Return whether a block keeps a prefix and has no holder."""
         return block in self._cached
 
     def holders(self, block: BlockId) -> int:
-        """How many holders a block has."""
+        """Return the number of holders of a block."""
         return self._holders.get(block, 0)
 
     def used_blocks(self) -> frozenset[BlockId]:
-        """The blocks that have a holder."""
+        """Return the blocks that have a holder."""
         return frozenset(self._holders)
 
     def allocate(self, count: int) -> list[BlockId]:
         """Take `count` blocks, each with one holder and no prefix.
 
         Raises:
-            ValueError: fewer are free. Callers check `num_free` first; nothing was taken.
+            ValueError: fewer are available; nothing was taken. Callers check `num_free` first.
         """
         if count > self.num_free:
             raise ValueError(f"{count} blocks wanted, {self.num_free} free")
@@ -103,8 +106,10 @@ class BlockPool:
                 raise ValueError(f"block {block} holds nothing that could be shared")
 
     def free(self, blocks: Iterable[BlockId]) -> None:
-        """Remove one holder from each block. Blocks without holders become free, or cached if they
-        keep a prefix; the first in the list are evicted first.
+        """Remove one holder from each block.
+
+        Blocks without holders become free, or cached if they keep a prefix. Cached blocks are
+        evicted in the order of the list.
 
         Raises:
             ValueError: a block is not used (freed twice, or never allocated).
@@ -124,11 +129,12 @@ class BlockPool:
                 self.index.holders_changed(block)
 
     def publish(self, block: BlockId, digest: bytes) -> bool:
-        """Make a used block sharable: it is full and computed, and holds the prefix with this
-        digest.
+        """Make a used block shareable.
+
+        The block must be full and computed, and hold the prefix with this digest.
 
         Returns:
-            Whether this was done; False: an equal block exists already, and this one stays private.
+            Whether the block was published. It stays private if an equal block already exists.
 
         Raises:
             ValueError: the block is not used, or has a digest.
@@ -148,7 +154,7 @@ class BlockPool:
         agrees.
 
         Raises:
-            ValueError: blocks were lost or duplicated, or a rule of sharing is broken.
+            ValueError: blocks were lost or duplicated, or a sharing invariant is broken.
         """
         self.index.check_integrity()
         free, cached = set(self._free), set(self._cached)

@@ -18,19 +18,20 @@ _INITIAL_CAPACITY = 8
 
 
 class BlockTable:
-    """One request's blocks in one group, in the order of the positions.
+    """One request's blocks in one group, ordered by position.
 
     Attributes:
         blocks: int32 [capacity]; the first `length` entries are in use.
-        length: how many entries are in use.
-        released: how many leading entries were freed, or never allocated (and are the null block).
+        length: the number of entries in use.
+        released: the number of leading entries that are the null block, because they were freed or
+            never allocated.
     """
 
     __slots__ = ("blocks", "length", "released")
 
     def __init__(self, num_null: int = 0, blocks: Sequence[BlockId] = ()) -> None:
-        """Make a table of `num_null` null entries, which a sliding window has left behind, followed
-        by these blocks.
+        """Create a table of `num_null` null entries, which are behind the sliding window, followed
+        by `blocks`.
         """
         self.length = self.released = num_null
         capacity = max(_INITIAL_CAPACITY, num_null + len(blocks))
@@ -38,7 +39,7 @@ class BlockTable:
         self.extend(blocks)
 
     def extend(self, blocks: Sequence[BlockId]) -> None:
-        """Append blocks for the positions that follow."""
+        """Append blocks for the next positions."""
         needed = self.length + len(blocks)
         if needed > len(self.blocks):
             grown = np.zeros(max(needed, 2 * len(self.blocks)), dtype=np.int32)
@@ -48,7 +49,7 @@ class BlockTable:
         self.length = needed
 
     def release_before(self, index: int) -> list[BlockId]:
-        """Set the entries before `index` to the null block and return the blocks that they held."""
+        """Replace the entries before `index` with the null block and return the released blocks."""
         index = min(index, self.length)
         if index <= self.released:
             return []
@@ -58,9 +59,9 @@ class BlockTable:
         return freed
 
     def entries(self, start: int, stop: int) -> list[BlockId]:
-        """The blocks of entries start to stop - 1."""
+        """Return the blocks of entries start to stop - 1."""
         return [BlockId(block) for block in self.blocks[start:stop].tolist()]
 
     def held(self) -> list[BlockId]:
-        """The blocks that the table holds now."""
+        """Return the blocks that the table holds now."""
         return self.entries(self.released, self.length)

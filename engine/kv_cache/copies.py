@@ -1,10 +1,10 @@
-"""The block copies that a step makes before it computes anything. Planned in this package, made by
-the runner.
+"""The block copies that a step makes before it computes anything.
 
-Their order matters: an offloaded block may be allocated to another request in the same step.
+This package plans them, and the runner makes them. Their order matters, because an offloaded block
+may be allocated to another request in the same step.
 
-    1. offloads   device block → host block    a preempted request's KV is kept
-    2. restores   host block → device block    and comes back unchanged
+    1. offloads   device block → host block    a preempted request's KV is saved
+    2. restores   host block → device block    saved KV is restored unchanged
     3. forks      device block → device block  choices diverge within a shared block
 """
 
@@ -17,8 +17,9 @@ from engine.contract.types import GroupId, RequestKey
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """A copy of one block, in all layers of one group. Host blocks are numbered per group, from
-    0.
+    """A copy of one block, in all layers of one group.
+
+    Host blocks are numbered per group, from 0.
     """
 
     group: GroupId
@@ -31,8 +32,8 @@ class StepCopies:
     """A step's block copies, in the order in which they are made.
 
     Attributes:
-        keys: the requests whose KV is lost if the copies are not made. For
-            `KVCacheManager.copies_failed`; not used by the runner.
+        keys: the requests whose KV is lost if the copies are not made. Used by
+            `KVCacheManager.copies_failed`, not by the runner.
     """
 
     offloads: tuple[BlockCopy, ...] = ()
@@ -47,4 +48,4 @@ class StepCopies:
 
 
 NO_COPIES = StepCopies()
-"""No copies, as in most steps."""
+"""An empty `StepCopies`, used for most steps."""

@@ -1,9 +1,8 @@
-"""Layer groups: layers of a model that store their KV in the same way, and so can share block
-tables.
+"""Layer groups: layers of a model that store their KV in the same way and can share block tables.
 
 A request has one block table per group. Layers with full attention form one group; layers with a
-sliding window form one group per window. Filled by the load gate, which observes the windows and
-shapes that the model really uses.
+sliding window form one group per window. The load gate creates the groups from the windows and
+shapes that it observes in the model.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ class LayerGroup:
     """Layers that share block tables.
 
     Attributes:
-        group_id: index of the group.
-        window: how many tokens a token attends to, itself included; None: all before it.
+        group_id: the index of the group.
+        window: the number of tokens that a token attends to, including itself. None if it attends
+            to all tokens up to itself.
         layers: the indices of the layers.
-        bytes_per_token: KV bytes of one token, summed over the group's layers.
+        bytes_per_token: KV bytes per token, summed over the group's layers.
     """
 
     group_id: GroupId
@@ -31,11 +31,10 @@ class LayerGroup:
 
 
 def window_blocks(window: int, block_size: int, num_tokens: int) -> int:
-    """The most blocks one request holds in a sliding group while `num_tokens` tokens are computed
-    in one step.
+    """Return the most blocks that one request holds in a sliding group during a step.
 
-    The step reads window − 1 earlier tokens and writes num_tokens; both ends may lie within a
-    block.
+    The step computes `num_tokens` tokens. It reads window − 1 earlier tokens and writes num_tokens;
+    either end may lie within a block.
     """
     return (window - 1 + num_tokens + block_size - 1) // block_size + 1
 
@@ -43,10 +42,10 @@ def window_blocks(window: int, block_size: int, num_tokens: int) -> int:
 def sliding_group_blocks(
     window: int, block_size: int, num_blocks: int, max_requests: int, max_batch_tokens: int
 ) -> int:
-    """How many blocks a sliding group needs so that its own pool is never the bottleneck.
+    """Return how many blocks a sliding group needs to never be the bottleneck.
 
     Every running request holds the blocks of its window, and the step's token budget is divided
-    among them.
+    among the requests.
     """
     per_request = window_blocks(window, block_size, 1) + 1
     budget = (max_batch_tokens + block_size - 1) // block_size
@@ -54,8 +53,9 @@ def sliding_group_blocks(
 
 
 def growth_blocks(num_running: int, smallest_pool: int) -> int:
-    """How many blocks of each group are left for the growth of the running requests when one more
-    is started, so that it does not cause a preemption: one for each, up to a tenth of the smallest
-    pool.
+    """Return how many blocks of each group to reserve when another request is started.
+
+    The running requests grow into these blocks, so that the new request does not cause a
+    preemption. The reserve is one block per running request, up to a tenth of the smallest pool.
     """
     return min(num_running, smallest_pool // 10)

@@ -1,13 +1,13 @@
-"""Keeps the KV of preempted requests in host memory, and plans the copies there and back.
+"""Keeps the KV of preempted requests in host memory, and plans the copies in both directions.
 
     keep ─────▶ kept ─────restore────▶ restoring ─────take────▶ (on the device again)
              ▲   │                        │  │
              │   └──drop──▶ (forgotten) ◀─┘  │
              └───────────cancel_restore──────┘
 
-Host blocks belong to the request until `take` has returned its restore, so others get them only in
-a later step; in the same step, an offload comes before the restores and would overwrite them.
-Planned copies that `take` has not returned yet can be dropped: nothing was read or written.
+Host blocks belong to a request until `take` has returned its restore, so they can only be reused in
+a later step. In the same step, offloads come before restores and would overwrite the blocks.
+Planned copies that `take` has not returned yet can be dropped, because nothing was read or written.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from engine.kv_cache.copies import BlockCopy
 
 @dataclass(frozen=True, slots=True)
 class KeptBlocks:
-    """One group's part of a kept request.
+    """The blocks of a kept request in one group.
 
     Attributes:
-        first: how many leading entries of its table are null.
+        first: the number of leading null entries in its table.
         blocks: the host blocks for the entries that follow.
     """
 
@@ -34,23 +34,24 @@ class KeptBlocks:
 
 @dataclass(frozen=True, slots=True)
 class KeptRequest:
-    """What the host keeps for a request: the KV of its first `num_tokens` tokens."""
+    """The KV of a request's first `num_tokens` tokens, kept on the host."""
 
     num_tokens: int
     groups: tuple[KeptBlocks, ...]
 
 
 class HostCache:
-    """The host blocks of all groups, and the requests that have them. free + used = total in each
-    group.
+    """The host blocks of all groups, and the requests that hold them.
+
+    In each group, free + used = total.
 
     Attributes:
-        offloads, restores: how often a request's KV went to the host, and came back; counted when
+        offloads, restores: how often a request's KV was copied to and from the host. Counted when
             `take` returns the copies.
     """
 
     def __init__(self, num_blocks: Sequence[int]) -> None:
-        """`num_blocks`: the host blocks of each group."""
+        """Create a cache with `num_blocks` host blocks in each group."""
         self._totals = tuple(num_blocks)
         self._free = [list(range(total - 1, -1, -1)) for total in num_blocks]
         self._kept: dict[RequestKey, KeptRequest] = {}
@@ -61,24 +62,24 @@ class HostCache:
 
     @property
     def num_blocks(self) -> int:
-        """The host blocks of all groups."""
+        """The number of host blocks in all groups."""
         return sum(self._totals)
 
     @property
     def num_used(self) -> int:
-        """How many host blocks requests have."""
+        """The number of host blocks that requests hold."""
         return sum(self._totals) - sum(map(len, self._free))
 
     def kept(self, key: RequestKey) -> KeptRequest | None:
-        """What is kept for a request."""
+        """Return the KV kept for a request, or None if there is none."""
         return self._kept.get(key)
 
     def keys(self) -> frozenset[RequestKey]:
-        """The requests for which something is kept."""
+        """Return the requests whose KV is kept."""
         return frozenset(self._kept)
 
     def is_restoring(self, key: RequestKey) -> bool:
-        """Whether a request's restore is planned but `take` has not returned it yet."""
+        """Return whether a request's restore is planned but not yet returned by `take`."""
         return key in self._restores
 
     def keep(
@@ -88,16 +89,18 @@ class HostCache:
         firsts: Sequence[int],
         blocks: Sequence[Sequence[BlockId]],
     ) -> bool:
-        """Find room for a request's blocks in all groups and plan the copies; if there is none,
-        change nothing.
+        """Reserve host blocks for a request in all groups and plan the copies.
+
+        If there is not enough room, nothing changes.
 
         Args:
-            num_tokens: how many tokens' KV the blocks hold.
-            firsts, blocks: for each group, how many null entries come first, and the blocks that
-                follow.
+            key: the request.
+            num_tokens: the number of tokens whose KV the blocks hold.
+            firsts: for each group, the number of leading null entries.
+            blocks: for each group, the blocks that follow the null entries.
 
         Returns:
-            Whether there was room for all.
+            Whether there was enough room in all groups.
         """
         if any(len(part) > len(free) for part, free in zip(blocks, self._free, strict=True)):
             return False
@@ -112,7 +115,7 @@ class HostCache:
         return True
 
     def restore(self, key: RequestKey, blocks: Sequence[Sequence[BlockId]]) -> None:
-        """Plan the copies of a kept request into these blocks, one list for each group."""
+        """Plan the copies of a kept request into `blocks`, one list per group."""
         self._restores[key] = tuple(
             BlockCopy(GroupId(group), source, block)
             for group, (kept, part) in enumerate(zip(self._kept[key].groups, blocks, strict=True))
@@ -120,11 +123,11 @@ class HostCache:
         )
 
     def cancel_restore(self, key: RequestKey) -> None:
-        """Drop the planned restore: the request is kept as before."""
+        """Drop a planned restore. The request's KV stays on the host."""
         del self._restores[key]
 
     def drop(self, key: RequestKey) -> None:
-        """Forget a request and every copy that is planned for it. Harmless if nothing is kept."""
+        """Forget a request and all copies planned for it. Does nothing if nothing is kept."""
         self._offloads.pop(key, None)
         self._restores.pop(key, None)
         kept = self._kept.pop(key, None)
@@ -135,8 +138,9 @@ class HostCache:
     def take(
         self,
     ) -> tuple[dict[RequestKey, tuple[BlockCopy, ...]], dict[RequestKey, tuple[BlockCopy, ...]]]:
-        """Return the planned offloads and restores, by request. Restored requests are no longer
-        kept.
+        """Return the planned offloads and restores, by request.
+
+        Restored requests are no longer kept.
         """
         offloads, self._offloads = self._offloads, {}
         restores, self._restores = self._restores, {}
@@ -147,7 +151,7 @@ class HostCache:
         return offloads, restores
 
     def planned_restores(self) -> dict[RequestKey, tuple[BlockCopy, ...]]:
-        """The restores that `take` has not returned yet, by request."""
+        """Return the restores that `take` has not returned yet, by request."""
         return dict(self._restores)
 
     def check_integrity(self) -> None:
@@ -155,7 +159,7 @@ class HostCache:
         of their own requests.
 
         Raises:
-            ValueError: a rule is broken.
+            ValueError: one of these is violated.
         """
         for group, (total, free) in enumerate(zip(self._totals, self._free, strict=True)):
             used = [block for kept in self._kept.values() for block in kept.groups[group].blocks]

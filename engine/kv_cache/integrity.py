@@ -1,4 +1,4 @@
-"""Checks the invariants of the block tables, when the engine is idle and in tests."""
+"""Checks the invariants of the block tables in tests and when the engine is idle."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ def check_tables(
     tables: Mapping[RequestKey, Sequence[BlockTable]],
     fork_sources: Iterable[BlockCopy],
 ) -> None:
-    """Check that a request's tables are equally long, and that each used block's holder count is
-    the number of tables and planned forks that hold it.
+    """Check the lengths of the tables and the holder counts of the blocks.
+
+    A request's tables are equally long, and each used block's holder count is the number of tables
+    and planned forks that hold it.
 
     Raises:
         ValueError: an invariant is broken.
@@ -43,11 +45,12 @@ def check_targets(
     tables: Mapping[RequestKey, Sequence[BlockTable]],
     planned: Iterable[tuple[RequestKey, Sequence[BlockCopy]]],
 ) -> None:
-    """Check that each planned restore or fork writes to a block that only its request holds and
-    that is in no prefix index.
+    """Check that each planned restore or fork writes to a private block.
+
+    Only its request holds the block, and no prefix index contains it.
 
     Raises:
-        ValueError: one does not.
+        ValueError: a target block is not private.
     """
     for key, copies in planned:
         for copy in copies:

@@ -1,5 +1,4 @@
-"""Which blocks each request holds, group by group: allocation, sharing, release, and their
-invariants.
+"""Tracks which blocks each request holds in each group: allocation, sharing, release, invariants.
 
                  find_prefix, can_start
     waiting ───────────start────────────▶ running ── allocate, step, commit ──┐
@@ -9,13 +8,13 @@ invariants.
        │                           fork ──┘  │
        └──────────────preempt────────────────┘  to the host, or to be computed again
 
-Before tokens are computed, the tables grow to cover them. In a sliding group, blocks that the
-window has left behind are freed and their entries become the null block, so that a long generation
-holds a bounded number of blocks.
+Before tokens are computed, the tables grow to cover them. In a sliding group, blocks that have
+fallen behind the window are freed and their entries become the null block. The number of blocks of
+a long generation is therefore bounded.
 
-Nothing is copied here. Copies are planned, stored by request so that they can be dropped with it,
-and returned by `take_copies` once a step; steps run on the device in the order of these calls.
-Until the step with its copy has begun, a block that is to be copied into holds garbage.
+This module plans copies, but makes none. Plans are stored by request so that they can be dropped
+with the request. `take_copies` returns them once per step; steps run on the device in the order of
+these calls. The target block of a copy holds garbage until the step with the copy has begun.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ __all__ = ["BlockTable", "KVCacheManager"]
 
 
 class _Holding:
-    """A request's tables, and how many of its blocks `commit` has processed."""
+    """A request's tables, and the number of its blocks that `commit` has processed."""
 
     __slots__ = ("num_published", "tables")
 
@@ -48,11 +47,12 @@ class _Holding:
 
 
 class KVCacheManager:
-    """Block tables of all live requests, over one pool per layer group.
+    """The block tables of all live requests, with one pool per layer group.
 
-    The calls for a request: `find_prefix` and `can_start` while it waits, `start` when it enters
-    the batch, `allocate` before each step, `commit` after it; then `free`, or `preempt` and `start`
-    again. `take_copies` returns the copies that these plan, once a step.
+    The calls for a request are `find_prefix` and `can_start` while it waits, `start` when it
+    enters the batch, `allocate` before each step, and `commit` after it. Then comes `free`, or
+    `preempt` and another `start`. Once per step, `take_copies` returns the copies planned by these
+    calls.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class KVCacheManager:
         share_blocks: bool = False,
         host_blocks: Sequence[int] | None = None,
     ) -> None:
-        """Create pools of these sizes.
+        """Create the pools.
 
         Args:
-            groups, pool_sizes: the layer groups, and the number of blocks of each, without the null
-                block.
-            block_size: tokens in a block.
-            share_blocks: whether requests share blocks with the same prefix, and such blocks are
-                kept for later requests until others need them.
-            host_blocks: for each group, how many host blocks there are for preempted requests;
-                None: none.
+            groups: the layer groups.
+            pool_sizes: the number of blocks of each group, without the null block.
+            block_size: tokens per block.
+            share_blocks: whether requests share blocks with the same prefix. If so, such blocks are
+                kept for later requests until they are needed for something else.
+            host_blocks: the number of host blocks for preempted requests in each group. None if
+                there are none.
         """
         self.groups = tuple(groups)
         self._sliding = tuple(
@@ -98,27 +98,27 @@ class KVCacheManager:
 
     @property
     def num_blocks(self) -> int:
-        """The blocks of all groups, without the null blocks."""
+        """The number of blocks in all groups, without the null blocks."""
         return sum(pool.num_blocks for pool in self.pools)
 
     @property
     def num_used_blocks(self) -> int:
-        """How many blocks requests hold, in all groups; a shared one counts once."""
+        """The number of blocks that requests hold, in all groups. A shared block counts once."""
         return sum(pool.num_used for pool in self.pools)
 
     @property
     def num_cached_blocks(self) -> int:
-        """How many blocks no request holds but keep a prefix, in all groups."""
+        """The number of blocks that keep a prefix and have no holder, in all groups."""
         return sum(pool.num_cached for pool in self.pools)
 
     @property
     def num_host_blocks(self) -> int:
-        """The host blocks of all groups."""
+        """The number of host blocks in all groups."""
         return self._host.num_blocks
 
     @property
     def num_used_host_blocks(self) -> int:
-        """How many host blocks are used now."""
+        """The number of host blocks in use."""
         return self._host.num_used
 
     @property
@@ -133,19 +133,19 @@ class KVCacheManager:
 
     @property
     def prefix_queries(self) -> int:
-        """How many prompt tokens were looked up when requests started."""
+        """The number of prompt tokens that were looked up when requests started."""
         return self._prefix_queries
 
     @property
     def prefix_hits(self) -> int:
-        """How many of these tokens were found."""
+        """The number of looked-up prompt tokens that were found."""
         return self._prefix_hits
 
     def max_tokens_per_request(self, max_step_tokens: int) -> int:
-        """The longest request, in tokens, that fits when it runs alone, with steps of at most
-        `max_step_tokens`.
+        """Return the length in tokens of the longest request that fits when it runs alone.
 
-        0: a sliding group cannot hold even one step's window.
+        Steps compute at most `max_step_tokens`. A sliding group too small for one step's window
+        limits the request like a group with full attention.
         """
         longest: int | None = None
         for group, pool in zip(self.groups, self.pools, strict=True):
@@ -159,11 +159,12 @@ class KVCacheManager:
     # ---- a request begins ----------------------------------------------------------------------
 
     def find_prefix(self, request: Request) -> int:
-        """How many of the request's first tokens need not be computed if it starts now, because
-        their KV is kept on the host or in the prefix cache. Never all: the last token is always
-        computed. Allocates nothing.
+        """Return how many leading tokens need not be computed if the request starts now.
 
-        O(blocks of the request); O(1) if the last call was for the same request and none of its
+        Their KV is kept on the host or in the prefix cache. The last token is always computed.
+        This allocates nothing.
+
+        O(blocks of the request), or O(1) if the last call was for the same request and none of its
         blocks has changed.
         """
         kept = self._host.kept(request.key)
@@ -174,19 +175,19 @@ class KVCacheManager:
     def can_start(
         self, request: Request, num_found: int, first_chunk: int, spare_blocks: Sequence[int]
     ) -> bool:
-        """Whether there is room for all tokens of a request that holds nothing, with `spare_blocks`
-        left free.
+        """Return whether a request that holds no blocks can start and leave `spare_blocks` free.
 
-        A group with full attention must have room for all tokens; a sliding one for the found
-        prefix and the first chunk, because blocks that the window leaves behind are freed before
-        the next chunk. Found blocks that others hold take no room; cached ones do, because they can
-        then no longer be evicted.
+        A group with full attention must have room for all tokens. A sliding group needs room only
+        for the found prefix and the first chunk, because blocks that fall behind the window are
+        freed before the next chunk. Found blocks that others hold take no room. Cached ones do,
+        because they can no longer be evicted.
 
         Args:
+            request: the request.
             num_found: the result of `find_prefix`.
-            first_chunk: how many tokens the first step computes.
-            spare_blocks: for each group, how many blocks must stay free; negative: how many are
-                expected to be freed first.
+            first_chunk: the number of tokens that the first step computes.
+            spare_blocks: the number of blocks in each group that must stay free. A negative number
+                means that many blocks are expected to be freed first.
         """
         kept = self._host.kept(request.key)
         match = self._match(request) if kept is None else self._no_match
@@ -200,10 +201,10 @@ class KVCacheManager:
         return True
 
     def start(self, request: Request) -> int:
-        """Give a request that holds nothing the blocks of the prefix that `find_prefix` finds.
+        """Give a request that holds no blocks the prefix that `find_prefix` finds.
 
         Returns:
-            How many tokens the prefix has: the request's new num_computed_tokens.
+            The number of tokens in the prefix, which is the request's new num_computed_tokens.
 
         Raises:
             ValueError: it already holds blocks, or there is no room; nothing was allocated.
@@ -242,14 +243,15 @@ class KVCacheManager:
         return kept.num_tokens
 
     def fork(self, parent: Request, child: Request) -> int | None:
-        """Let a child, which holds nothing, share its parent's blocks up to the last prompt token.
+        """Let a child that holds no blocks share its parent's blocks up to the last prompt token.
 
         Blocks that end before that token are shared. For the block that contains it, the child gets
         a copy (see `take_copies`), or a new block if no earlier token is in it.
 
         Returns:
-            The child's num_computed_tokens: the prompt's length − 1. None: there is no free block,
-            or the parent's blocks do not, or no longer, hold the prompt; nothing was allocated.
+            The child's num_computed_tokens, which is the prompt's length − 1. None if there is no
+            free block, or if the parent's blocks do not (or no longer) hold the prompt. In that
+            case, nothing was allocated.
 
         Raises:
             ValueError: the child holds blocks.
@@ -298,8 +300,9 @@ class KVCacheManager:
     # ---- a request runs ------------------------------------------------------------------------
 
     def allocate(self, key: RequestKey, num_tokens: int) -> bool:
-        """Grow the request's tables to cover `num_tokens` positions in every group; if blocks are
-        missing, change nothing.
+        """Grow the request's tables to cover `num_tokens` positions in every group.
+
+        If there are not enough blocks, nothing changes.
 
         Returns:
             Whether all groups had enough blocks.
@@ -319,15 +322,16 @@ class KVCacheManager:
         return True
 
     def commit(self, request: Request, num_computed_tokens: int) -> None:
-        """Record that the KV of the request's first tokens is in its blocks. Full blocks with known
-        tokens become sharable; blocks of sliding groups to which no later token can attend are
-        freed.
+        """Record that the KV of the request's first `num_computed_tokens` tokens is in its blocks.
 
-        Only call this for blocks that the step has computed: a request that gave up its blocks and
-        started again has others.
+        Full blocks with known tokens become shareable. In sliding groups, blocks that no later
+        token can attend to are freed.
+
+        Only call this for blocks that the step has computed. A request that gave up its blocks and
+        started again has different ones.
 
         The next token is at position num_computed_tokens and attends to the window − 1 positions
-        before it. O(blocks that became full or were left behind).
+        before it. O(blocks that became full or fell behind a window).
         """
         holding = self._holdings[request.key]
         known = len(request.token_ids) - request.num_pending_tokens
@@ -352,12 +356,12 @@ class KVCacheManager:
     def preempt(self, request: Request) -> int:
         """Free a request's blocks. Its KV goes to the host if there is room.
 
-        If its restore was planned but not yet returned by `take_copies`, the KV stays on the host
-        as it was. If its fork was, the request is computed again, because its copied block is still
-        empty.
+        If `take_copies` has not yet returned the request's planned restore, the KV stays on the
+        host as it was. If it has not yet returned the planned fork, the request is computed again,
+        because its copied block is still empty.
 
         Returns:
-            For how many of its tokens the host keeps the KV; 0: all are computed again.
+            The number of tokens whose KV the host keeps. 0 if all are computed again.
         """
         key = request.key
         kept = self._host.kept(key)
@@ -381,15 +385,16 @@ class KVCacheManager:
         return 0
 
     def free(self, key: RequestKey) -> None:
-        """Free everything that a request holds, on the device and on the host, and drop its planned
-        copies. Harmless if it holds nothing.
+        """Free all of a request's blocks, on the device and the host, and drop its planned copies.
+
+        Does nothing if the request holds no blocks.
         """
         self._release(key)
         self._host.drop(key)
         self._muted.discard(key)
 
     def _release(self, key: RequestKey) -> None:
-        """Free the request's blocks, and the sources of copies into them."""
+        """Free the request's blocks, and the source blocks of its planned forks."""
         for copy in self._forks.pop(key, ()):
             self.pools[copy.group].free([BlockId(copy.source)])
         holding = self._holdings.pop(key, None)
@@ -402,8 +407,9 @@ class KVCacheManager:
     # ---- copies --------------------------------------------------------------------------------
 
     def take_copies(self) -> StepCopies:
-        """The copies that were planned since the last call. The next step makes them first, in the
-        order of `StepCopies`.
+        """Return the copies planned since the last call.
+
+        The next step makes them before it computes anything, in the order of `StepCopies`.
         """
         offloads, restores = self._host.take()
         if not (offloads or restores or self._forks):
@@ -422,21 +428,23 @@ class KVCacheManager:
         """Handle a failed step, whose copies may not have been made.
 
         Returns:
-            The live requests whose KV is lost; each must be freed and computed again.
+            The live requests whose KV is lost. Each must be freed and computed again.
         """
         return frozenset(
             key for key in copies.keys if key in self._holdings or self._host.kept(key) is not None
         )
 
     def _waits_for_copies(self, key: RequestKey) -> bool:
-        """Whether some of a request's blocks hold garbage until the next step has begun."""
+        """Return whether some of a request's blocks hold garbage until the next step has begun."""
         return key in self._forks or self._host.is_restoring(key)
 
     # ---- prefixes ------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> None:
-        """Forget all prefixes: cached blocks become free, and blocks of the present requests, on
-        the device or the host, will not be cached.
+        """Forget all prefixes.
+
+        Cached blocks become free. The blocks of current requests, on the device or the host, will
+        not be cached.
         """
         for pool in self.pools:
             pool.forget_prefixes()
@@ -446,8 +454,10 @@ class KVCacheManager:
         return self._prefixes.find(request) if self._uses_prefixes(request) else self._no_match
 
     def _uses_prefixes(self, request: Request) -> bool:
-        """Whether a request may use cached prefixes. If it reports prompt log-probabilities, it
-        needs the logits of the whole prompt.
+        """Return whether a request may use cached prefixes.
+
+        A request that reports prompt log-probabilities may not, because it needs the logits of the
+        whole prompt.
         """
         spec = request.spec
         return self._shares_blocks and not spec.bypass_prefix_cache and spec.prompt_logprobs is None
@@ -462,16 +472,21 @@ class KVCacheManager:
     # ---- tables and laws -----------------------------------------------------------------------
 
     def tables(self, key: RequestKey) -> tuple[BlockTable, ...]:
-        """The request's block tables, one per group; they change as the request grows. A request
-        that starts again gets new tables.
+        """Return the request's block tables, one per group.
+
+        They change as the request grows. A request that starts again gets new tables.
         """
         return self._holdings[key].tables
 
     def check_integrity(self) -> None:
-        """Check the invariants: in each group free + used + cached = total; a used block's holder
-        count is the number of tables and planned forks that hold it; a request's tables are equally
-        long; the prefix indexes agree with the blocks; no host block is lost; a planned copy writes
-        only to blocks that its request alone holds.
+        """Check the invariants of all groups and requests.
+
+            - In each group, free + used + cached = total.
+            - A used block's holder count is the number of tables and planned forks that hold it.
+            - A request's tables are equally long.
+            - The prefix indexes agree with the blocks.
+            - No host block is lost.
+            - A planned copy writes only to blocks that its request alone holds.
 
         Raises:
             ValueError: an invariant is broken; the message names it.
@@ -485,7 +500,7 @@ class KVCacheManager:
         check_targets(self.pools, tables, planned)
 
     def _first_visible(self, group: LayerGroup, position: int) -> int:
-        """The first entry to which the token at `position`, or a later one, attends."""
+        """Return the first entry visible to the token at `position` or to a later one."""
         if group.window is None:
             return 0
         return max(0, position - group.window + 1) // self.block_size

@@ -1,14 +1,15 @@
-"""Which cached prefix a request can start from: the search over all layer groups.
+"""Finds the cached prefix that a request can start from, across all layer groups.
 
     tokens      │ block 0 │ block 1 │ block 2 │ block 3 │ …
     full        │   hit   │   hit   │   hit   │  miss   │      at most 3 blocks
-    sliding     │  miss   │   hit   │   hit   │         │      3 will do, if the window of the token
-                                              ▲              behind them reaches back 2 blocks or
-                                              that token     less: block 0's entry is null
+    sliding     │  miss   │   hit   │   hit   │         │      3 blocks are possible if the next
+                                              ▲              token's window reaches back at most
+                                          next token         2 blocks: block 0's entry is null
 
-The longest length that every group has is taken. The search is O(blocks of the request). Its answer
-is stored and its blocks are watched. So the blocked head of the queue, which asks at every step,
-gets its answer in O(1) until one of these blocks is added, removed, or finds or loses its holders.
+The result is the longest length that every group has. The search is O(blocks of the request). Its
+answer is stored and its blocks are watched. A blocked request at the head of the queue asks at
+every step. It gets its answer in O(1) until one of these blocks is added or removed, gets its first
+holder, or loses its last.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from engine.kv_cache.prefix_index import PrefixIndex, PrefixWatch, extend_block_
 
 @dataclass(frozen=True, slots=True)
 class GroupMatch:
-    """One group's part of a prefix.
+    """The blocks of a prefix in one group.
 
     Attributes:
-        first: how many leading entries are null: the window does not reach them.
+        first: the number of leading null entries, which the window does not reach.
         blocks: the entries that follow.
         num_cached: how many of these blocks have no holder now.
     """
@@ -40,19 +41,21 @@ class GroupMatch:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The longest prefix that all groups have: its length in blocks, and the groups' parts."""
+    """The longest prefix that all groups have: its length in blocks, and each group's blocks."""
 
     num_blocks: int
     groups: tuple[GroupMatch, ...]
 
 
 class PrefixCache:
-    """The search, and its last answer. Changes nothing but the request's hashes."""
+    """Searches for prefixes and stores the last answer. Changes nothing but the request's
+    hashes.
+    """
 
     def __init__(
         self, groups: Sequence[LayerGroup], pools: Sequence[BlockPool], block_size: int
     ) -> None:
-        """Start to watch the pools' indexes."""
+        """Start watching the pools' indexes."""
         self._pools = tuple(pools)
         self._block_size = block_size
         # How many blocks before a boundary the next token attends to; None: all.
@@ -67,8 +70,9 @@ class PrefixCache:
         self._answer = PrefixMatch(0, tuple(GroupMatch() for _ in groups))
 
     def find(self, request: Request) -> PrefixMatch:
-        """The longest cached prefix, in whole blocks of known tokens, that excludes at least the
-        request's last token.
+        """Return the longest cached prefix that excludes at least the request's last token.
+
+        It consists of whole blocks of known tokens.
         """
         known = request.num_tokens - request.num_pending_tokens
         num_blocks = min(known, request.num_tokens - 1) // self._block_size
@@ -99,10 +103,10 @@ class PrefixCache:
         return PrefixMatch(length, tuple(groups))
 
     def _longest_agreed(self, digests: Sequence[bytes], limit: int) -> int:
-        """The longest length up to `limit` at which every sliding group has the blocks that it
-        needs.
+        """Return the longest length up to `limit` for which all sliding groups have their blocks.
 
-        One pass from the front: `runs` counts the consecutive hits that end here.
+        This takes one pass from the front. `runs` counts the consecutive hits that end at each
+        block.
         """
         sliding = [
             (pool.index, reach)

@@ -3,10 +3,11 @@
 The KV of a full block depends on its tokens and on all tokens before them. So digests are chained:
 
     root   = H(salt), or H(H(salt) ‖ the rope group) if that is not 0 (see `engine.contract.rope`)
-    digest = H(the digest of the block before it, or the root ‖ the block's token ids)
+    digest = H(the digest of the previous block, or the root ‖ the block's token ids)
 
-H is BLAKE2b with 16 bytes (RFC 7693). The salt separates tenants, so no tenant may be able to make
-a block with the digest of another's block; collisions of Python's hash() are easy to make.
+H is BLAKE2b with 16 bytes (RFC 7693). The salt separates tenants. No tenant may be able to produce
+a block with the digest of another tenant's block, and collisions of Python's hash() are easy to
+produce.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _ROPE_HASH = blake2b(digest_size=_DIGEST_BYTES, person=b"rope")
 def extend_block_hashes(request: Request, num_blocks: int, block_size: int) -> None:
     """Fill `request.block_hashes` for its first `num_blocks` blocks, whose tokens must be known.
 
-    Each block is hashed only once for a request, because known tokens do not change.
+    Each block of a request is hashed only once, because known tokens do not change.
     """
     digests = request.block_hashes
     if len(digests) >= num_blocks:
@@ -57,7 +58,7 @@ def _digest(template: blake2b, data: bytes) -> bytes:
 
 
 class PrefixWatch:
-    """The digests on which an answer depends, and whether any of them has changed."""
+    """The digests that an answer depends on, and whether any of them has changed."""
 
     __slots__ = ("digests", "is_stale")
 
@@ -67,11 +68,11 @@ class PrefixWatch:
 
 
 class PrefixIndex:
-    """Digest ↔ block, one to one. Filled and emptied by the group's `BlockPool`.
+    """A one-to-one mapping between digests and blocks, maintained by the group's `BlockPool`.
 
     Attributes:
-        watch: notified when a digest is added or removed, or its block gets its first or loses its
-            last holder.
+        watch: notified when a digest is added or removed, or when its block gets its first holder
+            or loses its last.
     """
 
     __slots__ = ("_blocks", "_digests", "watch")
@@ -85,15 +86,17 @@ class PrefixIndex:
         return len(self._blocks)
 
     def block(self, digest: bytes) -> BlockId | None:
-        """The block that holds the last tokens of this prefix, if there is one."""
+        """Return the block that holds the last tokens of this prefix, or None if there is none."""
         return self._blocks.get(digest)
 
     def digest(self, block: BlockId) -> bytes | None:
-        """The digest of a block's prefix; None: it cannot be shared."""
+        """Return the digest of a block's prefix, or None if the block cannot be shared."""
         return self._digests.get(block)
 
     def add(self, block: BlockId, digest: bytes) -> bool:
-        """Add a block. False: an equal one exists already, and this one stays private.
+        """Add a block, and return whether it was added.
+
+        The block stays private if an equal one already exists.
 
         Raises:
             ValueError: the block has another digest.
@@ -114,24 +117,24 @@ class PrefixIndex:
         self._tell(digest)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all blocks."""
         self._blocks.clear()
         self._digests.clear()
         self.watch.is_stale = True
 
     def holders_changed(self, block: BlockId) -> None:
-        """Record that a block got its first holder, or lost its last."""
+        """Record that a block got its first holder or lost its last."""
         self._tell(self._digests[block])
 
     def blocks(self) -> frozenset[BlockId]:
-        """All blocks that have a digest."""
+        """Return all blocks that have a digest."""
         return frozenset(self._digests)
 
     def check_integrity(self) -> None:
-        """Check that the two directions agree.
+        """Check that both directions of the mapping agree.
 
         Raises:
-            ValueError: they do not.
+            ValueError: they do not agree.
         """
         if {block: digest for digest, block in self._blocks.items()} != self._digests:
             raise ValueError("the prefix index and its blocks disagree")

@@ -1,9 +1,10 @@
-"""Reads what a checkpoint says before any weight is read: its config, and the headers of its
-safetensors files. A model that these rule out is refused here, for a server as for a plan.
+"""Reads a checkpoint's config and the headers of its safetensors files, before any weights.
 
-A safetensors file has the length of its header (8 bytes), the header (JSON with the type, shape and
-place of each tensor), and the tensors. So a file that was not copied to its end is found by its
-length.
+A model that these rule out is refused here, both when it is served and when it is only planned.
+
+A safetensors file consists of the length of its header (8 bytes), the header (JSON with the type,
+shape and offset of each tensor), and the tensors. An incompletely copied file is therefore detected
+by its length.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ _SAFETENSORS = (
     "or load it once with transformers and save it with save_pretrained"
 )
 _NAME = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Floating-point types by their names in a head."""
+"""Floating-point types by their names in a header."""
 _MAX_HEAD = 100 << 20
-"""Longer heads are refused by safetensors itself."""
+"""The maximum header size. safetensors itself refuses longer ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,12 @@ class Checkpoint:
 
     Attributes:
         path: the directory.
-        config: its config.
-        model_class: the class that runs it.
-        files: its safetensors files; empty if they are not on this machine.
-        file_bytes: their size.
-        dtype: the type of its weights: the config's, else that of the first tensor; None: unknown.
+        config: the model's config.
+        model_class: the class that runs the model.
+        files: the safetensors files; empty if they are not on this machine.
+        file_bytes: the total size of these files.
+        dtype: the type of the weights, from the config or else from the first tensor. None if it is
+            unknown.
     """
 
     path: Path
@@ -59,17 +61,19 @@ class Checkpoint:
 def resolve_path(
     model: str, progress: Callable[[str], None], *, needs_weights: bool = True
 ) -> Path:
-    """The local directory of a model: the path itself, or the hub's cache for a hub id, downloaded
-    if it is not there.
+    """Return the local directory of a model.
+
+    This is the path itself, or for a hub id, a directory in the hub's cache. The model is
+    downloaded if it is not there.
 
     Args:
         model: a path or a hub id, which may have a revision (`engine.hub.cache.HubId`).
-        progress: gets a line for each stage of a download.
-        needs_weights: False: of a hub id only the config and what else is small.
+        progress: receives one line for each stage of a download.
+        needs_weights: if False, only the config and other small files of a hub id are needed.
 
     Raises:
-        ModelRefusedError: there is no such directory, or the model is not one that we run.
-        DownloadError: the hub does not give us such a model.
+        ModelRefusedError: there is no such directory, or the model is not supported.
+        DownloadError: the hub does not provide such a model.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -97,23 +101,23 @@ def resolve_path(
 
 
 def check_before_weights(path: Path) -> None:
-    """Refuse a model by what is read before its weights, so that those need not come.
+    """Refuse an unsupported model before its weights are downloaded.
 
     Raises:
-        ModelRefusedError: it is not one that we run.
+        ModelRefusedError: the model is not supported.
     """
     read_checkpoint(path, needs_weights=False)
 
 
 def read_checkpoint(path: Path, *, needs_weights: bool = True) -> Checkpoint:
-    """Read a checkpoint's config and heads.
+    """Read a checkpoint's config and headers.
 
     Args:
         path: a model's directory.
-        needs_weights: whether it is refused without safetensors.
+        needs_weights: whether to refuse a model without safetensors files.
 
     Raises:
-        ModelRefusedError: it is not a model that we run, or its files are not whole.
+        ModelRefusedError: the model is not supported, or its files are incomplete.
     """
     files = tuple(sorted(path.glob("*.safetensors")))
     if any(path.glob("*.gguf")) and not files:
@@ -153,8 +157,9 @@ def read_checkpoint(path: Path, *, needs_weights: bool = True) -> Checkpoint:
 
 
 def _check_generation_config(file: Path) -> None:
-    """Check that a generation config can be read, if there is one: transformers would take the
-    defaults instead, by which outputs are drawn otherwise and end elsewhere.
+    """Check that the generation config, if there is one, can be read.
+
+    Otherwise transformers would use its defaults, which sample and stop differently.
     """
     try:
         if file.exists() and not isinstance(json.loads(file.read_bytes()), dict):
@@ -167,8 +172,8 @@ def _check_generation_config(file: Path) -> None:
 
 
 def _check_file(file: Path) -> torch.dtype | None:
-    """Check that a safetensors file is whole. Returns the type of its first floating-point
-    tensor.
+    """Check that a safetensors file is complete, and return the type of its first
+    floating-point tensor.
     """
     size = file.stat().st_size
     try:

@@ -1,9 +1,8 @@
 """Compiles the model's forward pass with torch.compile, with separate options for each path.
 
-Attention is a single operation that the compiler does not look into (see
-`engine.attention.opaque`). Only the runner captures CUDA graphs. If a mode would let the compiler
-do so, that part of it is left out, because the compiler cannot know which tensors of a step keep
-their addresses.
+Attention is a single opaque operation (see `engine.attention.opaque`). Only the runner captures
+CUDA graphs, because the compiler cannot know which tensors of a step keep their addresses. If a
+mode would let the compiler capture them, that part of the mode is omitted.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ _WITHOUT_GRAPHS = {
     "max-autotune": "max-autotune-no-cudagraphs",
 }
 _RECOMPILE_LIMIT = 128
-"""How many shapes one path may be compiled for; torch's own limit is 8."""
+"""The maximum number of shapes that one path may be compiled for. torch's own limit is 8."""
 _LEVELS: dict[int, tuple[str, bool]] = {
     1: ("default", True),
     2: ("max-autotune-no-cudagraphs", True),
     3: ("max-autotune-no-cudagraphs", False),
 }
-"""default_compile_level → (mode, dynamic)."""
+"""Maps default_compile_level to (mode, dynamic)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompileOptions:
-    """What torch.compile is called with.
+    """The arguments for torch.compile.
 
     Attributes:
-        source: the option that these come from, for messages.
-        backend, mode, dynamic, fullgraph, options: see torch.compile; a mode is one of inductor's
-            presets, and other backends have none.
+        source: the name of the option that these come from, for messages.
+        backend, mode, dynamic, fullgraph, options: see torch.compile. A mode is one of inductor's
+            presets; other backends have none.
     """
 
     source: str
@@ -54,7 +53,7 @@ class CompileOptions:
     options: dict[str, Any] | None
 
     def apply(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function, which is compiled at its first call.
+        """Wrap a function, which is then compiled at its first call.
 
         Raises:
             ConfigError: torch.compile refuses the options.
@@ -76,10 +75,10 @@ class CompileOptions:
 def compile_options(
     config: ContinuousBatchingConfig, fallback: object | None
 ) -> dict[StepPath, CompileOptions]:
-    """The options for each path; a path that is not compiled has no entry.
+    """Return the options for each path that is compiled.
 
     Args:
-        config: the options.
+        config: the server's options.
         fallback: the generation config's compile_config.
 
     Raises:
@@ -109,7 +108,7 @@ def compile_model(
 ) -> dict[StepPath, CausalModel]:
     """Compile the model for each path that has options.
 
-    Each compiler is tried on a tiny function, so that a missing one is found now.
+    Each compiler is first tried on a tiny function, so that a missing compiler is detected early.
 
     Raises:
         ConfigError: a compiler does not work here.
@@ -155,8 +154,9 @@ def _try_compiler(options: CompileOptions, device: torch.device) -> None:
 
 
 def _read(source: str, value: object) -> CompileOptions:
-    """Read a transformers CompileConfig, or any object with its fields; missing fields get torch's
-    defaults.
+    """Read a transformers CompileConfig, or any object with the same fields.
+
+    Missing fields get torch's defaults.
     """
     fields = {
         name: getattr(value, name, None) for name in ("backend", "mode", "dynamic", "options")

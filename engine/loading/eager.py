@@ -1,11 +1,11 @@
-"""The model's own eager forward and attention, which the load gate compares ours with.
+"""The model's own eager forward and attention, the reference for the load gate.
 
     attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(…, eager_attention_forward)
 
-A forward in transformers hands the function of that name in its own file to the interface. A class
-of the user's own may inherit its forward, or write one that calls the inherited one: then the
-function is found in the file of a class that it derives from. Its own forward may also hand over
-another function. So the logits that the gate gets with the function that was found are then
+A forward in transformers passes the `eager_attention_forward` of its own file to the interface. A
+user-defined class may inherit its forward, or override it and call the inherited one. In that case,
+the function is found in the file of one of its base classes. An overridden forward may also pass a
+different function. The logits that the gate computes with the function it found are therefore
 compared with those of the model's own eager forward.
 """
 
@@ -27,8 +27,10 @@ _LIBRARY = "transformers."
 
 
 def eager_attention(layer: nn.Module) -> Callable[..., Any]:
-    """The eager attention function that a layer uses: the one in the file of its class's forward,
-    or of the first of its base classes whose file has one.
+    """Return the eager attention function that a layer uses.
+
+    It is defined in the file of the forward of the layer's class, or of the first of its base
+    classes whose file has one.
 
     Raises:
         ModelRefusedError: there is none.
@@ -45,13 +47,14 @@ def eager_attention(layer: nn.Module) -> Callable[..., Any]:
 
 
 def is_users_own(layer: nn.Module) -> bool:
-    """Whether a layer's forward is written outside transformers."""
+    """Return whether a layer's forward is defined outside transformers."""
     return not inspect.unwrap(type(layer).forward).__module__.startswith(_LIBRARY)
 
 
 def eager_forward(model: PreTrainedModel, ids: torch.Tensor) -> Any:
-    """A prompt's forward pass without a cache: ids [1, T]. Its `logits` are those of the last
-    token.
+    """Run a forward pass of a prompt without a cache. `ids` is [1, T].
+
+    The result's `logits` are those of the last token.
 
     Raises:
         ModelRefusedError: the model fails.
@@ -77,17 +80,18 @@ def check_users_own(
     classes: set[str],
     found: Iterable[tuple[tuple[TokenId, ...], torch.Tensor]],
 ) -> None:
-    """Check that attention classes of the user's own compute with the functions that
-    `eager_attention` found: then the model's own eager forward gives the same logits, bit by bit.
-    Leaves the model with eager attention.
+    """Check that user-defined attention classes use the functions that `eager_attention` found.
+
+    If they do, the model's own eager forward gives the same logits, bit for bit. The model is left
+    with eager attention.
 
     Args:
         model: the model.
         classes: the names of these classes.
-        found: prompts, with the logits [V] after each that were computed with these functions.
+        found: prompts, and the logits [V] after each one, computed with these functions.
 
     Raises:
-        ModelRefusedError: it gives others.
+        ModelRefusedError: the model's own eager forward gives different logits.
     """
     model.set_attn_implementation("eager")
     for prompt, expected in found:

@@ -1,8 +1,8 @@
-"""Puts new weights into a verified model, in the memory of the old ones.
+"""Writes new weights to a verified model, into the memory of the old ones.
 
-    names and tensors ─▶ all known, of the right shapes, none missing ─▶ written, packed again
+    names and tensors ─▶ all known, correct shapes, none missing ─▶ written, packed again
 
-Everything is looked at before anything is written. Names are those of the model's `state_dict`.
+Everything is checked before anything is written. Names are those of the model's `state_dict`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from engine.models.held_layer import HeldLayer, held_layers, why_not_taken
 
 Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 _NAMED = 3
-"""How many names a refusal gives."""
+"""The maximum number of names in an error message."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a weight goes.
+    """The destination of a weight.
 
     Attributes:
         key: equal for names that share a weight.
-        shape: of the weight.
+        shape: the shape of the weight.
         holder: a packed layer, or the tensor itself.
-        is_needed: whether the weights of a whole model have it.
+        is_needed: whether a complete set of weights contains it.
     """
 
     key: Hashable
@@ -37,7 +37,7 @@ class _Place:
     is_needed: bool
 
     def why_not(self, tensor: object) -> str | None:
-        """Why a tensor cannot be taken over here; None: it can."""
+        """Return why a tensor cannot be written here, or None if it can."""
         holder = self.holder
         if isinstance(holder, HeldLayer) or holder.dtype.is_floating_point:
             return why_not_taken(tensor, self.shape)
@@ -47,16 +47,16 @@ class _Place:
 
 
 def exchange_weights(model: torch.nn.Module, weights: Weights, *, partial: bool) -> None:
-    """Write new weights; see the module. No step may run meanwhile.
+    """Write new weights to a model. No step may run at the same time.
 
     Args:
-        model: the owner's, not split across processes.
-        weights: by name. Of names that share a weight, one is enough.
-        partial: whether names may be missing: those weights stay.
+        model: the owner's model, not split across processes.
+        weights: the tensors by name. For names that share a weight, one is enough.
+        partial: whether names may be missing. Those weights are kept.
 
     Raises:
-        WeightsRefusedError: a name is unknown or missing, or a tensor cannot be taken over. Nothing
-            was changed.
+        WeightsRefusedError: a name is unknown or missing, or a tensor does not fit. Nothing was
+            changed.
     """
     places = dict(_places(model))
     found: dict[Hashable, tuple[str, torch.Tensor]] = {}

@@ -1,15 +1,15 @@
-"""The load gate: refuses a model that we would run wrongly, with the reason.
+"""The load gate: refuses a model that would run incorrectly, and gives the reason.
 
 1. `check_config`, before any weight is read: the class must route its attention through
     AttentionInterface, and every layer must be of a supported kind.
 2. `probe_layers`: an eager forward that watches the attention calls and the masks. Each layer must
-    make exactly one call; the shapes of its keys and values are recorded (a config may be wrong
-    about them). The window is found by evaluating the mask's rule for positions up to the end of
-    the context (`engine.loading.mask_rules`), because the prompts are too short to show it. At each
-    call our backend computes the same attention, with queries scaled up until the scores are large.
-    Then a missing softcap, sink or window shows, which it would not with ordinary small scores.
-3. `self_check`: two prompts in one ragged batch, one of them in chunks, through the paged cache,
-   against the eager logits of each alone.
+    make exactly one call. The shapes of its keys and values are recorded, because the config may be
+    wrong about them. The window is found by evaluating the mask's rule for positions up to the end
+    of the context (`engine.loading.mask_rules`), because the prompts are too short to show it. At
+    each call, our backend computes the same attention, with queries scaled up until the scores are
+    large. This reveals a missing softcap, sink or window, which ordinary small scores would not.
+3. `self_check`: two prompts in one ragged batch, one of them in chunks, through the paged cache.
+    The logits are compared with the eager logits of each prompt alone.
 """
 
 from __future__ import annotations
@@ -53,28 +53,28 @@ from engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledRequest
 
 _PROBE_NAME = "headrace_probe"
 _PROBE_TOKENS = (43, 11)
-"""Lengths of the two prompts; more than one small block, and not a multiple of it."""
+"""The lengths of the two prompts: more than one small block, but not a multiple of it."""
 _PROBE_BLOCK_SIZE = 8
 _PROBE_CHUNK = 29
 _TARGET_SCORE = 60.0
-"""Scores are scaled up to about this, which is beyond the usual softcaps (30 to 50)."""
+"""Scores are scaled up to about this value, which exceeds the usual softcaps (30 to 50)."""
 _LAYER_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-"""Tolerances for one layer's output, relative to its largest element; in float32, or in another
-type if our backend does not support that.
+"""Tolerances for one layer's output, relative to its largest element. The type is float32, or
+another one if our backend does not support float32.
 """
 _LOGITS_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
-"""Tolerances for the logits: |difference| / |reference| over all of them."""
+"""Tolerances for the logits: |difference| / |reference| over all logits."""
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _EXPANDED_METHODS = ("mxfp4",)
-"""Kinds of quantized weights that transformers expands to ordinary ones where it has no kernels."""
+"""Kinds of quantized weights that transformers expands to ordinary ones if it has no kernels."""
 
 
 def check_config(config: Any, model_class: type[PreTrainedModel]) -> None:
-    """Refuse a model as far as possible before its weights are read.
+    """Refuse a model based on its config, before its weights are read.
 
     Raises:
-        ModelRefusedError: the architecture is not one that we run.
+        ModelRefusedError: the architecture is not supported.
     """
     name = model_class.__name__
     text_config = config.get_text_config()
@@ -107,28 +107,32 @@ def check_config(config: Any, model_class: type[PreTrainedModel]) -> None:
 
 
 def _names_attention_interface(model_class: type[PreTrainedModel]) -> bool:
-    """Whether a class may route its attention through AttentionInterface: it says so, or its file
-    names the interface. (BioGPT's does, and its class does not say so.) Whether it really does, the
-    probe finds out.
+    """Return whether a class may route its attention through AttentionInterface.
+
+    This is true if the class declares it or its file mentions the interface (as BioGPT's does,
+    although its class does not declare it). The probe finds out whether the class really does.
     """
     file = sys.modules.get(model_class.__module__)
     return model_class._supports_attention_backend or hasattr(file, "ALL_ATTENTION_FUNCTIONS")
 
 
 class NotFiniteError(ModelRefusedError):
-    """The model's own results are NaN or infinite. The message says where; more text
-    may follow it.
+    """The model's own results are NaN or infinite.
+
+    The message says where; more text may follow it.
     """
 
 
 class _Probe(LayerWatch):
-    """Watches the attention calls of an eager forward, and compares our backend with each."""
+    """Watches the attention calls of an eager forward, and compares our backend's result for
+    each.
+    """
 
     def __init__(self, backend: AttentionBackend, masks: MaskWatch) -> None:
         super().__init__(masks)
         self.backend = backend
         self.users_own: set[str] = set()
-        """Attention classes whose forward is not the library's."""
+        """Attention classes whose forward is defined outside transformers."""
 
     def __call__(
         self,
@@ -140,8 +144,9 @@ class _Probe(LayerWatch):
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Replaces the model's eager attention: records the call, compares, and returns the eager
-        result.
+        """Record and compare one attention call, and return the eager result.
+
+        This replaces the model's eager attention.
         """
         layer = self.record(module, query, key, value, attention_mask, kwargs.get("sliding_window"))
         eager = eager_attention(module)
@@ -175,8 +180,9 @@ class _Probe(LayerWatch):
         scaling: float,
         kwargs: dict[str, Any],
     ) -> None:
-        """Compare our backend with the model's own attention on large scores, in float32 if ours
-        supports it.
+        """Compare our backend with the model's own attention on large scores.
+
+        Both are computed in float32 if our backend supports it.
         """
         known = self.backend.dtypes
         dtype = torch.float32 if known is None or torch.float32 in known else key.dtype
@@ -216,7 +222,7 @@ class _Probe(LayerWatch):
 
 
 def _block_size(backend: AttentionBackend) -> int:
-    """The smallest block size that a backend supports, but no smaller than the usual one here."""
+    """Return the smallest block size that a backend supports, but at least the usual one here."""
     return math.lcm(_PROBE_BLOCK_SIZE, backend.block_multiple)
 
 
@@ -228,7 +234,7 @@ def _attend_alone(
     shape: LayerShape,
     params: AttentionParams,
 ) -> torch.Tensor:
-    """Attend over one whole prompt, through its own cache: [T, Hq, Dv]."""
+    """Attend over one whole prompt, with a separate cache. Returns [T, Hq, Dv]."""
     count, block_size = query.shape[2], _block_size(backend)
     num_blocks = -(-count // block_size)
     slots = (num_blocks + 1) * block_size
@@ -251,10 +257,10 @@ def _attend_alone(
 
 @dataclass(frozen=True, slots=True)
 class ModelProbe:
-    """What the probe found.
+    """The results of the probe.
 
     Attributes:
-        shapes: by layer.
+        shapes: the KV shapes by layer.
         dtype: the type of keys and values.
         prompts: the two prompts.
         logits: [V] each, the eager logits after each prompt's last token.
@@ -267,7 +273,7 @@ class ModelProbe:
 
 
 Logits = Callable[[Sequence[TokenId]], torch.Tensor | None]
-"""The logits [V] after a prompt's last token, by the model's own code; None: they are not known."""
+"""The logits [V] after a prompt's last token, computed by the model's own code. None if unknown."""
 
 
 def _not_known(_: Sequence[TokenId]) -> None:
@@ -281,14 +287,14 @@ def probe_layers(
 
     Args:
         model: in evaluation mode, not in use.
-        backend: what is compared with its attention.
-        num_layers: how many layers it has.
-        compute: the eager logits of the second prompt; None: the model is run and watched for it as
-            for the first.
+        backend: the backend that is compared with the model's attention.
+        num_layers: the number of layers.
+        compute: returns the eager logits of the second prompt. If it returns None, the model is run
+            and watched, as for the first prompt.
 
     Raises:
-        ModelRefusedError: a layer makes no attention call, several calls, or one that we would
-            compute wrongly.
+        ModelRefusedError: a layer makes no attention call, several calls, or one that our backend
+            would compute incorrectly.
         NotFiniteError: the model's own results are not finite.
         AttentionUnavailableError: the backend does not support a layer.
     """
@@ -322,7 +328,7 @@ def probe_layers(
 
 
 def num_embeddings(model: PreTrainedModel) -> int:
-    """How many token ids the model's input embeddings have."""
+    """Return the number of token ids in the model's input embeddings."""
     embeddings = model.get_input_embeddings()
     # Reading a packed weight would unpack it.
     count: int = getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0]
@@ -338,11 +344,12 @@ def self_check(
     *,
     was_packed: bool = False,
 ) -> None:
-    """Run both prompts paged, ragged and in chunks, and compare with the eager logits.
+    """Run both prompts through the paged cache and compare the logits with the eager ones.
 
-    Leaves the model with our attention implementation. With a decoder, that is run instead of the
-    model. was_packed: the model was packed after the probe; then what another order of sums changes
-    is allowed in addition.
+    The prompts form a ragged batch, and one is computed in chunks. The model is left with our
+    attention implementation. If there is a decoder, it runs instead of the model. `was_packed` says
+    whether the model was packed after the probe. If so, the tolerance also includes the effect of a
+    different summation order.
 
     Raises:
         ModelRefusedError: the logits differ.
@@ -389,8 +396,10 @@ def self_check(
 
 
 def _packing_noise(model: PreTrainedModel, probe: ModelProbe) -> float:
-    """The error of a packed model's eager logits, relative to those before it was packed: how much
-    another order of sums changes what this model computes. Leaves the model with eager attention.
+    """Return how much a different summation order changes what a packed model computes.
+
+    This is the error of its eager logits relative to those before packing. The model is left with
+    eager attention.
     """
     model.set_attn_implementation("eager")
     prompts = [torch.tensor([prompt], device=model.device) for prompt in probe.prompts]
@@ -401,8 +410,10 @@ def _packing_noise(model: PreTrainedModel, probe: ModelProbe) -> float:
 
 
 def logits_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """|difference| / |reference| over all logits of a token, [V] each; infinity if others are minus
-    infinity, as a bias makes those of tokens that nothing stands for.
+    """Return |difference| / |reference| over all logits of a token, [V] each.
+
+    The result is infinity if different logits are minus infinity. A bias sets logits to minus
+    infinity for ids that represent no token.
     """
     finite = expected.isfinite()
     if not torch.equal(actual[~finite].float(), expected[~finite]):
@@ -412,14 +423,14 @@ def logits_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def logits_tolerance(dtype: torch.dtype) -> float:
-    """The error from which a model with keys and values of this type is refused."""
+    """Return the error from which a model with keys and values of this type is refused."""
     return _LOGITS_TOLERANCE.get(dtype, 8e-2)
 
 
 def _paged_logits(
     model: PreTrainedModel, runner: ModelRunner, step: tuple[ScheduledRequest, ...]
 ) -> torch.Tensor:
-    """The logits of a step's sampled rows, and no others."""
+    """Return the logits of a step's sampled rows only."""
     name = type(model).__name__
     try:
         logits = runner.logits(ScheduledBatch(step, sum(part.num_tokens for part in step)))

@@ -1,17 +1,19 @@
-"""Joins the linear layers of a module that read the same input into one product, on CUDA, where a
-model runs as transformers wrote it: fewer and larger products of the same elements.
+"""Joins linear layers that read the same input into a single product, on CUDA.
+
+This applies if a model runs as transformers wrote it. The same elements are then computed in fewer
+and larger products.
 
     a step ─▶ q_proj(x) ─▶ y = x · [Wq Wk Wv]ᵀ ─▶ y's first columns
-              k_proj(x), v_proj(x)             ─▶ those that follow; y is let go with the last
+              k_proj(x), v_proj(x)             ─▶ the next columns; y is released after the last
 
-Which layers these are is seen when the model is run once, whatever their names are. Only they are
-exchanged, and only in the view that steps run (see `engine.loading.view`). What was asked first
-computes the product, and the others take their columns if they are given the very same tensor; with
-any other one a layer computes a product of its own. So does a layer whose weights have been
-replaced since, and one that is compiled. The load gate compares the model as it is then.
+The layers are found by running the model once, independently of their names. Only they are
+replaced, and only in the view that steps run (see `engine.loading.view`). The layer that is called
+first computes the product. The others take their columns if they receive the same tensor object;
+otherwise the product is computed again. A layer computes only its own outputs if its weights have
+been replaced since, or if it is compiled. The load gate compares the model in this state.
 
-Weights are joined module by module: [Wq Wk Wv] is made, and the three parameters become views of
-it, so that weights are held once.
+Weights are joined module by module: [Wq Wk Wv] is created, and the three parameters become views of
+it, so that weights are held only once.
 """
 
 from __future__ import annotations
@@ -34,11 +36,13 @@ Group = tuple[nn.Linear, ...]
 
 @dataclass(slots=True)
 class _Product:
-    """Several layers' product. What it holds between their calls is gone when each has had it.
+    """The product of several layers.
+
+    The result is held between their calls and released once each layer has used it.
 
     Attributes:
-        weight, bias: the joined ones, [N, K] and [N]; None: there is no bias.
-        spans: by layer, its first output and how many it has.
+        weight, bias: the joined tensors, [N, K] and [N]. The bias is None if there is none.
+        spans: for each layer, its first output and its number of outputs.
     """
 
     weight: torch.Tensor
@@ -49,7 +53,7 @@ class _Product:
     _left: set[int] = field(default_factory=set)
 
     def columns(self, which: int, x: torch.Tensor) -> torch.Tensor:
-        """[..., K] → [..., count], a layer's part of the product."""
+        """Return a layer's columns of the product, [..., K] → [..., count]."""
         made = self._made
         if made is None or x is not self._given or which not in self._left:
             self._given, self._made = x, linear(x, self.weight, self.bias)
@@ -61,18 +65,18 @@ class _Product:
 
 
 class JoinedLinear(nn.Linear):
-    """A linear layer whose outputs are some columns of a product.
+    """A linear layer whose outputs are some columns of a joined product.
 
     Attributes:
-        product: the product.
-        which: the layer's number there.
+        product: the joined product.
+        which: the layer's index in the product.
     """
 
     product: _Product
     which: int
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., K] → [..., N]."""
+        """Compute the layer, [..., K] → [..., N]."""
         if torch.compiler.is_compiling() or not self._is_joined():
             return super().forward(x)
         return self.product.columns(self.which, x)
@@ -92,11 +96,11 @@ class JoinedLinear(nn.Linear):
 
 
 def shared_inputs(model: PreTrainedModel, prompt: Sequence[int]) -> list[Group]:
-    """Which of a model's linear layers read the same tensor, by the modules that they belong to.
+    """Return groups of linear layers in the same module that read the same tensor.
 
     Args:
         model: in evaluation mode, not in use; it is left with eager attention.
-        prompt: token ids, on which it is run.
+        prompt: the token ids that the model is run on.
     """
     given: dict[nn.Module, list[torch.Tensor]] = {}
 
@@ -124,9 +128,9 @@ def shared_inputs(model: PreTrainedModel, prompt: Sequence[int]) -> list[Group]:
 
 
 def join_linears(groups: Iterable[Group]) -> int:
-    """Exchange linear layers; returns how many products there are.
+    """Replace linear layers with joined ones, and return the number of products.
 
-    groups: of a view's modules; see `shared_inputs`.
+    `groups` are layers of a view's modules; see `shared_inputs`.
     """
     count = 0
     for group in groups:
@@ -143,7 +147,7 @@ def join_linears(groups: Iterable[Group]) -> int:
 
 
 def _plain_layers(model: nn.Module) -> set[nn.Linear]:
-    """Linear layers with parameters of their own and nothing else."""
+    """Return the linear layers without hooks whose parameters no other module shares."""
     holders: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

@@ -20,7 +20,7 @@ from engine.runner.kv_tensors import CacheSize, KVTensors
 
 
 def make_groups(shapes: Sequence[LayerShape], dtype: torch.dtype) -> tuple[LayerGroup, ...]:
-    """Group the layers by their window: the ones with full attention first, then by window."""
+    """Group layers by window: full attention first, then windows in ascending order."""
     windows = sorted({shape.window for shape in shapes}, key=lambda window: window or 0)
     groups = []
     for index, window in enumerate(windows):
@@ -45,10 +45,10 @@ def allocate_caches(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[LayerCache, ...]:
-    """Allocate zeroed caches, one for each layer; `num_blocks` per group, to which the null block
-    is added.
+    """Allocate one zeroed cache per layer.
 
-    Zeros are needed: masked reads of slots that were never written must not find a NaN.
+    `num_blocks` are the blocks of each group; the null block is added to them. Zeros are needed
+    because masked reads of unwritten slots must not find NaN.
     """
     slots = [(count + 1) * block_size for count in num_blocks]
     return _allocate(shapes, groups, slots, dtype=dtype, device=device)
@@ -63,11 +63,10 @@ def allocate_host_caches(
     *,
     pin_memory: bool,
 ) -> tuple[LayerCache, ...]:
-    """Allocate the host's caches, one for each layer: `host_blocks` blocks per group, numbered from
-    0.
+    """Allocate one host cache per layer, with `host_blocks` blocks per group, numbered from 0.
 
-    They have no null block. Empty if no group has host blocks. pin_memory: allows a CUDA device to
-    copy asynchronously.
+    There is no null block. The result is empty if no group has host blocks. `pin_memory` allows a
+    CUDA device to copy asynchronously.
     """
     if not any(host_blocks):
         return ()
@@ -83,7 +82,7 @@ def allocate_kv(
     dtype: torch.dtype,
     device: torch.device,
 ) -> KVTensors:
-    """Allocate a whole cache, on the device and on the host."""
+    """Allocate a complete cache, on the device and on the host."""
     return KVTensors(
         groups=groups,
         caches=allocate_caches(shapes, groups, size.num_blocks, size.block_size, dtype, device),
@@ -108,7 +107,7 @@ def _allocate(
     device: torch.device,
     pin_memory: bool = False,
 ) -> tuple[LayerCache, ...]:
-    """Make one cache for each layer, with as many token slots as its group has."""
+    """Create one cache per layer, with as many token slots as its group has."""
     group_of = {layer: group.group_id for group in groups for layer in group.layers}
     sizes = [
         (slots[group_of[layer]], shape.num_kv_heads, dim)
@@ -128,12 +127,11 @@ def _allocate(
 
 
 def _zeros_on_demand(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocate zeros in memory that the kernel provides on first access, in large pages if
-    possible.
+    """Allocate zeros that the kernel provides on first access, in large pages if possible.
 
-    `torch.zeros` would write all of it, which takes many seconds for gigabytes, and memory that a
-    server with few requests never needs. It would also start OpenMP workers for this thread, which
-    slow down those of the engine's own thread (see `engine.core.threads`).
+    `torch.zeros` would write all of the memory. This takes many seconds for gigabytes, and commits
+    memory that a server with few requests never needs. It would also start OpenMP workers for this
+    thread, which slow down those of the engine's own thread (see `engine.core.threads`).
     """
     count = math.prod(size)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

@@ -1,4 +1,4 @@
-"""Makes a verified model from a model's path; `engine.loading.running` puts a runner around it.
+"""Loads and verifies a model from its path. `engine.loading.running` builds the runner around it.
 
     path ─▶ config ─▶ check_config ─▶ weights ─▶ probe_layers, record ─▶ pack ─▶ view, decoder
          ─▶ compare, self_check
@@ -89,11 +89,11 @@ logger = logging.getLogger(__name__)
 def load_model(
     model: str, load_config: LoadConfig, progress: Callable[[str], None]
 ) -> VerifiedModel:
-    """Load and verify a model. `progress` gets one line for each stage.
+    """Load and verify a model. `progress` receives one line for each stage.
 
     Raises:
-        ModelRefusedError: the model cannot be loaded, or would be run wrongly.
-        ConfigError: load_config asks for something that is not available here.
+        ModelRefusedError: the model cannot be loaded, or would run incorrectly.
+        ConfigError: load_config requests something that is not available here.
         RanksLostError: the model is split, and another rank has ended.
     """
     ranks = None
@@ -135,12 +135,13 @@ def prepare_model(
     load_config: LoadConfig,
     progress: Callable[[str], None],
 ) -> VerifiedModel:
-    """Pack and verify a model whose weights are already on their device, as `load_model`
-    does. Changes the model's modules.
+    """Pack and verify a model whose weights are already on their device, like `load_model`.
+
+    This changes the model's modules.
 
     Raises:
-        ModelRefusedError: the model would be run wrongly.
-        ConfigError: load_config asks for something that is not available here.
+        ModelRefusedError: the model would run incorrectly.
+        ConfigError: load_config requests something that is not available here.
     """
     packing = choose_packing(
         model.device, model.dtype, load_config.pack_weights, load_config.quantization
@@ -191,25 +192,27 @@ def verify_model(
     own_decoder: bool = False,
     ranks: Ranks | None = None,
 ) -> VerifiedModel:
-    """Put a model that is in memory through the load gate. Its steps run on our decoder, or on a
-    view of it (see `engine.loading.view`), which has our attention.
+    """Put a model that is in memory through the load gate.
+
+    Its steps run on our decoder, or on a view of the model (see `engine.loading.view`) that has
+    our attention.
 
     Args:
-        model: the model. Its modules are replaced if its weights are packed; on CUDA some of its
-            parameters become views of longer ones. Otherwise it is not changed.
+        model: the model. Its modules are replaced if its weights are packed, and on CUDA some of
+            its parameters become views of larger ones. Otherwise it is not changed.
         path: its local directory.
-        progress: gets a line for each stage.
+        progress: receives one line for each stage.
         attention: see LoadConfig.
-        packing: how its weights are packed, if they are. What is packed is compared with the model
-            as it was before; with int8, which changes results, with the packed model.
-        own_decoder: whether our decoder computes its steps if it can. Where it cannot, on CUDA,
-            linear layers with the same input are joined.
-        ranks: the processes across which it is split; all of them call this. The gate then compares
-            with the results of the whole model.
+        packing: how its weights are packed, if they are. The reference for the packed layers is the
+            model before packing, or with int8, which changes results, the packed model.
+        own_decoder: whether our decoder computes its steps if it can. If it cannot, linear layers
+            with the same input are joined on CUDA.
+        ranks: the processes that the model is split across; all of them call this. The gate then
+            compares with the results of the whole model.
 
     Raises:
-        ModelRefusedError: the model would be run wrongly.
-        ConfigError: that attention is not available here.
+        ModelRefusedError: the model would run incorrectly.
+        ConfigError: the requested attention is not available here.
     """
     enter(progress, KERNELS)
     register()
@@ -293,10 +296,10 @@ def _prepare(
 def _probe(
     model: PreTrainedModel, backend: AttentionBackend, attention: str, is_packed: bool | None
 ) -> tuple[AttentionBackend, ModelProbe, Plan]:
-    """Probe a model, and plan our decoder on what it computes for the probe's last prompt; with
-    another backend, if the one that was chosen does not support a layer.
+    """Probe a model, and plan our decoder from what the model computes for the last prompt.
 
-    is_packed: see `plan_decoder`; None: our decoder is not asked for.
+    If the chosen backend does not support a layer, another one is used. For `is_packed`, see
+    `plan_decoder`; None means that our decoder is not requested.
     """
     layers, plan = model.config.get_text_config().num_hidden_layers, NOT_ASKED
 
@@ -318,7 +321,7 @@ def _probe(
 
 
 def _why_not_finite(model: PreTrainedModel, error: NotFiniteError) -> str:
-    """Which weights make a model's results NaN or infinite. They are only read for this."""
+    """Say which weights make a model's results NaN or infinite. Weights are read only for this."""
     held = ((f"{path}.weight", one.unpacked()) for path, one in model.named_modules()
             if isinstance(one, HeldLayer))  # fmt: skip
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers(), held):
@@ -331,8 +334,9 @@ def _why_not_finite(model: PreTrainedModel, error: NotFiniteError) -> str:
 
 
 def _join(model: PreTrainedModel, probe: ModelProbe, progress: Callable[[str], None]) -> bool:
-    """Join linear layers of a view where its steps run as transformers wrote them, on a device for
-    which nothing is packed. Returns whether there are any.
+    """Join linear layers of a view whose steps run as transformers wrote them.
+
+    This is only done on devices for which nothing is packed. Returns whether any were joined.
     """
     if model.device.type not in choosing.TORCH_DEVICES:
         return False
@@ -342,7 +346,7 @@ def _join(model: PreTrainedModel, probe: ModelProbe, progress: Callable[[str], N
 
 
 def _leader(ranks: Ranks | None) -> Leader | None:
-    """The connection to the other ranks, on the one that leads them."""
+    """Return the connection to the other ranks if this is the leading rank."""
     if ranks is None or not ranks.leads:
         return None
     from engine.parallel.leader import Leader  # see `load_model`
@@ -353,11 +357,12 @@ def _leader(ranks: Ranks | None) -> Leader | None:
 def _check_room(
     checkpoint: Checkpoint, dtype: torch.dtype, load_config: LoadConfig, available: int
 ) -> None:
-    """Refuse weights for which there is no memory, before the system kills the process that reads
-    them.
+    """Refuse weights that do not fit in memory.
+
+    Otherwise the system would kill the process while it reads them.
 
     Raises:
-        InsufficientMemoryError: they take more than what is free.
+        InsufficientMemoryError: the weights need more memory than is free.
     """
     needed = float(checkpoint.file_bytes)
     if checkpoint.dtype is not None:
@@ -418,7 +423,7 @@ def _load_weights(
 
 
 def _device(load_config: LoadConfig) -> torch.device:
-    """The device to use; resolves "auto".
+    """Return the device to use, resolving "auto".
 
     Raises:
         ModelRefusedError: CUDA is requested but not available, or there is a GPU whose driver is
@@ -437,7 +442,10 @@ def _device(load_config: LoadConfig) -> torch.device:
 
 
 def set_threads(load_config: LoadConfig, device: torch.device, sharers: int) -> None:
-    """Set torch's threads; sharers: how many of our processes share this host."""
+    """Set torch's number of threads.
+
+    `sharers` is the number of our processes that share this host.
+    """
     limits = HostLimits.read()
     threads = load_config.threads or (max(1, limits.cpus // sharers) if device.type == "cpu" else 1)
     if torch.get_num_threads() != threads:

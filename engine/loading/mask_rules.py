@@ -1,9 +1,9 @@
 """Finds out what a model's masks hide, from the masks' own rules.
 
-A model makes its masks through transformers' mask interface, which is given a rule: a function of
-(batch, head, query position, key position) that says whether the key is visible. The mask itself
-shows only the few positions of the prompt at hand; the rule answers for any. So a window, or a
-chunk, that is longer than the prompt is found without computing anything of that length.
+A model creates its masks through transformers' mask interface, which receives a rule. This is a
+function of (batch, head, query position, key position) that says whether the key is visible. The
+mask itself covers only the few positions of the current prompt, but the rule covers any position.
+So a window or chunk that is longer than the prompt is found without a computation of that length.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ class UnknownMaskError(ValueError):
 
 @dataclass(slots=True)
 class MaskWatch:
-    """Replaces transformers' eager mask function: makes the same masks, and keeps their rules.
+    """Replaces transformers' eager mask function. It creates the same masks and keeps their rules.
 
     Attributes:
-        context: the longest request that the model allows, in tokens; rules are evaluated for
+        context: the longest request that the model allows, in tokens. Rules are evaluated for
             positions below it.
     """
 
     context: int
     _made: dict[int, tuple[torch.Tensor, MaskRule]] = field(default_factory=dict)
-    """By the mask's storage, which slices of a mask share; on the meta device it has no address."""
+    """Masks and their rules, by the mask's storage. Slices of a mask share its storage. On the meta
+    device, storage has no address.
+    """
     _windows: dict[int, int | None] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """Note what a layer asks for, and make its mask as transformers does."""
+        """Record the rule that a layer requests, and create its mask as transformers does."""
         mask: torch.Tensor | None = eager_mask(*args, **kwargs)
         if mask is not None and "mask_function" in kwargs:
             storage = mask.untyped_storage()._cdata
@@ -46,12 +48,13 @@ class MaskWatch:
         return mask
 
     def window(self, mask: torch.Tensor | None) -> int | None:
-        """How many tokens a token attends to with this mask, itself included; None: all before
-        it.
+        """Return how many tokens a token attends to with this mask, including itself.
+
+        Returns None if it attends to all tokens up to itself.
 
         Raises:
-            UnknownMaskError: the mask was not made here, or its rule is neither causal nor causal
-                with a window.
+            UnknownMaskError: the mask was not created here, or its rule is neither causal nor
+                causal with a window.
         """
         if mask is None:
             raise UnknownMaskError("attention has no mask, so tokens see those after them")
@@ -67,7 +70,7 @@ class MaskWatch:
 
 
 def _window_of(rule: MaskRule, context: int) -> int | None:
-    """The window of a rule that is causal, or causal with a window; see `MaskWatch.window`."""
+    """Return the window of a causal rule; see `MaskWatch.window`."""
     last = context - 1
     visible = _ask(rule, last, context)
     first = int(visible.int().argmax())  # the first position that the last token attends to
@@ -86,7 +89,7 @@ def _window_of(rule: MaskRule, context: int) -> int | None:
 
 
 def _ask(rule: MaskRule, query: int, context: int) -> torch.Tensor:
-    """Which of the keys at positions 0 … context − 1 a query attends to: bool [context]."""
+    """Return which keys at positions 0 … context − 1 a query attends to, as bool [context]."""
     zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64)
     keys = torch.arange(context).view(1, 1, 1, context)
     try:

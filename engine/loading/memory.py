@@ -1,7 +1,7 @@
 """Finds out how much memory and how many CPUs this process may use, and sizes the KV cache.
 
-The container's limits apply; psutil only shows the host's. Both versions of cgroups are read, the
-process's own and all that these are in.
+The container's limits apply, but psutil only shows the host's. Both cgroup versions are read, for
+the process's own cgroups and all their ancestors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 GIB = 1 << 30
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
-"""cgroup v1 reports "no limit" as a huge number."""
+"""The threshold for "no limit", which cgroup v1 reports as a huge number."""
 
 CPU_MEMORY_PERCENT = 0.5
 CUDA_MEMORY_PERCENT = 0.9
@@ -33,7 +33,7 @@ CUDA_PROCESSORS_MEMORY_PERCENT = 0.8
 
 
 def _read_number(path: Path) -> int | None:
-    """The number in a file, None if there is none or it says "max"."""
+    """Return the number in a file, or None if there is none or it says "max"."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -42,9 +42,10 @@ def _read_number(path: Path) -> int | None:
 
 
 def _groups(root: Path, own: Path, controller: str) -> Iterator[Path]:
-    """The directories of this process's own cgroups, and of their parents up to where they are
-    mounted: of version 2, and of a controller of version 1. Inside a container the path may be one
-    of the host's, which is not mounted there: then the mount itself is the group.
+    """Yield the directories of this process's cgroups and of their parents, up to the mount point.
+
+    This covers cgroup v2 and one controller of v1. Inside a container, the path may be one of the
+    host's that is not mounted there. In that case, the mount point itself is the group.
     """
     try:
         lines = own.read_text().splitlines()
@@ -74,10 +75,10 @@ class HostLimits:
     """The memory and CPUs that this process may use.
 
     Attributes:
-        memory_limit: the container's limit in bytes; None: no limit.
+        memory_limit: the container's limit in bytes, or None if there is none.
         memory_available: bytes that can still be allocated, within the container's limit and the
             host's free memory.
-        cpus: how many CPUs, by affinity and by the container's quota; at least 1.
+        cpus: the number of CPUs by affinity and by the container's quota; at least 1.
         cpu_source: what limits the CPUs, for the log.
     """
 
@@ -102,8 +103,9 @@ class HostLimits:
 
 
 def _memory_limit(root: Path, own: Path) -> tuple[int | None, int]:
-    """The lowest memory limit of the cgroups and their parents, and how much of it is used, in
-    bytes. Each version's files have names of their own.
+    """Return the lowest memory limit of the cgroups and their parents, and its usage, in bytes.
+
+    The file names differ between the cgroup versions.
     """
     tightest: tuple[int, int] | None = None
     for group in _groups(root, own, "memory"):
@@ -121,8 +123,10 @@ def _memory_limit(root: Path, own: Path) -> tuple[int | None, int]:
 
 
 def _reclaimable(group: Path, entry: str) -> int:
-    """Bytes of a cgroup that are cached files, which the kernel frees when memory is short. A
-    checkpoint that was just read counts there, as well as in the model. `entry`: their name.
+    """Return the bytes of a cgroup's cached files, which the kernel frees when memory is short.
+
+    A checkpoint that was just read counts there as well as in the model. `entry` is the name of
+    this value.
     """
     try:
         entries = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -132,7 +136,7 @@ def _reclaimable(group: Path, entry: str) -> int:
 
 
 def _cpu_quota(root: Path, own: Path) -> float | None:
-    """The lowest CPU quota of the cgroups and their parents, in CPUs."""
+    """Return the lowest CPU quota of the cgroups and their parents, in CPUs."""
     quotas: list[float] = []
     for group in _groups(root, own, "cpu"):
         try:
@@ -154,10 +158,10 @@ class CachePlan:
 
     Attributes:
         num_blocks: blocks per layer group, without null blocks.
-        block_size: tokens in a block.
+        block_size: tokens per block.
         max_batch_tokens, max_requests: the largest step.
         total_bytes: bytes on the device.
-        host_blocks: blocks per layer group that the host keeps for preempted requests; 0 if nothing
+        host_blocks: blocks per layer group that the host keeps for preempted requests. 0 if nothing
             is offloaded.
         host_bytes: bytes on the host.
         reason: why the cache has this size, in a few words.
@@ -178,8 +182,8 @@ class StepLimits:
     """The largest step.
 
     Attributes:
-        max_batch_tokens: the most tokens of all requests together.
-        max_requests: the most requests that run at the same time.
+        max_batch_tokens: the maximum number of tokens of all requests together.
+        max_requests: the maximum number of requests that run at the same time.
     """
 
     max_batch_tokens: int
@@ -187,7 +191,7 @@ class StepLimits:
 
 
 def step_limits(config: ContinuousBatchingConfig, device: torch.device) -> StepLimits:
-    """The largest step that the options allow on a device."""
+    """Return the largest step that the options allow on a device."""
     on_cuda = device.type == "cuda"
     return StepLimits(
         config.max_batch_tokens or (8192 if on_cuda else 1024),
@@ -196,8 +200,9 @@ def step_limits(config: ContinuousBatchingConfig, device: torch.device) -> StepL
 
 
 def _default_percent(config: ContinuousBatchingConfig, on_cuda: bool) -> float:
-    """The default of max_memory_percent. Processors need vocabulary-sized temporaries for every
-    row, which matters on a GPU.
+    """Return the default of max_memory_percent.
+
+    Processors need vocabulary-sized temporaries for every row, which matters on a GPU.
     """
     if not on_cuda:
         return CPU_MEMORY_PERCENT
@@ -208,14 +213,14 @@ def _default_percent(config: ContinuousBatchingConfig, on_cuda: bool) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Sizing:
-    """What a cache takes, by its blocks for the layers with full attention."""
+    """Computes a cache's size from its number of blocks for the layers with full attention."""
 
     groups: tuple[LayerGroup, ...]
     block_size: int
     limits: StepLimits
 
     def blocks(self, num_blocks: int) -> tuple[int, ...]:
-        """The blocks of each group."""
+        """Return the blocks of each group."""
         limits = self.limits
         return tuple(
             num_blocks
@@ -231,7 +236,7 @@ class _Sizing:
         )
 
     def total_bytes(self, num_blocks: int) -> int:
-        """The bytes of all groups, with their null blocks."""
+        """Return the bytes of all groups, including their null blocks."""
         return sum(
             (count + 1) * self.block_size * group.bytes_per_token
             for count, group in zip(self.blocks(num_blocks), self.groups, strict=True)
@@ -252,12 +257,12 @@ def plan_cache(
 
     Args:
         model_context: the longest request that the model allows, in tokens.
-        available: bytes that are free on the device, with the model loaded.
-        host_available: bytes that are free on the host, within the container's limit.
+        available: free bytes on the device, with the model loaded.
+        host_available: free bytes on the host, within the container's limit.
         step_bytes: how much of `available` the largest step needs, as measured.
 
     Raises:
-        InsufficientMemoryError: not one block of each group fits, or not as many as `num_blocks`.
+        InsufficientMemoryError: not even one block of each group fits, or `num_blocks` do not fit.
     """
     on_cuda = device.type == "cuda"
     limits = step_limits(config, device)
@@ -308,7 +313,7 @@ def plan_cache(
 
 
 def _does_not_fit(message: str) -> InsufficientMemoryError:
-    """The error, with the names of the options that decide what the cache takes."""
+    """Create the error, which names the options that determine the cache's size."""
     return InsufficientMemoryError(message).naming(
         "num_blocks",
         "block_size",
@@ -349,10 +354,10 @@ def _plan_host(
     longest: int,
     available: int,
 ) -> tuple[tuple[int, ...], int]:
-    """How many blocks of each group the host keeps, and their size in bytes; logs the reason.
+    """Return the number of blocks of each group on the host and their size in bytes.
 
     The space is divided in the proportions of the longest request (in tokens), so that the groups
-    fill up together.
+    fill up together. The reason for the size is logged.
     """
     none = (0,) * len(groups), 0
     if config.cpu_offload_space == 0:
@@ -395,8 +400,9 @@ def _plan_host(
 
 
 def _largest(cost: Callable[[int], int], budget: int, upper: int) -> int:
-    """The largest number of blocks, at most `upper`, whose cost is within the budget; 0 if there is
-    none.
+    """Return the largest number of blocks, up to `upper`, whose cost is within the budget.
+
+    The result is 0 if there is none.
     """
     low, high = 0, upper
     while low < high:

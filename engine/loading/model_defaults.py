@@ -1,5 +1,6 @@
-"""Reads a checkpoint's defaults: how long requests may be, which tokens end one, and how to sample
-if a request does not say.
+"""Reads a checkpoint's defaults: context length, end tokens, and sampling.
+
+They apply to requests that do not set their own.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from engine.contract.types import TokenId
 logger = logging.getLogger(__name__)
 
 _NO_LIMIT = 1 << 20
-"""The context assumed for a model without a limit; the cache's size limits it anyway."""
+"""The context assumed for a model without a limit. The cache's size limits it anyway."""
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the length, beyond the original one."""
+"""Rotary embeddings whose frequencies depend on the length beyond the original one."""
 
 
 def context_length(text_config: Any, rope: RopeLengths | None = None) -> int:
-    """The longest request that the model allows, in tokens.
+    """Return the longest request that the model allows, in tokens.
 
-    rope: how rotary frequencies depend on a request's length, if steps follow that.
+    `rope` says how rotary frequencies depend on a request's length, if steps support that.
     """
     if rope is not None:
         return rope.longest
@@ -55,8 +56,10 @@ def context_length(text_config: Any, rope: RopeLengths | None = None) -> int:
 def eos_token_ids(
     generation_config: GenerationConfig | None, config: Any, vocab_size: int
 ) -> tuple[TokenId, ...]:
-    """The model's end-of-sequence ids, in ascending order. Ids outside the vocabulary are dropped:
-    configs often have those of another tokenizer.
+    """Return the model's end-of-sequence ids, in ascending order.
+
+    Ids outside the vocabulary are dropped, because configs often contain those of another
+    tokenizer.
     """
     ids = generation_config.eos_token_id if generation_config is not None else None
     if ids is None:
@@ -71,9 +74,11 @@ def eos_token_ids(
 
 
 def default_sampling(generation_config: GenerationConfig | None) -> SamplingParams:
-    """The sampling of `model.generate` with this generation config: greedy unless the config asks
-    for sampling. Filters such as top_k come from the config, else from transformers' defaults, even
-    for a greedy config: a request may ask for sampling by itself.
+    """Return the sampling that `model.generate` uses with this generation config.
+
+    It is greedy unless the config requests sampling. Filters such as top_k come from the config, or
+    else from transformers' defaults. This also applies to a greedy config, because a request may
+    enable sampling.
     """
     neutral_params = SamplingParams(top_k=DEFAULT_TOP_K)
     if generation_config is None:

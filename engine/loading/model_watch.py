@@ -1,10 +1,9 @@
-"""Notices what an owner has changed in a model: what a KV cache holds was computed with the old
-one.
+"""Detects changes that an owner makes to a model, because they invalidate the KV cache.
 
-torch counts how often a tensor was written in place: an optimizer's step, `load_state_dict`, and
-`copy_` under `no_grad` count. What is written through `tensor.data` is not counted. Of attributes,
-numbers and strings are compared, containers element by element, and other objects by identity: what
-is set inside of one is not seen.
+torch counts how often a tensor is written in place. This includes an optimizer's step,
+`load_state_dict`, and `copy_` under `no_grad`, but not writes through `tensor.data`. Attributes
+that are numbers or strings are compared by value, containers element by element, and other objects
+by identity. A change inside such an object is not detected.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ _NOT_OF_STEPS = frozenset(
         "_load_state_dict_post_hooks", "was_asked", "guard", "_seen",
     }
 )  # fmt: skip
-"""Attributes that may differ without a difference to steps, or are looked at elsewhere."""
+"""Attributes that do not affect steps, or that are checked elsewhere."""
 _MOST_ELEMENTS = 1000
-"""Of a longer container only the length is compared."""
+"""For containers with more elements, only the length is compared."""
 _DEPTH = 4
-"""How deep containers in containers are compared."""
+"""The depth to which nested containers are compared."""
 _PLAIN = frozenset({bool, int, str, bytes, complex, type(None), torch.dtype, torch.device})
 _CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set, frozenset})
 
@@ -43,8 +42,8 @@ class Noticed(NamedTuple):
     """How many times changes were noticed.
 
     Attributes:
-        values: of elements of tensors.
-        parts: of anything else.
+        values: changes to elements of tensors.
+        parts: changes to anything else.
     """
 
     values: int = 0
@@ -53,12 +52,12 @@ class Noticed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelChanges:
-    """What was changed, by full names.
+    """The changes that were found, by full name.
 
     Attributes:
-        written: tensors of which elements were written.
-        replaced: parameters and buffers that are other tensors now, are elsewhere, or are gone.
-        attributes: of modules, hooks among them.
+        written: tensors with elements that were written.
+        replaced: parameters and buffers that are now different tensors, have moved, or are gone.
+        attributes: attributes of modules, including hooks.
     """
 
     written: Sequence[str]
@@ -67,14 +66,12 @@ class ModelChanges:
 
     @property
     def names(self) -> Sequence[str]:
-        """All of them."""
+        """The names of all changes."""
         return [*self.replaced, *self.attributes, *self.written]
 
 
 class ModelWatch:
-    """Watches the parameters, buffers, attributes and hooks of a model. May be used by several
-    threads.
-    """
+    """Watches the parameters, buffers, attributes and hooks of a model. Thread-safe."""
 
     def __init__(
         self, model: torch.nn.Module, is_own: Callable[[torch.nn.Module, str], bool]
@@ -82,8 +79,8 @@ class ModelWatch:
         """Remember the model as it is now.
 
         Args:
-            model: the owner's.
-            is_own: whether a module sets its buffer or attribute of this name itself when it is
+            model: the owner's model.
+            is_own: whether a module itself sets its buffer or attribute of this name when it is
                 called.
         """
         self._model = model
@@ -93,11 +90,11 @@ class ModelWatch:
         self._tensors, self._rest = self._look()
 
     def look(self, check: Callable[[ModelChanges], None]) -> Noticed:
-        """Look for changes since the last call, or since this was made.
+        """Look for changes since the last call, or since construction.
 
         Args:
-            check: called with them if there are any. If it raises, they are as if they had not been
-                seen: the next call finds them again.
+            check: called with the changes if there are any. If it raises, the next call finds the
+                same changes again.
 
         Returns:
             The counts up to now.
@@ -135,15 +132,20 @@ class ModelWatch:
 def _differing(
     before: Mapping[str, Any], now: Mapping[str, Any], differs: Callable[[Any, Any], bool]
 ) -> list[str]:
-    """The names whose entries differ; those that one side lacks count, except for writes."""
+    """Return the names whose entries differ, or that only one side has.
+
+    For writes, names that one side lacks do not count.
+    """
     lacking = [] if differs is _Tensor.was_written else sorted(before.keys() ^ now.keys())
     return [name for name in before if name in now and differs(before[name], now[name])] + lacking
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor as it was seen. An address alone would not do instead of a reference: a new tensor
-    may get a freed one's.
+    """The observed state of a tensor.
+
+    It holds a reference, because an address is not enough: a new tensor may get the address of a
+    freed one.
     """
 
     seen: weakref.ref[torch.Tensor]
@@ -168,7 +170,7 @@ class _Tensor:
 
 
 class _Object:
-    """An object that equals itself alone. It is not kept alive, if that can be avoided."""
+    """An object that equals only itself. It is not kept alive if that can be avoided."""
 
     __slots__ = ("_get",)
 
@@ -183,7 +185,7 @@ class _Object:
 
 
 def _known(value: object, depth: int) -> object:
-    """What is remembered of an attribute's value: equal for equal ones."""
+    """Return what to remember of an attribute's value. Equal values give equal results."""
     kind = type(value)
     if kind in _PLAIN:
         return kind, value

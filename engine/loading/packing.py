@@ -1,13 +1,13 @@
-"""Replaces a model's linear layers by packed ones, in place.
+"""Replaces a model's linear layers with packed ones, in place.
 
-    choose_dtype   ─▶ what is to be computed in: the checkpoint's type, or the machine's
-    choose_packing ─▶ how: our kernel (as bfloat16 or as int8), oneDNN's, or not at all
+    choose_dtype   ─▶ the type to compute in: the checkpoint's, or one that suits the machine
+    choose_packing ─▶ the method: our kernel (as bfloat16 or int8), oneDNN's, or no packing
     pack_model     ─▶ for each weight: pack, compare, replace, free the original
 
-Only plain torch.nn.Linear layers on the CPU are replaced: those in bfloat16, and those in float32
-of a model in float32. A weight that an embedding shares is packed once for both; a weight that
-anything else shares is copied. Only models that Headrace has loaded itself are packed; others
-belong to their owners.
+Only plain torch.nn.Linear layers on the CPU are replaced, if they are in bfloat16, or if both the
+layer and the model are in float32. A weight shared with an embedding is packed once for both. A
+weight shared with anything else is copied. Only models that Headrace itself has loaded are packed;
+others belong to their owners.
 """
 
 from __future__ import annotations
@@ -45,33 +45,34 @@ Packing = Literal["native", "onednn", "int8"]
 _SMALLEST = 16
 """The smallest number of inputs and outputs of a packed layer."""
 _PROBE_ROWS = 3
-"""How many rows of random input a packed layer is compared on."""
+"""The number of rows of random input on which a packed layer is compared."""
 _TOLERANCE = 2e-2
-"""The tolerance of that comparison, relative to the largest element, for sums of bfloat16 products
-in another order.
+"""The tolerance of that comparison, relative to the largest element. It allows for a different
+summation order of bfloat16 products.
 """
 _SAMPLED_ROWS = 64
-"""How many rows of each slice of a packed weight are read back and must be equal."""
+"""The number of rows in each slice of a packed weight that are read back and must be equal."""
 _SLICE_BYTES = 16 << 20
-"""Large weights are packed and given back in slices of about this size, so that both forms of one
-are never completely in memory.
+"""Large weights are packed and freed in slices of about this size, so that both versions of a
+weight are never completely in memory.
 """
 _SHARE_OF_FLOAT32 = 0.5
-"""The most of the free memory that weights take which are held in a larger type than the
-checkpoint's; the rest is for keys and values, and for reading.
+"""The maximum share of free memory for weights held in a larger type than the checkpoint's. The
+rest is for keys and values, and for reading.
 """
 _OF_LIBRARY = "transformers.models."
-"""Where the library's own classes are."""
+"""The module prefix of the library's own model classes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackingReport:
-    """What was replaced.
+    """The result of packing a model.
 
     Attributes:
-        linears, embeddings: how many layers.
+        linears, embeddings: the number of layers of each kind that were replaced.
         how: what computes them.
-        copied_bytes: the size of weights that are held twice, because others use the original.
+        copied_bytes: the size of weights that are held twice because other modules use the
+            original.
     """
 
     linears: int
@@ -80,7 +81,7 @@ class PackingReport:
     copied_bytes: int
 
     def __str__(self) -> str:
-        """A line for the log."""
+        """Return a line for the log."""
         text = f"linear layers: {self.linears} packed for {self.how}"
         if self.embeddings:
             text += f", {self.embeddings} embedding reads the output layer's packed weights"
@@ -94,8 +95,8 @@ class DtypeChoice:
     """The type of a model's weights.
 
     Attributes:
-        dtype: what was chosen.
-        why: a line for the log if the machine had a say; else empty.
+        dtype: the chosen type.
+        why: a line for the log if the machine affected the choice, or else empty.
     """
 
     dtype: torch.dtype
@@ -108,15 +109,16 @@ def choose_packing(
     wanted: bool | None,
     quantization: Quantization = "none",
 ) -> Packing | None:
-    """Choose how linear layers are packed for a device and dtype; None: not at all.
+    """Choose how linear layers are packed for a device and dtype. None means no packing.
 
     Args:
-        device, dtype: the model's.
-        wanted: True: pack or refuse; None: pack where it was measured to pay.
+        device, dtype: the model's device and dtype.
+        wanted: True to pack or raise an error, False not to pack, and None to pack where
+            measurements showed a benefit.
         quantization: see LoadConfig.
 
     Raises:
-        ConfigError: the layers are to be packed, or int8, and cannot be.
+        ConfigError: packing or int8 is required but impossible.
     """
     if quantization == "int8":
         return _int8(device, dtype, wanted)
@@ -139,8 +141,9 @@ def choose_packing(
 
 
 def why_kernels_are_slower() -> str:
-    """A line for the log if the kernels were built without what this processor has; else empty.
-    That they are missing altogether is told where attention is chosen.
+    """Return a line for the log if the kernels do not use all features of this processor.
+
+    Otherwise, the result is empty. Missing kernels are reported where attention is chosen.
     """
     try:
         return native_library().slower()
@@ -151,15 +154,16 @@ def why_kernels_are_slower() -> str:
 def choose_dtype(
     checkpoint: Checkpoint, load_config: LoadConfig, device: torch.device, available: int
 ) -> DtypeChoice:
-    """Choose the type of the weights: what load_config asks for; if that is auto, the checkpoint's.
+    """Choose the type of the weights: the one load_config requests, or for auto, the checkpoint's.
 
-    Torch multiplies bfloat16 several times slower than float32 where the processor has no
-    instructions for it. If our kernels cannot do it either, auto is float32, if there is room.
+    Torch multiplies bfloat16 several times slower than float32 if the processor has no instructions
+    for it. If our kernels cannot multiply it either, auto is float32, provided that there is room.
 
     Args:
-        checkpoint, load_config: what is loaded, and how.
-        device: where.
-        available: bytes of memory that are free.
+        checkpoint: the checkpoint to load.
+        load_config: how to load it.
+        device: the device of the model.
+        available: bytes of free memory.
     """
     own = checkpoint.dtype or torch.float32
     if load_config.dtype != "auto":
@@ -215,11 +219,11 @@ def pack_model(model: torch.nn.Module, how: Packing) -> PackingReport:
 
     Args:
         model: in evaluation mode, not in use. Its modules are replaced in place, and its other
-            parameters moved.
+            parameters are moved.
         how: see `choose_packing`.
 
     Raises:
-        ModelRefusedError: a packed layer does not compute the same as the original.
+        ModelRefusedError: a packed layer does not compute the same results as the original.
     """
     groups = list(shared_weights(model, how))
     with torch.no_grad():
@@ -238,7 +242,7 @@ def pack_model(model: torch.nn.Module, how: Packing) -> PackingReport:
 class _Group:
     """The layers that share one weight, by name.
 
-    is_ours: whether nothing else holds the weight.
+    `is_ours` says that nothing else holds the weight.
     """
 
     linears: dict[str, torch.nn.Linear]
@@ -251,7 +255,7 @@ class _Group:
 
 
 def shared_weights(model: torch.nn.Module, how: Packing) -> Iterator[_Group]:
-    """The weights that can be packed, in the order in which their first layer is found."""
+    """Return the weights that can be packed, in the order in which their first layers are found."""
     dtype = torch.bfloat16
     if how == "native" and next(model.parameters()).dtype is torch.float32:
         dtype = torch.float32
@@ -290,8 +294,9 @@ def _is_plain_linear(module: torch.nn.Linear, dtype: torch.dtype) -> bool:
 
 
 def _is_plain_embedding(module: torch.nn.Embedding) -> bool:
-    """Whether it is torch's own class, or one of Gemma's, which multiply rows by a buffer. That
-    these do nothing else is checked when they are replaced.
+    """Return whether a module is torch's own Embedding, or one of Gemma's.
+
+    Gemma's multiply rows by a buffer. Replacing them checks that they do nothing else.
     """
     is_scaled = list(module._buffers) == ["embed_scale"] and _OF_LIBRARY in type(module).__module__
     return (
@@ -302,7 +307,7 @@ def _is_plain_embedding(module: torch.nn.Embedding) -> bool:
 
 
 def held_bytes(model: torch.nn.Module, how: Packing | None) -> dict[str, int]:
-    """How many bytes each parameter takes once a model is packed, by its first name.
+    """Return how many bytes each parameter takes after packing, by its first name.
 
     Args:
         model: not packed; it may be on the meta device.
@@ -376,11 +381,13 @@ def _pack_slices(
     scales: torch.Tensor | None,
     pages: Pages | None,
 ) -> torch.Tensor:
-    """Pack a weight slice by slice; see `pack`. Each slice must hold what it was made from, and is
-    then given back to `pages`, if there are any.
+    """Pack a weight slice by slice, see `pack`.
+
+    Each slice is checked against the original. The original is then given back to `pages`, unless
+    `pages` is None.
 
     Returns:
-        what `_random_products` is of the original, or of its rounding to int8.
+        The result of `_random_products` for the original, or for its int8 rounding.
     """
     products = []
     for part, own, own_scales in in_slices(weight, packed, scales, _SLICE_BYTES):
@@ -406,7 +413,7 @@ def _some_rows(weight: torch.Tensor) -> torch.Tensor:
 def _holds(
     packed: torch.Tensor, scales: torch.Tensor | None, weight: torch.Tensor, rows: torch.Tensor
 ) -> bool:
-    """Whether rows of a packed weight equal the original's, except for the rounding of int8."""
+    """Return whether rows of a packed weight equal the original's, except for int8 rounding."""
     original, actual = weight[rows], read_rows(packed, scales, rows, *weight.shape)
     if scales is None:
         return torch.equal(_bits(actual), _bits(original))
@@ -452,7 +459,7 @@ def _random_input(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _random_products(weight: torch.Tensor) -> torch.Tensor:
-    """The product of random input and a weight [N, K], by torch: float32 [rows, N]."""
+    """Multiply random input by a weight [N, K] with torch. Returns float32 [rows, N]."""
     return torch_linear(_random_input(weight), weight).float()
 
 
@@ -463,8 +470,9 @@ def _exchange(
     packed: PackedLinear | OneDnnLinear,
     products: torch.Tensor,
 ) -> None:
-    """Replace a layer by another one, and check that it computes the same: products of random
-    input, see `_random_products`, and its bias.
+    """Replace a layer, and check that the new one computes the same results.
+
+    The check covers the products of random input (see `_random_products`) and the bias.
     """
     bias = linear._parameters["bias"]
     expected = products if bias is None else products + bias.float()
@@ -480,7 +488,7 @@ def _exchange(
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of elements, so that NaN equals itself."""
+    """Return the bits of elements, so that NaN equals itself."""
     return tensor.view(torch.int16)
 
 

@@ -1,6 +1,6 @@
 """Returns the memory of tensors to the system before their owner does.
 
-A checkpoint's weights are in one mapping of its file, which stays until the last weight is freed.
+A checkpoint's weights are in one mapping of its file, which remains until the last weight is freed.
 Code that copies them one by one would end up with both copies in memory. So the pages of each
 weight are returned as soon as it is no longer needed.
 """
@@ -17,13 +17,13 @@ import torch
 
 
 class Pages:
-    """Knows the addresses of tensors."""
+    """Tracks the addresses of tensors and returns their pages to the system."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        """See the module.
+        """Record the addresses of the tensors.
 
         Args:
-            tensors: all that may be needed later. Those on other devices are ignored.
+            tensors: all tensors that may be needed later. Those on other devices are ignored.
         """
         places = [
             (tensor.data_ptr(), tensor.data_ptr() + tensor.untyped_storage().nbytes())
@@ -40,10 +40,10 @@ class Pages:
 
         Args:
             tensor: one of the constructor's tensors. Nothing happens if another one shares its
-                memory, or it is not contiguous.
+                memory, or if it is not contiguous.
 
         Returns:
-            How many bytes were given back.
+            The number of bytes given back.
         """
         if sys.platform != "linux":  # elsewhere MADV_DONTNEED means something else
             return 0
@@ -64,7 +64,7 @@ class Pages:
 
 
 def trim() -> None:
-    """Return memory that was freed to the system, where the C library keeps it for later."""
+    """Return freed memory that the C library still holds to the system."""
     if sys.platform != "linux":
         return
     give = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's

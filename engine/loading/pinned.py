@@ -1,11 +1,11 @@
 """Pinned memory for many tensors that live as long as the engine.
 
 torch's allocator of pinned memory rounds each allocation up to a power of two (torch,
-CachingHostAllocator.h: to find freed memory again soon). For one allocation a tensor, a KV cache on
-the host would take up to twice what was allowed. So tensors are put into a few allocations that are
-powers of two already:
+CachingHostAllocator.h), so that freed memory is quickly found again. With one allocation per
+tensor, a KV cache on the host would take up to twice the allowed memory. So the tensors are put
+into a few allocations whose sizes already are powers of two:
 
-    bytes of tensors ─▶ plan_chunks ─▶ chunks, with the place of each tensor ─▶ views of them
+    bytes of tensors ─▶ plan_chunks ─▶ chunks, with the offset of each tensor ─▶ views of them
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 _SPARE = 16
-"""A last chunk is not divided further where it has no more than this part of it to spare."""
+"""The last chunk is not divided further if at most 1/_SPARE of the needed bytes would be unused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class PinnedChunk:
 
     Attributes:
         num_bytes: its size, a power of two.
-        places: which tensors are in it, by their numbers, and at which byte each begins.
+        places: the index of each tensor in it, and the byte offset at which that tensor begins.
     """
 
     num_bytes: int
@@ -34,9 +34,10 @@ class PinnedChunk:
 
 
 def plan_chunks(sizes: Sequence[int]) -> list[PinnedChunk]:
-    """Where to put tensors of so many bytes each, the largest first. Of 32 tensors or more with one
-    size, chunks have at most an eighth more bytes in all; of a single tensor, they may have twice
-    as many.
+    """Assign tensors of these sizes in bytes to chunks, the largest first.
+
+    For 32 or more tensors of one size, the chunks exceed their total by at most an eighth. For a
+    single tensor, the chunk may be twice as large.
     """
     left = sorted(range(len(sizes)), key=lambda number: sizes[number], reverse=True)
     chunks = []
@@ -60,7 +61,7 @@ def plan_chunks(sizes: Sequence[int]) -> list[PinnedChunk]:
 
 
 def pinned_zeros(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Zeros of these shapes in pinned memory, each in one piece."""
+    """Allocate zeros of these shapes in pinned memory, each contiguous."""
     sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
     made = [torch.empty(0, dtype=dtype)] * len(shapes)
     for chunk in plan_chunks(sizes):

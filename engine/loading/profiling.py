@@ -1,14 +1,14 @@
-"""Measures the memory that a step takes besides weights and KV cache, before the cache is sized.
+"""Measures the memory that a step needs besides weights and KV cache, before the cache is sized.
 
-    largest step (max_batch_tokens, max_requests_per_batch) ─▶ run, with one block for a cache
-        ─▶ the most memory that it had at once ─▶ is left free (`engine.loading.memory.plan_cache`)
+    largest step (max_batch_tokens, max_requests_per_batch) ─▶ run, with a cache of one block
+        ─▶ its peak memory ─▶ is left free (`engine.loading.memory.plan_cache`)
 
-    the largest captured steps ─▶ run, likewise: graphs have memory of their own
+    the largest captured steps ─▶ run in the same way: graphs have separate memory
 
 If max_batch_tokens is not given, smaller steps are tried until one leaves most of the memory free.
 
-On CUDA the cache takes nearly all free memory, so the needs of a step must be known. On a CPU the
-cache is sized for the allowed concurrency and leaves half of the memory, so no step is run.
+On CUDA, the cache takes nearly all free memory, so the needs of a step must be known. On a CPU, the
+cache is sized for the allowed concurrency and leaves half of the memory free, so no step is run.
 """
 
 from __future__ import annotations
@@ -42,26 +42,27 @@ from engine.sampling.sampler import Sampler
 from engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledRequest
 
 _SAMPLING = SamplingParams(temperature=1.0, top_k=1000, top_p=0.9, repetition_penalty=1.1)
-"""The usual sampling that needs the most memory: whole rows are looked at, and tokens counted. Its
-kernels are compiled here, too, before anybody waits for them.
+"""The common sampling that needs the most memory, because it processes whole rows and counts
+tokens. It also compiles the sampling kernels before the first request needs them.
 """
 
 _STEP_SHARE = 0.25
-"""The part of the free memory that a step may take where its size is not given: the rest is for the
-KV cache, without which a large step has nothing to compute.
+"""The share of free memory that a step may take if its size is not given. The rest is for the KV
+cache, without which a large step would have nothing to compute.
 """
 _LEAST_BATCH_TOKENS = 512
 
 
 class DeviceMemory(Protocol):
-    """A device's memory, as one process sees it."""
+    """A device's memory, as seen by one process."""
 
     def available(self) -> int:
-        """The bytes that a cache could take now."""
+        """Return the bytes that a cache could take now."""
 
     def peak(self, run: Callable[[], None]) -> int:
-        """How many bytes more than before were in use at most while `run` ran; 0, without calling
-        `run`, if this is not measured.
+        """Return the peak increase of memory use in bytes while `run` runs.
+
+        Returns 0, without calling `run`, if the device's memory is not measured.
 
         Raises:
             torch.OutOfMemoryError: there was not enough memory.
@@ -76,7 +77,7 @@ class HostMemory(DeviceMemory):
         return HostLimits.read().memory_available
 
     def peak(self, run: Callable[[], None]) -> int:
-        """Nothing is measured."""
+        """Return 0, because nothing is measured."""
         return 0
 
 
@@ -87,13 +88,13 @@ class CudaMemory:
         self._device = device
 
     def available(self) -> int:
-        """See DeviceMemory. Unused memory that torch caches is freed first."""
+        """See DeviceMemory. Unused memory that torch has cached is freed first."""
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self._device)
         return int(free)
 
     def peak(self, run: Callable[[], None]) -> int:
-        """See DeviceMemory. Counts what torch allocated from the device, including
+        """See DeviceMemory. Counts what torch allocates from the device, including
         fragmentation.
         """
         torch.cuda.synchronize(self._device)
@@ -106,7 +107,7 @@ class CudaMemory:
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """The memory of a device."""
+    """Return an object that measures a device's memory."""
     return CudaMemory(device) if device.type == "cuda" else HostMemory()
 
 
@@ -122,18 +123,18 @@ def measure_step(
     block_size: int,
     model_context: int,
 ) -> int:
-    """How many bytes the largest step takes, besides weights and cache.
+    """Return how many bytes the largest step takes, besides weights and cache.
 
     Args:
         memory: the device's memory.
-        model, backend, probe, groups: the verified model, and its layer groups.
-        device: the model's.
+        model, backend, probe, groups: the verified model and its layer groups.
+        device: the model's device.
         limits: the largest step.
-        block_size: tokens in a block.
+        block_size: tokens per block.
         model_context: the longest request that the model allows, in tokens.
 
     Raises:
-        InsufficientMemoryError: there is not even enough memory for that.
+        InsufficientMemoryError: there is not enough memory for the step.
     """
     available = memory.available()
 
@@ -165,8 +166,10 @@ def measure_graphs(
     options: RunnerOptions,
     block_size: int,
 ) -> int:
-    """How many bytes captured steps take in addition to all else: inputs, logits, and what the
-    largest one of each path needs for its results. The others share that memory.
+    """Return how many bytes captured steps take in addition to everything else.
+
+    They need memory for inputs, logits, and the results of the largest step of each path. The other
+    steps share that memory.
 
     Args:
         memory, model, backend, probe, groups, device, block_size: see `measure_step`.
@@ -186,7 +189,7 @@ def measure_graphs(
 
 
 class _Rehearsal(GraphBackend):
-    """Runs what would be captured."""
+    """Runs the steps that would be captured."""
 
     @override
     def capture(self, run: Callable[[], torch.Tensor]) -> _Rehearsed:
@@ -213,13 +216,14 @@ def fitting_step(
     measure: Callable[[StepLimits], int], limits: StepLimits, available: int
 ) -> tuple[StepLimits, int]:
     """Halve the number of tokens until the largest step takes at most a quarter of the free memory.
+
     A step of 512 tokens may take more; there are never fewer.
 
     Args:
-        measure: how many bytes the largest step takes; raises InsufficientMemoryError if there is
-            not enough memory for it.
+        measure: returns how many bytes the largest step takes. Raises InsufficientMemoryError if
+            there is not enough memory for it.
         limits: the largest step to begin with.
-        available: bytes that are free on the device.
+        available: free bytes on the device.
 
     Returns:
         The largest step, and how many bytes it takes.
@@ -249,10 +253,9 @@ def largest_batch(
     model_context: int,
     probe: ModelProbe,
 ) -> ScheduledBatch:
-    """A step with the most requests and the most tokens, of which the first request has the
-    most.
+    """Create a step with the maximum numbers of requests and tokens.
 
-    All of their blocks are the null block. Every request samples.
+    The first request has the most tokens. All blocks are the null block, and every request samples.
     """
     vocab_size = probe.logits[0].shape[-1]
     left, requests = limits.max_batch_tokens, min(limits.max_requests, limits.max_batch_tokens)

@@ -1,14 +1,15 @@
-"""Lets each token of a step be rotated for the length of its own request (`engine.contract.rope`).
+"""Rotates each token of a step for the length of its own request (`engine.contract.rope`).
 
     positions [T] ── tokens beyond the original length carry their length in the upper half
         ─▶ model ─▶ its rotary module ─▶ each token by the frequencies of its length ─▶ cos, sin
 
-The model hands position ids on to its rotary module. In the view that steps run on, a stand-in has
-that module's place. The frequencies of each length are those of transformers, and the module's own
-forward computes cosines and sines from them. They are put into a table when the model is loaded:
-with `dynamic` embeddings those of all lengths, with `longrope` two rows, up to the original length
-and beyond it. So a step looks nothing up on the host, and can be captured. Modules that compute
-fixed frequencies anew in each call, on the host, find them on the device.
+The model passes position ids to its rotary module. In the view that steps run on, a stand-in
+replaces that module's forward. The frequencies of each length are those of transformers, and the
+module's own forward computes cosines and sines from them. A table of frequencies is computed when
+the model is loaded. For `dynamic` embeddings it covers all lengths. For `longrope` it has two rows:
+up to the original length, and beyond it. So a step looks nothing up on the host, and can be
+captured. Modules that recompute fixed frequencies on the host in each call instead find them on the
+device.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ _OF_LENGTHS = frozenset({_DYNAMIC, _LONG})
 _TRIED_TOKENS = 5
 _FORWARD = "forward"
 _MAKES = "rope_init_fn"
-"""The attribute of a rotary module with the function that computes its frequencies."""
+"""The attribute that holds the function with which a rotary module computes its frequencies."""
 _SCALINGS = "scalings_of_lengths"
-"""The buffer with what multiplies cosines and sines, where that depends on the length."""
+"""The buffer with the factors of cosines and sines, if they depend on the length."""
 
 Embeddings = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines: [B, T, D] each."""
 
 
 def read_rope(model: PreTrainedModel) -> RopeLengths | None:
-    """How the model's rotary frequencies depend on the length; None: they do not."""
+    """Return how the model's rotary frequencies depend on the length, or None if they do not."""
     config = model.config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
     kinds = dict(_kinds(config))
@@ -58,7 +59,7 @@ def read_rope(model: PreTrainedModel) -> RopeLengths | None:
 
 
 def _kinds(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The kinds of rotary embeddings that depend on the length, with their parameters."""
+    """Yield the kinds of rotary embeddings that depend on the length, with their parameters."""
     parameters = getattr(config, "rope_parameters", None) or {}
     # Either one set of parameters, or one for each kind of layer.
     nested = [entry for entry in parameters.values() if isinstance(entry, dict)]
@@ -69,18 +70,19 @@ def _kinds(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _restarts(model_class: type[PreTrainedModel]) -> bool:
-    """Whether a model drops its cache when a request grows beyond the original length. Those that
-    do compare with that option when they prepare a step.
+    """Return whether a model drops its cache when a request grows beyond the original length.
+
+    Such a model refers to original_max_position_embeddings when it prepares a step.
     """
     code = model_class.prepare_inputs_for_generation.__code__
     return "original_max_position_embeddings" in (*code.co_names, *code.co_consts)
 
 
 def follow_lengths(model: PreTrainedModel, rope: RopeLengths) -> bool:
-    """Put stand-ins into the rotary modules of a view, and try whether lengths reach nothing else.
+    """Install stand-ins in the rotary modules of a view, and test that lengths affect nothing else.
 
     Returns:
-        Whether the view now takes position ids that carry lengths. If not, it is as before.
+        Whether the view now takes position ids that carry lengths. If not, it is unchanged.
     """
     rotary = [one for one in model.modules() if _kinds_of(one) & _OF_LENGTHS]
     if any(_FORWARD in vars(one) for one in rotary):
@@ -104,8 +106,9 @@ def _kinds_of(module: torch.nn.Module) -> set[str]:
 
 
 def replaces_itself(module: torch.nn.Module, name: str) -> bool:
-    """Whether a rotary module sets its buffer or attribute of this name itself, as it follows the
-    length of what it is called with.
+    """Return whether a rotary module itself sets its buffer or attribute of this name.
+
+    It does so to follow the length that it is called with.
     """
     is_set = name.endswith(("inv_freq", "max_seq_len_cached"))
     is_set = is_set and not name.endswith("original_inv_freq")
@@ -113,14 +116,14 @@ def replaces_itself(module: torch.nn.Module, name: str) -> bool:
 
 
 def is_made_beforehand(module: torch.nn.Module) -> bool:
-    """Whether a module is a rotary one for which a view has a stand-in."""
+    """Return whether a module is a rotary one for which a view has a stand-in."""
     return bool(_kinds_of(module) & _OF_LENGTHS) or _makes(module)
 
 
 def has_own_frequencies(module: torch.nn.Module, twin: torch.nn.Module) -> bool:
-    """Whether the frequencies that a rotary module has are some that it has set itself.
+    """Return whether a rotary module's frequencies are ones that it has set itself.
 
-    module, twin: the owner's module, and that of a view, with its tables.
+    `module` belongs to the owner. `twin` is its counterpart in a view, and has the tables.
     """
     for name, buffer in module._buffers.items():
         table = twin._buffers.get(table_name(name))
@@ -136,8 +139,10 @@ def has_own_frequencies(module: torch.nn.Module, twin: torch.nn.Module) -> bool:
 def _reach_nothing_else(
     model: PreTrainedModel, rotary: Sequence[torch.nn.Module], rope: RopeLengths
 ) -> bool:
-    """Whether a model computes the same if its positions carry a length within the original one,
-    which changes no frequencies, and its rotary modules compute what they should beyond it.
+    """Return whether lengths in positions affect only the rotary modules, and those correctly.
+
+    The model must compute the same if positions carry a length within the original one, which
+    changes no frequencies. Beyond it, the rotary modules must agree with transformers.
     """
     ids = torch.arange(_TRIED_TOKENS, device=model.device).unsqueeze(0)
     carrying = ids + (_TRIED_TOKENS << LENGTH_SHIFT)
@@ -150,9 +155,10 @@ def _reach_nothing_else(
 
 
 def keep_frequencies(model: PreTrainedModel) -> int:
-    """Let rotary modules of a view that compute their frequencies in each call, on the host, find
-    those on the device of the model. Frequencies that depend on the length are left. Returns how
-    many modules these are.
+    """Keep on the device the frequencies that rotary modules compute on the host in each call.
+
+    This applies to the modules of a view whose frequencies do not depend on the length. Returns the
+    number of such modules.
     """
     found = [one for one in model.modules() if _makes(one) and not _kinds_of(one) & _OF_LENGTHS]
     for one in found:
@@ -161,12 +167,12 @@ def keep_frequencies(model: PreTrainedModel) -> int:
 
 
 def _makes(module: torch.nn.Module) -> bool:
-    """Whether a rotary module computes its frequencies in each call."""
+    """Return whether a rotary module computes its frequencies in each call."""
     return _MAKES in inspect.unwrap(type(module).forward).__code__.co_names
 
 
 class _Kept:
-    """The forward of a rotary module, whose frequencies were made beforehand."""
+    """The forward of a rotary module with precomputed frequencies."""
 
     def __init__(self, module: Any) -> None:
         frequencies, scaling = module.rope_init_fn(module.config)
@@ -180,27 +186,30 @@ class _Kept:
 
 
 class _OfTokens:
-    """Stands in for a module's frequencies [F], with those of each token: [T, F]. Each token
-    is a request of its own, so positions are [T, 1].
+    """Replaces a module's frequencies [F] with those of each token, [T, F].
+
+    Each token is a separate request, so positions are [T, 1].
     """
 
     def __init__(self, frequencies: torch.Tensor) -> None:
         self._frequencies = frequencies
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """For forwards that multiply them with positions [T, 1, 1]: [T, 1, F]."""
+        """Return [T, 1, F] for forwards that multiply by positions [T, 1, 1]."""
         return self._frequencies.unsqueeze(1).to(*args, **kwargs)
 
     def __getitem__(self, index: object) -> torch.Tensor:
-        """For forwards of transformers before 5.23, `[None, :, None]`, and a product of matrices
-        with positions [T, 1, 1]: [T, F, 1].
+        """Return [T, F, 1] for forwards of transformers before 5.23.
+
+        They index with `[None, :, None]` and use a matrix product with positions [T, 1, 1].
         """
         return self._frequencies.unsqueeze(-1)
 
 
 class _Rotary:
-    """The forward of a rotary module in a view. Its tables are buffers of the module: they are
-    where the model is.
+    """The forward of a rotary module in a view.
+
+    Its tables are buffers of the module, so they are on the same device as the model.
     """
 
     def __init__(self, module: Any, rope: RopeLengths) -> None:
@@ -232,7 +241,7 @@ class _Rotary:
     def __call__(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
     ) -> Embeddings:
-        """See the module: cosines and sines for position ids [1, T] that may carry lengths."""
+        """Return cosines and sines for position ids [1, T] that may carry lengths."""
         named, buffers = _named(layer_type), self._module._buffers
         positions = position_ids & POSITION_MASK
         table = LengthTable.of(self._module, table_name(_frequencies(layer_type)))
@@ -252,8 +261,10 @@ class _Rotary:
 
 
 def _without_kind(config: Any) -> Any:
-    """A config with which a forward that makes its frequencies takes their scaling, too, from the
-    function that makes them. With other kinds it compares the longest position on the host.
+    """Return a copy of a config with the default kind of rotary embedding.
+
+    With it, a forward that computes its frequencies also takes their scaling from the function that
+    computes them. With other kinds, it compares the longest position on the host.
     """
     plain = copy.deepcopy(config)
     plain.rope_parameters["rope_type"] = "default"
@@ -261,7 +272,7 @@ def _without_kind(config: Any) -> Any:
 
 
 def _dynamic(module: Any, rope: RopeLengths, layer_type: str | None) -> torch.Tensor:
-    """The frequencies of each length from the original one to the longest: [lengths, F]."""
+    """Return the frequencies of each length from the original to the longest, [lengths, F]."""
     name, device = _frequencies(layer_type), _device(module)
     lengths = torch.arange(rope.original, rope.longest + 1).unsqueeze(-1)
     found: torch.Tensor
@@ -277,8 +288,9 @@ def _dynamic(module: Any, rope: RopeLengths, layer_type: str | None) -> torch.Te
 def _long(
     module: Any, rope: RopeLengths, layer_type: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The frequencies up to the original length and beyond it, [2, F], and what multiplies their
-    cosines and sines: [2, 1, 1].
+    """Return the frequencies and scalings up to the original length and beyond it.
+
+    The frequencies are [2, F]. The scalings [2, 1, 1] are the factors of cosines and sines.
     """
     frequencies, scalings = [], []
     for length in (rope.original, rope.original + 1):
@@ -294,9 +306,10 @@ def _long(
 def _at(
     module: Any, positions: torch.Tensor, length: int, layer_type: str | None
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """As transformers rotates positions [1, T] in a forward pass of this length: the module after
-    it, cosines and sines. This is a copy of the module: transformers keeps the frequencies of the
-    last length in it.
+    """Rotate positions [1, T] as transformers does in a forward pass of this length.
+
+    Returns a copy of the module after the pass, the cosines, and the sines. A copy is needed
+    because transformers keeps the frequencies of the last length in the module.
     """
     buffers = {name: copy.deepcopy(one) for name, one in module._buffers.items()}
     one, named = _other(module, {"_buffers": buffers}), _named(layer_type)
@@ -308,8 +321,9 @@ def _at(
 
 
 def _agrees(module: torch.nn.Module, rope: RopeLengths) -> bool:
-    """Whether a stand-in rotates each of some tokens, of several lengths, as transformers does. Of
-    `longrope`, every bit is the same.
+    """Return whether a stand-in rotates tokens of several lengths as transformers does.
+
+    For `longrope`, the results must be equal bit for bit.
     """
     device = _device(module)
     x = torch.zeros((1, 1, 1), device=device)
@@ -334,7 +348,7 @@ def _agrees(module: torch.nn.Module, rope: RopeLengths) -> bool:
 
 
 def _by_layer_type(module: Any) -> dict[str | None, str]:
-    """A rotary module's kinds by the type of layer; None: of all layers."""
+    """Return a rotary module's kinds by layer type. The key None means all layers."""
     kinds = module.rope_type
     return dict(kinds) if isinstance(kinds, dict) else {None: str(kinds)}
 
@@ -348,12 +362,12 @@ def _device(module: torch.nn.Module) -> torch.device:
 
 
 def _other(module: torch.nn.Module, changed: dict[str, Any]) -> Any:
-    """The same module with other attributes."""
+    """Return a copy of the module with some attributes changed."""
     other = object.__new__(type(module))
     vars(other).update(vars(module), **changed)
     return other
 
 
 def _frequencies(layer_type: str | None) -> str:
-    """The name of a module's frequencies."""
+    """Return the name of the buffer with a module's frequencies."""
     return "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"

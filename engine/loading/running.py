@@ -1,5 +1,5 @@
-"""Puts a runner around a verified model: measures its largest step, sizes the cache, allocates it,
-and wires the parts.
+"""Builds a runner around a verified model: measures its largest step, and sizes and allocates the
+cache.
 
     VerifiedModel ─▶ measure_step ─▶ plan_cache ─▶ KVTensors ─▶ ModelRunner
 
@@ -46,8 +46,9 @@ class LoadedRunner:
 
     Attributes:
         overlap: whether the runner has two sets of input buffers, so that the core may launch a
-            step before it collects the last one.
-        padded_sizes: the sizes in tokens to which steps with prompts are padded; None: not padded.
+            step before it collects the previous one.
+        padded_sizes: the sizes in tokens to which steps with prompts are padded, or None if they
+            are not padded.
     """
 
     runner: ModelRunner
@@ -65,18 +66,18 @@ def build_runner(
     graphs: GraphBackend | None = None,
     memory: DeviceMemory | None = None,
 ) -> LoadedRunner:
-    """Size the KV cache, allocate it, and put a runner around a verified model.
+    """Size and allocate the KV cache, and build a runner around a verified model.
 
     Args:
         verified: the model.
         config: the options.
-        progress: gets a line for each stage.
-        graphs: captures steps; None: CUDA graphs if the model is on CUDA.
-        memory: the memory of the model's device; None: read from the device.
+        progress: receives one line for each stage.
+        graphs: captures steps. If None, CUDA graphs are used for a model on CUDA.
+        memory: the memory of the model's device. If None, it is read from the device.
 
     Raises:
-        ConfigError: an option asks for what the device cannot do.
-        InsufficientMemoryError: the KV cache does not fit, or not even a step.
+        ConfigError: an option requests something that the device does not support.
+        InsufficientMemoryError: the KV cache, or even a single step, does not fit.
         RanksLostError: the model is split, and another rank has ended.
     """
     enter(progress, CACHE)
@@ -157,8 +158,10 @@ def _largest_step(
     groups: tuple[LayerGroup, ...],
     memory: DeviceMemory,
 ) -> tuple[ContinuousBatchingConfig, int]:
-    """The memory of the largest step, measured once for a model and a size; and the config, with
-    as many max_batch_tokens as the memory allows if it leaves them open.
+    """Return the config and the memory of the largest step.
+
+    The memory is measured once for each model and step size. If the config leaves max_batch_tokens
+    open, the returned config has as many as the memory allows.
     """
     device = verified.device
     block_size = block_size_on(config, device.type)
@@ -194,7 +197,7 @@ def _graph_bytes(
     *,
     can_capture: bool,
 ) -> int:
-    """The memory of captured steps, measured once for a model and its options."""
+    """Return the memory of captured steps, measured once for each model and its options."""
     limits = step_limits(config, verified.device)
     block_size = block_size_on(config, verified.device.type)
     options = resolve_options(
@@ -221,8 +224,9 @@ def _graph_bytes(
 
 
 def free_memory(verified: VerifiedModel) -> tuple[int, int]:
-    """The bytes that a KV cache could take now on this process's device and on its host. Processes
-    on the same host share its memory evenly.
+    """Return the bytes that a KV cache could take now on this process's device and on its host.
+
+    Processes on the same host share its memory evenly.
     """
     sharers = 1 if verified.ranks is None else verified.ranks.place.local_world_size
     device_sharers = sharers if verified.device.type == "cpu" else 1
@@ -239,6 +243,6 @@ def _compiled_forward(
 
 
 def _longest_in_blocks(groups: tuple[LayerGroup, ...], plan: CachePlan, context: int) -> int:
-    """How many blocks the longest request has that model and cache allow."""
+    """Return the number of blocks of the longest request that model and cache allow."""
     full = [n for n, group in zip(plan.num_blocks, groups, strict=True) if group.window is None]
     return min([-(-context // plan.block_size), *full])

@@ -1,12 +1,12 @@
-"""Splits a model across ranks: transformers does it, by the model's own tensor-parallel plan.
+"""Splits a model across ranks, with transformers and the model's own tensor-parallel plan.
 
-    q, k, v, gate, up    by outputs     each rank has its heads, and their part of the KV cache
+    q, k, v, gate, up    by outputs     each rank has some heads, and their share of the KV cache
     o, down              by inputs      partial results, which are summed over the ranks
-    embedding, lm_head   by vocabulary  summed, and gathered: every rank has all logits
+    embedding, lm_head   by vocabulary  summed and gathered: every rank has all logits
 
-Weights are DTensors; tensors between layers are plain ones, the same on every rank. A plan that
-does not match its model would give plausible but wrong results. So the load gate compares with the
-whole model, module by module, with weights that are gathered for each call.
+Weights are DTensors. Tensors between layers are plain tensors, the same on every rank. A plan that
+does not match its model would give plausible but wrong results. So the load gate compares the split
+model with the whole model, which runs module by module with weights gathered for each call.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _HEADS = {
 
 
 def check_plan(config: Any, model_class: type[PreTrainedModel], size: int) -> None:
-    """Refuse, before any weight is read, a model that cannot be split.
+    """Refuse a model that cannot be split, before any weight is read.
 
     Args:
-        config, model_class: the model's.
+        config, model_class: the model's config and class.
         size: the number of ranks.
 
     Raises:
@@ -62,16 +62,17 @@ def check_plan(config: Any, model_class: type[PreTrainedModel], size: int) -> No
 
 
 def sharding(size: int) -> dict[str, Any]:
-    """The arguments with which `from_pretrained` splits a model across the connected ranks."""
+    """Return the `from_pretrained` arguments that split a model across the connected ranks."""
     return {"distributed_config": DistributedConfig(tp_size=size, tp_plan="auto")}
 
 
 def whole_logits(model: PreTrainedModel, probe: ModelProbe) -> tuple[torch.Tensor, ...]:
-    """The logits after the probe's prompts, [V] each, computed by the whole model. All ranks call
-    this. Leaves the model with eager attention.
+    """Return the whole model's logits after the probe's prompts, [V] each.
+
+    All ranks call this. The model is left with eager attention.
 
     Raises:
-        ModelRefusedError: the split model gives other logits, or fails.
+        ModelRefusedError: the split model gives different logits, or fails.
     """
     model.set_attn_implementation("eager")
     with _undivided(model):
@@ -99,8 +100,10 @@ def _last_logits(model: PreTrainedModel, prompt: tuple[TokenId, ...]) -> torch.T
 
 @contextlib.contextmanager
 def _undivided(model: PreTrainedModel) -> Iterator[None]:
-    """Make the model compute as if it was not split, during the block: the plan's wrappers of
-    forward methods are removed, and a module with partial weights gathers them for its call.
+    """Make the model compute as if it were not split, during the block.
+
+    The plan's wrappers of forward methods are removed. Modules with partial weights gather them for
+    each call.
     """
     wrappers: list[tuple[torch.nn.Module, Any]] = []
     hooks = []
@@ -122,7 +125,7 @@ def _undivided(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _divided(module: torch.nn.Module) -> dict[str, DTensor]:
-    """A module's own parameters of which this rank only has a part."""
+    """Return a module's own parameters that are split across ranks."""
     return {
         name: parameter
         for name, parameter in module.named_parameters(recurse=False)
@@ -137,10 +140,10 @@ class _Whole:
         self._divided = divided
 
     def gather(self, module: torch.nn.Module, _inputs: object) -> None:
-        """Put whole weights in their places."""
+        """Replace this rank's shards with the whole weights."""
         for name, parameter in self._divided.items():
             module._parameters[name] = parameter.full_tensor()  # type: ignore[assignment]
 
     def restore(self, module: torch.nn.Module, _inputs: object, _output: object) -> None:
-        """Put this rank's parts back."""
+        """Put this rank's shards back."""
         module._parameters.update(self._divided)  # type: ignore[arg-type]

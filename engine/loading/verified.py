@@ -1,8 +1,8 @@
-"""A model that passed the load gate, with what its owner does to it afterwards.
+"""A model that passed the load gate, and how its owner's changes are handled afterwards.
 
-owner changes the model ─▶ refresh: look ─┬─ elements ──────────────────────────▶ taken over
-                                          ├─ attributes, hooks ─▶ gate again ───▶ taken over
-                                          └─ modules, what steps cannot follow ─▶ refused
+owner changes the model ─▶ refresh: look ─┬─ elements ─────────────────────────▶ accepted
+                                          ├─ attributes, hooks ─▶ gate again ──▶ accepted
+                                          └─ modules, unsupported changes ─────▶ refused
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ class VerifiedModel:
     """A model in memory that passed the load gate.
 
     Attributes:
-        model: a view of `original` with our attention implementation; steps run it if there is no
+        model: a view of `original` with our attention implementation. Steps run it if there is no
             decoder, or if they are compiled.
-        decoder: our own decoder, with the same weights; None: steps run the model.
-        watch: notices what the owner has changed; None: there is no owner, see `view`.
+        decoder: our own decoder, with the same weights. If None, steps run the model.
+        watch: detects the owner's changes. None if there is no owner; see `view`.
         original: the transformers model, as its owner has it. A split model has no view, because
             the engine owns it.
         path: its local directory.
         device, dtype, backend, probe: what it runs on and with, and what the gate found.
         context_length: the longest request that the model allows, in tokens.
-        vocab_size: how many token ids both embedding and logits have.
-        parameters: how many it has, packed ones included.
+        vocab_size: the number of token ids that both embedding and logits have.
+        parameters: the number of parameters, including packed ones.
         eos_token_ids: the model's end-of-sequence ids.
-        default_sampling: what `model.generate` would use.
-        ranks: the processes across which the model is split; None: this one has all of it.
-        leader: on rank 0, the connection to the other ranks; None: this is another rank, or there
-            are no others.
-        step_bytes: the measured memory of steps, by the largest step or the options for graphs, and
-            by the block size.
-        view: connects `model` and `original`; None: they are the same.
-        rope: how the model's rotary frequencies depend on a request's length; None: they do not, or
-            requests may not be longer than the original length.
+        default_sampling: the sampling that `model.generate` would use.
+        ranks: the processes that the model is split across. None if this process has all of it.
+        leader: on rank 0, the connection to the other ranks. None on other ranks, or if there are
+            no others.
+        step_bytes: the measured memory of steps. Keys are the largest step or the options for
+            graphs, and the block size.
+        view: connects `model` and `original`. None if they are the same.
+        rope: how the model's rotary frequencies depend on a request's length. None if they do not,
+            or if requests may not exceed the original length.
     """
 
     model: PreTrainedModel
@@ -92,12 +92,14 @@ class VerifiedModel:
 
     @property
     def steps(self) -> CausalModel:
-        """What steps run."""
+        """The model or decoder that steps run."""
         return self.decoder or self.model
 
     def refresh(self) -> Noticed:
-        """Take over changes that the owner has made to the model; called when steps may follow the
-        owner's own work on it. If it raises, steps go on with the state before.
+        """Apply changes that the owner has made to the model.
+
+        This is called when steps may follow the owner's own work on the model. If it raises, steps
+        continue with the previous state.
 
         Returns:
             How many times changes were noticed, up to now.
@@ -130,7 +132,7 @@ class VerifiedModel:
         return noticed
 
     def _check(self, changes: ModelChanges) -> None:
-        """Refuse changes that steps cannot follow: see `refresh`."""
+        """Refuse changes that steps cannot follow; see `refresh`."""
         for path, name in {name.rpartition(".")[0]: name for name in changes.names}.items():
             if is_made_beforehand(self.original.get_submodule(path)):
                 raise ModelChangedError(
@@ -160,13 +162,15 @@ class VerifiedModel:
                 ) from error
 
     def _is_read_in_place(self, name: str) -> bool:
-        """Whether our decoder has the address of a parameter."""
+        """Return whether our decoder holds the address of a parameter."""
         path, _, last = name.rpartition(".")
         return self.decoder is not None and last in self.model.get_submodule(path)._parameters
 
     @exact_sums()
     def _verify_again(self) -> None:
-        """Put the model through the load gate as it is now. Raises what that does."""
+        """Put the model in its current state through the load gate. Raises the gate's
+        exceptions.
+        """
         _, model, _ = make_view(self.original)
         if self.decoder is not None:
             try:
@@ -181,14 +185,15 @@ class VerifiedModel:
         self_check(model, probe, self.backend, self.device, self.decoder)
 
     def end(self) -> None:
-        """Let the other ranks end, if there are any. Harmless if they have ended."""
+        """Let the other ranks end, if there are any. Does nothing if they have already ended."""
         if self.leader is not None:
             self.leader.end()
 
 
 def make_view(original: PreTrainedModel) -> tuple[ModelView, PreTrainedModel, RopeLengths | None]:
-    """A view, its model, and how the model's rotary frequencies depend on a request's length; None:
-    they do not, or the view cannot follow.
+    """Return a view, its model, and how the model's rotary frequencies depend on the length.
+
+    The last is None if they do not, or if the view does not support it.
     """
     view = ModelView.of(original)
     keep_frequencies(view.model)

@@ -1,20 +1,20 @@
-"""A view of a model: separate modules with the same weights, so that the engine's steps and the
-model's owner do not interfere.
+"""A view of a model: separate modules with the same weights.
+
+It keeps the engine's steps and the model's owner from interfering with each other.
 
     owner ─▶ model ── modules, config ──┐
                                         ├── parameters: held once
     steps ─▶ view ─── modules, config ──┘
 
-Steps need our attention implementation in the config, evaluation mode, and sometimes another
+Steps need our attention implementation in the config, evaluation mode, and sometimes a different
 forward. The owner may generate, train and save with any attention, even at the same time on another
 thread. Settings on one side do not affect the other, so nothing needs to be restored. A module of
-the view has the same class, the same tensors and the same hooks as its original: the engine sees
-elements that are written in place from the next step on.
+the view has the same class, tensors and hooks as its original. The engine sees elements that are
+written in place from the next step on.
 
-`refresh` takes over what else was changed in the owner's modules: parameters, buffers, attributes
-and hooks in the place of others. Buffers that a rotary embedding replaces itself, as it follows the
-length of what it was called with, stay each side's own. Replaced modules are refused, because these
-have not been verified.
+`refresh` copies other changes to the owner's modules: replaced parameters, buffers, attributes and
+hooks. It does not copy buffers that a rotary embedding replaces itself to follow the length of its
+input. Replaced modules are refused, because they have not been verified.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from engine.contract.errors import ModelChangedError
 from engine.loading.rotary import replaces_itself
 
 _OWN = frozenset({"_modules", "_buffers", "_non_persistent_buffers_set", "training"})
-"""Attributes of torch.nn.Module that a module of a view does not share."""
+"""Attributes of torch.nn.Module that a module of a view does not share with its original."""
 _COPIED = "_parameters"
 _HOOKS = "_hooks"
-"""Dictionaries whose entries are taken over, but not the dictionary: what the owner puts there has
-no effect on steps before it was looked at. Hooks are in those with this in their name.
+"""Dictionaries with this in their name contain hooks. Their entries are copied, so that what the
+owner adds has no effect on steps before it is checked.
 """
 _COMPILED = "_compiled_call_impl"
-"""Where a module keeps its compiled call, which would call the original."""
+"""The attribute that holds a module's compiled call, which would call the original."""
 
 _UNCOMPILED = "_torchdynamo_orig_callable"
-"""Where a function made by torch.compile keeps its original."""
+"""The attribute in which a function made by torch.compile keeps the original function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class ModelView:
         original: the owner's model, which is never changed.
         model: the view, in evaluation mode.
         twins: the counterpart of each module of the original, by id.
-        configs: the copy of each config of the original, by id, and other objects that the copies
-            refer to.
+        configs: the copy of each config of the original, by id, and of other objects that the
+            copies refer to.
         modules: the original's modules, kept alive so that their ids are not reused.
     """
 
@@ -66,7 +66,7 @@ class ModelView:
 
     @classmethod
     def of(cls, original: PreTrainedModel) -> ModelView:
-        """Make a view. It takes some kilobytes for each module, and no copies of weights."""
+        """Create a view. It takes a few kilobytes per module and does not copy weights."""
         modules = tuple(original.modules())
         twins = {id(one): object.__new__(type(one)) for one in modules}
         view: Any = twins[id(original)]
@@ -89,7 +89,7 @@ class ModelView:
         return self
 
     def check(self) -> None:
-        """Refuse what has not been verified.
+        """Refuse changes that have not been verified.
 
         Raises:
             ModelChangedError: a module was replaced, or given a forward that is not its own method.
@@ -119,7 +119,7 @@ class ModelView:
                 )
 
     def refresh(self) -> None:
-        """Take over what was changed on the original's modules. Harmless while steps run."""
+        """Apply changes of the original's modules to the view. Safe while steps run."""
         for one in self.modules:
             own = vars(self.twins[id(one)])
             for name, value in vars(one).items():
@@ -135,9 +135,10 @@ class ModelView:
             own[_COMPILED] = None
 
     def _bound(self, value: object) -> object:
-        """If a value is a method of one of the original's modules, the same method of its
-        counterpart; else the value. For a compiled method, which was traced through the original's
-        modules, the uncompiled one is used.
+        """Rebind a method of one of the original's modules to the module's counterpart.
+
+        Other values are returned unchanged. A compiled method was traced through the original's
+        modules, so its uncompiled version is used.
         """
         value = getattr(value, _UNCOMPILED, value) if callable(value) else value
         if isinstance(value, MethodType):

@@ -1,8 +1,8 @@
-"""Watches which attention calls a model makes: the shapes of its KV, and its windows.
+"""Watches a model's attention calls, to find the shapes of its KV and its windows.
 
-A config may be wrong about them (with multi-head latent attention it is), so they are taken from
-the calls themselves. The load gate watches a forward of the loaded model, and compares results at
-each call; `headrace-server plan` watches one of a model without weights, on the meta device.
+A config may be wrong about them (it is for multi-head latent attention), so they are taken from the
+calls themselves. The load gate watches a forward of the loaded model, and compares results at each
+call. `headrace-server plan` watches a forward of a model without weights, on the meta device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LONGEST_CONTEXT = 1 << 20
 
 
 def masks_of(model: PreTrainedModel) -> MaskWatch:
-    """A watch of a model's masks."""
+    """Create a watch of a model's masks."""
     rope = read_rope(model)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = context if rope is None else rope.longest
@@ -32,10 +32,10 @@ class LayerWatch:
 
     Attributes:
         masks: replaces the model's mask function.
-        shapes: by layer.
-        heads: how many heads the queries have, by layer.
-        calls: how many calls each layer made; cleared before each forward.
-        dtypes: of the keys.
+        shapes: the KV shapes, by layer.
+        heads: the number of query heads, by layer.
+        calls: the number of calls each layer made; cleared before each forward.
+        dtypes: the types of the keys.
     """
 
     def __init__(self, masks: MaskWatch) -> None:
@@ -63,7 +63,7 @@ class LayerWatch:
             window: the window that the layer passes to attention, if any.
 
         Raises:
-            ModelRefusedError: we would run this layer wrongly.
+            ModelRefusedError: this layer would run incorrectly.
         """
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int):
@@ -94,7 +94,7 @@ class LayerWatch:
     def _window(
         self, layer: int, module: torch.nn.Module, mask: torch.Tensor | None, told: object
     ) -> int | None:
-        """The window of the layer's mask, which must agree with the one that is passed to
+        """Return the window of the layer's mask, which must agree with the one passed to
         attention.
         """
         name = f"{type(module).__name__}, layer {layer}"
@@ -110,7 +110,7 @@ class LayerWatch:
         return window
 
     def all_shapes(self) -> tuple[LayerShape, ...]:
-        """The shapes of all layers, in their order."""
+        """Return the shapes of all layers, in layer order."""
         return tuple(self.shapes[layer] for layer in range(len(self.shapes)))
 
     def dtype(self, model: PreTrainedModel) -> torch.dtype:
@@ -126,8 +126,8 @@ class LayerWatch:
         """Check the calls of one forward.
 
         Raises:
-            ModelRefusedError: a layer made no call, or several; or the config contradicts what the
-                layers do.
+            ModelRefusedError: a layer made no call or several calls, or the config contradicts
+                what the layers do.
         """
         name = type(model).__name__
         wrong = {layer: self.calls.get(layer, 0) for layer in range(num_layers)}

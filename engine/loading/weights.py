@@ -1,11 +1,12 @@
-"""Reads a checkpoint's weights into the model that transformers makes for them.
+"""Reads a checkpoint's weights into the model that transformers creates for them.
 
-    the type of the file ─▶ from_pretrained: parameters are parts of a mapping of the file
-    another type         ─▶ each tensor is read, converted, and let go of before the next ones
+    the type of the file ─▶ from_pretrained: parameters are slices of a mapping of the file
+    another type         ─▶ each tensor is read, converted, and released before the next
 
-transformers maps the files and closes them when all is read. Where it converts, all of a mapping
-has then been touched, and counts as this process's memory beside the converted weights: half as
-much again for float32 of bfloat16. So what is to be converted is not mapped but read.
+transformers maps the files and closes them when everything is read. If it converts the weights, all
+of a mapping has then been touched, and counts as this process's memory in addition to the converted
+weights. For float32 from bfloat16, this is half as much again. So weights to be converted are read
+instead of mapped.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ _GENERATION, _CONFIG = "generation_config.json", "config.json"
 def read_weights(
     checkpoint: Checkpoint, dtype: torch.dtype | None, **sharding: Any
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Make a checkpoint's model.
+    """Create a checkpoint's model.
 
     Args:
         checkpoint: the checkpoint, with weights.
-        dtype: the type that its weights are to have; None: their own.
-        sharding: options of `from_pretrained` for a split model: each process reads its parts.
+        dtype: the type to convert the weights to. None keeps their own type.
+        sharding: options of `from_pretrained` for a split model. Each process reads its shards.
 
     Returns:
         The model, and the names of weights that are not in the checkpoint.
 
     Raises:
         SafetensorError: a file is damaged.
-        OSError, ValueError, RuntimeError, ImportError: whatever else `from_pretrained` finds.
+        OSError, ValueError, RuntimeError, ImportError: any other error of `from_pretrained`.
     """
     options = {
         "config": checkpoint.config,
@@ -70,8 +71,10 @@ def read_weights(
 
 
 def _class_and_config(checkpoint: Checkpoint) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """The class that runs a model and its config: of one with towers, that of its text part, if the
-    class is that part's. It is what AutoModelForCausalLM does, which insists on a directory.
+    """Return the class that runs a model, and its config.
+
+    For a model with towers, the config is that of its text model if the class is for the text
+    model. AutoModelForCausalLM does the same, but requires a directory.
     """
     made, config = checkpoint.model_class, checkpoint.config
     text = config.sub_configs.get("text_config")
@@ -81,7 +84,7 @@ def _class_and_config(checkpoint: Checkpoint) -> tuple[type[PreTrainedModel], Pr
 
 
 def _files(checkpoint: Checkpoint) -> list[Path] | None:
-    """The files that transformers would read; None: it reads more than these, or other ones."""
+    """Return the files that transformers would read, or None if it would read others."""
     folder, config = checkpoint.path, checkpoint.config
     named = (getattr(config, name, None) for name in ("extra_files", "transformers_weights"))
     if any(named) or (folder / "adapter_config.json").exists():
@@ -97,7 +100,10 @@ def _files(checkpoint: Checkpoint) -> list[Path] | None:
 
 
 def _generation_config(folder: Path) -> GenerationConfig:
-    """As transformers reads it: from its own file, or, of old models, from the model's config."""
+    """Read the generation config as transformers does.
+
+    It comes from its own file, or for old models, from the model's config.
+    """
     if (folder / _GENERATION).exists():
         return GenerationConfig.from_pretrained(folder)
     return GenerationConfig.from_pretrained(

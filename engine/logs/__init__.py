@@ -1,9 +1,9 @@
-"""Logging that never waits for the reader of the log, and never fails with it.
+"""Logging that never waits for the reader of the log and never fails with it.
 
     logging ─▶ handler ─┐
-    sys.stderr ─────────┼─▶ LogQueue (drops) ─▶ a thread of its own ─▶ the file
+    sys.stderr ─────────┼─▶ LogQueue (drops) ─▶ a separate thread ─▶ the file
     fd 2 ─▶ LineReader ─┘
 
-`queue` has the queue and its thread, `lines` splits a stream into lines, and `records` encodes log
-records for the way from the engine's process to the server's.
+`queue` contains the queue and its thread, and `lines` splits a stream into lines. `records` encodes
+the log records that the engine's process sends to the server's process.
 """

@@ -1,5 +1,6 @@
-"""Sends to the log what Python would write to stderr: warnings, exceptions in threads and
-finalizers, and the output of libraries.
+"""Sends to the log what Python would write to stderr.
+
+This includes warnings, exceptions in threads and finalizers, and the output of libraries.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 def install(take: Take) -> ExitStack:
-    """Redirect all of it, until the result is closed.
+    """Redirect all stderr output, until the result is closed.
 
     Args:
-        take: called with each line that is written to sys.stderr; neither waits nor raises.
+        take: called with each line that is written to sys.stderr. It must neither wait nor raise.
     """
     undo = ExitStack()
     former = sys.stderr, sys.excepthook, sys.unraisablehook, threading.excepthook

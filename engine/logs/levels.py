@@ -1,4 +1,4 @@
-"""Log levels by module, as an operator writes them: `engine.scheduler=debug`."""
+"""Log levels by module, in the operator's notation: `engine.scheduler=debug`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def set_levels(levels: Iterable[str]) -> dict[str, int]:
-    """Set the levels of loggers, each written as `NAME=LEVEL`; returns those that they had."""
+    """Set the levels of loggers, each given as `NAME=LEVEL`, and return their previous levels."""
     before: dict[str, int] = {}
     for one in levels:
         name, _, level = _split(one)
@@ -18,14 +18,15 @@ def set_levels(levels: Iterable[str]) -> dict[str, int]:
 
 
 def merged(*levels: Iterable[str]) -> tuple[str, ...]:
-    """Several of these as one, in which the last level of each logger counts."""
+    """Merge several sets of levels. The last level of each logger counts."""
     found = {name: level for part in levels for name, _, level in map(_split, part)}
     return tuple(f"{name}={level}" for name, level in found.items())
 
 
 def replaced(before: Iterable[str], after: Iterable[str]) -> tuple[str, ...]:
-    """What `set_levels` needs to replace some levels by others: loggers that are no longer named
-    have the level of those above them.
+    """Return the input for `set_levels` that replaces one set of levels with another.
+
+    Loggers that are no longer named get the level of their parents.
     """
     return merged((f"{name}=notset" for name, _, _ in map(_split, before)), after)
 

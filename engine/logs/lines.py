@@ -1,4 +1,4 @@
-"""Splits what is written to a stream into lines: to a pipe, or to Python's sys.stderr."""
+"""Splits the output to a pipe or to Python's sys.stderr into lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 MAX_LINE_BYTES = 256 * 1024
-"""Longer lines are cut in pieces; the line of a record is always shorter."""
+"""Longer lines are split. The line of a record is always shorter."""
 
 _CHUNK = 64 * 1024
 
@@ -16,14 +16,14 @@ Take = Callable[[str], None]
 
 
 class LineReader:
-    """Passes on the lines of a pipe, in its own thread, until the pipe has no writer."""
+    """Passes on the lines of a pipe, in a separate thread, until the pipe has no writer."""
 
     def __init__(self, fd: int, take: Take) -> None:
         """Start the thread.
 
         Args:
-            fd: the pipe's read end; closed when the pipe has no writer.
-            take: called with each line, without the line break; must not raise.
+            fd: the pipe's read end, closed when the pipe has no writer.
+            take: called with each line, without the line break. It must not raise.
         """
         self._fd = fd
         self._take = take
@@ -31,7 +31,7 @@ class LineReader:
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Wait until the pipe has no writer and all lines are passed on."""
+        """Wait until the pipe has no writer and all lines have been passed on."""
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -53,25 +53,29 @@ class LineReader:
 
 
 class LineWriter(io.TextIOBase):
-    """Replaces sys.stderr, and passes on line by line what is written there."""
+    """Replaces sys.stderr, and passes its output on line by line."""
 
     def __init__(self, take: Take) -> None:
-        """`take`: called with each line, without the line break; neither waits nor raises."""
+        """Create a writer.
+
+        Args:
+            take: called with each line, without the line break. It must neither wait nor raise.
+        """
         self._take = take
         self._rest = ""
         self._own = threading.RLock()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # a property here
-        """The encoding, under the name that text files have for it."""
+        """The encoding, as text files report it."""
         return "utf-8"
 
     def writable(self) -> bool:
-        """True, as for any output stream."""
+        """Return True, as for any output stream."""
         return True
 
     def write(self, text: str) -> int:
-        """Take text."""
+        """Write text, and pass on its complete lines."""
         with self._own:
             *lines, rest = (self._rest + text).split("\n")
             if len(rest) > MAX_LINE_BYTES:
@@ -84,8 +88,9 @@ class LineWriter(io.TextIOBase):
 
 
 def open_pipe() -> tuple[int, int]:
-    """Make a pipe for `LineReader`, and return its two ends. Writers never wait, even if nothing
-    reads: what does not fit in the pipe is lost.
+    """Create a pipe for `LineReader`, and return its two ends.
+
+    Writers never wait, even if nothing reads from the pipe. Data that does not fit is lost.
     """
     reading, writing = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(writing, False)

@@ -1,6 +1,6 @@
-"""A queue of lines for a file that may be slow to write to, or block.
+"""A queue of lines for a file that may be slow or block.
 
-Adding a line neither waits nor fails: if the queue is full or the file cannot be written, the line
+Adding a line neither waits nor fails. If the queue is full or the file cannot be written, the line
 is dropped. Dropped lines are counted, and the count is written in their place as soon as writing
 works again.
 """
@@ -21,14 +21,14 @@ MAX_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A line, and how many lines were dropped before it."""
+    """A line, and the number of lines dropped before it."""
 
     data: bytes
     dropped: int
 
 
 class LogQueue:
-    """Lines on their way to a file. Its thread lives as long as the process."""
+    """A queue of lines to be written to a file. Its thread lives as long as the process."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class LogQueue:
         """Start the thread.
 
         Args:
-            fd: the file, blocking or not; the caller keeps ownership.
-            notice: makes the line that says how many lines were dropped.
-            max_lines: how many entries may wait.
-            max_bytes: how many bytes they may have in all.
+            fd: the file, blocking or not. The caller keeps ownership.
+            notice: returns the line that says how many lines were dropped.
+            max_lines: the maximum number of entries in the queue.
+            max_bytes: the maximum number of bytes in the queue.
         """
         self._fd = fd
         self._notice = notice
@@ -57,8 +57,10 @@ class LogQueue:
         threading.Thread(target=self._run, name="log-writer", daemon=True).start()
 
     def put(self, line: str, end: str = "\n") -> None:
-        """Add a line to be written or dropped; it may consist of several that belong together. May
-        be called from any thread, from signal handlers and from finalizers. `end`: what follows it.
+        """Add a line to be written or dropped, followed by `end`.
+
+        It may consist of several lines that belong together. May be called from any thread, from
+        signal handlers and from finalizers.
         """
         data = _encode(line, end)
         with self._lock:
@@ -71,8 +73,9 @@ class LogQueue:
             self._entries.put(entry)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything in the queue was written or dropped; False: the time ran out
-        first.
+        """Wait until everything in the queue has been written or dropped.
+
+        Returns False if the time ran out first.
         """
         done = threading.Event()
         self._entries.put(done)
@@ -98,7 +101,7 @@ class LogQueue:
                 lost = self._write(b"", lost) and lost
 
     def _write(self, data: bytes, lost: int) -> int:
-        """Write the notice of earlier losses, then the data; returns how many lines are lost
+        """Write the notice of earlier losses, then the data. Returns how many lines are lost
         now.
         """
         if lost:
@@ -115,10 +118,10 @@ def _encode(line: str, end: str = "\n") -> bytes:
 
 
 def _write_all(fd: int, data: bytes) -> None:
-    """Write to a file, however long it takes.
+    """Write all data to a file, however long it takes.
 
     Raises:
-        OSError: writing failed; a part may have been written.
+        OSError: writing failed; some of the data may have been written.
     """
     rest = memoryview(data)
     while rest:

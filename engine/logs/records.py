@@ -1,6 +1,7 @@
-"""Encodes log records of the engine's process for the server's, which reads its stderr: each is a
-line that begins with a record separator, as in a JSON text sequence (RFC 7464). Any other line did
-not come through logging, but from native code or from a program that died.
+"""Encodes log records of the engine's process for the server's process, which reads its stderr.
+
+Each record is a line that begins with a record separator, as in a JSON text sequence (RFC 7464).
+Any other line did not come through logging, but from native code or from a program that died.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE = 4096
 MAX_TRACEBACK = 16 * 1024
-"""The longest part of a record, in characters; the rest is left out."""
+"""The maximum length of a traceback, in characters. The middle of a longer one is cut out."""
 
 STDERR_LOGGER = "stderr"
-"""The logger's name for lines that did not come through logging."""
+"""The logger name for lines that did not come through logging."""
 
 _MARK = "\x1e"
 _formatter = logging.Formatter()
@@ -37,26 +38,26 @@ class RecordHandler(logging.Handler):
     """Puts records in a queue, as lines for the process that reads them."""
 
     FLUSH_S = 1.0
-    """How long the process waits for the file at its end."""
+    """How many seconds the process waits for the file when it ends."""
 
     def __init__(self, queue: LogQueue) -> None:
         super().__init__()
         self._queue = queue
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Put one in."""
+        """Put a record in the queue."""
         try:
             self._queue.put(encode(record))
         except Exception:
             self._queue.put(f"a log record of {record.name} cannot be formatted")
 
     def flush(self) -> None:
-        """Wait until all is written, but no longer than FLUSH_S."""
+        """Wait until everything is written, but no longer than FLUSH_S."""
         self._queue.flush(self.FLUSH_S)
 
 
 def encode(record: logging.LogRecord) -> str:
-    """A record as one line."""
+    """Encode a record as one line."""
     text = ""
     if record.exc_info:
         text = cut(_formatter.formatException(record.exc_info), MAX_TRACEBACK)
@@ -94,13 +95,13 @@ def decode(line: str, process: str) -> logging.LogRecord:
 
 
 def dropped(count: int) -> logging.LogRecord:
-    """Make a record that says how many lines are missing in its place."""
+    """Create a record that says how many lines are missing at this point."""
     message = "%d lines were dropped: stderr did not take them"
     return logging.LogRecord(__name__, logging.WARNING, "", 0, message, (count,), None)
 
 
 def foreign(line: str, process: str) -> logging.LogRecord:
-    """Make a record of a line that did not come through logging."""
+    """Create a record of a line that did not come through logging."""
     record = logging.LogRecord(
         STDERR_LOGGER, logging.WARNING, "", 0, "%s", (cut(line, MAX_MESSAGE),), None
     )
@@ -109,7 +110,7 @@ def foreign(line: str, process: str) -> logging.LogRecord:
 
 
 def _sendable(text: str) -> str:
-    """The text without lone surrogates, which UTF-8 cannot encode."""
+    """Escape lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

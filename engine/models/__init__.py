@@ -1,5 +1,5 @@
-"""Decoders of our own: their description, and what computes them.
+"""Our own decoders: their descriptions, and the code that computes them.
 
-They know tensors and the interface of attention. Whether one may serve in the place of a model is
-decided in `engine.loading`, by a comparison with that model.
+They depend only on tensors and the attention interface. `engine.loading` decides whether a decoder
+may replace a model, by comparing the two.
 """

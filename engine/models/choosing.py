@@ -1,5 +1,5 @@
 """Chooses what computes a model's steps: our decoder, on the native kernels or in torch, or the
-model as transformers wrote it.
+transformers model itself.
 
 plan_decoder ─▶ describe, record the unmodified model ─▶ (weights are packed) ─▶ make_decoder
 """
@@ -31,9 +31,10 @@ logger = logging.getLogger(__name__)
 
 CausalDecoder = NativeDecoder | TorchDecoder
 TORCH_DEVICES = frozenset({"cuda"})
-"""The types of devices on which our decoder is the one in torch; on a CPU it is the native one."""
+"""The device types on which our decoder runs in torch. On a CPU it uses the native kernels."""
 Plan = tuple[Decoder, ModelRecord] | str
-"""What our decoder is to compute, and what the model computed; or why it cannot compute the model.
+"""The description of the decoder and the model's recorded results, or the reason why our decoder
+cannot compute the model.
 """
 _REDUCTIONS = (
     "allow_bf16_reduced_precision_reduction",
@@ -43,7 +44,7 @@ NOT_ASKED: Plan = "our own is not asked for"
 
 
 def computed_dtypes(device: torch.device) -> Collection[torch.dtype]:
-    """The types of models that our decoder computes on such a device."""
+    """Return the model dtypes that our decoder supports on this type of device."""
     return TORCH_DTYPES if device.type in TORCH_DEVICES else DTYPES
 
 
@@ -54,15 +55,17 @@ def plan_decoder(
     *,
     is_packed: bool,
 ) -> Plan:
-    """What our decoder is to compute, with what the model computes for a prompt; or the reason why
-    our decoder cannot compute this model.
+    """Describe what our decoder has to compute, and record what the model computes for a prompt.
 
     Args:
-        model: in evaluation mode, not in use, and not packed yet; with int8, which changes results,
-            packed.
-        backend: what will compute attention.
+        model: in evaluation mode, not in use, and not packed yet. With int8, which changes results,
+            it must already be packed.
+        backend: the backend that will compute attention.
         prompt: token ids.
-        is_packed: whether its linear layers are, or will be, packed for our kernels.
+        is_packed: whether the linear layers are, or will be, packed for our kernels.
+
+    Returns:
+        The description and the record, or the reason why our decoder cannot compute this model.
     """
     described = describe_steps(model, backend, is_packed=is_packed)
     if isinstance(described, str):
@@ -74,8 +77,10 @@ def plan_decoder(
 def describe_steps(
     model: PreTrainedModel, backend: AttentionBackend, *, is_packed: bool
 ) -> Decoder | str:
-    """What our decoder is to compute, or why it cannot compute this model; for the arguments see
-    `plan_decoder`. The model may be on the meta device, for a CPU.
+    """Describe what our decoder has to compute, or return the reason why it cannot compute this
+    model.
+
+    See `plan_decoder` for the arguments. To plan for a CPU, the model may be on the meta device.
     """
     in_torch = model.device.type in TORCH_DEVICES
     if not in_torch:
@@ -98,16 +103,16 @@ def make_decoder(
     windows: Sequence[int | None],
     progress: Callable[[str], None],
 ) -> CausalDecoder | None:
-    """Make our decoder for a model and compare it; None: there is none.
+    """Make our decoder for a model and compare the two. Return None if our decoder cannot be used.
 
     Args:
-        model: packed, if it is on a CPU. On another device its products are joined.
+        model: packed if it is on a CPU. On other devices, its products are joined here.
         plan, backend: see `plan_decoder`.
-        windows: those of its layers.
-        progress: gets a line that says what computes its steps, and why.
+        windows: the attention windows of its layers.
+        progress: receives a line that says what computes the steps, and why.
 
     Raises:
-        ModelRefusedError: it does not compute what the model computed.
+        ModelRefusedError: our decoder does not compute what the model computed.
     """
     reason = plan if isinstance(plan, str) else ""
     if not isinstance(plan, str):
@@ -126,10 +131,10 @@ def make_decoder(
 
 
 def bind(model: PreTrainedModel, described: Decoder, backend: AttentionBackend) -> CausalDecoder:
-    """Our decoder for a described model, not compared.
+    """Make our decoder for a described model, without comparing them.
 
     Raises:
-        UnboundError: its tensors are not packed, or not in the kernels' format.
+        UnboundError: the model's tensors are not packed, or not in the kernels' format.
     """
     if model.device.type in TORCH_DEVICES:
         operations = operations_for(model.device, model.dtype)
@@ -138,7 +143,7 @@ def bind(model: PreTrainedModel, described: Decoder, backend: AttentionBackend) 
 
 
 def operations_for(device: torch.device, dtype: torch.dtype) -> Operations:
-    """What computes small operations on a device: Triton's kernels, where Triton works."""
+    """Return what computes small operations on a device: Triton kernels, if Triton works there."""
     if device.type != "cuda":
         return TorchOperations()
     try:
@@ -153,10 +158,11 @@ def operations_for(device: torch.device, dtype: torch.dtype) -> Operations:
 
 @contextmanager
 def exact_sums() -> Iterator[None]:
-    """A block in which products on CUDA are exact: those of 16-bit types are summed in float32
-    throughout, and those of float32 do not use TF32, whatever the process has set. Otherwise equal
-    products may be rounded differently, and the load gate might take the sum of these differences
-    over all layers for a fault.
+    """Compute products on CUDA exactly inside the `with` block.
+
+    Products of 16-bit types are summed in float32 throughout, and products of float32 do not use
+    TF32, whatever the process has set. Otherwise equal products may be rounded differently, and the
+    load gate might mistake the accumulated difference for a fault.
     """
     settings = torch.backends.cuda.matmul
     exact: dict[str, object] = {**dict.fromkeys(_REDUCTIONS, False), "allow_tf32": False}

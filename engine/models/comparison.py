@@ -1,20 +1,21 @@
-"""Compares a decoder of ours with what the unmodified model computed, layer by layer and part by
-part.
+"""Compares our decoder with what the unmodified model computed, operation by operation in each
+layer.
 
-    ModelRecord ─▶ each layer: each part on the model's own input of that part, in all magnitudes
-                ─▶ the whole layer in one call a step, over a paged cache: equal to its parts
+    ModelRecord ─▶ each layer: each operation on the model's own input of it, in all magnitudes
+                ─▶ the whole layer in one call per step, over a paged cache: equal to the operations
                 ─▶ embedding, last norm, output layer, logits
 
-Parts without a sum must be equal, bit for bit. The sums of norms may be in another order, and the
-e^x of activations may have other last bits. So at most 1 % of their elements may differ, by one or
-two neighbouring numbers (two, because some are rounded twice). But no element may differ in half of
-the tokens: that is a fault of one weight. In a product, each output's error over the tokens must be
-below half a percent of that output, apart from single elements that are rounded the other way; an
-error of 1 % in one row of one weight is found.
+Operations without a sum must be equal, bit for bit. Norms may sum in a different order, and the e^x
+of activations may differ in its last bits. So up to 1 % of their elements may differ, by one or two
+representable values (two, because some are rounded twice). But if an element differs in half of the
+tokens, that is a fault in one weight. In a product, each output's error over the tokens must be
+below half a percent of that output, apart from single elements that round the other way. This finds
+an error of 1 % in one row of one weight.
 
-Loading waits for this, so each weight is read only three times: once for all magnitudes together,
-and once for each of two steps of the layer in one call. The results are judged on one thread: they
-are so small that on a busy machine several threads would only wait for each other.
+Loading waits for the comparison, so each weight is read only three times: once for all magnitudes
+together, and once for each of the two steps that compute the layer in one call. The results are
+judged on one thread: they are so small that on a busy machine several threads would only wait for
+each other.
 """
 
 from __future__ import annotations
@@ -37,45 +38,48 @@ from engine.models.layer_parts import Kind, LayerParts, OurDecoder, Tables, walk
 from engine.models.recording import MAGNITUDES, LayerRecord, ModelRecord
 
 _MOST_NEIGHBOURS = 0.01
-"""The part of a norm's elements that may be rounded the other way."""
+"""The fraction of a norm's elements that may round the other way."""
 _FEWEST = 2
-"""As many may be in any case: 1 % of few elements is none."""
+"""The number of elements that may always differ, because 1 % of a few elements is less than one."""
 _TWICE = 2
-"""So many neighbouring numbers apart may be what is rounded before it is multiplied by a norm's
-weight, or by `up`: where the first rounding is the other way, the second one may add to it.
+"""The allowed distance, in representable values, of results that are rounded again after they are
+multiplied by a norm's weight or by `up`. The second rounding can add to the error of the first.
 """
 _COLUMN = 4
-"""At least so many tokens must differ in an element of a norm to be a fault of that element."""
+"""The minimum number of tokens that must differ in one element of a norm to count as a fault."""
 _PRODUCT = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-4}
 """The allowed error of an output over all tokens, relative to that output."""
 _ATTENTION = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 2e-3}
-"""The allowed error of attention, relative to its largest element, as in the load gate; in 16 bits
-besides what `_SCORE` allows.
+"""The allowed error of attention, relative to its largest element, as in the load gate. In 16 bits,
+`_SCORE` adds to it.
 """
 _SCORE = {torch.bfloat16: 2.0**-10, torch.float16: 2.0**-13, torch.float32: 0.0}
-"""Of the largest score: about as much is lost where the model's own code rounds it, and e^x makes
-of that a part of the probability. It counts where attention is sure, with scores of 10 and more, as
-in trained models (3.01 % were seen with a score of 44).
+"""The additional error of attention that is allowed per unit of the largest score.
+
+The model's own code loses about this much when it rounds scores, and e^x turns the loss into a
+fraction of the probability. This matters where attention is confident, with scores of 10 or more,
+as in trained models (3.01 % was seen with a score of 44).
 """
 _FLOAT32_NORM = 2.0**-20
 """The allowed relative error of a norm in float32."""
 _FLOOR = 2.0**-18
-"""Errors below this, relative to the largest element, are those of sums in another order."""
+"""Errors below this, relative to the largest element, come from summing in a different order."""
 _FLOOR_OF_OUTPUT = 2.0**-11
-"""The same, relative to all of an output, for single elements of a product."""
+"""The same threshold for single elements of a product, relative to the size of the whole output."""
 _BLOCK_SIZE = 4
 
 
 def compare(decoder: OurDecoder, record: ModelRecord, windows: Sequence[int | None]) -> None:
-    """Compare; see the module.
+    """Compare our decoder with the model. See the module for the criteria.
 
     Args:
-        decoder: ours.
-        record: the model's.
-        windows: those of its layers.
+        decoder: our decoder.
+        record: the model's results.
+        windows: the attention windows of the layers.
 
     Raises:
-        ModelRefusedError: a part differs; the message says which, in which layer, and how far.
+        ModelRefusedError: a result differs. The message says which, in which layer, and by how
+            much.
     """
     one, check = decoder.description, _Check(decoder.description.family)
     tokens = len(record.token_ids)
@@ -139,8 +143,10 @@ def _compare_layer(
 
 
 def _in_range(record: LayerRecord, magnitudes: int) -> list[bool]:
-    """By magnitude, whether the model's own results are finite. If they are not, they say nothing:
-    in float16 a larger input may be too large. The unscaled input always counts.
+    """Return, for each magnitude, whether the model's own results are finite.
+
+    Results that are not finite cannot be compared: in float16 a scaled-up input may overflow. The
+    unscaled input always counts.
     """
     if record.x.dtype is not torch.float16:
         return [True] * magnitudes
@@ -164,9 +170,11 @@ def _one_thread() -> Iterator[None]:
 
 
 class _Prompts:
-    """Copies of a prompt over a small paged cache, computed in two steps. In the first one each
-    begins, and goes on as another request: all of a step's keys are written before any is read. In
-    the second one each decodes a token.
+    """Copies of a prompt over a small paged cache, computed in two steps.
+
+    In the first step, the two halves of each copy are two requests that share a cache. This shows
+    that all keys of a step are written before any is read. In the second step, each copy decodes
+    its last token.
     """
 
     def __init__(
@@ -179,14 +187,15 @@ class _Prompts:
     ) -> None:
         self._decoder, self._layer, self._copies = decoder, layer, copies
         self.scores = [0.0] * copies
-        """The largest score, without its sign, of each copy."""
+        """The largest absolute score of each copy."""
         attention = layer.description.attention
         blocks = -(-tokens // _BLOCK_SIZE)
         shape = ((copies * blocks + 1) * _BLOCK_SIZE, attention.kv_heads, attention.head_dim)
         keys, values = torch.zeros((2, *shape), dtype=decoder.dtype, device=decoder.device)
         self._cache = LayerCache(keys, values, group=0)
         self._steps: list[tuple[torch.Tensor, AttentionMetadata]] = []
-        """The rows of each step's tokens among those of all copies, and its metadata."""
+        """For each step, the indices of its tokens among the rows of all copies, and its metadata.
+        """
         for spans in (((tokens // 2, tokens - 1), (0, tokens // 2)), ((tokens - 1, tokens),)):
             places = [np.arange(*span) for span in spans for _ in range(copies)]
             of_copies = [copy for _ in spans for copy in range(copies)]
@@ -207,7 +216,7 @@ class _Prompts:
             self._steps.append((torch.from_numpy(rows).to(decoder.device), metadata))
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Attention alone; see `engine.models.layer_parts.Attend`."""
+        """Compute attention alone; see `engine.models.layer_parts.Attend`."""
         one, made = self._layer.description.attention, torch.empty_like(query)
         params = AttentionParams(one.scaling, one.softcap)
         # [copies, kv heads, heads of a group, T, head_dim] and [copies, kv heads, 1, T, head_dim]
@@ -222,14 +231,16 @@ class _Prompts:
         return made
 
     def mix(self, x: torch.Tensor) -> torch.Tensor:
-        """Experts, whose results may depend on the neighbouring rows; see `layer_parts.Mix`."""
+        """Compute the experts, whose results may depend on neighbouring rows; see
+        `layer_parts.Mix`.
+        """
         made = torch.empty_like(x)
         for rows, _ in self._steps:
             made[rows] = self._layer.mix(x[rows])
         return made
 
     def compute(self, x: torch.Tensor, tables: Sequence[Tables]) -> torch.Tensor:
-        """The whole layer, one call a step: [T, K] → [T, K]."""
+        """Compute the whole layer with one call per step: [T, K] → [T, K]."""
         made, caches = torch.empty_like(x), {self._layer.description.index: self._cache}
         for rows, metadata in self._steps:
             context = AttentionContext(self._decoder.backend, caches, [metadata])  # type: ignore[arg-type]  # by index
@@ -239,7 +250,7 @@ class _Prompts:
 
 
 class _Check:
-    """Judges parts of a model of a family."""
+    """Compares results with those of a model. `family` appears in the error messages."""
 
     def __init__(self, family: str) -> None:
         self._family = family
@@ -252,8 +263,9 @@ class _Check:
         expected: torch.Tensor,
         score: float = 0.0,
     ) -> None:
-        """Refuse the model if a part is too far from the model's own. `score`: the largest one of
-        the layer's attention.
+        """Refuse the model if a result is too far from the model's own.
+
+        `score` is the largest attention score of the layer.
         """
         if actual.shape != expected.shape or actual.dtype != expected.dtype:
             raise self.refusal(
@@ -268,7 +280,7 @@ class _Check:
             raise self.refusal(f"{name} differs from the model's own {where}")
 
     def refusal(self, text: str) -> ModelRefusedError:
-        """The error for a part that differs."""
+        """Return the error to raise when a result differs."""
         return ModelRefusedError(
             f"our decoder does not compute this {self._family} as the model does: {text}; report "
             "it, and start with decoder set to transformers meanwhile"
@@ -342,7 +354,7 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _told(wrong: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> str:
-    """How far tensors differ, where they do."""
+    """Describe how far two tensors differ at the given elements."""
     difference = torch.where(wrong, (actual.float() - expected.float()).abs(), 0.0)
     far = difference.max().item() / max(_largest(expected), 1e-30)
     token, place = divmod(int(difference.argmax()), actual.shape[-1])
@@ -353,8 +365,10 @@ def _told(wrong: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> 
 
 
 def _are_common(places: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Which of these places [T, width] are in columns in which at least half of the tokens differ.
-    Roundings are scattered; a fault of one element of a weight is not.
+    """Return which of these elements [T, width] are in columns where at least half of the tokens
+    differ.
+
+    Rounding differences are scattered, but a fault in one element of a weight is not.
     """
     columns = places.nonzero()[:, 1]
     counts = torch.bincount(columns[other], minlength=places.shape[1])
@@ -362,11 +376,11 @@ def _are_common(places: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _are_apart(one: torch.Tensor, other: torch.Tensor, steps: int = 1) -> torch.Tensor:
-    """Whether elements of 16 bits are more than so many neighbouring numbers apart."""
+    """Return whether 16-bit elements are more than `steps` representable values apart."""
     return (_in_order(one) - _in_order(other)).abs() > steps
 
 
 def _in_order(elements: torch.Tensor) -> torch.Tensor:
-    """Map values of 16 bits to integers such that neighbouring values differ by 1."""
+    """Map 16-bit values to integers so that neighbouring values differ by 1."""
     bits = elements.contiguous().view(torch.int16).int()
     return torch.where(bits < 0, -0x8000 - bits, bits)

@@ -1,7 +1,7 @@
-"""What a decoder of ours has around its layers, whatever computes these: the embedding, the tables
-of rotary embeddings, the output layer and what is done to its results.
+"""The operations around a decoder's layers, common to all of our decoders.
 
-Embedding and output layer are called as the model has them.
+These are the embedding, the tables of the rotary embeddings, the output layer and the processing of
+logits. The model's own embedding and output layer are called.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from engine.models.length_table import LengthTable
 
 @dataclass(frozen=True, slots=True)
 class DecoderOutput:
-    """What a forward pass returns. logits: [1, L, V]."""
+    """The result of a forward pass. logits: [1, L, V]."""
 
     logits: torch.Tensor
 
 
 class DecoderFrame:
-    """A decoder of ours without its layers and norms.
+    """The base of our decoders: everything except layers and norms.
 
     Attributes:
-        description: what it computes.
-        dtype: of its elements.
+        description: what the decoder computes.
+        dtype: the type of its elements.
     """
 
     def __init__(
@@ -49,22 +49,24 @@ class DecoderFrame:
         ]
 
     def read_frequencies(self) -> None:
-        """Take over the model's frequencies as they are now."""
+        """Read the model's current frequencies."""
         self._frequencies = [
             module.get_buffer(one.frequencies).float()
             for module, one in zip(self._rotaries, self.description.rotaries, strict=True)
         ]
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[T] → [T, K]."""
+        """Embed token ids: [T] → [T, K]."""
         x: torch.Tensor = self._embedding(token_ids)
         factor = self.description.embedding_factor
         return x.contiguous() if factor is None else x * factor
 
     def tables(self, positions: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """Cosines and sines of tokens at these positions, for each of the rotary embeddings: [T,
-        dim / 2], of the model's type where they are rounded to it, else float32. Positions may
-        carry a length, see `engine.contract.rope`.
+        """Return the cosines and sines for tokens at these positions, for each of the rotary
+        embeddings.
+
+        They are [T, dim / 2], in the model's dtype if they are rounded to it, otherwise float32.
+        Positions may carry a length; see `engine.contract.rope`.
         """
         found, places = [], positions
         if any(self._of_lengths):
@@ -85,13 +87,14 @@ class DecoderFrame:
         return found
 
     def output(self, x: torch.Tensor) -> torch.Tensor:
-        """The output layer: [L, K] → [L, V]."""
+        """Apply the output layer: [L, K] → [L, V]."""
         logits: torch.Tensor = self._output(x)
         return logits
 
     def finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """What is done to the output layer's results: [L, V] → [L, V]. Operations are those of the
-        models' own code, in its order.
+        """Scale and cap the output layer's results: [L, V] → [L, V].
+
+        The operations and their order are those of the model's own code.
         """
         one = self.description
         if one.logits_factor is not None:

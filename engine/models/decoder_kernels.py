@@ -1,17 +1,17 @@
-"""What stands between a decoder's matrix products and its attention, in Triton: one kernel for each
-of `engine.models.operations`.
+"""Triton kernels for the operations between a decoder's matrix products and its attention, one for
+each operation of `engine.models.operations`:
 
-    add_norm  one program a token
-    turn      one program a (token, some heads of queries, keys or values)
-    gate      one program a (token, some elements)
+    add_norm  one program per token
+    turn      one program per (token, some heads of queries, keys or values)
+    gate      one program per (token, some elements)
 
-and the product of a step with one token:
+and one for products in steps with a single token:
 
-    product   one program some outputs
+    product   one program per group of outputs
 
-A kernel reads and writes each element once. Where its plain counterpart rounds, so does it:
-products and sums of what is not rounded between them may not be fused, so these kernels are
-launched with enable_fp_fusion off. Offsets of rows are int64.
+A kernel reads and writes each element once, and rounds wherever its plain torch counterpart does.
+Where that does not round between a product and a sum, the two must not be fused, so these kernels
+are launched with enable_fp_fusion off. Row offsets are int64.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PLAIN = tl.constexpr(1)
 FROM_ONE = tl.constexpr(2)
 ROUNDED_FIRST = tl.constexpr(3)
 CENTERED = tl.constexpr(4)
-"""Forms of norms; 0: none. See `engine.models.description.NormForm`."""
+"""The variants of norms; 0 means no norm. See `engine.models.description.NormForm`."""
 SILU = tl.constexpr(0)
 GELU_TANH = tl.constexpr(1)
 RELU_SQUARED = tl.constexpr(2)
@@ -33,7 +33,7 @@ RELU_SQUARED = tl.constexpr(2)
 
 @triton.jit
 def _scaled(normed, weight, bias, FORM: tl.constexpr, BIASED: tl.constexpr, T: tl.constexpr):
-    """Elements by a norm's weight, and rounded; what is given is float32."""
+    """Multiply float32 elements by a norm's weight, add its bias, and round the result."""
     if FORM == ROUNDED_FIRST:
         normed = normed.to(T).to(tl.float32)
     if FORM == FROM_ONE:
@@ -57,7 +57,7 @@ def _row_norm(
     WIDTH: tl.constexpr,
     T: tl.constexpr,
 ):
-    """The norm of a row, float32 [BLOCK]."""
+    """Return the norm of a row, float32 [BLOCK]."""
     if FORM == CENTERED:
         x = tl.where(inside, x - tl.sum(x, 0) / WIDTH, 0.0)
     normed = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
@@ -92,8 +92,10 @@ def add_norm_kernel(
     BEFORE_BIASED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Grid [T]. MADE: how many of `made` and `also` are added; `total` is written if any is, and
-    `normed` if there is a norm before what comes next.
+    """Add up to two tensors to a row and norm the sum. Grid: [T].
+
+    MADE is how many of `made` and `also` are added. `total` is written if MADE > 0, and `normed` if
+    there is a norm before the next operation.
     """
     follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) * WIDTH
@@ -132,7 +134,7 @@ def _product(x, table, ROUNDS: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _turned(left, right, cos, sin, ROUNDS: tl.constexpr, T: tl.constexpr):
-    """What is rotated together, float32 [BLOCK_H, BLOCK_HALF] each."""
+    """Rotate pairs of elements, float32 [BLOCK_H, BLOCK_HALF] each."""
     first = _product(left, cos, ROUNDS, T) - _product(right, sin, ROUNDS, T)
     second = _product(right, cos, ROUNDS, T) + _product(left, sin, ROUNDS, T)
     return first.to(T).to(tl.float32), second.to(T).to(tl.float32)
@@ -150,7 +152,7 @@ def _part_norm(
     BIASED: tl.constexpr,
     T: tl.constexpr,
 ):
-    """A part of heads whose norm's root is known."""
+    """Norm some of the elements of heads, given the inverse root of their mean square."""
     weight = tl.load(weights + place, mask=inside, other=0.0).to(tl.float32)
     bias = weight
     if BIASED:
@@ -160,7 +162,7 @@ def _part_norm(
 
 @triton.jit
 def _sums(left, right, rest, WHOLE: tl.constexpr, HAS_REST: tl.constexpr):
-    """Sums over each head, or over all: [BLOCK_H, 1] or [1, 1]."""
+    """Sum over each head, or over all heads: [BLOCK_H, 1] or [1, 1]."""
     found = tl.sum(left, 1) + tl.sum(right, 1)
     if HAS_REST:
         found += tl.sum(rest, 1)
@@ -190,7 +192,7 @@ def _heads_norm(
     HAS_REST: tl.constexpr,
     T: tl.constexpr,
 ):
-    """The norm of heads in three parts, each by itself or all together."""
+    """Norm heads that are split into three tensors, each head by itself or all heads together."""
     if FORM == CENTERED:
         mean = _sums(left, right, rest, WHOLE, HAS_REST) / WIDTH
         left = tl.where(inside, left - mean, 0.0)
@@ -230,8 +232,10 @@ def _rotate_heads(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Up to BLOCK_H heads of one token from `first` on, from source [COUNT, DIM] to target. cos,
-    sin: the token's, [HALF].
+    """Norm and rotate up to BLOCK_H heads of one token, starting at head `first`.
+
+    Heads are read from source [COUNT, DIM] and written to target. cos and sin are the token's,
+    [HALF].
     """
     T: tl.constexpr = source.dtype.element_ty
     REST: tl.constexpr = DIM - 2 * HALF
@@ -306,7 +310,10 @@ def rotate_kernel(
     BLOCK_REST: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Grid [T, query parts + 2 · key parts], where parts are of BLOCK_H heads."""
+    """Norm and rotate queries and keys, and write keys and values to the cache.
+
+    Grid: [T, query groups + 2 · key groups], where a group is BLOCK_H heads.
+    """
     follow(OVERLAPS)
     QUERY_PARTS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     KEY_PARTS: tl.constexpr = (KV_HEADS + BLOCK_H - 1) // BLOCK_H
@@ -353,7 +360,7 @@ def gate_kernel(
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Grid [T, parts of BLOCK elements]."""
+    """Compute the activation of an MLP. Grid: [T, blocks of BLOCK elements]."""
     follow(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -391,8 +398,10 @@ def product_kernel(
     BLOCK_K: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Grid [parts of BLOCK_N outputs]. x: [K]; weight: [N, K]; bias, output: [N]. The first weights
-    are on their way while the kernel before still runs.
+    """Multiply one row by a weight. Grid: [blocks of BLOCK_N outputs].
+
+    x: [K]; weight: [N, K]; bias, output: [N]. The first weights are loaded while the previous
+    kernel is still running.
     """
     let_next_start(OVERLAPS)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

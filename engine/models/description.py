@@ -1,5 +1,5 @@
-"""The description of a plain decoder: what its layers compute, and where a transformers model has
-the parameters for it.
+"""The description of a plain decoder: what its layers compute, and which modules of the
+transformers model hold the parameters.
 
     ids ─ embedding ─ layer ─ … ─ layer ─ norm ─ output ─ logits
 
@@ -9,9 +9,9 @@ the parameters for it.
            └─┬─ norm ─ MLP ─ norm ─ + ─▶
              └──────────────────────┘
 
-A description has no tensors and no code: modules are named by their path in the model. It is made
-by `engine.models.table`; `engine.models.native_decoder` computes what it says. A decoder for
-another device is another class that takes the same description.
+A description contains neither tensors nor code, and refers to modules by their path in the model.
+`engine.models.table` makes descriptions, and the decoders, such as `engine.models.native_decoder`,
+compute them. A decoder for another device is another class that takes the same description.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh", "relu_squared"]
 NormForm = Literal["plain", "from_one", "rounded_first", "centered"]
-"""plain: x over the root of its mean square, times the weight. from_one: the weight's elements are
-distances from 1. rounded_first: x is rounded before it is multiplied by the weight. centered: a
-layer norm, x's mean is subtracted first.
+"""The variant of a norm.
+
+plain: x divided by its root mean square, times the weight. from_one: the same, but the weight is
+stored as its difference from 1. rounded_first: x is rounded before it is multiplied by the weight.
+centered: a layer norm; the mean of x is subtracted first.
 """
 
 
@@ -32,10 +34,10 @@ class Norm:
     """A norm.
 
     Attributes:
-        module: its path.
-        width: how many elements are normed together.
+        module: the path of its module.
+        width: the number of elements that are normed together.
         eps: added to their mean square.
-        form: see NormForm.
+        form: the variant; see NormForm.
     """
 
     module: str
@@ -50,15 +52,16 @@ class Rotary:
 
     Attributes:
         module: the path of the module that has the frequencies.
-        frequencies: its buffer of them, float32 [dim / 2].
-        lengths: its buffer of those of each length, if they depend on it; see
-            `engine.models.length_table`. Where steps do not follow lengths, there is none, and no
-            request is so long.
-        dim: how many elements of a head are rotated, the first ones.
+        frequencies: the name of its buffer of frequencies, float32 [dim / 2].
+        lengths: the name of its buffer of frequencies by length; see `engine.models.length_table`.
+            None if they do not depend on the length. If steps do not follow lengths, there is no
+            such buffer, and no request is long enough to need it.
+        dim: the number of leading elements of a head that are rotated.
         scaling: multiplies cosines and sines.
-        paired: neighbouring elements are rotated together; else those of the two halves.
-        rounds_tables: cosines and sines are rounded to the model's type.
-        rounds_products: products with them are rounded before they are added.
+        paired: whether neighbouring elements are rotated together, rather than elements of the two
+            halves.
+        rounds_tables: whether cosines and sines are rounded to the model's dtype.
+        rounds_products: whether products with them are rounded before they are added.
     """
 
     module: str
@@ -76,16 +79,16 @@ class Attention:
     """An attention layer.
 
     Attributes:
-        module: its path.
+        module: the path of its module.
         heads, kv_heads, head_dim: Hq, Hkv, D.
-        projection: the paths of its linear layers: one for queries, keys and values together, or
-            three.
+        projection: the paths of its first linear layers: one for queries, keys and values together,
+            or three.
         output: the path of its last linear layer.
         query_norm, key_norm: over each head, or over all heads together.
-        norms_last: queries and keys are normed after they were rotated, each head by itself.
-        rotary: index of Decoder.rotaries; None: nothing is rotated.
+        norms_last: whether queries and keys are normed after the rotation, each head by itself.
+        rotary: the index in Decoder.rotaries, or None if nothing is rotated.
         scaling: multiplies scores.
-        softcap: scores become softcap · tanh(score / softcap); None: they do not.
+        softcap: scores become softcap · tanh(score / softcap). None for no cap.
     """
 
     module: str
@@ -104,13 +107,13 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """The layer between two layers' attention.
+    """The MLP of a layer.
 
     Attributes:
-        inner: the paths of its first linear layers: gate and up together or apart; or one without
-            a gate.
+        inner: the paths of its first linear layers: gate and up, together or separate, or a single
+            layer without a gate.
         down: the path of its last linear layer.
-        activation: of the gate, or of the one inner layer.
+        activation: applied to the gate, or to the single inner layer.
         gated: whether the activation is multiplied by `up`.
     """
 
@@ -122,10 +125,10 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts in the place of an MLP. The model's own module computes it.
+    """A mixture of experts instead of an MLP. The model's own module computes it.
 
     Attributes:
-        module: its path.
+        module: the path of that module.
     """
 
     module: str
@@ -136,11 +139,11 @@ class Layer:
     """A decoder layer.
 
     Attributes:
-        module: its path.
-        index: of its cache.
-        attention, mlp: see there.
+        module: the path of its module.
+        index: the index of its cache.
+        attention, mlp: see Attention, Mlp and Experts.
         before_attention, after_attention, before_mlp, after_mlp: its norms.
-        parallel: the MLP reads what attention reads.
+        parallel: whether the MLP reads the same input as attention.
         residual: multiplies what attention and the MLP add.
     """
 
@@ -162,15 +165,15 @@ class Decoder:
 
     Attributes:
         family: the model type, for messages.
-        embedding: the path of the module that embeds ids, with whatever scales them.
-        embedding_factor: multiplies what it returns.
-        layers: in order.
-        rotaries: those of its layers.
-        norm: the last one.
+        embedding: the path of the module that embeds ids, including any scaling of its own.
+        embedding_factor: multiplies the embedding's output.
+        layers: the layers in order.
+        rotaries: the rotary embeddings of the layers.
+        norm: the last norm.
         output: the path of the linear layer that computes logits.
-        logits_factor: multiplies them.
-        logits_divisor: divides them.
-        logits_softcap: logits become softcap · tanh(logit / softcap); None: they do not.
+        logits_factor: multiplies the logits.
+        logits_divisor: divides the logits.
+        logits_softcap: logits become softcap · tanh(logit / softcap). None for no cap.
     """
 
     family: str

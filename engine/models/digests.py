@@ -1,10 +1,10 @@
-"""The digests of model classes' sources that our decoder was compared with.
+"""Digests of the source code of the model classes that our decoder was compared with.
 
 Written by tests/decoder_digests.py.
 """
 
 VERSIONS = ("5.17.0", "5.23.0", "5.24.0")
-"""The versions of transformers that they were taken from."""
+"""The versions of transformers whose sources were hashed."""
 
 DIGESTS: dict[str, tuple[str, ...]] = {
     "arcee": ("28cfb0d2f44b8167", "9572cb9ac7dfaf7f", "97043b618ec2b255"),

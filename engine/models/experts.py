@@ -1,12 +1,15 @@
-"""The experts of a model's steps on CUDA: our own implementation behind transformers' interface for
-them (`ExpertsInterface`), as attention has one. No module of a model is changed.
+"""Computes a model's experts on CUDA with our own implementation.
 
-transformers' own, `grouped_mm`, waits for the device unless torch has a kernel for it: that is in
-bfloat16 on compute capability 9 and 10. Otherwise torch copies the experts' ends to the host and
-multiplies one expert after the other, which no graph can hold (torch, GroupedMMUtils.h). Ours takes
-its place there; see `engine.models.triton_experts`. Only the view that steps run is told so, and
-the model's owner keeps what the model had. It is set before our decoder is compared with the model
-and before the load gate, so both judge it by what the model's own experts computed.
+It is registered with transformers' interface for experts (`ExpertsInterface`), just as our
+attention is with its interface. No module of a model is changed.
+
+transformers' own implementation, `grouped_mm`, waits for the device unless torch has a kernel for
+it, that is, in bfloat16 on compute capability 9 or 10. Otherwise torch copies the experts' end
+offsets to the host and multiplies one expert after another, which cannot be captured in a graph
+(torch, GroupedMMUtils.h). Our implementation replaces it there; see `engine.models.triton_experts`.
+The choice is made only in the view that runs steps, so the owner's model is unchanged. It is made
+before the comparison of our decoder with the model and before the load gate, so both judge our
+experts by the results of the model's own.
 """
 
 from __future__ import annotations
@@ -22,22 +25,24 @@ from engine.attention.interface import AttentionBackend
 
 EXPERTS_NAME = "headrace_experts"
 _REPLACED = "grouped_mm"
-"""What transformers takes where nobody chose: another one is the owner's choice."""
+"""The implementation that transformers uses by default. Any other one was chosen by the owner."""
 _KERNEL_CAPABILITIES = (9, 10)
-"""The major compute capabilities for which torch has a kernel, in bfloat16."""
+"""The major compute capabilities for which torch has a bfloat16 kernel."""
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
 def choose_experts(
     model: PreTrainedModel, backend: AttentionBackend, progress: Callable[[str], None]
 ) -> None:
-    """Have a model's experts computed by ours where transformers' would wait for the device, if
-    their form is one that ours computes.
+    """Use our experts in a model where those of transformers would wait for the device.
+
+    This requires that the model's experts have a layout that ours support.
 
     Args:
         model: a view, on its device.
-        backend: what computes attention.
-        progress: gets a line that says what computes them, and why, if transformers' would wait.
+        backend: the backend that computes attention.
+        progress: receives a line that says what computes the experts, and why, if those of
+            transformers would wait.
     """
     modules = [one for one in model.modules() if _is_dispatched(one)]
     if not modules or not _waits(model.device, model.dtype):
@@ -67,7 +72,7 @@ def _why_not(modules: Iterable[Any], backend: AttentionBackend) -> str | None:
 
 
 def _waits(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether transformers' own implementation does."""
+    """Return whether transformers' own implementation waits for the device."""
     if device.type != "cuda":
         return False
     major, _ = torch.cuda.get_device_capability(device)
@@ -75,12 +80,14 @@ def _waits(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _is_dispatched(module: torch.nn.Module) -> bool:
-    """Whether a module of experts asks transformers' interface what computes it."""
+    """Return whether a module of experts selects its implementation through transformers'
+    interface.
+    """
     return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed"))
 
 
 def _why_no_form(module: Any) -> str | None:
-    """Why a module's form is none of those that ours computes; None: it is one."""
+    """Return why our experts do not support a module's layout, or None if they do."""
     if getattr(module, "_is_expert_parallel", False):
         return "has a part of the experts"
     if getattr(module, "has_post_expert_norm", False):

@@ -1,14 +1,14 @@
-"""A product of rows with the weights of their experts, in Triton.
+"""A Triton kernel that multiplies rows by the weights of their experts.
 
     pairs (token, expert), sorted by expert ─▶ tiles of one expert's pairs each
-                                             ─▶ one program a (tile, BLOCK_N outputs)
+                                             ─▶ one program per (tile, BLOCK_N outputs)
 
-Which tile is whose is counted by each program from the experts' ends, which it reads on the device:
-the host knows no more than how many tiles there may be at most, and programs without a tile end at
-once. So a launch waits for nothing and can be captured.
+Each program finds its tile by reading the experts' end offsets on the device. The host knows only
+the maximum number of tiles, and programs without a tile end immediately. So a launch never waits
+and can be captured.
 
-Weights may have any strides. Inputs are summed in their order, in float32. Offsets of rows and of
-experts are int64.
+Weights may have any strides. Products are summed in the order of the inputs, in float32. The
+offsets of rows and experts are int64.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ def experts_product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Multiply each pair of a token and an expert. Grid: [most tiles, parts of BLOCK_N outputs].
-    Pair p reads row p // SHARE of x and writes row p of output. STRIDE_E, STRIDE_N, STRIDE_K: the
-    strides of the weights by expert, output and input.
+    """Multiply each (token, expert) pair. Grid: [maximum number of tiles, blocks of BLOCK_N
+    outputs].
+
+    Pair p reads row p // SHARE of x and writes row p of output. STRIDE_E, STRIDE_N and STRIDE_K are
+    the strides of the weights by expert, output and input.
     """
     T: tl.constexpr = x.dtype.element_ty
     tile = tl.program_id(0)

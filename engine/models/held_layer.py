@@ -1,5 +1,5 @@
-"""Layers whose weights are held in a form of the kernels'. To their owner they are as if they had
-the weights themselves: `weight`, `state_dict` and `load_state_dict` read and write them.
+"""Layers that hold their weights in a kernel's format. To the owner of a model they look like
+ordinary layers: `weight`, `state_dict` and `load_state_dict` read and write the weights.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 from engine.models.packed_weight import PackedWeight
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""The types of tensors that are taken over as weights."""
+"""The types of tensors that are accepted as weights."""
 
 
 class HeldLayer(torch.nn.Module):
-    """A layer whose weight [N, K] is held in a form of the kernels'. To its owner it is as if it
-    had the weight itself.
+    """A layer that holds its weight [N, K] in a kernel's format, and looks like an ordinary layer.
 
     Attributes:
         shape: N and K.
-        was_asked: whether the weight, or that it stays, was given since this was last set to False.
-        guard: called before the weight is changed; raises if it must not be now.
+        was_asked: whether the layer has received a weight, or been told to keep the one it has,
+            since this was last set to False.
+        guard: called before the weight is changed. Raises if it must not be changed now.
     """
 
     shape: tuple[int, int]
@@ -33,7 +33,7 @@ class HeldLayer(torch.nn.Module):
     _seen: dict[str, tuple[weakref.ref[torch.Tensor], int]]
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype) -> None:
-        """shape: N and K; dtype: of inputs and outputs."""
+        """Create a layer of this shape (N and K). dtype: the type of inputs and outputs."""
         super().__init__()
         self.shape, self._held_as = shape, dtype
         # Empty, but present: a model's dtype and device are those of its first parameter.
@@ -46,27 +46,29 @@ class HeldLayer(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """[N, K]: what is written to it is taken over."""
+        """The weight, [N, K]. Writing to it changes the layer."""
         return PackedWeight(self, torch.empty(self.shape, dtype=self._held_as, device="meta"))
 
     @property
     def key(self) -> Hashable:
-        """Equal for what shares a weight; the id of its parameter, if there is one."""
+        """A key that is equal for layers that share a weight: the id of its parameter, if it has
+        one.
+        """
         return id(self) if self._shared is None else id(self._shared)
 
     def unpacked(self) -> torch.Tensor:
-        """The weight as the model has it, [out, in]."""
+        """Return the weight as the model has it, [out, in]."""
         raise NotImplementedError
 
     def hold(self, weight: torch.Tensor) -> None:
-        """Hold other elements from now on. weight: of the layer's shape, on the CPU."""
+        """Replace the elements of the weight. weight: of the layer's shape, on the CPU."""
         raise NotImplementedError
 
     def take(self, weight: torch.Tensor) -> None:
         """See HoldsWeight.
 
         Raises:
-            ValueError: the weight has another shape, or is no tensor of floating-point numbers.
+            ValueError: the weight has another shape, or is not a tensor of floating-point numbers.
             WeightsRefusedError: a step may be reading it.
         """
         if self.guard is not None:
@@ -83,15 +85,16 @@ class HeldLayer(torch.nn.Module):
                 self._has_changed("shared", self._shared)
 
     def share(self, weight: torch.Tensor) -> None:
-        """Note that other modules have the same weight, a parameter: what is written there is the
-        layer's, too.
+        """Record that other modules use the same weight, a parameter. Changes to it also change the
+        layer.
         """
         vars(self)["_shared"] = weight  # it is not this module's parameter
         self._has_changed("shared", weight)
 
     def sync(self) -> None:
-        """Take over what was written, or set, in the place of parameters that the kernels read in
-        another form. Cheap if nothing was.
+        """Apply any changes to parameters that the kernels read in another format.
+
+        This is cheap if nothing has changed.
         """
         if self._shared is not None and self._has_changed("shared", self._shared):
             self.hold(self._shared.detach())
@@ -104,7 +107,7 @@ class HeldLayer(torch.nn.Module):
         return True
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy has: it looks at its parameters anew."""
+        """Return the state of a copy. The copy checks its parameters for changes again."""
         return {**vars(self), "_seen": {}}
 
     def _save_to_state_dict(
@@ -143,17 +146,17 @@ class HeldLayer(torch.nn.Module):
 
 
 def held_layers(model: torch.nn.Module) -> list[HeldLayer]:
-    """The layers of a model whose weights are held in a form of the kernels'."""
+    """Return the layers of a model that hold their weights in a kernel's format."""
     return [one for one in model.modules() if isinstance(one, HeldLayer)]
 
 
 def writes(tensor: torch.Tensor) -> int:
-    """How often a tensor was written in place; 0 for those that do not count."""
+    """Return how often a tensor was written in place, or 0 if it does not keep count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def why_not_taken(weight: object, shape: tuple[int, ...]) -> str | None:
-    """Why a tensor cannot become a weight of this shape; None: it can."""
+    """Return why a tensor cannot become a weight of this shape, or None if it can."""
     if not isinstance(weight, torch.Tensor):
         return f"is a {type(weight).__name__}; it must be a tensor"
     if tuple(weight.shape) != tuple(shape):

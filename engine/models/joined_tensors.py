@@ -1,4 +1,4 @@
-"""The tensors of linear layers with the same input, side by side."""
+"""Joins the tensors of linear layers that have the same input."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from torch import nn
 
 
 def join_tensors(layers: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One weight and one bias of several linear layers, whose parameters become views of them: [N,
-    K] and [N]; None: there is no bias. Where some have none, theirs is 0.
+    """Join the weights and the biases of several linear layers, whose parameters become views of
+    the result.
+
+    Returns:
+        The weight [N, K] and the bias [N]. The bias is None if no layer has one, and 0 for the
+        layers without one if some have.
     """
     weights = [one.weight for one in layers]
     biases: list[torch.Tensor | None] = [one.bias for one in layers]
@@ -29,7 +33,7 @@ def join_tensors(layers: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tenso
 
 
 def join_parts(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor of parts, side by side, which become views of it."""
+    """Concatenate tensors along their first dimension. They become views of the result."""
     with torch.no_grad():
         whole = torch.cat([one.detach() for one in parts])
     for part, view in zip(parts, whole.split_with_sizes([len(one) for one in parts]), strict=True):

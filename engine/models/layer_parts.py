@@ -1,7 +1,7 @@
-"""A layer, part by part.
+"""Computes a layer operation by operation.
 
-`OurDecoder` and `LayerParts` say what a decoder of ours offers, so that each part of its layers can
-be compared with the model's own. `walk` computes a layer's parts in their order.
+`OurDecoder` and `LayerParts` are the interfaces of our decoders that allow each operation to be
+compared with the model's own. `walk` computes the operations of a layer in order.
 """
 
 from __future__ import annotations
@@ -16,29 +16,31 @@ from engine.attention.interface import AttentionBackend, AttentionContext
 from engine.models import description as described
 
 Kind = Literal["exact", "norm", "product", "attention", "experts"]
-"""What a part computes, which tells how near it must be to the model's own."""
+"""The kind of an operation, which determines how close its result must be to the model's own."""
 Tables = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of a step's tokens, float32 [T, dim / 2] each."""
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Attention: queries [T, Hq, D], keys and values [T, Hkv, D] → [T, Hq, D]."""
+"""Computes attention: queries [T, Hq, D], keys and values [T, Hkv, D] → [T, Hq, D]."""
 Mix = Callable[[torch.Tensor], torch.Tensor]
-"""A mixture of experts: [T, K] → [T, K]."""
+"""Computes a mixture of experts: [T, K] → [T, K]."""
 
 
 class LayerParts(Protocol):
-    """A layer of a decoder of ours, part by part. All tensors are contiguous rows of tokens."""
+    """The separate operations of one layer of our decoder. All tensors are contiguous rows of
+    tokens.
+    """
 
     @property
     def description(self) -> described.Layer:
-        """The layer."""
+        """The description of the layer."""
         ...
 
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """By the layer's norm of that name: [T, H * width] → the same."""
+        """Apply the norm of that name: [T, H * width] → the same shape."""
         ...
 
     def multiply(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """By the layer's products of that name, side by side: [T, K] → [T, N]."""
+        """Compute the products of that name and concatenate them: [T, K] → [T, N]."""
         ...
 
     def rotate(
@@ -48,90 +50,92 @@ class LayerParts(Protocol):
         ...
 
     def gate(self, inner: torch.Tensor) -> torch.Tensor:
-        """The activation of an MLP's first product."""
+        """Apply the activation to the result of an MLP's first product."""
         ...
 
     def add(self, x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-        """x + residual · made, [T, K] each."""
+        """Return x + residual · made, [T, K] each."""
         ...
 
     def mix(self, x: torch.Tensor) -> torch.Tensor:
-        """Its experts; see Mix."""
+        """Compute the layer's experts; see Mix."""
         ...
 
 
 class OurDecoder(Protocol):
-    """A decoder of ours, as it is compared; see `engine.models.native_decoder`."""
+    """The interface of our decoders for comparisons; see `engine.models.native_decoder`."""
 
     @property
     def description(self) -> described.Decoder:
-        """What it computes."""
+        """What the decoder computes."""
         ...
 
     @property
     def layers(self) -> Sequence[LayerParts]:
-        """Its layers with their tensors."""
+        """The layers with their tensors."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of its elements."""
+        """The type of the elements."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """The device of the tensors."""
         ...
 
     @property
     def backend(self) -> AttentionBackend:
-        """What computes its attention."""
+        """The backend that computes attention."""
         ...
 
     @property
     def one_call(self) -> Kind:
-        """How near a step is to its parts alone."""
+        """How close a layer in one call must be to its separate operations."""
         ...
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[T] → [T, K]."""
+        """Embed token ids: [T] → [T, K]."""
         ...
 
     def tables(self, positions: torch.Tensor) -> Sequence[Tables]:
-        """Cosines and sines of tokens at these positions, for each of the rotary embeddings."""
+        """Return the cosines and sines for tokens at these positions, for each of the rotary
+        embeddings.
+        """
         ...
 
     def run(
         self, layers: Any, x: torch.Tensor, tables: Any, context: AttentionContext
     ) -> torch.Tensor:
-        """Compute some of its layers: [T, K] → [T, K]."""
+        """Compute some of the layers: [T, K] → [T, K]."""
         ...
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
-        """The last norm: [L, K] → [L, K]."""
+        """Apply the last norm: [L, K] → [L, K]."""
         ...
 
     def output(self, x: torch.Tensor) -> torch.Tensor:
-        """The output layer: [L, K] → [L, V]."""
+        """Apply the output layer: [L, K] → [L, V]."""
         ...
 
     def finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """What is done to the output layer's results: [L, V] → [L, V]."""
+        """Scale and cap the output layer's results: [L, V] → [L, V]."""
         ...
 
 
 class UnboundError(Exception):
-    """A layer's tensors are not as the kernels need them. The message says why; it ends a
-    sentence.
+    """A layer's tensors are not as the kernels need them. The message gives the reason, worded to
+    complete a sentence.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one of a layer's parts made of its input.
+    """The result of one operation of a layer.
 
     Attributes:
-        name: of the part.
+        name: the name of the operation.
         kind: see Kind.
         made: [T, width].
     """
@@ -149,19 +153,19 @@ def walk(
     mix: Mix,
     known: Mapping[str, torch.Tensor],
 ) -> list[Part]:
-    """Compute a layer part by part.
+    """Compute a layer operation by operation.
 
     Args:
         layer: the layer.
         x: its input, [T, K], contiguous.
-        tables: for rotary embeddings, if it has any.
-        attend: its attention.
-        mix: its experts, if it has any.
-        known: the model's own results by the parts' names, of the first tokens or of all. The next
-            part's input is taken from these, and from our own results for the other tokens.
+        tables: the cosines and sines, if it has rotary embeddings.
+        attend: computes its attention.
+        mix: computes its experts, if it has any.
+        known: the model's own results by name, for all tokens or only the first ones. The next
+            operation uses them as its input, and our own results for the remaining tokens.
 
     Returns:
-        the parts in order; the last one is the layer's output.
+        The results in order. The last one is the layer's output.
     """
     return _Walk(layer, known, []).run(x, tables, attend, mix)
 
@@ -173,7 +177,7 @@ class _Walk:
     parts: list[Part]
 
     def run(self, x: torch.Tensor, tables: Tables | None, attend: Attend, mix: Mix) -> list[Part]:
-        """Compute the parts in turn."""
+        """Compute the operations in order."""
         one = self.layer.description
         heads = one.attention
         query, keys = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim

@@ -1,9 +1,9 @@
-"""Rotary frequencies that depend on a token's length, as the modules of a view keep them.
+"""Rotary frequencies that depend on the length of a token's request, as stored in a view's modules.
 
     position ids [T] ─▶ the length that each carries ─▶ its row ─▶ frequencies [T, F]
 
-`engine.contract.rope` says how they carry it. `engine.loading.rotary` puts the tables there. They
-are read on the device.
+`engine.contract.rope` defines how position ids carry the length, and `engine.loading.rotary` stores
+the tables. Tables are read on the device.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import torch
 from engine.contract.rope import LENGTH_SHIFT
 
 FROM = "lengths_from"
-"""The attribute of a rotary module with the length of the first row of its tables."""
+"""The attribute of a rotary module that holds the length for the first row of its tables."""
 
 
 def table_name(frequencies: str) -> str:
-    """The name of the buffer with a table of such frequencies."""
+    """Return the name of the buffer that holds the table for the buffer `frequencies`."""
     return f"{frequencies}_of_lengths"
 
 
 @dataclass(frozen=True, slots=True)
 class LengthTable:
-    """A table.
+    """A table of frequencies by length.
 
     Attributes:
-        frequencies: float32 [L, F]: up to the original length, then of each length beyond it; the
-            last row is that of all longer ones.
-        original: that length.
+        frequencies: float32 [L, F]. The first row is for all lengths up to the original one, and
+            the next rows are for one longer length each. The last row is also for all longer ones.
+        original: the original length.
     """
 
     frequencies: torch.Tensor
@@ -38,11 +38,11 @@ class LengthTable:
 
     @classmethod
     def of(cls, module: torch.nn.Module, name: str) -> LengthTable | None:
-        """A rotary module's table by the name of its buffer; None: it has none."""
+        """Return the table in a rotary module's buffer of that name, or None if it has none."""
         table = module._buffers.get(name)
         return None if table is None else cls(table, vars(module)[FROM])
 
     def rows(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """The rows of tokens: [T] → [T]."""
+        """Return the table rows for tokens: [T] → [T]."""
         last = len(self.frequencies) - 1
         return ((position_ids >> LENGTH_SHIFT) - self.original).clamp(0, last)

@@ -1,14 +1,15 @@
-"""A described decoder on the native kernels: all layers of a step in one call of the library.
+"""A decoder on the native kernels: all layers of a step in one call of the library.
 
     ids ─ embedding ─ x ─▶ layers(spec, spec, …) ─ y ─▶ norm ─ output ─▶ logits of the wanted tokens
 
-It stands where the transformers model stands in a step, and reads the same weights. Embedding,
-output layer and mixtures of experts are called as the model has them; a call of the library ends
-before each of these. Everything else is computed here.
+It replaces the transformers model in a step, and reads the same weights. The model's own embedding,
+output layer and mixtures of experts are called, so a call of the library ends before each of them.
+Everything else is computed here.
 
-What is done to a logit (a factor, a divisor, a softcap) depends on that logit alone, and a bfloat16
-has 65,536 values. So torch computes it once for each of them, and the output layer's kernel looks
-each result up as it stores it. This saves a pass over the logits, and the bits are the same.
+The processing of a logit (a factor, a divisor, a softcap) depends only on that logit, and bfloat16
+has only 65,536 values. So torch computes the result once for each of them, and the output layer's
+kernel looks it up before storing a logit. This saves a pass over the logits and gives the same
+bits.
 """
 
 from __future__ import annotations
@@ -33,26 +34,28 @@ from engine.native.library import LayersCall
 
 @dataclass(slots=True)
 class _Scratch:
-    """Scratch memory that all layers use in turn; it grows to the largest step."""
+    """Scratch memory that all layers share. It grows to the needs of the largest step."""
 
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     def of(self, needed: int) -> int:
-        """The address of at least so many bytes."""
+        """Return the address of at least `needed` bytes."""
         if needed > self.memory.numel():
             self.memory = torch.empty(needed, dtype=torch.uint8)
         return self.memory.data_ptr()
 
 
 class NativeDecoder(DecoderFrame):
-    """See the module. Used by one thread at a time: hold the attention backend's `step_lock`.
+    """Computes a model's steps on the native kernels.
+
+    Only one thread at a time may use it: hold the attention backend's `step_lock`.
 
     Attributes:
         description: what it computes.
-        layers: its layers with their tensors.
-        dtype, device: of its elements.
-        backend: computes attention when it is compared.
-        one_call: how near a step is to its parts alone: equal to them.
+        layers: the layers with their tensors.
+        dtype, device: of the tensors.
+        backend: computes attention in comparisons.
+        one_call: how close a layer in one call must be to its separate operations: equal.
     """
 
     one_call: Kind = "exact"
@@ -62,7 +65,7 @@ class NativeDecoder(DecoderFrame):
         """Bind a description to the tensors of a model whose linear layers are packed.
 
         Raises:
-            UnboundError: they are not packed, or not in the kernels' format.
+            UnboundError: the layers are not packed, or not in the kernels' format.
         """
         width = decoder.norm.width
         self.layers = tuple(BoundLayer.of(model, decoder, one, width) for one in decoder.layers)
@@ -77,7 +80,7 @@ class NativeDecoder(DecoderFrame):
         )
 
     def __call__(self, **inputs: Any) -> DecoderOutput:
-        """A step's logits; see `engine.runner.forward.CausalModel`."""
+        """Return a step's logits; see `engine.runner.forward.CausalModel`."""
         x = self.embed(inputs["input_ids"][0])
         x = self.run(
             self.layers, x, self.tables(inputs["position_ids"][0]), inputs[CONTEXT_KEYWORD]
@@ -88,7 +91,7 @@ class NativeDecoder(DecoderFrame):
         return DecoderOutput(self.logits(self.norm(x)).unsqueeze(0))
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Output layer and what is done to its results, in one pass: [L, K] → [L, V]."""
+        """Apply the output layer, and scale and cap its results, in one pass: [L, K] → [L, V]."""
         layer = self._output
         if self._finished is None or not isinstance(layer, PackedLinear):
             return self.finish(self.output(x))
@@ -96,13 +99,15 @@ class NativeDecoder(DecoderFrame):
         return multiply(x, layer.packed, layer.scales, layer.padded_bias, *sizes, self._finished)
 
     def tables(self, positions: torch.Tensor) -> list[Tables]:
-        """Cosines and sines of tokens at these positions, for each of the rotary embeddings:
-        float32, whatever they were rounded to.
+        """Return the cosines and sines for tokens at these positions, for each of the rotary
+        embeddings.
+
+        They are float32, even if they were rounded to another type.
         """
         return [(cos.float(), sin.float()) for cos, sin in super().tables(positions)]
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
-        """The last norm: [L, K] → [L, K]."""
+        """Apply the last norm: [L, K] → [L, K]."""
         y = torch.empty_like(x)
         width = self.description.norm.width
         native_library().norm(
@@ -112,14 +117,15 @@ class NativeDecoder(DecoderFrame):
         return y
 
     def finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """What is done to the output layer's results: [L, V] → [L, V]."""
+        """Scale and cap the output layer's results: [L, V] → [L, V]."""
         if self._finished is None:
             return super().finish(logits)
         return self._finished[logits.contiguous().view(torch.int16).int() & 0xFFFF]
 
     def _finish_each(self) -> torch.Tensor | None:
-        """The finished logit for each of the 65,536 bfloat16 values, by its bits; None: logits stay
-        as they are.
+        """Return the final logit for each of the 65,536 bfloat16 values, indexed by its bits.
+
+        Return None if logits are used as they are.
         """
         one = self.description
         if one.logits_factor is one.logits_divisor is one.logits_softcap is None:
@@ -134,13 +140,14 @@ class NativeDecoder(DecoderFrame):
         tables: list[Tables],
         context: AttentionContext,
     ) -> torch.Tensor:
-        """Compute some layers, in one call up to each mixture of experts: [T, K] → [T, K].
+        """Compute some layers: [T, K] → [T, K]. A call of the library ends at each mixture of
+        experts.
 
         Args:
             layers: the layers.
-            x: contiguous, of the model's type.
+            x: contiguous, in the model's dtype.
             tables: see `tables`.
-            context: that of a step with the native backend.
+            context: the context of a step with the native backend.
         """
         backend = context.backend
         if not isinstance(backend, NativeAttentionBackend):
@@ -196,7 +203,7 @@ class NativeDecoder(DecoderFrame):
 
 
 def _up_to_experts(layers: tuple[BoundLayer, ...]) -> Iterator[tuple[BoundLayer, ...]]:
-    """Divide layers after each one with experts, which the kernels do not compute."""
+    """Split layers after each one that has experts, which the kernels do not compute."""
     start = 0
     for index, one in enumerate(layers):
         if one.experts is not None or index == len(layers) - 1:

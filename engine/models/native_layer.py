@@ -1,7 +1,7 @@
-"""A described layer with its tensors, for the native kernels.
+"""A layer with its tensors, for the native kernels.
 
-A `BoundLayer` holds a LayerSpec, from which the kernels compute the whole layer in one call. For a
-comparison it also computes each part by its own kernel.
+A `BoundLayer` holds a LayerSpec, from which the kernels compute the whole layer in one call. For
+comparisons, it can also compute each operation with a separate kernel.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _ACTIVATIONS: dict[described.Activation, int] = {
     "relu_squared": RELU_SQUARED,
 }
 DTYPES = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
-"""The types of models, with the kernels' codes."""
+"""The supported dtypes of models, and the kernels' codes for them."""
 
 
 class Held:
-    """Keeps tensors alive whose addresses are used."""
+    """Passes tensors to the kernels by address, and keeps them alive."""
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         self._model = model
@@ -57,14 +57,14 @@ class Held:
         self._tensors: list[torch.Tensor] = []
 
     def address(self, tensor: torch.Tensor | None) -> int | None:
-        """A tensor's address."""
+        """Return a tensor's address, and keep the tensor alive."""
         if tensor is None:
             return None
         self._tensors.append(tensor.detach())
         return tensor.data_ptr()
 
     def norm(self, one: described.Norm | None) -> NormWeight:
-        """A norm; without a weight if there is none."""
+        """Return a norm for the kernels. It has no weight if `one` is None."""
         if one is None:
             return NormWeight()
         parameters = self._model.get_submodule(one.module)._parameters
@@ -78,9 +78,10 @@ class Held:
         return NormWeight(self.address(weight), self.address(bias), one.width, one.eps, form)
 
     def linears(self, paths: Sequence[str], inputs: int, outputs: int) -> list[LinearWeight]:
-        """Packed linear layers with the same input; a single one if their weights are adjacent.
+        """Return packed linear layers that have the same input, as one layer if their weights are
+        adjacent.
 
-        inputs, outputs: how many they must have together.
+        inputs, outputs: the required width of the input and total width of the outputs.
         """
         layers: list[PackedLinear] = []
         for path in paths:
@@ -99,7 +100,7 @@ class Held:
         return [self._linear(one) for one in layers]
 
     def mlp(self, spec: LayerSpec, one: described.Mlp, width: int) -> None:
-        """Put an MLP into a layer's spec; width: of its inputs and outputs."""
+        """Add an MLP to a layer's spec. width: of its inputs and outputs."""
         down = self._model.get_submodule(one.down)
         inner = down.in_features if isinstance(down, PackedLinear) else 0
         weights = self.linears(one.inner, width, (1 + one.gated) * inner)
@@ -145,13 +146,13 @@ class BoundLayer:
     """A layer with its tensors.
 
     Attributes:
-        description: the layer.
+        description: the description of the layer.
         rotary: its rotary embeddings, if it has any.
         spec: what the kernels read.
         dtype: of its elements.
         held: keeps the tensors alive that `spec` points to.
-        experts: the model's own module in the place of the MLP, [1, T, K] → [1, T, K]; None: the
-            MLP is in `spec`.
+        experts: the model's own module that replaces the MLP, [1, T, K] → [1, T, K]. None if `spec`
+            has an MLP.
     """
 
     description: described.Layer
@@ -167,10 +168,10 @@ class BoundLayer:
     ) -> BoundLayer:
         """Bind a layer to a model's tensors.
 
-        width: how many elements a token has between layers.
+        width: the number of elements per token between layers.
 
         Raises:
-            UnboundError: they are not packed, or not in the kernels' format.
+            UnboundError: the tensors are not packed, or not in the kernels' format.
         """
         dtype = next(model.parameters()).dtype
         held, attention = Held(model, dtype), layer.attention
@@ -219,7 +220,7 @@ class BoundLayer:
         return cls(layer, rotary, spec, dtype, held, None)
 
     def mix(self, x: torch.Tensor) -> torch.Tensor:
-        """Its experts; see Mix."""
+        """Compute the layer's experts; see Mix."""
         if self.experts is None:
             raise TypeError(f"{self.description.module} has no experts")
         made: torch.Tensor = self.experts(x.unsqueeze(0))
@@ -270,14 +271,16 @@ class BoundLayer:
         return _sum(self.spec, x, made)
 
     def add_experts(self, x: torch.Tensor) -> torch.Tensor:
-        """The rest of a layer with experts: the kernels have computed what comes before them."""
+        """Compute the rest of a layer with experts, after the kernels have computed its
+        attention.
+        """
         spec = self.spec
         made = _norm(spec, spec.before_mlp, x)
         return _sum(spec, x, _norm(spec, spec.after_mlp, self.mix(made)))
 
 
 def _norm(spec: LayerSpec, norm: Any, x: torch.Tensor) -> torch.Tensor:
-    """A norm; x itself if there is none."""
+    """Apply a norm. Return x itself if there is none."""
     if not norm.weight:
         return x
     x = x.contiguous()
@@ -290,7 +293,7 @@ def _norm(spec: LayerSpec, norm: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _sum(spec: LayerSpec, x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """x + residual · made, [T, K] each."""
+    """Return x + residual · made, [T, K] each."""
     y = torch.empty_like(x)
     native_library().add(
         x.data_ptr(), made.data_ptr(), spec.residual, y.data_ptr(), *x.shape, spec.dtype,

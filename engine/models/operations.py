@@ -1,11 +1,11 @@
-"""What a decoder computes beside its attention, in four operations:
+"""The four operations that a decoder needs in addition to attention:
 
     multiply  x · weight + bias ─▶        a product
-    add_norm  x + norm(made) ─ norm ─▶    the sum, and what the next product reads
+    add_norm  x + norm(made) ─ norm ─▶    the sum, and the input of the next product
     turn      queries, keys, values ─▶    norms, rotary embeddings, the write into the KV cache
-    gate      activation(gate) · up ─▶    what the last product of an MLP reads
+    gate      activation(gate) · up ─▶    the input of an MLP's last product
 
-`TorchOperations` computes them plainly, on any device, and says what they are:
+`TorchOperations` is the reference implementation in plain torch, for any device.
 `engine.models.triton_operations` computes the same on a CUDA device, with one kernel for each.
 Elements are computed in float32, and rounded wherever the models' own operations round. Only the
 order of sums and the last bits of e^x may differ.
@@ -24,7 +24,7 @@ from typing_extensions import override
 from engine.models import description as described
 
 Tables = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines of a step's tokens, [T, dim / 2] each."""
+"""The cosines and sines for a step's tokens, [T, dim / 2] each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class BoundNorm:
 
     Attributes:
         weight: [width].
-        bias: the same; None: there is none.
+        bias: [width], or None if there is none.
         eps, form: see `engine.models.description.Norm`.
     """
 
@@ -44,19 +44,19 @@ class BoundNorm:
 
     @property
     def width(self) -> int:
-        """How many elements are normed together."""
+        """The number of elements that are normed together."""
         return len(self.weight)
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What is done to queries and keys before attention.
+    """How queries and keys are processed before attention.
 
     Attributes:
         heads, kv_heads, head_dim: Hq, Hkv, D.
-        query_norm, key_norm: of each head, or of all heads together; None: there is none.
-        norms_last: they follow the rotation.
-        rotary_dim: how many elements of a head are rotated, the first ones.
+        query_norm, key_norm: the norms of each head, or of all heads together. None for no norm.
+        norms_last: whether the norms follow the rotation.
+        rotary_dim: the number of leading elements of a head that are rotated.
         paired, rounds_products: see `engine.models.description.Rotary`.
     """
 
@@ -73,11 +73,11 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class KVPlaces:
-    """Where keys and values are put.
+    """Where keys and values are written.
 
     Attributes:
         keys, values: [S, Hkv, D] each: a layer's cache, or tensors for the step's tokens alone.
-        slots: int64 [T], a token's place in them; None: tokens in their order.
+        slots: int64 [T], the row of each token in them. None if the rows are the tokens in order.
     """
 
     keys: torch.Tensor
@@ -86,14 +86,20 @@ class KVPlaces:
 
 
 class Operations(Protocol):
-    """See the module. Tensors are contiguous, and of one type. No argument is modified, except
-    what `KVPlaces` has.
+    """The operations; see the module. Tensors are contiguous and have the same type. Arguments are
+    not modified, except for the tensors in `KVPlaces`.
     """
 
     def multiply(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """A linear layer: [T, K] → [T, N]. weight: [N, K]; bias: [N]; None: there is none."""
+        """Compute a linear layer: [T, K] → [T, N].
+
+        Args:
+            x: [T, K].
+            weight: [N, K].
+            bias: [N], or None if there is none.
+        """
         ...
 
     def add_norm(
@@ -104,30 +110,30 @@ class Operations(Protocol):
         factor: float = 1.0,
         before: BoundNorm | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add to x what attention or an MLP made, and norm the sum for what comes next.
+        """Add the result of attention or an MLP to x, and norm the sum for the next operation.
 
         Args:
             x: [T, K].
-            made: at most two, [T, K] each, which are added in this order.
-            after: a norm of what was made.
-            factor: multiplies what was made.
+            made: at most two results, [T, K] each, which are added in this order.
+            after: a norm that is applied to the results first.
+            factor: multiplies the results.
             before: the norm of the sum.
 
         Returns:
-            The sum (x itself if nothing was made), and its norm (the sum itself without a norm).
+            The sum (x itself if `made` is empty), and its norm (the sum itself without a norm).
         """
         ...
 
     def rotate(
         self, projected: torch.Tensor, heads: Heads, tables: Tables | None, places: KVPlaces
     ) -> torch.Tensor:
-        """Norm and rotate queries and keys, and put keys and values where they belong.
+        """Norm and rotate queries and keys, and write keys and values to the cache.
 
         Args:
             projected: [T, (Hq + 2 Hkv) · D], queries first, then keys, then values.
-            heads: what is done.
-            tables: for the rotation; None: nothing is rotated.
-            places: where keys and values are put.
+            heads: how queries and keys are processed.
+            tables: the cosines and sines, or None for no rotation.
+            places: where keys and values are written.
 
         Returns:
             The queries, [T, Hq, D].
@@ -137,12 +143,12 @@ class Operations(Protocol):
     def gate(
         self, inner: torch.Tensor, activation: described.Activation, *, gated: bool
     ) -> torch.Tensor:
-        """The activation of what an MLP's first product made.
+        """Apply the activation to the result of an MLP's first product.
 
         Args:
-            inner: [T, N]; if gated [T, 2 N], gate first, then up.
-            activation: of the gate, or of all.
-            gated: whether it is multiplied by `up`.
+            inner: [T, N], or if gated [T, 2 N], gate first, then up.
+            activation: applied to the gate, or to all elements without one.
+            gated: whether the activation is multiplied by `up`.
 
         Returns:
             [T, N].
@@ -151,7 +157,7 @@ class Operations(Protocol):
 
 
 class TorchOperations(Operations):
-    """See the module."""
+    """The reference implementation in plain torch."""
 
     @override
     def multiply(
@@ -203,7 +209,7 @@ class TorchOperations(Operations):
     def _turned(
         self, x: torch.Tensor, norm: BoundNorm | None, heads: Heads, tables: Tables | None
     ) -> torch.Tensor:
-        """[T, H, D] → [T, H, D]."""
+        """Norm and rotate heads: [T, H, D] → [T, H, D]."""
         if heads.norms_last:
             x = _rotated(x, heads, tables)
         if norm is not None:
@@ -213,7 +219,7 @@ class TorchOperations(Operations):
 
 
 def normed(x: torch.Tensor, norm: BoundNorm) -> torch.Tensor:
-    """The norm of x's rows: [..., width] → [..., width]."""
+    """Return the norm of x's rows: [..., width] → [..., width]."""
     wide, weight = x.float(), norm.weight.float()
     if norm.form == "centered":
         wide = wide - wide.mean(-1, keepdim=True)
@@ -225,7 +231,7 @@ def normed(x: torch.Tensor, norm: BoundNorm) -> torch.Tensor:
 
 
 def _rotated(x: torch.Tensor, heads: Heads, tables: Tables | None) -> torch.Tensor:
-    """[T, H, D] → [T, H, D]."""
+    """Rotate the leading elements of heads: [T, H, D] → [T, H, D]."""
     if tables is None:
         return x
 

@@ -1,14 +1,15 @@
-"""Linear layers and embeddings with weights in the order in which the native kernel reads them.
+"""Linear layers and embeddings whose weights are stored in the order in which the native kernel
+reads them.
 
 Packing moves elements without changing them, except with int8. Reading a layer's `weight` unpacks
-it, and what is written to it is packed in its place (`engine.models.packed_weight`), as is what
-`load_state_dict` finds. With int8, each element is a multiple of its row's scale: the row's largest
-element / 127. These layers have no gradients: a backward pass through one is refused, so that
-nobody trains the rest of a model without noticing.
+it, and writing to it packs the new values (`engine.models.packed_weight`), as does
+`load_state_dict`. With int8, each element is a multiple of its row's scale, which is the row's
+largest absolute element / 127. These layers do not support gradients: a backward pass through one
+raises an error, so that nobody unknowingly trains only the rest of a model.
 
-The type of a packed tensor says what it holds. int32: the bits of float32. uint8: the bits of
-bfloat16, or int8 if there are scales. A conversion of the model (`model.to(dtype)`) leaves both
-types alone.
+The dtype of a packed tensor tells its contents. int32: the bits of float32. uint8: the bits of
+bfloat16, or int8 if there are scales. Converting the model (`model.to(dtype)`) leaves both
+unchanged.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from engine.native.library import BFLOAT16, FLOAT32, LinearWeight, NativeLibrary
 from engine.native.torch_library import operation
 
 _UNPACKED = "_headrace_unpacked"
-"""Where a tensor of a state dict has the packed weight that it was made of."""
+"""The attribute of a tensor in a state dict that refers to the packed weight it was made from."""
 PANEL = 64
-"""A bias is padded to a multiple of this many elements, so that the kernel reads whole vectors."""
+"""Biases are padded to a multiple of this many elements, so that the kernel reads whole vectors."""
 _SLICE_BYTES = 16 << 20
-"""Other elements are converted and packed in slices of about this size."""
+"""The approximate size of the slices in which new elements are converted and packed."""
 _LARGE_PAGE = 2 << 20
-"""Bytes of a large page, of most processors; less memory has none."""
+"""The size in bytes of a large page on most processors. Smaller regions cannot have any."""
 
 
 @cache
 def native_library() -> NativeLibrary:
-    """The kernels, loaded once.
+    """Return the kernels, which are loaded on the first call.
 
     Raises:
         NativeUnavailableError: the kernels cannot be used here.
@@ -52,14 +53,16 @@ def native_library() -> NativeLibrary:
 def packed_size(
     outputs: int, inputs: int, *, dtype: torch.dtype = torch.bfloat16, int8: bool = False
 ) -> int:
-    """How many bytes a packed weight takes; int8: as int8, for inputs of bfloat16."""
+    """Return the size of a packed weight in bytes. int8: whether it is packed as int8, for bfloat16
+    inputs.
+    """
     code = FLOAT32 if dtype is torch.float32 else BFLOAT16
     size: int = native_library().linear_size(outputs, inputs, code, int8)
     return size
 
 
 def packed_view(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for a packed weight of a type, as the kernels' callers know it: see the module.
+    """View memory as a packed weight of the dtype; see the module for the types of packed tensors.
 
     memory: uint8 [packed_size(N, K, dtype)], at a multiple of 4 bytes.
     """
@@ -67,7 +70,7 @@ def packed_view(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def type_of(packed: torch.Tensor) -> torch.dtype:
-    """The type of the inputs and outputs of a packed weight."""
+    """Return the dtype of the inputs and outputs of a packed weight."""
     return torch.float32 if packed.dtype is torch.int32 else torch.bfloat16
 
 
@@ -77,7 +80,7 @@ def new_scales(outputs: int) -> torch.Tensor:
 
 
 def scales_size(outputs: int) -> int:
-    """How many bytes the scales of a weight's rows take."""
+    """Return the size in bytes of the scales of a weight's rows."""
     return -(-outputs // PANEL) * PANEL * torch.float32.itemsize
 
 
@@ -106,8 +109,10 @@ def pack(weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor | None
 def in_slices(
     weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor | None, size: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """Rows of a weight of about `size` bytes, with their places in the packed one and its scales;
-    see `pack`.
+    """Split a weight into row slices of about `size` bytes, each with its slice of `packed` and
+    `scales`.
+
+    See `pack` for the arguments.
     """
     outputs, inputs = weight.shape
     rows = max(1, size // (PANEL * inputs * weight.itemsize)) * PANEL
@@ -123,8 +128,8 @@ def in_slices(
 def ask_for_large_pages(packed: torch.Tensor) -> None:
     """Ask the system for large pages before memory is written for the first time.
 
-    A step reads all weights. Where memory is in pieces, looking up each page of 4 KiB takes longer
-    than reading it (docs/performance.md).
+    A step reads all weights. If memory is fragmented, translating the address of each 4 KiB page
+    takes longer than reading it (docs/performance.md).
     """
     storage = packed.untyped_storage()
     start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -141,7 +146,7 @@ def _code(packed: torch.Tensor) -> int:
 
 
 def pad_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
-    """A bias for the kernel: float32, padded to whole panels."""
+    """Return a bias for the kernel: float32, padded to whole panels."""
     if bias is None:
         return None
     padded = torch.zeros(-(-len(bias) // PANEL) * PANEL)
@@ -156,16 +161,16 @@ def read_rows(
     outputs: int,
     inputs: int,
 ) -> torch.Tensor:
-    """Rows of a packed weight: exact, or with the rounding of int8.
+    """Read rows of a packed weight: exact values, or rounded ones with int8.
 
     Args:
         packed: the weight.
-        scales: for int8.
+        scales: the scales, with int8.
         rows: int64 or int32, of any shape.
         outputs, inputs: N and K of the weight.
 
     Returns:
-        [*rows.shape, K], of the weight's type.
+        [*rows.shape, K], in the weight's dtype.
 
     Raises:
         IndexError: there is no such row.
@@ -191,7 +196,9 @@ def linear_weight(
     outputs: int,
     inputs: int,
 ) -> LinearWeight:
-    """A packed weight as the kernel takes it: the addresses of these tensors; see `multiply`."""
+    """Return a packed weight for the kernel, with the addresses of these tensors; see
+    `multiply`.
+    """
     return LinearWeight(
         packed.data_ptr(),
         None if bias is None else bias.data_ptr(),
@@ -211,21 +218,22 @@ def multiply(
     inputs: int,
     finished: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x · Wᵀ + bias.
+    """Return x · Wᵀ + bias.
 
     Args:
-        x: [..., K], of the weight's type.
+        x: [..., K], in the weight's dtype.
         packed: W [N, K], packed.
-        scales: of int8.
+        scales: the scales, with int8.
         bias: see `pad_bias`.
         outputs, inputs: N and K.
-        finished: bfloat16 [65536], what becomes of each result, by its bits; for x of bfloat16.
+        finished: bfloat16 [65536], the value that replaces each result, indexed by the result's
+            bits. Only for bfloat16 x.
 
     Returns:
-        [..., N], of the same type.
+        [..., N], in the same dtype.
 
     Raises:
-        RuntimeError: x is of another type or width, or not on the CPU, as torch's own layer does.
+        RuntimeError: x has another type or width, or is not on the CPU, as with torch's own layer.
     """
     shape = x.shape
     dtype = type_of(packed)
@@ -308,7 +316,7 @@ def _read_rows_opaquely(
 
 
 class _NoGradients(torch.autograd.Function):
-    """A layer's results in a graph whose backward pass is refused."""
+    """Puts a layer's result into the autograd graph, with a backward pass that raises an error."""
 
     @staticmethod
     def forward(
@@ -324,8 +332,9 @@ class _NoGradients(torch.autograd.Function):
 def without_gradients(
     x: torch.Tensor, bias: torch.Tensor | None, run: Callable[[], torch.Tensor]
 ) -> torch.Tensor:
-    """What `run` makes of a layer's input and bias; a backward pass through it raises
-    NoGradientsError.
+    """Return the result of `run`, which computes a layer from x and bias.
+
+    A backward pass through the result raises NoGradientsError.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         made: torch.Tensor = _NoGradients.apply(x, bias, run)  # type: ignore[no-untyped-call]
@@ -334,7 +343,7 @@ def without_gradients(
 
 
 class _Packed(HeldLayer):
-    """The common part of both: the packed weight."""
+    """The base of PackedLinear and PackedEmbedding, with the packed weight."""
 
     packed: torch.Tensor
     scales: torch.Tensor | None
@@ -377,7 +386,7 @@ class _Packed(HeldLayer):
 
 
 class PackedLinear(_Packed):
-    """Stands for a torch.nn.Linear."""
+    """Replaces a torch.nn.Linear."""
 
     bias: torch.nn.Parameter | None
     padded_bias: torch.Tensor | None
@@ -388,9 +397,9 @@ class PackedLinear(_Packed):
         """Make a layer that computes the same as `linear`.
 
         Args:
-            packed: its weight, packed.
-            linear: its weight is not kept.
-            scales: of int8.
+            packed: the packed weight of `linear`.
+            linear: the layer to replace. Its weight is not kept.
+            scales: the scales, with int8.
         """
         super().__init__(packed, scales, linear.out_features, linear.in_features)
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -399,7 +408,7 @@ class PackedLinear(_Packed):
         self.sync()
 
     def sync(self) -> None:
-        """See HeldLayer: the kernel reads a padded copy of the bias."""
+        """Apply changes; see HeldLayer. The kernel reads a padded copy of the bias."""
         super().sync()
         bias, padded = self.bias, self.padded_bias
         if bias is not None and padded is not None and self._has_changed("bias", bias):
@@ -407,7 +416,7 @@ class PackedLinear(_Packed):
                 padded[: len(bias)].copy_(bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., K] → [..., N]."""
+        """Compute the layer: [..., K] → [..., N]."""
         run: Callable[..., torch.Tensor] = multiply
         if torch.compiler.is_compiling():
             run = _multiply_opaquely
@@ -418,17 +427,17 @@ class PackedLinear(_Packed):
         return without_gradients(x, self.bias, lambda: run(x, *tensors, *sizes))
 
     def extra_repr(self) -> str:
-        """The arguments that str() shows."""
+        """Return the arguments for `repr`."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, {_form(self)}"
 
 
 class PackedEmbedding(_Packed):
-    """In place of a torch.nn.Embedding that shares its weight with a linear layer, or of Gemma's,
-    which multiplies rows by its `embed_scale`.
+    """Replaces a torch.nn.Embedding that shares its weight with a linear layer, or Gemma's
+    embedding, which multiplies rows by its `embed_scale`.
 
     Attributes:
-        stands_for: the class of what it replaced.
+        stands_for: the class of the module it replaced.
     """
 
     stands_for: type[torch.nn.Module]
@@ -443,9 +452,9 @@ class PackedEmbedding(_Packed):
         """Make a table that returns the same as `embedding`.
 
         Args:
-            packed: its weight, packed; the linear layer's.
-            embedding: its weight is not kept.
-            scales: of int8.
+            packed: the packed weight, shared with the linear layer.
+            embedding: the embedding to replace. Its weight is not kept.
+            scales: the scales, with int8.
         """
         super().__init__(packed, scales, embedding.num_embeddings, embedding.embedding_dim)
         self.num_embeddings = embedding.num_embeddings
@@ -456,17 +465,17 @@ class PackedEmbedding(_Packed):
         self.register_buffer("embed_scale", factor, persistent=False)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[...] → [..., K]."""
+        """Look up rows: [...] → [..., K]."""
         run = _read_rows_opaquely if torch.compiler.is_compiling() else read_rows
         sizes = (self.num_embeddings, self.embedding_dim)
         return self.scaled(run(self.packed, self.scales, token_ids, *sizes))
 
     def scaled(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of its weight, as they are returned: scaled, if the embedding scales them."""
+        """Scale rows of the weight if the embedding scales its results."""
         return rows if self.embed_scale is None else rows * self.embed_scale.to(rows.dtype)
 
     def extra_repr(self) -> str:
-        """The arguments that str() shows."""
+        """Return the arguments for `repr`."""
         return f"{self.num_embeddings}, {self.embedding_dim}, {_form(self)}"
 
 

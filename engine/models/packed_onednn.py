@@ -1,5 +1,5 @@
-"""Linear layers with weights packed by oneDNN, for processors with matrix tiles, which oneDNN uses
-and our kernels do not.
+"""Linear layers with weights packed by oneDNN, for processors with matrix tiles. oneDNN uses these
+tiles, and our kernels do not.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from engine.models.held_layer import HeldLayer
 from engine.models.packed import without_gradients
 
 _TYPICAL_ROWS = 16
-"""The expected number of rows, on which oneDNN's packed form may depend; any number can be
-computed.
+"""The expected number of rows, on which oneDNN's packed layout may depend. Any number of rows can
+be computed.
 """
 
 
 class OneDnnLinear(HeldLayer):
-    """Stands for a torch.nn.Linear of bfloat16."""
+    """Replaces a torch.nn.Linear in bfloat16."""
 
     bias: torch.nn.Parameter | None
 
@@ -43,12 +43,12 @@ class OneDnnLinear(HeldLayer):
         ]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., K] → [..., N]."""
+        """Compute the layer: [..., K] → [..., N]."""
         self.sync()
         packed, bias = self._held[0], self.bias
         linear = torch.ops.mkldnn._linear_pointwise
         return without_gradients(x, bias, lambda: linear(x, packed, bias, "none", [], ""))
 
     def extra_repr(self) -> str:
-        """The arguments that str() shows."""
+        """Return the arguments for `repr`."""
         return f"in_features={self.in_features}, out_features={self.out_features}, oneDNN"

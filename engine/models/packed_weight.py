@@ -1,10 +1,10 @@
-"""A packed weight as its owner sees it: a tensor [N, K] that is read and written like any other.
+"""Presents a packed weight as a tensor [N, K] that can be read and written like any other.
 
     weight[0].mul_(2) ─▶ unpack ─▶ row 0 of the copy, times 2 ─▶ pack again ─▶ the packed memory
 
-Nothing is held: each operation unpacks what it reads, so it reads what the layer has now. Results
-are ordinary tensors, except views, which remember how they follow from the weight: what is written
-to a view reaches the packed memory, too.
+No unpacked copy is kept: each operation unpacks what it reads, so it always sees the layer's
+current weight. Results are ordinary tensors, except for views. A view remembers how it was derived
+from the weight, so writing to it also changes the packed memory.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_map_only
 
 
 class HoldsWeight(Protocol):
-    """A layer that holds a weight in a packed form."""
+    """A layer that stores its weight in packed form."""
 
     def unpacked(self) -> torch.Tensor:
-        """A copy of the weight, [N, K]."""
+        """Return a copy of the weight, [N, K]."""
         ...
 
     def take(self, weight: torch.Tensor) -> None:
-        """Hold this weight from now on, in the same memory."""
+        """Replace the weight, in the same memory."""
         ...
 
 
@@ -32,7 +32,9 @@ _View = Callable[[torch.Tensor], torch.Tensor]
 
 
 class PackedWeight(torch.Tensor):
-    """See the module. It has no memory that others could write to past the layer."""
+    """A packed weight as a tensor. It has no storage, so nobody can write to it without the layer
+    knowing.
+    """
 
     _layer: HoldsWeight
     _views: Sequence[_View]
@@ -41,12 +43,12 @@ class PackedWeight(torch.Tensor):
     def __new__(
         cls, layer: HoldsWeight, like: torch.Tensor, views: Sequence[_View] = ()
     ) -> PackedWeight:
-        """A layer's weight, or a view of it.
+        """Create the tensor for a layer's weight, or for a view of it.
 
         Args:
             layer: the layer.
-            like: a tensor of the same shape, strides and type; it is not kept.
-            views: the operations that lead from the weight to this view, one after the other.
+            like: a tensor of the same shape, strides and type. It is not kept.
+            views: the operations that derive this view from the weight, in order.
         """
         self: PackedWeight = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("cpu")
@@ -61,7 +63,7 @@ class PackedWeight(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # stated wrongly there
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute with unpacked copies; pack again what was written."""
+        """Run an operation on unpacked copies, then pack those that it has written to."""
         names = [one.name for one in func._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
         copies: dict[int, torch.Tensor] = {}
@@ -94,12 +96,12 @@ class PackedWeight(torch.Tensor):
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """As the tensor that it stands for."""
+        """Format the unpacked weight."""
         return repr(self.clone())
 
     @property
     def data(self) -> torch.Tensor:
-        """The same weight."""
+        """The weight itself."""
         return self.detach()
 
     @data.setter
@@ -107,26 +109,26 @@ class PackedWeight(torch.Tensor):
         self.copy_(values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """An ordinary tensor."""
+        """Return a copy as an ordinary tensor."""
         return self.clone()
 
     def data_ptr(self) -> int:
-        """Refused: the elements have no address in this order."""
+        """Raise RuntimeError: the packed elements have no address in the weight's order."""
         raise RuntimeError("a packed weight has no address; clone() it, or read state_dict()")
 
     def tolist(self) -> Any:
-        """The elements as lists."""
+        """Return the elements as lists."""
         return self.clone().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A copy that cannot be written to: it would not be the weight that is written."""
+        """Return a read-only copy, because writing to a copy would not change the weight."""
         array = self.clone().numpy(force=force)
         array.flags.writeable = False
         return array
 
 
 def _views_of(one: PackedWeight, func: Any, given: dict[str, Any], name: str, made: Any) -> Any:
-    """What a view operation made of a weight: views that know their weight, too."""
+    """Wrap the results of a view operation so that they refer to the packed weight, too."""
     others = {key: value for key, value in given.items() if key != name}  # not the copy
 
     def view(index: int | None) -> _View:

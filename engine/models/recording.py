@@ -1,14 +1,15 @@
-"""Records what the parts of a model's layers compute, by transformers' own code, before anything is
-packed: what a decoder of ours is compared with (`engine.models.comparison`).
+"""Records the results of the modules in a model's layers, by transformers' own code, before
+anything is packed. Our decoder is then compared with them (`engine.models.comparison`).
 
     prompt ─▶ embedding ─ x ─▶ layer ─ x ─▶ layer … ─▶ norm ─▶ output ─▶ logits
                            [x, x · 2⁻¹⁰, x · 2⁶] ─▶ a batch of three, of which the first goes on
-                                  (x · 2³ in float16, which ends at 65504)
+                                  (x · 2³ in float16, whose maximum is 65504)
 
-The model runs once on a short prompt. Hooks give each layer its input in several magnitudes, since
-a fault may depend on values: very small ones show a norm's eps, very large ones which terms are
-added to each other. They are the rows of one batch, so that weights are read once. Other hooks keep
-the results of its modules, and a stand-in for eager attention keeps queries and keys.
+The model runs once on a short prompt. Hooks give each layer its input in several magnitudes,
+because a fault may depend on values: very small ones expose a norm's eps, and very large ones
+expose which terms are added to each other. The magnitudes are the rows of one batch, so weights are
+read only once. Other hooks keep the modules' results, and a replacement for eager attention keeps
+queries and keys.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ MAGNITUDES = {
     torch.bfloat16: _WIDE,
     torch.float16: (1.0, 2.0**-10, 2.0**3),
 }
-"""What layers' inputs are multiplied with, by the model's type; powers of two, so that no element
-in range is rounded.
+"""The factors for the layers' inputs, by the model's dtype. They are powers of two, so that no
+element within range is rounded.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRecord:
-    """One layer's results. M: how many MAGNITUDES there are, T: tokens.
+    """The results of one layer. M is the number of MAGNITUDES, T the number of tokens.
 
     Attributes:
-        x: its input, [M * T, K].
+        x: the layer's input, [M * T, K].
         parts: results by the names of `engine.models.layer_parts.walk`, [M * T, width].
-        options: what attention was given besides tensors.
+        options: the arguments of attention that are not tensors.
     """
 
     x: torch.Tensor
@@ -54,11 +55,11 @@ class LayerRecord:
 
 @dataclass(frozen=True, slots=True)
 class ModelRecord:
-    """A model's results.
+    """The results of a model.
 
     Attributes:
         token_ids: int64 [T].
-        layers: in order.
+        layers: the layers' results in order.
         normed: the last norm's result, [T, K].
         product: the output layer's result, [T, V].
         logits: [T, V].
@@ -74,10 +75,11 @@ class ModelRecord:
 def record(
     model: PreTrainedModel, decoder: described.Decoder, token_ids: Sequence[int]
 ) -> ModelRecord:
-    """Run a model on a prompt and record.
+    """Run a model on a prompt and record its results.
 
     Args:
-        model: in evaluation mode, not in use; only its attention is set.
+        model: in evaluation mode and not in use. Only its attention implementation is changed, and
+            restored afterwards.
         decoder: its description.
         token_ids: the prompt.
     """
@@ -101,11 +103,11 @@ def record(
 
 
 class _Taps:
-    """What hooks see.
+    """Collects what the hooks see.
 
     Attributes:
-        layers: those that were recorded.
-        made, given: the results and inputs of modules since the last layer began, by path, as rows.
+        layers: the recorded layers.
+        made, given: the most recent result and input of each module, by path, as rows.
     """
 
     def __init__(self, decoder: described.Decoder, tokens: int) -> None:
@@ -114,7 +116,7 @@ class _Taps:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of all tensors."""
+        """Drop all tensors."""
         self.layers: list[LayerRecord] = []
         self.made: dict[str, torch.Tensor] = {}
         self.given: dict[str, torch.Tensor] = {}
@@ -122,7 +124,7 @@ class _Taps:
         self._options: dict[str, Any] = {}
 
     def attend(self, module: Any, *tensors: Any, **options: Any) -> Any:
-        """Stands for the model's eager attention, of queries, keys, values and a mask."""
+        """Record queries and keys, then call the model's eager attention."""
         queries, keys = (self._rows(one.transpose(1, 2)) for one in tensors[:2])
         self._turned = {"queries": queries, "keys": keys}
         self._options = {name: options.get(name) for name in ("scaling", "softcap", "s_aux")}
@@ -130,7 +132,7 @@ class _Taps:
         return eager(module, *tensors, **options)
 
     def watch(self, model: PreTrainedModel) -> list[Any]:
-        """Hook on all modules of the description; returns the hooks' handles."""
+        """Register hooks on all modules of the description, and return their handles."""
         paths = {self._decoder.norm.module, self._decoder.output}
         handles = []
         for layer in self._decoder.layers:
@@ -162,13 +164,13 @@ class _Taps:
         return [module.register_forward_pre_hook(widen), module.register_forward_hook(keep)]
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[B, T, …] or, heads first, [B, H, T, D] → [B * T, width]."""
+        """Reshape to rows: [B, T, …] or, heads first, [B, H, T, D] → [B * T, width]."""
         if tensor.dim() == 4 and tensor.shape[1] != self._tokens:
             tensor = tensor.transpose(1, 2)
         return tensor.reshape(tensor.shape[0] * self._tokens, -1)
 
     def _parts(self, layer: described.Layer, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What was seen of a layer's call, by the names of parts."""
+        """Return what was recorded in a call of a layer, by the names of its operations."""
         attention, mlp, made, given = layer.attention, layer.mlp, self.made, self.given
         norms = dict(_norms_of(layer))
         parts = {name: made[norm.module] for name, norm in norms.items()} | self._turned

@@ -1,11 +1,12 @@
-"""The table of model classes that have a description, and how it is read from a model.
+"""The table of model classes that can be described, and how their descriptions are read from a
+model.
 
     model ─▶ its class in FAMILIES? ─▶ its sources as they were compared? ─▶ read sizes ─▶ Decoder
 
 A class's name proves nothing about its code, which changes between versions of transformers. So the
-table only holds for sources whose digest is in `engine.models.digests`: those that were compared by
-hand and by test. Whether a description is true of a model with its weights and its config is then
-judged by the model itself (`engine.models.comparison`).
+table applies only to sources whose digest is in `engine.models.digests`, that is, those that were
+compared by hand and by test. A description of a particular model, with its weights and config, is
+then checked against the model itself (`engine.models.comparison`).
 """
 
 from __future__ import annotations
@@ -41,31 +42,32 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu2": "relu_squared",
 }
 _FIXED_ROTARY = frozenset({"default", "linear", "llama3", "yarn", "ntk_alpha"})
-"""Kinds of rotary embeddings whose frequencies do not depend on the length."""
+"""The kinds of rotary embeddings whose frequencies do not depend on the length."""
 _ROTARY_OF_LENGTHS = frozenset({"dynamic", "longrope"})
 _EPS = ("variance_epsilon", "eps")
 _SOURCE = "transformers."
 
 
 class NotDescribedError(Exception):
-    """A model has no description. The message says why; it ends a sentence."""
+    """A model cannot be described. The message gives the reason, worded to complete a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How the classes of a family name and combine their parts.
+    """How the classes of a family name and combine their modules.
 
     Attributes:
-        norms: a layer's norms, before and after attention, before and after the MLP; None, or an
-            Identity: there is none.
-        form: of all norms.
-        head_norms: those of queries and keys, if a model has any.
+        norms: the norms of a layer: before and after attention, before and after the MLP. None, or
+            a module of type Identity, if there is no such norm.
+        form: the variant of all norms.
+        head_norms: the norms of queries and keys, if a model has any.
         norms_last: see Attention.
         projection, inner, down: the linear layers of attention and of the MLP.
         gated, parallel: see Mlp and Layer.
         paired, rounds_tables, rounds_products: see Rotary.
-        rotates: whether an attention layer rotates.
-        multiplies_logits: logits are multiplied by the config's logits_scaling, not divided.
+        rotates: whether an attention layer uses rotary embeddings.
+        multiplies_logits: whether logits are multiplied by the config's logits_scaling rather than
+            divided by it.
     """
 
     norms: tuple[str | None, str | None, str | None, str | None] = (
@@ -160,16 +162,17 @@ FAMILIES: dict[str, Family] = {
         norms=("input_layernorm", None, "pre_feedforward_layernorm", None), form="from_one"
     ),
 }
-"""By model type. The class is the one that the module of that name has for causal language models.
+"""The families by model type. The class is the causal language model in the transformers module of
+that name.
 """
 
 
 def describe(model: PreTrainedModel) -> Decoder:
-    """The description of a model.
+    """Return the description of a model.
 
     Raises:
-        NotDescribedError: its class is not in the table, or has other sources than were compared,
-            or this model has a part that a description cannot name.
+        NotDescribedError: the class is not in the table, its sources are not those that were
+            compared, or the model has a feature that a description cannot express.
     """
     family_name = model.config.model_type
     family = FAMILIES.get(family_name)
@@ -193,15 +196,16 @@ def describe(model: PreTrainedModel) -> Decoder:
 
 
 def _follows_lengths(model: PreTrainedModel, one: Rotary) -> bool:
-    """Whether a rotary module's forward is the stand-in of `engine.loading.rotary`."""
+    """Return whether a rotary module's forward was replaced by `engine.loading.rotary`."""
     module = model.get_submodule(one.module)
     return one.lengths is not None and LengthTable.of(module, one.lengths) is not None
 
 
 def digest(model: torch.nn.Module) -> str:
-    """A hash of the code that computes a model: of the classes of its modules, and of the functions
-    beside them that attention layers call. Those of torch are not included. A packed embedding
-    counts as the one that it replaced.
+    """Return a hash of the code that computes a model.
+
+    It covers the classes of the modules and the functions that their attention layers call, but not
+    torch itself. A packed embedding counts as the embedding it replaced.
     """
     kinds = {
         one.stands_for if isinstance(one, PackedEmbedding) else type(one) for one in model.modules()
@@ -228,7 +232,9 @@ def _source(kind: Any) -> str:
 
 
 def _is_in_question(kind: type[torch.nn.Module]) -> bool:
-    """Whether a class's source counts: torch's and ours do not."""
+    """Return whether a class's source is part of the digest. Those of torch and Headrace are
+    not.
+    """
     return not kind.__module__.startswith(("torch.", "engine."))
 
 
@@ -240,7 +246,7 @@ class _Reader:
     family: Family
 
     def decoder(self) -> Decoder:
-        """The whole description."""
+        """Return the description of the whole model."""
         body, config = self.model.model, self.model.config
         rotaries = self._rotaries(body.rotary_emb)
         scaling = getattr(config, "logits_scaling", None)
@@ -324,7 +330,7 @@ class _Reader:
         return Norm(path, module.weight.shape[-1], float(eps), form)
 
     def _rotaries(self, module: Any) -> dict[str, Rotary]:
-        """By kind of layer; "": of all layers."""
+        """Return the rotary embeddings by kind of layer. The key is "" if all layers share them."""
         found = {}
         for name, buffer in module.named_buffers():
             if not name.endswith("inv_freq") or name.endswith("original_inv_freq"):

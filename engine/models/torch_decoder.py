@@ -1,17 +1,17 @@
-"""A described decoder in torch, with the products of one input joined and one operation for each
-run of small ones: for CUDA devices.
+"""A decoder in torch for CUDA devices. Products of the same input are joined, and consecutive small
+operations are one operation.
 
     ids ─ embedding ─ x ─ norm ─▶ layer ─▶ … ─▶ layer ─▶ output ─▶ logits of the wanted tokens
 
     layer:  [q k v] ─ turn ─ attention ─ output ─ add, norm ─ [gate up] ─ gate ─ down ─ add, norm
 
-The norm before what comes next is computed with the sum before it. So a layer launches 9 operations
-in a step of prompts, and 9 or 10 in a decode step, whose attention may have two; see
-`engine.models.operations`. There is no state between calls, and no tensor is looked at, so that
+Each sum is computed together with the norm that follows it. So a layer launches 9 operations in a
+step with prompts, and 9 or 10 in a decode step, where attention may take two; see
+`engine.models.operations`. No state is kept between calls and no tensor is read on the host, so
 steps can be captured.
 
-It reads the weights of the transformers model. [Wq Wk Wv] and [Wgate Wup] are made layer by layer,
-and the model's parameters become views of them, so that they are held once.
+The decoder reads the weights of the transformers model. [Wq Wk Wv] and [Wgate Wup] are joined layer
+by layer, and the model's parameters become views of them, so that they are stored only once.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from engine.models.layer_parts import Kind, UnboundError
 from engine.models.operations import BoundNorm, Heads, KVPlaces, Operations, Tables
 
 TORCH_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
-"""The types of models that it computes."""
+"""The supported dtypes of models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Linear layers of one input. weight: [N, K]; bias: [N]; None: there is none; operations: what
-    computes it.
+    """Linear layers with the same input.
+
+    weight: [N, K]; bias: [N], or None if there is none; operations: computes the product.
     """
 
     weight: torch.Tensor
@@ -45,7 +46,7 @@ class Product:
     operations: Operations
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, K] → [T, N]."""
+        """Compute the product: [T, K] → [T, N]."""
         return self.operations.multiply(x, self.weight, self.bias)
 
 
@@ -62,13 +63,13 @@ class TorchLayer:
     """A layer with its tensors.
 
     Attributes:
-        description: the layer.
+        description: the description of the layer.
         projection, output: the products of its attention.
         mlp: its MLP, or the model's own module of experts.
         before_attention, after_attention, before_mlp, after_mlp: its norms.
-        heads: what is done to queries and keys.
-        params: of its attention.
-        operations: what computes the rest.
+        heads: how queries and keys are processed.
+        params: the parameters of its attention.
+        operations: computes everything else.
     """
 
     description: described.Layer
@@ -128,7 +129,7 @@ class TorchLayer:
     def _rotate(
         self, q: torch.Tensor, k: torch.Tensor, heads: Heads, tables: Tables | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys by the operation that is also used for whole layers."""
+        """Rotate queries and keys by the operation that is also used for whole layers."""
         keys, values = k.new_empty((2, len(k), heads.kv_heads, heads.head_dim)).unbind(0)
         projected = torch.cat((q, k, torch.zeros_like(k)), -1)
         queries = self.operations.rotate(projected, heads, tables, KVPlaces(keys, values))
@@ -136,16 +137,16 @@ class TorchLayer:
 
 
 class TorchDecoder(DecoderFrame):
-    """See the module.
+    """Computes a model's steps in torch.
 
     Attributes:
         description: what it computes.
-        layers: its layers with their tensors.
-        dtype: of its elements.
-        device: where they are.
-        backend: computes attention when it is compared.
-        one_call: how near a step is to its parts alone. The sums of a product may have another
-            order where there are other rows.
+        layers: the layers with their tensors.
+        dtype: the type of the elements.
+        device: the device of the tensors.
+        backend: computes attention in comparisons.
+        one_call: how close a layer in one call must be to its separate operations. The order of the
+            sums in a product may depend on the number of rows.
     """
 
     one_call: Kind = "attention"
@@ -160,7 +161,8 @@ class TorchDecoder(DecoderFrame):
         """Bind a description to the tensors of a model, some of which are joined.
 
         Raises:
-            UnboundError: its tensors are not as this decoder needs them. Nothing is joined then.
+            UnboundError: the tensors are not as this decoder needs them. In this case nothing is
+                joined.
         """
         first = next(model.parameters())
         super().__init__(model, decoder, first.dtype)
@@ -174,7 +176,7 @@ class TorchDecoder(DecoderFrame):
         self._norm = binding.norm(decoder.norm)
 
     def __call__(self, **inputs: Any) -> DecoderOutput:
-        """A step's logits; see `engine.runner.forward.CausalModel`."""
+        """Return a step's logits; see `engine.runner.forward.CausalModel`."""
         x = self.embed(inputs["input_ids"][0])
         tables = self.tables(inputs["position_ids"][0])
         _, x = self._run(self.layers, x, tables, inputs[CONTEXT_KEYWORD], self._norm)
@@ -184,7 +186,7 @@ class TorchDecoder(DecoderFrame):
         return DecoderOutput(self.finish(self.output(x)).unsqueeze(0))
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
-        """The last norm: [L, K] → [L, K]."""
+        """Apply the last norm: [L, K] → [L, K]."""
         return self._operations.add_norm(x, before=self._norm)[1]
 
     def run(
@@ -198,9 +200,9 @@ class TorchDecoder(DecoderFrame):
 
         Args:
             layers: the layers.
-            x: contiguous, of the model's type.
+            x: contiguous, in the model's dtype.
             tables: see `tables`.
-            context: the step's.
+            context: the step's context.
         """
         return self._run(layers, x, tables, context, None)[0]
 
@@ -212,7 +214,7 @@ class TorchDecoder(DecoderFrame):
         context: AttentionContext,
         last: BoundNorm | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The result of some layers, and the same after the norm that follows."""
+        """Return the result of some layers, without and with the norm that follows."""
         add_norm = self._operations.add_norm
         norms = [*(one.before_attention for one in layers), last]
         x, normed = add_norm(x, before=norms[0])
@@ -237,7 +239,7 @@ class TorchDecoder(DecoderFrame):
         tables: Sequence[Tables],
         context: AttentionContext,
     ) -> torch.Tensor:
-        """A layer's attention, before its output layer: [T, K] → [T, Hq · D]."""
+        """Compute a layer's attention, without its output layer: [T, K] → [T, Hq · D]."""
         heads, rotate = layer.heads, self._operations.rotate
         projected = layer.projection(x)
         rotary = layer.description.attention.rotary
@@ -258,7 +260,7 @@ class TorchDecoder(DecoderFrame):
         return output.flatten(1)
 
     def _mlp(self, layer: TorchLayer, x: torch.Tensor) -> torch.Tensor:
-        """[T, K] → [T, K]."""
+        """Compute a layer's MLP or experts: [T, K] → [T, K]."""
         one = layer.mlp
         return one.down(layer.gate(one.inner(x))) if isinstance(one, TorchMlp) else layer.mix(x)
 
@@ -277,7 +279,7 @@ class _Binding:
         self._shared = {key for key, count in holders.items() if count > 1}
 
     def check(self, layer: described.Layer) -> None:
-        """Raise UnboundError if a layer's tensors are not as they must be."""
+        """Raise UnboundError if a layer's tensors cannot be used."""
         attention, mlp = layer.attention, layer.mlp
         query = attention.heads * attention.head_dim
         keys = attention.kv_heads * attention.head_dim
@@ -298,7 +300,7 @@ class _Binding:
             raise UnboundError("layers in parallel have norms of their own")
 
     def _check_linears(self, paths: Sequence[str], outputs: int | None) -> list[torch.nn.Linear]:
-        """Linear layers of one input; outputs: how many they have together."""
+        """Check linear layers that have the same input. outputs: their total width."""
         layers = []
         for path in paths:
             module = self._model.get_submodule(path)
@@ -318,7 +320,7 @@ class _Binding:
         return layers
 
     def layer(self, decoder: described.Decoder, layer: described.Layer) -> TorchLayer:
-        """Bind a layer, whose products are joined."""
+        """Bind a layer, and join its products."""
         attention = layer.attention
         rotary = None if attention.rotary is None else decoder.rotaries[attention.rotary]
         return TorchLayer(
@@ -346,7 +348,7 @@ class _Binding:
         )
 
     def norm(self, one: described.Norm) -> BoundNorm:
-        """A norm with its tensors."""
+        """Return a norm with its tensors."""
         parameters = self._model.get_submodule(one.module)._parameters
         weight, bias = parameters["weight"], parameters.get("bias")
         if weight is None or weight.shape != (one.width,) or weight.dtype != self._dtype:

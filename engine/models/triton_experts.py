@@ -1,13 +1,15 @@
-"""Experts without a wait for the device: pairs of tokens and experts are sorted there, and the
-kernel of `engine.models.experts_kernel` multiplies each by the weights of its expert. A product is
-launched as one torch operation (`headrace::experts_product`), so that a stand-in for CUDA graphs
-sees a single call and what it writes.
+"""Computes experts without waiting for the device.
+
+Pairs of tokens and experts are sorted on the device, and the kernel of
+`engine.models.experts_kernel` multiplies each by the weights of its expert. A product is launched
+as one torch operation (`headrace::experts_product`), so that a substitute for CUDA graphs sees a
+single call and what it writes.
 
     tokens, their experts ─▶ sorted pairs ─▶ [gate up] ─ the module's gate ─▶ down ─▶ weighted sum
 
-Tile sizes depend on the type alone, so a row's result depends neither on the rows beside it nor on
-how many there are. Weights are read where they are. Elements are rounded where transformers'
-`grouped_mm` rounds them.
+Tile sizes depend only on the dtype, so a row's result depends neither on its neighbours nor on the
+number of rows. Weights are read in place. Elements are rounded where transformers' `grouped_mm`
+rounds them.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ class ExpertTiles:
 
     Attributes:
         rows, columns, inputs: BLOCK_M, BLOCK_N, BLOCK_K.
-        warps: how many warps compute a program.
-        stages: how many tiles of inputs and weights are there at a time, being loaded or computed.
+        warps: the number of warps per program.
+        stages: the number of tiles of inputs and weights that are being loaded or computed at a
+            time.
     """
 
     rows: int
@@ -40,22 +43,23 @@ class ExpertTiles:
 
 
 _NARROW = ExpertTiles(rows=64, columns=64, inputs=64, warps=4, stages=4)
-"""For 16-bit types: what tensor cores multiply, within the 99 KiB of the smallest devices, so that
-three programs have room on a large one. While a tile has few rows, reading weights takes longer
-than multiplying by all of it.
+"""For 16-bit types. These sizes suit tensor cores and fit in the 99 KiB of the smallest devices, so
+that three programs fit on a large one. While a tile has few rows, reading the weights takes longer
+than multiplying all rows of the tile.
 """
 _WIDE = ExpertTiles(rows=16, columns=64, inputs=32, warps=4, stages=3)
-"""For float32, which has no tensor cores: every row that is not there is computed all the same."""
+"""For float32, which does not use tensor cores, so unused rows of a tile also cost time."""
 
 
 def choose_tiles(itemsize: int) -> ExpertTiles:
-    """The tiles for elements of so many bytes."""
+    """Return the tiles for elements of `itemsize` bytes."""
     return _WIDE if itemsize == 4 else _NARROW
 
 
 def most_tiles(pairs: int, experts: int, rows: int) -> int:
-    """The most tiles of `rows` rows that so many pairs can have: every expert that has any may have
-    one that is not full.
+    """Return the maximum number of tiles of `rows` rows for a number of pairs.
+
+    Each expert that has any pairs may have one tile that is not full.
     """
     return (pairs + min(pairs, experts) * (rows - 1)) // rows
 
@@ -64,11 +68,12 @@ def sort_pairs(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.
     """Sort pairs by their expert, on the device.
 
     Args:
-        chosen: [T, k], the experts of each token; pair t · k + i has chosen[t, i].
-        experts: how many there are.
+        chosen: [T, k], the experts of each token. Pair t · k + i has the expert chosen[t, i].
+        experts: the number of experts.
 
     Returns:
-        int64 [T · k], the pairs in order, and int32 [experts], where each expert's end.
+        int64 [T · k], the pairs in order, and int32 [experts], the end offset of each expert's
+        pairs.
     """
     ids, order = torch.sort(chosen.reshape(-1), stable=True)
     wanted = torch.arange(experts, dtype=ids.dtype, device=ids.device)
@@ -94,11 +99,11 @@ def experts_product(
 
     Args:
         x: [S / share, K], contiguous.
-        order, ends: see `sort_pairs`; S pairs.
-        weights: [E, N, K] or, transposed, [E, K, N], in the type of x.
-        biases: [E, N], contiguous, which are added to rounded products; None: there are none.
-        output: [S, N], contiguous: row p is pair p's.
-        share: how many pairs in a row read the same row of x.
+        order, ends: see `sort_pairs`, for S pairs.
+        weights: [E, N, K] or, transposed, [E, K, N], in the dtype of x.
+        biases: [E, N], contiguous, added to the rounded products. None for no biases.
+        output: [S, N], contiguous. Row p is the result of pair p.
+        share: the number of consecutive pairs that read the same row of x.
         transposed: see weights.
     """
     tiles = choose_tiles(x.itemsize)
@@ -130,12 +135,13 @@ def experts_product(
 def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """What a module of experts computes; see transformers' ExpertsInterface.
+    """Compute a module of experts; see transformers' ExpertsInterface.
 
     Args:
         self: the module.
         hidden_states: [T, K].
-        top_k_index, top_k_weights: [T, k], the experts of each token, and their weights.
+        top_k_index, top_k_weights: [T, k], the experts of each token, and the weights of their
+            results.
 
     Returns:
         [T, K].

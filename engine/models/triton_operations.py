@@ -1,13 +1,15 @@
-"""Launches the kernels of `engine.models.decoder_kernels`, each as one torch operation
-(`headrace::add_norm`, `headrace::turn`, `headrace::gate`, `headrace::product`), so that a stand-in
-for CUDA graphs sees a single call and what it writes.
+"""Launches the kernels of `engine.models.decoder_kernels`, each as one torch operation.
 
-Products are torch's, except those of one token of 16 bits: there is so little to compute that
-launches and the way to the first weights take a third of the time of a small model's step.
+These are `headrace::add_norm`, `headrace::turn`, `headrace::gate` and `headrace::product`. As torch
+operations, they let a substitute for CUDA graphs see a single call and what it writes.
 
-The constants of a launch depend on a layer's sizes alone, never on the step: a kernel is compiled
-once for each kind of layer, and a token's result does not depend on its neighbours. Sizes that
-would not fit in a program's registers are computed by torch.
+Products are computed by torch, except those of a single token in 16 bits. These compute so little
+that launching them and fetching the first weights takes a third of the time of a small model's
+step.
+
+The constants of a launch depend only on a layer's sizes, never on the step. So a kernel is compiled
+once for each kind of layer, and a token's result does not depend on its neighbours. Torch computes
+sizes that would not fit in a program's registers.
 """
 
 from __future__ import annotations
@@ -49,14 +51,14 @@ _ACTIVATIONS: dict[described.Activation, int] = {
     "relu_squared": RELU_SQUARED.value,
 }
 _WIDEST = 1 << 14
-"""The most elements of a program."""
+"""The maximum number of elements per program."""
 _PART = 1 << 11
-"""About as many elements of heads has a program, if heads are not normed together."""
+"""The approximate number of elements of heads per program, if heads are not normed together."""
 _GATE_BLOCK = 1 << 10
 _ELEMENTS_PER_THREAD = 16
 _PRODUCT = {"BLOCK_N": 4, "BLOCK_K": 4096}
-"""A program's part of a product of one token: of eight that were tried on an H200, the fastest in a
-small model, and within 3 % of the fastest in a large one.
+"""The block sizes of a product of one token. Of eight that were tried on an H200, they are the
+fastest in a small model, and within 3 % of the fastest in a large one.
 """
 
 
@@ -65,9 +67,9 @@ class Launch:
     """The constants of a launch.
 
     Attributes:
-        constants: of the kernel, in its order.
-        warps: how many warps compute a program.
-        parts: how many programs compute a token.
+        constants: the kernel's constants, in its order.
+        warps: the number of warps per program.
+        parts: the number of programs per token.
     """
 
     constants: Mapping[str, int]
@@ -78,7 +80,9 @@ class Launch:
 def add_norm_launch(
     width: int, made: int, after: BoundNorm | None, factor: float, before: BoundNorm | None
 ) -> Launch | None:
-    """How a sum of [T, width] is launched; None: not at all. See `Operations.add_norm`."""
+    """Return how to launch a sum of [T, width], or None if it is too wide. See
+    `Operations.add_norm`.
+    """
     block = _padded(width)
     if block > _WIDEST:
         return None
@@ -94,7 +98,10 @@ def add_norm_launch(
 
 
 def turn_launch(heads: Heads, *, turns: bool, has_slots: bool) -> Launch | None:
-    """How queries and keys are rotated; None: not by a kernel. See `Operations.rotate`."""
+    """Return how to launch a rotation, or None if the kernel does not support it.
+
+    See `Operations.rotate`.
+    """
     dim = heads.head_dim
     # As for a rotation where there is none, so that the sums of norms have one order.
     half = (heads.rotary_dim or dim) // 2
@@ -128,7 +135,7 @@ def turn_launch(heads: Heads, *, turns: bool, has_slots: bool) -> Launch | None:
 
 
 def gate_launch(width: int, activation: described.Activation, *, gated: bool) -> Launch:
-    """How an activation of [T, width] is launched. See `Operations.gate`."""
+    """Return how to launch an activation of [T, width]. See `Operations.gate`."""
     constants = {
         "WIDTH": width,
         "GATED": int(gated),
@@ -151,12 +158,12 @@ def _warps(elements: int) -> int:
 
 
 def _padded(size: int) -> int:
-    """The next power of two, as required for a block."""
+    """Return the next power of two, as required for a block."""
     return 1 << (size - 1).bit_length()
 
 
 class TritonOperations(Operations):
-    """See the module, and `engine.models.operations`."""
+    """The operations as Triton kernels; see `engine.models.operations`."""
 
     def __init__(self) -> None:
         self._plain = TorchOperations()
@@ -231,7 +238,7 @@ def _eps(norm: BoundNorm | None) -> float:
 
 
 def _told(launch: Launch) -> tuple[list[int], int, int]:
-    """A launch in types that operations may have."""
+    """Convert a launch to types that a torch operation accepts."""
     return list(launch.constants.values()), launch.warps, launch.parts
 
 

@@ -1,11 +1,13 @@
-"""Builds the kernels: `python -m engine.native.build`. Needs nothing but the standard library and
-g++ 11 or newer. Not clang++: its OpenMP calls are not those of GNU's runtime, which torch loads.
+"""Builds the kernels: `python -m engine.native.build`. Needs only the standard library and g++ 11
+or newer. clang++ is not supported: its OpenMP calls are not those of GNU's runtime, which torch
+loads.
 
 Each source is compiled once for every instruction set in VARIANTS, into a namespace of that name.
 The library chooses one when it is loaded, so it may be built on one machine and run on another.
-Sets that the compiler does not know are left out, with a line; a start says so where it matters.
-Objects of the lowest set are linked first: if several objects contain the same template of the
-standard library, the linker keeps the first one.
+Instruction sets that the compiler does not know are left out, and the build reports them. At
+start-up the server logs this if it matters for the machine. Objects of the lowest set are linked
+first: if several objects contain the same template of the standard library, the linker keeps the
+first one.
 """
 
 from __future__ import annotations
@@ -55,16 +57,16 @@ _ONCE = ("library.cpp",)
 
 
 class BuildError(Exception):
-    """The kernels cannot be built; the message says why."""
+    """The kernels cannot be built. The message says why."""
 
 
 def variants(machine: str) -> dict[str, tuple[str, ...]]:
-    """The instruction sets to build for on a type of machine, the lowest first."""
+    """Return the instruction sets to build for on a type of machine, the lowest first."""
     return _X86 if machine in ("x86_64", "AMD64") else {"portable": ()}
 
 
 def fingerprint() -> str:
-    """A hash of the sources: a library that was built from other sources is not used."""
+    """Return a hash of the sources. A library that was built from other sources is not used."""
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         if path.suffix in (".cpp", ".h"):
@@ -73,7 +75,7 @@ def fingerprint() -> str:
 
 
 def find_compiler(wanted: str | None = None) -> str:
-    """The path of a C++ compiler: the requested one, or the first of COMPILERS that will do.
+    """Return the path of a C++ compiler: the requested one, or the first usable one of COMPILERS.
 
     Raises:
         BuildError: there is none.
@@ -93,7 +95,9 @@ def find_compiler(wanted: str | None = None) -> str:
 
 
 def _is_clang(compiler: str) -> bool:
-    """Whether it is clang, under whatever name. One that cannot say so is left to the build."""
+    """Return whether a compiler is clang, under any name. One that does not identify itself is
+    accepted.
+    """
     macros = [compiler, "-dM", "-E", "-x", "c++", os.devnull]
     done = subprocess.run(macros, capture_output=True, text=True, check=False)
     return "#define __clang__ " in done.stdout
@@ -108,10 +112,10 @@ def build(compiler: str, output: Path = LIBRARY) -> tuple[str, ...]:
     """Compile and link, in parallel. `output` is replaced atomically.
 
     Returns:
-        The instruction sets that were left out, because the compiler does not know them.
+        The instruction sets that were left out because the compiler does not know them.
 
     Raises:
-        BuildError: compiling failed; the message has the compiler's output.
+        BuildError: compiling failed. The message has the compiler's output.
     """
     wanted = variants(platform.machine())
     lowest = next(iter(wanted))
@@ -149,7 +153,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m engine.native.build", description=__doc__)
     parser.add_argument("--compiler", help=f"default: the first of {', '.join(COMPILERS)}")
     parser.add_argument(

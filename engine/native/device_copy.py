@@ -1,10 +1,9 @@
-"""How a step's numbers reach the device: without waiting for it.
+"""Copies a step's numbers to the device without waiting for it.
 
-A copy from pageable memory waits until the device has reached it, that is for the step that is
-computed meanwhile: then no step overlaps the next. Memory that torch has pinned is copied in the
-queue's order, and torch gives it to nobody else before that has happened. Whatever a step needs of
-the host's arrays is copied by `to_device`; `engine.runner.device` has the buffers that are filled
-again and again.
+A copy from pageable memory waits until the device has reached it in its queue, that is, for the
+step that is being computed. Steps could then not overlap. A copy from pinned memory is only queued,
+and torch does not reuse that memory before the copy is done. `to_device` copies whatever a step
+needs from the host's arrays. `engine.runner.device` has the buffers that are filled repeatedly.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ import torch
 def to_device(
     values: npt.ArrayLike, device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Copy an array to a device, in the order of its work and without waiting for it.
+    """Queue a copy of an array to a device, without waiting for it.
 
     Args:
-        values: an array, or what numpy makes one of. On a CPU the tensor may share its memory.
-        device: where the tensor is wanted.
-        dtype: of the tensor; None: the array's. It is converted on the device.
+        values: an array, or anything that numpy converts to one. On a CPU the tensor may share its
+            memory.
+        device: the device of the tensor.
+        dtype: the dtype of the tensor, or None for the array's. The conversion runs on the device.
     """
     array: npt.NDArray[Any] = np.ascontiguousarray(values)
     host = torch.from_numpy(array)

@@ -1,4 +1,4 @@
-"""Loads the kernels, or says why they cannot be loaded, and declares their interface."""
+"""Loads the kernels and declares their interface. If they cannot be loaded, the error says why."""
 
 from __future__ import annotations
 
@@ -43,16 +43,17 @@ class AttentionCall(ctypes.Structure):
 
     Attributes:
         query, key, value: the step's tokens, [Hq, T, D], [Hkv, T, D] and [Hkv, T, Dv]. The elements
-            of a head are contiguous; the strides count elements.
+            of a head are contiguous. The strides count elements.
         keys, values: the layer's cache, [num_slots, Hkv, D] and [num_slots, Hkv, Dv].
         output: [T, Hq, Dv]. All of the above have the same dtype.
         sinks: float32 [Hq], or null.
         starts, counts: int64 [R]. tables: int32 [R, table_width].
         scratch: float32 [scratch_floats].
-        window: the most positions that a token attends to, itself included; 0: all.
+        window: the maximum number of positions that a token attends to, including its own. 0 for
+            all.
         dtype: 0 float32, 1 bfloat16, 2 float16.
-        threads: how many threads to use.
-        softcap: 0: none.
+        threads: the number of threads to use.
+        softcap: 0 for none.
     """
 
     _fields_ = (
@@ -71,21 +72,21 @@ class AttentionCall(ctypes.Structure):
 
 
 FLOAT32, BFLOAT16 = 0, 1
-"""Types of elements."""
+"""The types of elements."""
 FROM_ONE, ROUNDED_FIRST, CENTERED = 1, 2, 4
-"""How a norm is computed. 0: x over the root of its mean square, times the weight. FROM_ONE: the
-weight's elements are distances from 1. ROUNDED_FIRST: x is rounded before it is multiplied by the
-weight. CENTERED: a layer norm, x's mean is subtracted first.
+"""The variants of norms. 0: x divided by its root mean square, times the weight. FROM_ONE: the
+same, but the weight is stored as its difference from 1. ROUNDED_FIRST: x is rounded before it is
+multiplied by the weight. CENTERED: a layer norm; the mean of x is subtracted first.
 """
 SILU, GELU_TANH, RELU_SQUARED = 0, 1, 2
-"""Activations."""
+"""The activations."""
 
 
 class NormWeight(ctypes.Structure):
     """A norm over `width` elements. Mirrors the struct in src/calls.h.
 
     Attributes:
-        weight, bias: [width]; a null weight: there is no norm.
+        weight, bias: [width]. A null weight means that there is no norm.
         form: 0, FROM_ONE, ROUNDED_FIRST or CENTERED.
     """
 
@@ -98,18 +99,18 @@ class NormWeight(ctypes.Structure):
 
 
 class HeadsCall(ctypes.Structure):
-    """Queries and keys of one layer: normed and rotated, in place. Mirrors the struct in
-    src/calls.h.
+    """The queries and keys of one layer, which are normed and rotated in place. Mirrors the struct
+    in src/calls.h.
 
     Attributes:
-        query, key: [T, Hq * D] and [T, Hkv * D]; the strides are the distances between rows, in
+        query, key: [T, Hq * D] and [T, Hkv * D]. The strides are the distances between rows, in
             elements. The first rotary_dim elements of each head are rotated.
         cos, sin: float32 [T, rotary_dim / 2].
-        query_norm, key_norm: over a head, or over all heads together.
-        paired: neighbouring elements are rotated together, and there are no norms over a head;
-            else those of the two halves.
-        rounds: products with cosines and sines are rounded before they are added.
-        norms_last: norms over a head come after the rotation.
+        query_norm, key_norm: over each head, or over all heads together.
+        paired: whether neighbouring elements are rotated together, rather than elements of the two
+            halves. It excludes norms over each head.
+        rounds: whether products with cosines and sines are rounded before they are added.
+        norms_last: whether norms over each head come after the rotation.
     """
 
     _fields_ = (
@@ -127,9 +128,10 @@ class LinearWeight(ctypes.Structure):
     """A packed linear layer: [outputs, inputs]. Mirrors the struct in src/calls.h.
 
     Attributes:
-        bias, scales: float32; null: there are none.
-        dtype: FLOAT32 or BFLOAT16, of inputs and outputs; with scales, weights are int8.
-        finished: bfloat16 [65536], what becomes of a result, by its bits; null: nothing.
+        bias, scales: float32, or null if there are none.
+        dtype: FLOAT32 or BFLOAT16, the type of inputs and outputs. With scales, weights are int8.
+        finished: bfloat16 [65536], the value that replaces each result, indexed by the result's
+            bits. Null to keep the results.
     """
 
     _fields_ = (
@@ -144,15 +146,17 @@ class LayerSpec(ctypes.Structure):
     src/calls.h.
 
     Attributes:
-        before_attention, after_attention, before_mlp, after_mlp: norms; any may be missing.
-        projection: queries, keys and values: one layer, or one for each.
-        output: of attention.
-        inner: the MLP's first layers: gate and up as one or as two, or one without a gate.
-        down: the MLP's last layer; without a weight, the layer ends before the MLP.
+        before_attention, after_attention, before_mlp, after_mlp: the norms, any of which may be
+            missing.
+        projection: queries, keys and values: one layer together, or one layer each.
+        output: the output layer of attention.
+        inner: the first layers of the MLP: gate and up as one or two layers, or one layer without a
+            gate.
+        down: the last layer of the MLP. If it has no weight, the layer ends before the MLP.
         heads: a HeadsCall without queries, keys, tokens, cosines and sines.
-        rotary: which of the step's cosines and sines.
+        rotary: the index in the step's cosines and sines.
         gated: whether the MLP has a gate.
-        parallel: whether the MLP reads what attention reads.
+        parallel: whether the MLP reads the same input as attention.
         activation: SILU, GELU_TANH or RELU_SQUARED.
         dtype: FLOAT32 or BFLOAT16.
         residual: multiplies what attention and the MLP add.
@@ -183,9 +187,9 @@ class LayersCall(ctypes.Structure):
         keys, values: the address of each layer's cache.
         x, y: [tokens, K].
         cos, sin: the addresses of float32 [tokens, rotary_dim / 2], one for each LayerSpec.rotary.
-        scratch: layer_scratch tells how many bytes the largest layer needs.
+        scratch: memory for the largest layer, whose size in bytes layer_scratch returns.
         attention_scratch: float32 [attention_floats].
-        count: how many layers.
+        count: the number of layers.
         next: the first layer that was not computed.
     """
 
@@ -198,23 +202,24 @@ class LayersCall(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
-    """The kernels, loaded.
+    """The loaded kernels.
 
     Attributes:
         isa: the instruction set in use.
-        lacks: a better one that this processor has, but for which the library was not built; None:
-            there is none.
-        attention: takes an AttentionCall by reference. Returns 0, or, without having done anything,
-            how many floats of scratch it needs.
+        lacks: a better instruction set that this processor has, but that the library was not built
+            for. None if there is none.
+        attention: takes an AttentionCall by reference. Returns 0, or, if the scratch memory is too
+            small, the number of floats that it needs, without having done anything.
         linear_size, linear_pack, linear_rows, linear: packed linear layers; see the last lines of
             src/library.cpp, and `engine.models.packed`, which calls them.
-        norm, gate, heads, add: the operations between a model's matrix products, one by one, as the
-            comparison with the model needs them; see src/elementwise.cpp, and
+        norm, gate, heads, add: the operations between a model's matrix products as separate
+            functions, for the comparison with the model; see src/elementwise.cpp, and
             `engine.models.native_layer`, which calls them.
-        layer_scratch: takes a LayerSpec by reference and a number of tokens. Returns how many
-            bytes of scratch they need, which is proportional to the tokens.
-        layers: takes a LayersCall by reference. Returns 0, or how many floats of scratch the
-            attention of the next layer needs; then call it again with these.
+        layer_scratch: takes a LayerSpec by reference and a number of tokens. Returns how many bytes
+            of scratch memory they need, which is proportional to the number of tokens.
+        layers: takes a LayersCall by reference. Returns 0, or the number of floats of scratch
+            memory that the attention of the next layer needs. In that case, call it again with that
+            much.
         greedy: the most likely tokens; see src/greedy.cpp, and `engine.sampling.greedy`.
         draw: tokens drawn at a temperature; see src/draw.cpp, and `engine.sampling.drawing`.
     """
@@ -236,7 +241,9 @@ class NativeLibrary:
     draw: Any
 
     def slower(self) -> str:
-        """A line for the log if the processor has a better instruction set; else empty."""
+        """Return a line for the log if the processor has a better instruction set, otherwise an
+        empty string.
+        """
         if self.lacks is None:
             return ""
         return (
@@ -246,15 +253,15 @@ class NativeLibrary:
 
 
 class NativeUnavailableError(Exception):
-    """The kernels cannot be used here; the message says why, and what to do."""
+    """The kernels cannot be used here. The message says why, and what to do."""
 
 
 def load_library(path: Path = LIBRARY) -> NativeLibrary:
-    """Load the kernels. torch must have been imported: its OpenMP threads are used.
+    """Load the kernels. torch must have been imported, because its OpenMP threads are used.
 
     Raises:
-        NativeUnavailableError: they were not built, were built from other sources, or cannot run on
-            this processor.
+        NativeUnavailableError: the kernels were not built, were built from other sources, or cannot
+            run on this processor.
     """
     if not path.exists():
         raise NativeUnavailableError(

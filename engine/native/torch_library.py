@@ -1,8 +1,8 @@
-"""Operations of ours as torch knows them: one call, and what it writes, for a compiler and for a
-stand-in for CUDA graphs.
+"""Registers our functions as torch operations. A compiler, or a substitute for CUDA graphs, then
+sees each one as a single call, and knows what it writes.
 
-They are registered directly: `torch.library.custom_op` puts checks in Python around each call, of
-which a layer has six.
+They are registered directly, because `torch.library.custom_op` adds checks in Python to each call,
+and a layer makes six calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
-"""What computes each operation, by its name: for stand-ins that see the call."""
+"""The function that computes each operation, by name, for substitutes that intercept the call."""
 
 _LIBRARY = torch.library.Library("headrace", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -24,11 +24,12 @@ _LIBRARY = torch.library.Library("headrace", "FRAGMENT")  # type: ignore[no-unty
 def operation(
     schema: str, fake: Callable[..., object]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Register a function as `torch.ops.headrace`'s operation.
+    """Register a function as an operation in `torch.ops.headrace`.
 
     Args:
-        schema: its name, arguments and results, in torch's words; what it writes is marked.
-        fake: makes its results from tensors without contents.
+        schema: the name, arguments and results in torch's schema language, which marks what is
+            written.
+        fake: makes the results from tensors without contents.
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
@@ -44,4 +45,4 @@ def operation(
 
 
 def writes_nothing(*given: object) -> None:
-    """The `fake` of operations that have no result: tensors without contents stay as they are."""
+    """The `fake` of operations that return nothing. It does nothing."""

@@ -1,6 +1,6 @@
-"""The other ranks of a tensor-parallel model: they only compute what rank 0 tells them.
+"""The other ranks of a tensor-parallel model, which compute only what rank 0 sends them.
 
-receive ─▶ Begin, Allocate  allocate this rank's part of a cache
+receive ─▶ Begin, Allocate  allocate this rank's shard of a cache
            Copies           copy its blocks
            RankStep         the forward pass; rank 0 uses the logits
            End              return
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """What a rank has of a model, and how it makes room for steps.
+    """A rank's shard of a model, with what it needs to compute steps.
 
     Attributes:
         model, backend, device: what computes steps, and where.
-        free_memory: the bytes that are free now, on the device and on the host.
-        allocate: makes this rank's part of a cache; raises if it does not fit.
+        free_memory: returns the bytes that are currently free, on the device and on the host.
+        allocate: allocates this rank's shard of a cache. Raises if it does not fit.
     """
 
     model: CausalModel
@@ -45,14 +45,14 @@ class ModelPart:
 
 @dataclass(frozen=True, slots=True)
 class _Runner:
-    """This rank's part of one of rank 0's runners."""
+    """This rank's counterpart of one of rank 0's runners."""
 
     forward: ModelForward
     copier: BlockCopier
 
 
 class Follower:
-    """Computes for rank 0, on the thread that calls it."""
+    """Computes what rank 0 sends, on the thread that calls it."""
 
     def __init__(self, part: ModelPart, ranks: Ranks) -> None:
         self._part = part
@@ -60,7 +60,7 @@ class Follower:
         self._runners: dict[int, _Runner] = {}
 
     def follow(self) -> None:
-        """Compute until rank 0 sends the end.
+        """Compute steps until rank 0 sends End.
 
         Raises:
             RanksLostError: a rank has failed, or ended unexpectedly.
@@ -95,7 +95,7 @@ class Follower:
         return True
 
     def _allocate(self, plan: Allocate) -> bool:
-        """Allocate a runner's cache. False: it does not fit."""
+        """Allocate a runner's cache. Return whether it fits."""
         part = self._part
         try:
             kv = part.allocate(plan)
@@ -110,4 +110,4 @@ class Follower:
 
 
 def _nothing_carried(inputs: InputBatch, token_ids: torch.Tensor) -> None:
-    """Do nothing: all tokens come with the message."""
+    """Do nothing, because the message contains all tokens."""

@@ -1,12 +1,12 @@
-"""Rank 0 of a tensor-parallel model: it tells the other ranks what to compute, then computes its
-own part.
+"""Rank 0 of a tensor-parallel model. It tells the other ranks what to compute, then computes its
+own shard.
 
     ModelRunner ─┬─▶ LeadingCopier ── Copies ─────▶ other ranks      then it copies its own blocks
-                 └─▶ LeadingForward ── RankStep ──▶ other ranks      then it computes its own part
+                 └─▶ LeadingForward ── RankStep ──▶ other ranks      then it computes its own shard
 
-If a step cannot be laid out, only its batch fails, as without ranks. After it was sent, a failure
-leaves the other ranks at an unknown point inside the model's collectives, so the engine and all
-ranks end.
+If the inputs of a step cannot be prepared, only its batch fails, as without ranks. After the step
+has been sent, a failure leaves the other ranks at an unknown point inside the model's collectives,
+so the engine and all ranks end.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Leader:
         self._is_over = ""
 
     def begin(self, available: int, host_available: int) -> tuple[int, int, int]:
-        """Start to make a runner; the other ranks drop the caches of former runners.
+        """Begin to make a runner. The other ranks drop the caches of runners that no longer exist.
 
         Args:
-            available, host_available: free bytes here, on the device and on the host.
+            available, host_available: free bytes on this rank, on the device and on the host.
 
         Returns:
             The runner's id, and the bytes that are free on every rank (device, host).
@@ -68,10 +68,10 @@ class Leader:
         return runner_id, device, host
 
     def allocate(self, runner_id: int, plan: CacheSize, make: Callable[[], KVTensors]) -> KVTensors:
-        """Let every rank allocate its part of a cache; `make` does so here.
+        """Allocate a cache on every rank, using `make` on this one.
 
         Raises:
-            InsufficientMemoryError: it does not fit here, or on another rank.
+            InsufficientMemoryError: the cache does not fit here, or on another rank.
             RanksLostError: the ranks no longer compute together.
         """
         with self.telling(Allocate.of(runner_id, plan)):
@@ -106,10 +106,10 @@ class Leader:
 
     @staticmethod
     def config(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
-        """The options, without features that a split model does not support.
+        """Return the options without features that a split model does not support.
 
         Raises:
-            ConfigError: such a feature is explicitly on.
+            ConfigError: such a feature is explicitly enabled.
         """
         asked = {
             "use_async_batching": bool(config.use_async_batching),
@@ -130,7 +130,7 @@ class Leader:
 
     @contextlib.contextmanager
     def telling(self, message: Message) -> Iterator[None]:
-        """Send a message to the other ranks; the block does the same work on this rank.
+        """Send a message to the other ranks. The `with` block then does the same work on this rank.
 
         Raises:
             RanksLostError: the ranks no longer compute together, or stopped doing so during the
@@ -151,7 +151,9 @@ class Leader:
                 raise RanksLostError(self._is_over) from error
 
     def end(self) -> None:
-        """Let the other ranks end after the running step. Harmless if they have ended."""
+        """Tell the other ranks to end after the running step. Harmless if they have already
+        ended.
+        """
         if not self._lock.acquire(timeout=_END_WAIT_S):
             logger.warning("a step has not ended; the other ranks end with an error")
             return
@@ -168,7 +170,7 @@ class Leader:
 
 
 class LeadingForward(ModelForward):
-    """A forward pass that the other ranks compute too."""
+    """A forward pass that the other ranks also compute."""
 
     def __init__(
         self,
@@ -196,7 +198,7 @@ class LeadingForward(ModelForward):
 
 
 class LeadingCopier(BlockCopier):
-    """Copies blocks that the other ranks copy too."""
+    """Copies blocks on all ranks."""
 
     def __init__(self, leader: Leader, runner_id: int, kv: KVTensors) -> None:
         super().__init__(kv.groups, kv.caches, kv.host_caches, kv.block_size)

@@ -1,8 +1,8 @@
-"""The messages of rank 0 to the other ranks of a tensor-parallel model: msgpack that is checked
-against its type on arrival. Nothing received is executed.
+"""The messages from rank 0 to the other ranks of a tensor-parallel model. They are encoded with
+msgpack and checked against their types on arrival. Nothing received is executed.
 
-Begin(1) ─▶ all report their free memory ─▶ Allocate(1) ─▶ all allocate their part of the cache
-Copies(1), RankStep(1), RankStep(1), …            a step's block copies, and its inputs, laid out
+Begin(1) ─▶ all report their free memory ─▶ Allocate(1) ─▶ all allocate their shard of the cache
+Copies(1), RankStep(1), RankStep(1), …            a step's block copies, and its prepared inputs
 End
 
 A Begin without an Allocate has no effect: rank 0 found that the cache does not fit.
@@ -22,8 +22,8 @@ from engine.runner.runner_options import StepPath
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """A runner is being made. Runners that are not in the list of live ones are dropped, with their
-    caches.
+    """A runner is being made. Runners that are not in the list of live ones are dropped, together
+    with their caches.
     """
 
     runner: int
@@ -40,20 +40,20 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, runner: int, plan: CacheSize) -> Allocate:
-        """The part of a plan that other ranks need."""
+        """Make the message from the size of a cache."""
         return cls(runner, plan.block_size, plan.num_blocks, plan.host_blocks)
 
 
 class Copies(msgspec.Struct, frozen=True, tag=True):
-    """Block copies, made before the next step computes anything."""
+    """Block copies, to be made before the next step computes anything."""
 
     runner: int
     copies: StepCopies
 
 
 class RankStep(msgspec.Struct, frozen=True, tag=True):
-    """One step's inputs; arrays as the bytes of int64 elements, and int32 for the tables. Fields as
-    of InputBatch and BatchLayout; `tables` by layer group.
+    """One step's inputs. Arrays are sent as the bytes of int64 elements, or int32 for the tables.
+    The fields are those of InputBatch and BatchLayout, with `tables` by layer group.
     """
 
     runner: int
@@ -73,8 +73,8 @@ class RankStep(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, runner: int, inputs: InputBatch) -> RankStep:
-        """The part of a step's inputs that the forward pass needs. None of its tokens may be
-        carried.
+        """Extract what the forward pass needs from a step's inputs. No token may be carried
+        over.
         """
         first = inputs.layouts[0]
         return cls(
@@ -95,7 +95,7 @@ class RankStep(msgspec.Struct, frozen=True, tag=True):
         )
 
     def inputs(self) -> InputBatch:
-        """Recreate the inputs, without the parts that only sampling needs."""
+        """Recreate the inputs, without those that only sampling needs."""
         positions = _array(self.positions)
         starts = _array(self.starts)
         counts = _array(self.counts)
@@ -125,7 +125,7 @@ class RankStep(msgspec.Struct, frozen=True, tag=True):
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """There is nothing more to compute: the other ranks end."""
+    """There is nothing more to compute, so the other ranks end."""
 
 
 Message = Begin | Allocate | Copies | RankStep | End

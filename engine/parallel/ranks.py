@@ -1,12 +1,13 @@
 """The processes that share a tensor-parallel model, and their communication.
 
-    rank 0   ── messages ──▶  the others      gloo, on the host: what is to be computed next
+    rank 0   ── messages ──▶  the others      gloo, on the host: what to compute next
     each rank ◀── sums ───▶  each rank        gloo on CPUs, NCCL on CUDA: inside the model's layers
 
-torchrun starts them and assigns their ranks. The model's own collectives use the default process
-group, as transformers expects; messages use another one, on which a rank may wait for days.
+torchrun starts the processes and assigns their ranks. The model's own collectives use the default
+process group, as transformers expects. Messages use another group, in which a rank may wait for
+days.
 
-However a process ends, its connections close, and ranks that wait for it fail; so no rank outlives
+However a process ends, its connections close, and ranks that wait for it fail. So no rank outlives
 the others for long. While a model is loaded, all ranks do the same work. A rank that refuses the
 model writes its reason to the rendezvous store, then closes its connections, so all ranks end with
 that reason.
@@ -36,32 +37,36 @@ from engine.parallel.rank_messages import Message
 logger = logging.getLogger(__name__)
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""How long a live rank may keep the others waiting inside the model, or during loading."""
+"""How long a live rank may keep the others waiting inside the model, or while loading."""
 _IDLE_TIMEOUT = timedelta(days=3650)
 """How long rank 0 may have nothing to compute."""
 _FRAME_BYTES = 4096
-"""Most messages of decode steps fit one frame; longer ones take two broadcasts."""
+"""The size of the first broadcast. Most messages for decode steps fit in it, and longer messages
+take two broadcasts.
+"""
 _SIZE_BYTES = 8
 _REASON_KEY = "headrace/reason"
 _REFERENCES = 2
-"""What `sys.getrefcount` says of an attribute that nobody else has: its own argument is one."""
+"""The result of `sys.getrefcount` for an attribute without other references. It includes the
+argument.
+"""
 _LET_GO_S = 1.0
 
 
 class Store(Protocol):
-    """What is needed of the rendezvous store."""
+    """The required interface of the rendezvous store."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """If `expected` is empty, set a key unless it exists; returns its value afterwards."""
+        """Return a key's value. If the key does not exist and `expected` is empty, set it first."""
         ...
 
 
 class Ranks:
-    """This process among those that share the model.
+    """This process as one of those that share the model.
 
     Attributes:
-        place: its rank, and how many there are.
-        device: the device of its part of the model.
+        place: its rank, and the number of ranks.
+        device: the device of its shard of the model.
     """
 
     def __init__(
@@ -88,10 +93,10 @@ class Ranks:
         return self.place.rank == 0
 
     def send(self, message: Message) -> None:
-        """Tell all other ranks. Called by rank 0.
+        """Send a message to all other ranks. Called by rank 0.
 
         Raises:
-            RuntimeError: one of them is gone.
+            RuntimeError: a rank is gone.
         """
         payload = self._encoder.encode(message)
         head = len(payload).to_bytes(_SIZE_BYTES, "little") + payload
@@ -103,7 +108,7 @@ class Ranks:
             dist.broadcast(tail, src=0, group=self._messages)
 
     def receive(self) -> Message:
-        """Wait for a message from rank 0. Called by the others.
+        """Wait for a message from rank 0. Called by the other ranks.
 
         Raises:
             RuntimeError: a rank is gone.
@@ -120,7 +125,7 @@ class Ranks:
         return self._decoder.decode(payload)
 
     def least(self, values: Sequence[int]) -> tuple[int, ...]:
-        """The element-wise minimum of all ranks' values. Called by all of them.
+        """Return the element-wise minimum of all ranks' values. Called by all ranks.
 
         Raises:
             RuntimeError: a rank is gone.
@@ -131,11 +136,11 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """A block that all ranks run: if it fails on one of them, it fails on all, with the same
+        """Run a `with` block on all ranks. If it fails on one rank, it fails on all, with the same
         reason.
 
         Raises:
-            ModelRefusedError: another rank has failed; the message has its number and its reason.
+            ModelRefusedError: another rank has failed. The message has its number and its reason.
             RanksLostError: another rank is gone, and has left no reason.
         """
         try:
@@ -156,9 +161,10 @@ class Ranks:
     def leave(self) -> None:
         """Close the connections, so that ranks waiting for this one fail. Harmless if repeated.
 
-        The process may end now. Gloo's thread lets go of a message's tensor a moment after it was
-        sent; from torch 2.13 on it needs the interpreter for that, and where this has ended, the
-        process is aborted. So that moment is waited for: until then the thread's reference counts.
+        The process may end after this call, so it first waits until Gloo has released the last
+        message. Gloo's thread releases the tensor shortly after sending it. From torch 2.13 on,
+        this needs the interpreter, and aborts the process if the interpreter has already ended. The
+        tensor's reference count shows when it has been released.
         """
         deadline = time.monotonic() + _LET_GO_S
         while sys.getrefcount(self._frame) > _REFERENCES and time.monotonic() < deadline:
@@ -167,8 +173,10 @@ class Ranks:
             dist.destroy_process_group()
 
     def _first_reason(self, own: str) -> tuple[int, str]:
-        """The first rank that failed, and its reason; own: this rank's reason, recorded if it is
-        the first. An empty reason: the store is gone, with the process that hosted it.
+        """Return the first rank that failed, and its reason.
+
+        The reason is empty if the store is gone, together with the process that hosted it. own:
+        this rank's reason, which is recorded if it is the first.
         """
         mine = f"{self.place.rank} {own}"
         try:
@@ -180,11 +188,11 @@ class Ranks:
 
 
 def join(load_config: LoadConfig, place: RankPlace | None) -> Ranks | None:
-    """Connect to the other ranks; None: there are none.
+    """Connect to the other ranks. Return None if there are none.
 
     Args:
-        load_config: says whether the model is split, and on which type of device it is.
-        place: this process; None: torchrun did not start it.
+        load_config: whether the model is split, and on which type of device.
+        place: the rank of this process, or None if torchrun did not start it.
 
     Raises:
         ConfigError: the model cannot be split in this process.
@@ -233,8 +241,8 @@ def join(load_config: LoadConfig, place: RankPlace | None) -> Ranks | None:
 
 
 def rank_device(load_config: LoadConfig, place: RankPlace) -> torch.device:
-    """The device of a rank. transformers splits models across a machine's accelerators, if it has
-    any.
+    """Return the device of a rank. transformers splits models across a machine's accelerators if it
+    has any.
 
     Raises:
         ConfigError: that device is not available.

@@ -1,5 +1,4 @@
-"""What a model will need and how fast it will be, computed before its weights are loaded.
+"""Estimates what memory a model will need and how fast it will be, before its weights are loaded.
 
-It reads no weights, and serves nobody: it is what `headrace-server plan` and the manager's owner
-ask.
+It reads no weights and serves no requests. `headrace-server plan` and the manager use it.
 """

@@ -1,12 +1,12 @@
-"""Expected times of steps on a machine of which two rates were given: what is read and computed,
-divided by these.
+"""Estimates the times of steps on a machine with two given rates: memory bandwidth and operations
+per second. Each time is an amount of data or operations, divided by its rate.
 
-products    the larger of reading the weights and computing; of experts, those that are chosen
-attention   reading the KV of all requests, or a prompt's operations
+products    the larger of reading the weights and computing; only the chosen experts count
+attention   reading the KV cache of all requests, or a prompt's operations
 sampling    a row for each request that gets a token
-the rest    small operations, each of which costs the same however little it computes
+the rest    small operations, each of which takes the same time, however little it computes
 
-Where the model can be run, its steps are timed instead; see `engine.planning.rehearsal`.
+If the model can be run, its steps are timed instead; see `engine.planning.rehearsal`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from dataclasses import dataclass
 from engine.planning.outline import Matrices, Outline, OutlineExperts
 
 OPERATION_S = 5e-6
-"""Seconds of a small operation."""
+"""The time of a small operation, in seconds."""
 STEP_OPERATIONS = 120
-"""The engine's own work in a step (scheduling, layout), in small operations."""
+"""The engine's own work per step (scheduling, layout), expressed in small operations."""
 REQUEST_OPERATIONS = 10
-"""The same for each request."""
+"""The engine's own work per request, expressed in small operations."""
 EXPERTS_OPERATIONS = 30
-"""Those of a module of experts besides its products: sorting tokens by expert, and back."""
+"""The small operations of a module of experts besides its products: sorting tokens by expert and
+back.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a machine computes in a second.
+    """The rates of a machine.
 
     Attributes:
-        bandwidth: bytes read from memory.
-        rate: floating-point operations of matrix products, in the model's type.
+        bandwidth: bytes read from memory per second.
+        rate: floating-point operations of matrix products per second, in the model's dtype.
     """
 
     bandwidth: float
@@ -40,7 +42,7 @@ class Rates:
 
 
 class ExpectedTimes:
-    """Computes the times of a model's steps."""
+    """Estimates the times of a model's steps."""
 
     def __init__(self, outline: Outline, rates: Rates, max_batch_tokens: int) -> None:
         self._outline = outline
@@ -51,7 +53,7 @@ class ExpectedTimes:
         self._sampled_row_s = 2 * row_bytes / rates.bandwidth
 
     def decode_s(self, requests: int, context: int) -> float:
-        """Seconds of a step in which each of some requests computes one token behind `context`
+        """Return the seconds of a step in which each request computes one token after `context`
         others.
         """
         kv_bytes = sum(
@@ -68,7 +70,7 @@ class ExpectedTimes:
         )
 
     def prefill_s(self, tokens: int) -> float:
-        """Seconds of computing a prompt alone, in steps of at most max_batch_tokens."""
+        """Return the seconds to compute a prompt alone, in steps of at most max_batch_tokens."""
         seconds = self._sampled_row_s
         for start in range(0, tokens, self._max_batch_tokens):
             count = min(self._max_batch_tokens, tokens - start)

@@ -1,12 +1,12 @@
-"""Where the memory of a server goes, before it is started.
+"""Plans how a server's memory will be used, before the server is started.
 
     this process, with torch and the model's modules        the engine's process without a model
     what a tokenizer and a vocabulary add to it             the same in the server's processes
     Outline ─▶ weights
     plan_cache, as the loader calls it ─▶ the KV cache
 
-A KV cache on a CPU gets its memory when tokens are written: so a server takes less at first, and
-all of it once as many tokens have been there (kept prefixes count).
+On a CPU, the system provides a KV cache's memory only when tokens are written. So a server uses
+less at first, and all of it once the cache has been full (retained prefixes count).
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from engine.text import Tokenizer, TokenizerError
 
 MIB = 1 << 20
 FRONT_END_BYTES = 80 * MIB
-"""The server's process without a tokenizer, as measured."""
+"""The measured memory of the server's process without a tokenizer."""
 CUDA_CONTEXT_BYTES = 512 * MIB
-"""What a process takes of a CUDA device before it has anything there; assumed."""
+"""The assumed memory that a process uses on a CUDA device before it allocates anything."""
 _ENGINE_BYTES = 48 * MIB
-"""What the engine's process has besides what this one has now: kernels, loop, buffers."""
+"""The memory of the engine's process beyond that of this process now: kernels, loop, buffers."""
 _KERNELS = 1024
-"""How many compiled matrix products torch keeps, the latest ones: oneDNN's own bound."""
+"""The maximum number of compiled matrix products in torch's cache, which is oneDNN's own limit."""
 _KERNEL_BYTES = 768 << 10
-"""One of them, as measured: 0.3 to 1.5 MiB."""
+"""The memory of one compiled matrix product. Measurements range from 0.3 to 1.5 MiB."""
 _SAMPLED_BYTES = 14
-"""For a logit of a row that is sampled: itself, as float32, and two temporaries."""
+"""The bytes per logit of a sampled row: the logit, its float32 copy, and two temporaries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Where memory goes, in bytes; with a model on CUDA, `weights`, `step` and the cache are the
-    device's.
+    """How memory will be used, in bytes. With a model on CUDA, `weights`, `step` and the cache are
+    on the device.
 
     Attributes:
-        total: what there is: given, or what this machine has free now.
-        is_given: whether it was given.
+        total: the available memory: the given amount, or what is free on this machine now.
+        is_given: whether the amount was given.
         front_end: the server's process.
         engine: the engine's process without the model.
-        weights: as the engine holds them.
-        step: the largest step's temporaries.
-        cache: the KV cache's plan.
+        weights: the weights, as the engine stores them.
+        step: the temporaries of the largest step.
+        cache: the plan of the KV cache.
     """
 
     total: int
@@ -65,13 +65,13 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """How many requests of a length run at once.
+    """How many requests of a given length can run at once.
 
     Attributes:
         prompt_tokens, output_tokens: the length.
-        request_bytes: the KV of one request at its end, in whole blocks.
-        cache_requests: how many the cache holds.
-        requests: the same, at most as many as may run at once.
+        request_bytes: the KV cache of one request at its end, in whole blocks.
+        cache_requests: the number of requests that the cache can hold.
+        requests: the same, limited by the maximum number of running requests.
     """
 
     prompt_tokens: int
@@ -82,13 +82,15 @@ class Room:
 
 
 def own_bytes() -> int:
-    """The memory of this process."""
+    """Return the memory of this process in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
 def tokenizer_bytes(outline: Outline) -> tuple[int, int]:
-    """What a tokenizer takes in a process, and what structured output takes in the engine's: by
-    loading them; 0, 0 without a tokenizer.
+    """Measure a tokenizer's memory in a process, and that of structured output in the engine's
+    process.
+
+    Both are measured by loading them. Return 0, 0 if there is no tokenizer.
     """
     before = own_bytes()
     try:
@@ -111,8 +113,8 @@ def plan_memory(
     Args:
         outline: the model.
         config: the engine's options.
-        memory: bytes that there are for the server, on the device with CUDA; None: as many as this
-            machine has free now.
+        memory: the bytes available to the server, on the device with CUDA. None for what is free on
+            this machine now.
 
     Raises:
         InsufficientMemoryError: the KV cache does not fit.
@@ -159,9 +161,11 @@ def plan_memory(
 
 
 def kernel_bytes(outline: Outline) -> int:
-    """The compiled matrix products that torch keeps in the engine's process: for bfloat16 on a CPU,
-    one for each shape and number of rows that it has seen, unless our kernels multiply. Experts get
-    any number of rows, and so do the chunks of prompts.
+    """Return the memory of the compiled matrix products that torch keeps in the engine's process.
+
+    For bfloat16 on a CPU, torch keeps one for each shape and number of rows, unless our kernels
+    compute the products. The number of rows varies freely for experts and for the chunks of
+    prompts.
     """
     ours = outline.packing in ("native", "int8") and not outline.experts
     if outline.device.type != "cpu" or outline.dtype is not torch.bfloat16 or ours:
@@ -170,7 +174,7 @@ def kernel_bytes(outline: Outline) -> int:
 
 
 def step_bytes(outline: Outline, config: ContinuousBatchingConfig) -> int:
-    """About what the largest step needs besides weights and KV, in bytes."""
+    """Estimate what the largest step needs in addition to weights and KV cache, in bytes."""
     limits = step_limits(config, outline.device)
     widest = max(outline.widest, outline.hidden)
     tokens, logits = limits.max_batch_tokens, limits.max_requests * outline.vocab_size
@@ -184,7 +188,7 @@ def step_bytes(outline: Outline, config: ContinuousBatchingConfig) -> int:
 
 
 def room(outline: Outline, cache: CachePlan, prompt_tokens: int, output_tokens: int) -> Room:
-    """How many requests of a length run at once."""
+    """Return how many requests of a given length can run at once."""
     tokens = prompt_tokens + output_tokens
     blocks = -(-tokens // cache.block_size)
     fits, held, smallest = [], 0, min(cache.num_blocks)
@@ -207,7 +211,9 @@ def room(outline: Outline, cache: CachePlan, prompt_tokens: int, output_tokens: 
 
 
 def blocks_for(requests: int, tokens: int, block_size: int) -> int:
-    """How many blocks these requests need to run at once, each ending with `tokens` tokens."""
+    """Return how many blocks are needed to run these requests at once, each ending with `tokens`
+    tokens.
+    """
     blocks = requests * -(-tokens // block_size)
     # A ninth of these is a tenth of all.
     return blocks + min(requests - 1, -(-blocks // 9))

@@ -1,4 +1,4 @@
-"""Counts the tensor operations of a forward pass, on any device: the meta device will do."""
+"""Counts the tensor operations of a forward pass, on any device, including the meta device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def without(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Do not count the operations of these modules during the block."""
+        """Exclude the operations of these modules from the count, inside the `with` block."""
 
         def pause(*_: object) -> None:
             self._paused += 1
@@ -59,5 +59,5 @@ class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def computing(self) -> Counter[str]:
-        """The operations that compute something."""
+        """Return the counts of the operations that compute something."""
         return Counter({name: count for name, count in self.seen.items() if name not in VIEWS})

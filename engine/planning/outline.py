@@ -1,11 +1,11 @@
-"""A model's outline: its modules and what they keep, without its weights.
+"""A model's outline: its modules and the size of what they store, without the weights.
 
     path ─▶ read_checkpoint ─▶ the model on the meta device ─▶ one watched forward ─▶ Outline
             (as for a server)                                  (see `engine.loading.watching`)
 
-On the meta device tensors have shapes and types, and no elements: a model of any size takes seconds
-and some megabytes. The KV's shapes, the layer groups and what packing does come from the same code
-that a server runs.
+On the meta device, tensors have shapes and types but no elements, so a model of any size takes
+seconds and a few megabytes. The shapes of the KV cache, the layer groups and the effects of packing
+are computed by the same code that a server runs.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from engine.planning.operation_count import OperationCount
 
 _NAME = "headrace_outline"
 CALLED_WITH = 16
-"""Tokens of the watched forward."""
+"""The number of tokens in the watched forward."""
 FAILURES = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
-"""What modules raise where they need numbers that are not there."""
+"""The exceptions that modules raise if they need the elements of a tensor on the meta device."""
 FUSED_OPERATIONS = 8
-"""The parallel regions of a layer that is computed by our kernels in one call."""
+"""The parallel regions of a layer that our kernels compute in one call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,9 @@ class Matrices:
     """Some of a model's matrices.
 
     Attributes:
-        elements: how many numbers.
-        held: bytes, as the engine holds them.
-        count: how many matrices.
+        elements: the number of elements.
+        held: their size in bytes, as the engine stores them.
+        count: the number of matrices.
     """
 
     elements: int = 0
@@ -74,9 +74,9 @@ class OutlineExperts:
     """A module of experts.
 
     Attributes:
-        weights: of all its experts.
-        total: how many experts.
-        chosen: how many compute each token.
+        weights: the weights of all its experts.
+        total: the number of experts.
+        chosen: the number of experts that compute each token.
     """
 
     weights: Matrices
@@ -89,28 +89,28 @@ class Outline:
     """A model without its weights.
 
     Attributes:
-        checkpoint: what was read.
-        name: its class.
-        device, dtype: what it would run on and with.
+        checkpoint: the checkpoint that was read.
+        name: the name of the model's class.
+        device, dtype: the device that it would run on, and its dtype there.
         packing: how its layers would be packed; see `engine.loading.packing`.
-        own_decoder: whether our decoder would compute them; see `engine.models`.
-        parameters: how many numbers.
-        shapes: the KV's, by layer.
-        heads: of the queries, by layer.
-        kv_dtype: the KV's type.
+        own_decoder: whether our decoder would compute its layers; see `engine.models`.
+        parameters: the number of parameters.
+        shapes: the shapes of the KV cache, by layer.
+        heads: the number of query heads, by layer.
+        kv_dtype: the dtype of the KV cache.
         groups: its layer groups.
-        context_length: the longest request that it allows.
-        vocab_size: token ids.
-        linear: the layers' matrices, without experts.
-        head: the matrix that makes the logits; its bytes are those of the embedding too where they
-            share it.
-        embedding: tables of embeddings that are not the head's.
+        context_length: the length of the longest request that it allows.
+        vocab_size: the number of token ids.
+        linear: the matrices of the layers, without experts.
+        head: the matrix that computes the logits. If the embedding shares this matrix, it is
+            counted only here.
+        embedding: tables of embeddings that are not shared with the head.
         experts: the modules of experts.
-        other: norms, biases and the rest.
-        widest: the most outputs of a matrix of the layers.
+        other: norms, biases and everything else.
+        widest: the largest number of outputs of a matrix in the layers.
         hidden: the width of the embeddings.
-        operations: small tensor operations of a step besides matrix products and attention.
-        token_bytes: what these write for each token.
+        operations: the small tensor operations of a step, excluding matrix products and attention.
+        token_bytes: the number of bytes that these write for each token.
     """
 
     checkpoint: Checkpoint
@@ -138,18 +138,18 @@ class Outline:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, as the engine holds them."""
+        """The size of all weights in bytes, as the engine stores them."""
         parts = (self.linear, self.head, self.embedding, self.other)
         return sum(part.held for part in parts) + sum(one.weights.held for one in self.experts)
 
     @property
     def experts_bytes(self) -> int:
-        """Bytes of the weights of all experts."""
+        """The size of the weights of all experts in bytes."""
         return sum(one.weights.held for one in self.experts)
 
 
 def device_of(load_config: LoadConfig) -> torch.device:
-    """The device that is planned for, which need not be there."""
+    """Return the device to plan for, which need not exist on this machine."""
     if load_config.device == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     return torch.device(load_config.device)
@@ -159,12 +159,14 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
     """Read a model's outline.
 
     Args:
-        path: its directory; the weights need not be there.
-        load_config: how it would be loaded.
+        path: the model's directory, which need not contain the weights.
+        load_config: how the model would be loaded.
 
     Raises:
-        ModelRefusedError: a server would refuse it, or it cannot be watched without weights.
-        ConfigError: load_config asks for what is not available here, or not planned.
+        ModelRefusedError: a server would refuse the model, or its forward cannot be watched without
+            weights.
+        ConfigError: load_config asks for something that is not available here, or cannot be
+            planned.
     """
     if load_config.tensor_parallel != "none":
         raise ConfigError(
@@ -215,7 +217,7 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
 
 
 def model_without_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    """A checkpoint's model on the meta device."""
+    """Return a checkpoint's model on the meta device."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(checkpoint.config, dtype=dtype)
     return model.eval()
@@ -257,10 +259,10 @@ class _Sorted:
 
 
 class _Work(OperationCount):  # type: ignore[no-untyped-call]
-    """Counts the small operations of a forward, and the bytes that they write.
+    """Counts the small operations of a forward pass, and the bytes that they write.
 
     Attributes:
-        chosen: how many experts compute each token, by their module.
+        chosen: the number of experts that compute each token, by module.
     """
 
     _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "t"))
@@ -289,7 +291,7 @@ class _Work(OperationCount):  # type: ignore[no-untyped-call]
 
 
 def _watch(model: PreTrainedModel, ours: Sequence[torch.nn.Module]) -> tuple[LayerWatch, _Work]:
-    """Watch one forward. ours: modules that our decoder would compute."""
+    """Watch one forward pass. ours: the modules that our decoder would compute."""
     watch, work = LayerWatch(masks_of(model)), _Work()
 
     def attend(
@@ -353,7 +355,9 @@ def _count_experts(module: torch.nn.Module) -> int:
 
 
 def _computed_by_ours(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The layers and the last norm of a model that our decoder knows; else none."""
+    """Return the layers and the last norm of a model that our decoder supports, or an empty
+    list.
+    """
     try:
         one = describe(model)
     except NotDescribedError:
@@ -367,8 +371,9 @@ def _computed_by_ours(model: PreTrainedModel) -> list[torch.nn.Module]:
 def _noting_choices(
     experts: Sequence[torch.nn.Module], chosen: dict[torch.nn.Module, int]
 ) -> Iterator[None]:
-    """Note how many experts compute each token: the width of the table of choices that a module of
-    experts is called with.
+    """Record how many experts compute each token, inside the `with` block.
+
+    This is the width of the expert indices that are passed to a module of experts.
     """
 
     def note(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Makes a plan of a model: its memory, its speed, and the options that follow.
+"""Plans the memory, the speed and the resulting options of a server for a model.
 
 path ─▶ Outline ─┬─▶ MemoryPlan ─▶ Room ───────────────────┬─▶ Plan
                  └─▶ Rehearsal, or Rates ─▶ ExpectedTimes ─┘
@@ -21,12 +21,12 @@ from engine.planning.plan_request import DEFAULT_OUTPUT, DEFAULT_PROMPT, Wanted
 from engine.planning.rehearsal import Rehearsal
 
 DECODES = (1, 16, 64)
-"""Requests in the steps whose times are told."""
+"""The numbers of requests in the decode steps whose times are reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTime:
-    """A decode step: how many requests, and seconds."""
+    """The time of a decode step in seconds, with its number of requests."""
 
     requests: int
     seconds: float
@@ -37,10 +37,10 @@ class Times:
     """Expected times.
 
     Attributes:
-        rates: those that were given; None: steps were run on this machine.
-        context: the tokens behind which decode steps compute.
-        decode: steps, by the number of requests.
-        prompt_tokens, prefill_s: a prompt, and its seconds.
+        rates: the given rates, or None if steps were run on this machine.
+        context: the number of tokens before the one that each request computes in a decode step.
+        decode: the decode steps, by number of requests.
+        prompt_tokens, prefill_s: the length of a prompt, and its time in seconds.
     """
 
     rates: Rates | None
@@ -55,9 +55,9 @@ class Plan:
     """A plan.
 
     Attributes:
-        config: the options that it is of: those given, and with `Wanted.requests` the blocks and
-            requests that these need.
-        times: None: no rates were given, and the steps not run.
+        config: the planned options: those that were given, and with `Wanted.requests` also the
+            number of blocks and requests that follow from it.
+        times: None if no rates were given and no steps were run.
     """
 
     config: ContinuousBatchingConfig
@@ -74,17 +74,17 @@ def make_plan(
     wanted: Wanted,
     progress: Callable[[str], None],
 ) -> Plan:
-    """Plan a server of a model.
+    """Plan a server for a model.
 
     Args:
-        model: a directory or a hub id, of which only the config is downloaded.
-        config, load_config: its options.
-        wanted: what is asked.
-        progress: gets a line for each stage.
+        model: a directory or a hub id. From the hub, only the config is downloaded.
+        config, load_config: the options of the server.
+        wanted: the questions that the plan answers.
+        progress: receives a line for each stage.
 
     Raises:
         ModelRefusedError: a server would refuse the model, or it cannot be planned.
-        ConfigError: an option asks for what is not available here.
+        ConfigError: an option asks for something that is not available here.
         InsufficientMemoryError: the KV cache does not fit.
     """
     path = resolve_path(model, progress, needs_weights=False)
@@ -109,10 +109,10 @@ def make_plan(
 def _for_requests(
     config: ContinuousBatchingConfig, requests: int, tokens: int, block_size: int
 ) -> ContinuousBatchingConfig:
-    """The options with which so many requests run at once.
+    """Return options with which this number of requests can run at once.
 
     Raises:
-        ConfigError: the options say something else.
+        ConfigError: the options already set the number of blocks or requests.
     """
     for name in ("num_blocks", "max_requests_per_batch"):
         if getattr(config, name) is not None:

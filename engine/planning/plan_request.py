@@ -1,4 +1,6 @@
-"""The input of a plan. It imports no torch, so that an invalid request is refused at once."""
+"""The input of a plan. It does not import torch, so that an invalid request is refused
+immediately.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,16 @@ DEFAULT_PROMPT, DEFAULT_OUTPUT = 512, 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is asked of a plan.
+    """The input of a plan.
 
     Attributes:
-        memory: bytes that there are; None: as many as this machine has free.
-        prompt_tokens, output_tokens: a request's length; None: 512 and 256, or what the model
-            allows.
-        requests: how many of these are to run at once; None: as many as the options allow.
-        bandwidth, rate: the machine's rates, see `given_rates`; None: measured.
-        measures: whether rates are measured that are not given.
+        memory: the available bytes. None for what is free on this machine.
+        prompt_tokens, output_tokens: the length of a request. None for 512 and 256, or what the
+            model allows.
+        requests: how many of these requests are to run at once. None for what the options allow.
+        bandwidth, rate: the machine's rates; see `given_rates`. None to run and time the steps
+            instead.
+        measures: whether steps are run and timed if no rates are given.
     """
 
     memory: int | None = None

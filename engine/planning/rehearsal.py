@@ -1,13 +1,13 @@
-"""Runs a model's own steps before its weights are there, and times them.
+"""Times a model's steps before its weights are available, by running them with made-up weights.
 
     path ─▶ the model on the meta device ─▶ make_up ─▶ our decoder, or the model ─▶ ModelRunner
          ─▶ EngineCore ─▶ steps of some requests ─▶ seconds
 
-So a step has all that a server's step has, by the server's own code: products with just as many
-rows, small operations, mixtures of experts as they are called, attention over the context,
-sampling, the schedule. The tokens in front of a step are not computed: its time does not depend on
-what is in the KV cache. What takes too long or too much memory to run is computed from two smaller
-ones, on the line through both.
+The server's own code runs the steps, so they include everything that a real step does: products of
+the same size, small operations, mixtures of experts, attention over the context, sampling and
+scheduling. The tokens before a step are not computed, because its time does not depend on the
+contents of the KV cache. The time of a step that would take too long or too much memory is
+extrapolated linearly from two smaller ones.
 """
 
 from __future__ import annotations
@@ -54,33 +54,35 @@ from engine.scheduler.runner_protocol import PendingStep, Runner, SampledTokens
 from engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledRequest
 
 _LAYER_BYTES = 256 << 20
-"""The most of one layer's KV cache."""
+"""The maximum size of one layer's KV cache in bytes."""
 _MOST_REQUESTS = 64
 _FIRST_TOKENS = 128
-"""Of a prompt: from their time follows whether all are computed at once."""
+"""The number of prompt tokens that are timed first, to decide whether a larger chunk can be run."""
 _PROMPT_S = 4.0
-"""The most that a part of a prompt may take to be computed at once."""
+"""The maximum expected time of a larger chunk of a prompt, in seconds."""
 _MOST_STEPS = 64
 _LONG = ((0.6, 4), (2.0, 2))
-"""Steps are run until they have taken so many seconds, and are so many."""
+"""Pairs of seconds and a number of steps. Timing ends when both values of any pair are reached."""
 
 
 class _Told:
-    """A step that is not computed."""
+    """A step that is skipped."""
 
     def __init__(self, batch: ScheduledBatch) -> None:
         self._count = sum(part.samples for part in batch.requests)
 
     def sample(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def result(self) -> SampledTokens:
-        """A token for each, another one for each: the same ones would choose the same experts."""
+        """Return a different token for each request, because equal ones would choose the same
+        experts.
+        """
         return SampledTokens(tuple(map(TokenId, range(self._count))))
 
 
 class _Skipping(Runner):
-    """A runner that computes only the wanted steps.
+    """A runner that computes only selected steps.
 
     Attributes:
         has_computed: whether the last step was computed.
@@ -92,7 +94,7 @@ class _Skipping(Runner):
         self.has_computed = False
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
-        """Compute a step, or not."""
+        """Compute a step if it is wanted, otherwise skip it."""
         self.has_computed = all(map(self._wants, batch.requests))
         return self._runner.launch(batch) if self.has_computed else _Told(batch)
 
@@ -121,15 +123,16 @@ class Rehearsal:
     def __init__(
         self, outline: Outline, load_config: LoadConfig, block_size: int, max_batch_tokens: int
     ) -> None:
-        """Make it.
+        """Make the model and what computes its steps.
 
         Args:
-            outline: the model, for a CPU. Torch's threads must have been set.
+            outline: the model, for a CPU. The number of torch threads must have been set.
             load_config: how it would be loaded.
-            block_size, max_batch_tokens: of the KV cache, and of steps.
+            block_size: the number of tokens in a block of the KV cache.
+            max_batch_tokens: the maximum number of tokens in a step.
 
         Raises:
-            ModelRefusedError: it cannot be made without its weights.
+            ModelRefusedError: the model cannot be made without its weights.
         """
         self._outline, self._block_size = outline, block_size
         self._max_batch_tokens = max_batch_tokens
@@ -148,7 +151,7 @@ class Rehearsal:
         self._numbers = Numbers()
 
     def decode_s(self, requests: int, context: int) -> float:
-        """Seconds of a step in which each of some requests computes one token behind `context`
+        """Return the seconds of a step in which each request computes one token after `context`
         others.
 
         Raises:
@@ -162,7 +165,7 @@ class Rehearsal:
         return self._decode_s(requests, context)
 
     def prefill_s(self, tokens: int) -> float:
-        """Seconds of computing a prompt alone, in steps of at most max_batch_tokens.
+        """Return the seconds to compute a prompt alone, in steps of at most max_batch_tokens.
 
         Raises:
             ModelRefusedError: the model cannot be run without its weights.
@@ -197,8 +200,10 @@ class Rehearsal:
         )
 
     def _chunk_s(self, tokens: int, start: int) -> float:
-        """Seconds of a step that computes so many tokens of a prompt from `start` on, which is
-        a multiple of their number.
+        """Return the seconds of a step that computes `tokens` tokens of a prompt, beginning at
+        `start`.
+
+        `start` is a multiple of `tokens`.
         """
         runner = self._runner(1, start + tokens + 1)
 
@@ -225,7 +230,7 @@ class Rehearsal:
         max_batch_tokens: int,
         wants: Callable[[ScheduledRequest], bool],
     ) -> Iterator[float]:
-        """Seconds of the wanted steps of some requests, as the engine tells them."""
+        """Yield the seconds of each wanted step of some requests, as the engine reports them."""
         kv = runner.kv
         blocks = [len(one.keys) // kv.block_size - 1 for one in _of_groups(kv)]
         skipping = _Skipping(runner, wants)
@@ -255,7 +260,7 @@ class Rehearsal:
                 yield done.step.duration_s
 
     def _runner(self, requests: int, tokens: int) -> ModelRunner:
-        """A runner with room for so many requests of so many tokens each."""
+        """Return a runner with room for `requests` requests of `tokens` tokens each."""
         one = self._outline
         blocks = [blocks_for(requests, tokens, self._block_size)] * len(one.groups)
         # Only those that are written take memory.
@@ -284,18 +289,18 @@ class Rehearsal:
 
 
 def _of_groups(kv: KVTensors) -> Iterator[LayerCache]:
-    """A cache of each group."""
+    """Return one cache of each group."""
     return (kv.caches[group.layers[0]] for group in kv.groups)
 
 
 def _on_line(seconds: Callable[[int], float], most: int, wanted: int) -> float:
-    """What follows for more than the most that is run, from half as much and that."""
+    """Extrapolate to `wanted` linearly from the times for `most` and half of it."""
     half, whole = seconds(most // 2), seconds(most)
     return whole + (whole - half) * (wanted - most) / (most - most // 2)
 
 
 def _settled(times: Iterator[float]) -> float:
-    """The median of the later half of as many times as are worth their while."""
+    """Take times until there are enough (see _LONG), and return the median of the later half."""
     found: list[float] = []
     for seconds in times:
         found.append(seconds)
@@ -317,7 +322,7 @@ def _backend(outline: Outline, load_config: LoadConfig) -> AttentionBackend:
 def _model(
     outline: Outline, load_config: LoadConfig, backend: AttentionBackend
 ) -> tuple[PreTrainedModel, CausalModel]:
-    """The model with made-up weights, and what would compute its steps."""
+    """Return the model with made-up weights, and what would compute its steps."""
     model = model_without_weights(outline.checkpoint, outline.dtype)
     is_packed = outline.packing in ("native", "int8")
     described = describe_steps(model, backend, is_packed=is_packed)

@@ -1,9 +1,9 @@
-"""Weights that are made up, for a model whose own are not there.
+"""Makes up weights for a model whose own weights are not available.
 
     the model on the meta device ─▶ parameters and buffers, then packed layers, of the right shapes
 
-Of each shape there are only a few, which layers use in turn: as many as no cache of a processor
-holds, or one for each layer of a small model, which a cache may well hold.
+There are only a few weights of each shape, which the layers share in rotation. There are enough
+that a processor's cache cannot hold them all, unless the model is so small that it has fewer.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from engine.models.packed import (
 from engine.models.packed_onednn import OneDnnLinear
 
 UNCACHED_BYTES = 64 << 20
-"""Of one shape: more than a processor's cache keeps of it while others are read, too."""
+"""The total size of the weights of one shape: more than a processor's cache retains of them while
+other weights are read, too.
+"""
 _TILE = (1 << 20) - 3
-"""Made-up numbers repeat after so many: rows of a matrix differ."""
+"""The number of made-up numbers before they repeat, chosen so that the rows of a matrix differ."""
 
 _CHUNK_BYTES = 256 << 20
 _ALIGNED = 64
@@ -39,7 +41,7 @@ _Made = TypeVar("_Made")
 
 
 class Rings:
-    """A few of each kind, which are given out in turn."""
+    """A few objects of each kind, which are given out in rotation."""
 
     def __init__(self) -> None:
         self._rings: defaultdict[Hashable, list[object]] = defaultdict(list)
@@ -47,7 +49,9 @@ class Rings:
         self._given: defaultdict[Hashable, int] = defaultdict(int)
 
     def take(self, kind: Hashable, size: int, make: Callable[[], _Made]) -> _Made:
-        """A new one of a kind, which has so many bytes; or one that was made before."""
+        """Return an object of a kind: a new one of `size` bytes, or an existing one if there are
+        enough.
+        """
         ring = self._rings[kind]
         if self._bytes[kind] < UNCACHED_BYTES:
             self._bytes[kind] += size
@@ -58,7 +62,9 @@ class Rings:
 
 
 class Numbers:
-    """Small random numbers, for whatever is made up. They repeat, but each tensor has others."""
+    """Small random numbers to fill tensors with. They repeat, but each tensor gets different
+    ones.
+    """
 
     def __init__(self) -> None:
         chance = torch.Generator().manual_seed(0)
@@ -66,7 +72,7 @@ class Numbers:
         self._next = 0
 
     def fill(self, flat: torch.Tensor) -> None:
-        """Write them to all of a tensor, [N]."""
+        """Fill a tensor [N] with numbers."""
         numbers, done = self._tile.to(flat.dtype), 0
         while done < len(flat):
             part = numbers[self._next : self._next + len(flat) - done]
@@ -80,7 +86,7 @@ class TooLargeError(Exception):
 
 
 class _Weights:
-    """Makes weights up. most_bytes: of all of them."""
+    """Makes up weights. most_bytes: the maximum total size."""
 
     def __init__(self, most_bytes: int) -> None:
         self._left = most_bytes
@@ -89,16 +95,16 @@ class _Weights:
         self._numbers = Numbers()
 
     def like(self, one: torch.Tensor) -> torch.Tensor:
-        """Stands for a tensor on the meta device."""
+        """Return a made-up tensor to replace one on the meta device."""
         shape, dtype = tuple(one.shape), one.dtype
         return self._rings.take((shape, dtype), one.nbytes, lambda: self._new(shape, dtype))
 
     def parameter(self, one: torch.Tensor) -> torch.nn.Parameter:
-        """The same as a parameter."""
+        """Return a made-up parameter to replace one on the meta device."""
         return torch.nn.Parameter(self.like(one), requires_grad=False)
 
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Small random numbers; ones for vectors, most of which scale."""
+        """Return small random numbers, or ones for vectors, most of which are scales."""
         if len(shape) < 2 or not dtype.is_floating_point:
             return torch.ones(shape, dtype=dtype)
         flat = torch.empty(math.prod(shape), dtype=dtype)
@@ -112,7 +118,9 @@ class _Weights:
         self._numbers.fill(flat)
 
     def _in_large_pages(self, size: int) -> torch.Tensor:
-        """Memory that was not written yet, in large pages if possible, as packed weights have."""
+        """Return memory that has not been written yet, in large pages if possible, as for packed
+        weights.
+        """
         if size > len(self._chunk) - self._used:
             # Only what is written takes memory.
             self._chunk = torch.empty(max(size, _CHUNK_BYTES), dtype=torch.uint8)
@@ -125,7 +133,9 @@ class _Weights:
     def packed(
         self, weight: torch.Tensor, *, int8: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Stands for a weight on the meta device, packed for our kernels, with its scales."""
+        """Return a made-up packed weight, with its scales, to replace a weight on the meta
+        device.
+        """
         shape, dtype = tuple(weight.shape), weight.dtype
         size = packed_size(*shape, dtype=dtype, int8=int8)
 
@@ -139,10 +149,10 @@ class _Weights:
 
 
 def make_up(model: PreTrainedModel, packing: Packing | None, most_bytes: int) -> None:
-    """Give a model on the meta device made-up weights, packed as a server would pack them.
+    """Replace the weights of a model on the meta device by made-up ones, packed as a server would.
 
     Raises:
-        TooLargeError: they would take more than so many bytes.
+        TooLargeError: they would take more than `most_bytes` bytes.
     """
     weights = _Weights(most_bytes)
     groups = [] if packing is None else list(shared_weights(model, packing))

@@ -1,6 +1,6 @@
-"""The process of an engine: started by exec, with one end of a private socket pair and a pipe for
-its stderr. Its log lines become records of this process's log, and what it wrote before a crash is
-not lost.
+"""The process of an engine, started by exec, with one end of a private socket pair and a pipe for
+its stderr. Its log lines become log records of this process, and what it wrote before a crash is
+kept.
 """
 
 from __future__ import annotations
@@ -20,28 +20,32 @@ from engine.logs.lines import LineReader, open_pipe
 
 _EXIT_GRACE_S = 5.0
 _LAST_WORDS_S = 0.5
-"""How long to wait for the end of an ended process's stderr, which its children may also hold."""
+"""How long to wait for the end of stderr after the process has ended, because child processes may
+still hold it open.
+"""
 _POLL_S = 0.01
 
 PROGRAM = (
     f"import sys; sys.path.insert(0, {str(Path(engine.__file__).parents[1])!r}); "
     "from engine.process.worker import main; main()"
 )
-"""Makes the new process run the code of this one, whatever its own import path has."""
+"""Makes the new process run the same code as this one, whatever the import path."""
 
 
 class EngineProcess:
-    """See the module."""
+    """The process of an engine."""
 
     def __init__(self, process: subprocess.Popen[bytes], stderr: LineReader | None) -> None:
-        """process: the engine's. stderr: reads its stderr; None: nobody does."""
+        """process: the engine's process. stderr: reads its stderr, or None if nobody does."""
         self._process = process
         self._stderr = stderr
 
     @classmethod
     def spawn(cls, program: str) -> tuple[EngineProcess, socket.socket]:
-        """Start a process that runs a program, with this side's end of the socket pair. Needs no
-        event loop: call it in the main thread, with whose end the process is killed.
+        """Start a process that runs a program. Also return this side's end of the socket pair.
+
+        This needs no event loop. Call it in the main thread, because the process is killed when the
+        calling thread ends.
 
         program: Python code.
         """
@@ -72,12 +76,14 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Its id."""
+        """The process id."""
         return self._process.pid
 
     def look(self) -> tuple[float, bool]:
-        """The CPU seconds that the process has used, and whether it is stopped (as by SIGSTOP); 0
-        and False if they cannot be read.
+        """Return the CPU seconds that the process has used, and whether it is stopped (as by
+        SIGSTOP).
+
+        Return 0 and False if they cannot be read.
         """
         try:
             status = Path(f"/proc/{self.pid}/stat").read_text(errors="replace")
@@ -88,20 +94,22 @@ class EngineProcess:
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK"), state == "T"
 
     async def exit_code(self) -> int:
-        """Wait for the process to end. This polls: whoever waits has seen the socket close, or has
-        closed it, so it ends soon.
+        """Wait for the process to end. This polls, because callers know that the process ends soon:
+        its socket is closed.
         """
         while (code := self._process.poll()) is None:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(_POLL_S)
         return code
 
     def kill(self) -> None:
-        """Kill it. Harmless if it has ended."""
+        """Kill the process. Harmless if it has already ended."""
         self._process.kill()
 
     async def end(self) -> None:
-        """Wait for its end, and for the last lines of its stderr; kill it if it does not end. Its
-        socket is closed.
+        """Wait for the process to end, and for the last lines of its stderr. Kill it if it does not
+        end.
+
+        Its socket must be closed.
         """
         try:
             await asyncio.wait_for(self.exit_code(), _EXIT_GRACE_S)

@@ -3,8 +3,8 @@
     front end ── Start, then a Call for each verb ────────────────────────▶ engine process
     front end ◀─ StartProgress, Started, Answer | Refused, Step, Died ───── engine process
 
-Each message is one msgpack frame (see `engine.process.wire`), typed on both sides: nothing received
-is executed, and a message that does not match its type is an error.
+Each message is one msgpack frame (see `engine.process.wire`) and has a type on both sides. Nothing
+received is executed, and a message that does not match its type is an error.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ Command = Start | Call
 
 
 class StartProgress(msgspec.Struct, frozen=True, tag=True):
-    """A line of start-up progress. `transfer`: the values of a `Transfer`, if it is one."""
+    """A line of start-up progress. `transfer` has the values of a `Transfer` if the line is one."""
 
     line: str
     transfer: tuple[int, int, float, float] | None = None
 
     @classmethod
     def of(cls, line: str) -> StartProgress:
-        """The message for a line."""
+        """Return the message for a line."""
         if isinstance(line, Transfer):
             return cls("", (line.done, line.total, line.seconds, line.rate))
         return cls(line)
 
     def text(self) -> str:
-        """The line."""
+        """Return the line."""
         return self.line if self.transfer is None else Transfer(*self.transfer)
 
 
@@ -89,7 +89,7 @@ class WireError(msgspec.Struct, frozen=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The call with this id could not be carried out; 0 is Start."""
+    """The call with this id could not be carried out. Id 0 means Start."""
 
     call_id: int
     error: WireError
@@ -103,7 +103,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """All that one step produced."""
+    """Everything that one step produced."""
 
     outputs: StepOutputs
 
@@ -118,7 +118,7 @@ Message = StartProgress | Started | Refused | Answer | Step | Died
 
 
 def options_of(config: ContinuousBatchingConfig | LoadConfig) -> dict[str, Any]:
-    """A config's options that are not at their defaults.
+    """Return a config's options that differ from their defaults.
 
     Raises:
         ConfigError: an option is an object, which cannot be sent to another process.
@@ -140,7 +140,7 @@ def options_of(config: ContinuousBatchingConfig | LoadConfig) -> dict[str, Any]:
 
 
 def batching_config(options: dict[str, Any]) -> ContinuousBatchingConfig:
-    """The config from which `options_of` made these options. Raises ConfigError like the config
+    """Recreate the config from the result of `options_of`. Raises ConfigError like the config
     itself.
     """
     pairs: dict[str, Any] = {
@@ -150,7 +150,7 @@ def batching_config(options: dict[str, Any]) -> ContinuousBatchingConfig:
 
 
 def to_wire(error: HeadraceError) -> WireError:
-    """Convert an error to the form in which it is sent."""
+    """Convert an error to the representation in which it is sent."""
     match error:
         case InvalidRequestError() | UnsupportedFeatureError():
             return WireError(type(error).__name__, (error.field, error.description))

@@ -1,4 +1,4 @@
-"""What the exit code of the engine's process says to an operator."""
+"""Explains the exit code of the engine's process to an operator."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _KILLED = (
     "takes"
 )
 MENTIONS = ("max_memory_percent",)
-"""The options that a description may name."""
+"""The options that a description may mention."""
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words; a negative one is a signal's."""
+    """Describe an exit code in words. Negative ones are signals."""
     if code == -signal.SIGKILL:
         return f"exit code {code}: {_KILLED}"
     return f"exit code {code}"

@@ -1,10 +1,10 @@
 """The engine in the service's own process: `EngineClient` over a loop and its thread.
 
 event loop ── submit, cancel, … ──▶ EngineLoop (thread-safe)
-event loop ◀── call_soon_threadsafe ───── engine thread, once a step
+event loop ◀── call_soon_threadsafe ───── engine thread, once per step
 
-torch and transformers are imported only when the model is loaded, on the thread that loads it; the
-server's port is open by then.
+torch and transformers are imported only when the model is loaded, on the thread that loads it. By
+then, the server's port is open.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class LocalEngineClient:
         self._ended = asyncio.Event()
 
     def launch(self) -> None:
-        """Do nothing: the engine starts in this process."""
+        """Do nothing, because the engine starts in this process."""
 
     async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:
         """Load the model in a thread, warm it up and begin to serve; see the protocol.
 
-        If the caller is cancelled, this returns at once; loading is given up at its next stage.
+        If the caller is cancelled, this returns immediately, and loading stops at its next stage.
         """
         bridge = _Bridge(asyncio.get_running_loop(), sink, self._ended)
         self._loaded = loaded = asyncio.Event()
@@ -153,26 +153,26 @@ class LocalEngineClient:
         return self._engine is not None and self._engine.cancel_request(request_id)
 
     async def finish(self, request_id: RequestId, num_tokens: int, choice: int = 0) -> None:
-        """End a choice as of its first tokens; see the protocol."""
+        """End a choice after its first `num_tokens` tokens; see the protocol."""
         if self._engine is not None:
             self._engine.finish_request(request_id, num_tokens, choice)
 
     async def hold(self, request_id: RequestId) -> None:
-        """Leave a request out of all steps; see the protocol."""
+        """Exclude a request from all steps; see the protocol."""
         if self._engine is not None:
             self._engine.hold_request(request_id)
 
     async def unhold(self, request_id: RequestId) -> None:
-        """Let a held request go on; see the protocol."""
+        """Let a held request continue; see the protocol."""
         if self._engine is not None:
             self._engine.unhold_request(request_id)
 
     async def stats(self) -> EngineStats:
-        """The engine's figures now."""
+        """Return the engine's current statistics."""
         return self._running().stats()
 
     async def pause(self) -> None:
-        """Take no further step until `resume`; see the protocol."""
+        """Stop taking steps until `resume`; see the protocol."""
         await asyncio.wrap_future(self._running().pause())
 
     async def resume(self) -> None:
@@ -187,12 +187,12 @@ class LocalEngineClient:
         await asyncio.wrap_future(engine.reset_prefix_cache())
 
     async def set_log_level(self, level: str, level_of: tuple[str, ...] = ()) -> None:
-        """Set what this process logs; see the protocol."""
+        """Set the log levels of this process; see the protocol."""
         logging.getLogger().setLevel(level.upper())
         set_levels(level_of)
 
     async def close(self) -> None:
-        """Stop at once, or give up loading at its next stage; see the protocol."""
+        """Stop immediately, or stop loading at its next stage; see the protocol."""
         self._closing.set()
         if self._loaded is not None:
             await self._loaded.wait()
@@ -213,12 +213,12 @@ class LocalEngineClient:
 
     @property
     def is_restartable(self) -> bool:
-        """False: a failed engine may have left this process in a bad state."""
+        """False, because a failed engine may have left this process in a bad state."""
         return False
 
     @property
     def failure(self) -> Exception | None:
-        """Why the engine is dead, if it is."""
+        """The reason why the engine is dead, or None if it is not."""
         return self._engine.failure if self._engine is not None else None
 
     def _running(self) -> EngineLoop:
@@ -238,16 +238,16 @@ class _Bridge:
         self._ended = ended
 
     def deliver(self, outputs: StepOutputs) -> None:
-        """Hand one step's outputs to the sink."""
+        """Pass one step's outputs to the sink."""
         self.call(lambda: self._sink(outputs))
 
     def end(self) -> None:
-        """The engine's thread has ended."""
+        """Report that the engine's thread has ended."""
         self.call(self._ended.set)
 
     def call(self, function: Callable[[], object]) -> None:
-        """Call a function on the event loop. If the loop is closed, which may happen at any moment,
-        the call is dropped: nobody is left to receive it.
+        """Call a function on the event loop. If the loop is closed, which may happen at any time,
+        the call is dropped, because there is nobody left to receive it.
         """
         try:
             self._loop.call_soon_threadsafe(function)
@@ -256,7 +256,9 @@ class _Bridge:
 
 
 def _load_tokenizer(verified: VerifiedModel) -> Tokenizer | None:
-    """Load the tokenizer for structured output; a model without one is served without it."""
+    """Load the tokenizer for structured output. A model without a tokenizer is served without
+    it.
+    """
     try:
         return Tokenizer.load(verified.path, verified.vocab_size)
     except TokenizerError as error:

@@ -1,15 +1,16 @@
-"""`EngineClient` over an engine in a process of its own.
+"""`EngineClient` over an engine in a separate process.
 
     event loop ── Call, for each verb ───▶ socket ──▶ engine.process.worker
     event loop ◀─ Step, Answer, … ──────── socket ◀──
 
-The process (`engine.process.child`) has one end of a private socket pair as its only channel. If it
-dies, the socket closes at once. If it hangs, live requests get no steps, or an idle process does
-not answer. Either way every live request ends here with an error that says "try again", and `start`
-may be called for another process. Neither torch nor transformers is imported on this side.
+The only channel to the process (`engine.process.child`) is a private socket pair. If the process
+dies, the socket closes immediately. If it hangs, live requests get no steps, or an idle process
+does not answer. In either case, every live request ends here with an error that says "try again",
+and `start` may be called to start another process. Neither torch nor transformers is imported on
+this side.
 
 In the process, `engine.process.local_client` carries out the verbs. This side sends them, and keeps
-track of those that change whether steps are to be expected.
+track of those that affect whether steps are expected.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ R = TypeVar("R")
 
 @sends_the_rest
 class ProcessEngineClient(EngineClient):
-    """See the module and EngineClient. All methods run on one event loop. Verbs
-    without a method here are sent as they are, and their answers awaited.
+    """Runs the engine in a separate process. All methods run on one event loop. Verbs without a
+    method here are sent to the process unchanged, and their answers awaited.
     """
 
     def __init__(
@@ -86,12 +87,12 @@ class ProcessEngineClient(EngineClient):
             model: a directory, or a hub id.
             config, load_config: as in LocalEngineClient.
             log_level: the process's log level.
-            log_level_of: those of modules, see `engine.logs.levels`.
-            hang_timeout_s: the process is ended if there are requests to compute and no step is
-                done for this long, or for 20 times the slowest recent step if that is longer; with
-                a model on a CPU, only if it uses no CPU time either. Without such requests, it is
-                ended if it does not answer for as long; while it loads, if it is stopped for as
-                long. 0: never.
+            log_level_of: the log levels of modules; see `engine.logs.levels`.
+            hang_timeout_s: how long the process may hang before it is ended. 0 means that it is
+                never ended. If there are requests to compute, it hangs if it finishes no step for
+                this long, or for 20 times the slowest recent step if that is longer. With a model
+                on a CPU, it must also use no CPU time. Without such requests, it hangs if it does
+                not answer for this long, and while it loads, if it is stopped for this long.
 
         Raises:
             ConfigError: an option cannot be sent to another process, or is out of bounds.
@@ -130,25 +131,26 @@ class ProcessEngineClient(EngineClient):
     # ---- life ----------------------------------------------------------------------------------
 
     def launch(self) -> None:
-        """Start the process, which loads while the caller gets ready for `start`. Call it in the
-        main thread.
+        """Start the process, which loads while the caller prepares for `start`. Call it in the main
+        thread.
         """
         self._launched = self._spawn()
 
     def _spawn(self) -> tuple[EngineProcess, socket.socket]:
-        """A process that was told what to load, and this side's end of its socket."""
+        """Start a process and send it what to load. Also return this side's end of its socket."""
         process, ours = EngineProcess.spawn(self._program)
         with contextlib.suppress(ConnectionError):  # it has ended, which its socket's reader sees
             ours.sendall(b"".join(frame(self._start_message, msgspec.msgpack.Encoder())))
         return process, ours
 
     async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:
-        """Start a process and load the model in it; see the protocol. May be called again once the
-        previous process has died.
+        """Start a process and load the model in it; see the protocol.
+
+        This may be called again once the previous process has died.
 
         Raises:
             ModelRefusedError, InsufficientMemoryError, ConfigError: with the reason.
-            EngineUnavailableError: the process died while it loaded.
+            EngineUnavailableError: the process died while loading.
         """
         if self._launched is None:
             await self._end_process()  # of the previous process
@@ -176,7 +178,7 @@ class ProcessEngineClient(EngineClient):
             raise
 
     async def close(self) -> None:
-        """Stop at once; see the protocol."""
+        """Stop immediately; see the protocol."""
         self._closing = True
         if self._process is not None:
             self._fail("the engine was stopped before the request was complete; try again")
@@ -184,14 +186,14 @@ class ProcessEngineClient(EngineClient):
 
     @property
     def is_restartable(self) -> bool:
-        """Whether another process can be started; False if the model is split, because then the
-        other ranks have ended too.
+        """Whether another process can be started. False if the model is split, because the other
+        ranks have then ended, too.
         """
         return self._is_restartable
 
     @property
     def failure(self) -> Exception | None:
-        """Why the engine is dead, if it is."""
+        """The reason why the engine is dead, or None if it is not."""
         return self._failure
 
     async def wait_failed(self) -> Exception:
@@ -201,7 +203,7 @@ class ProcessEngineClient(EngineClient):
 
     @property
     def pid(self) -> int | None:
-        """The process's id; None: no process was started."""
+        """The process id, or None if no process was started."""
         return None if self._process is None else self._process.pid
 
     # ---- calls ---------------------------------------------------------------------------------
@@ -237,18 +239,18 @@ class ProcessEngineClient(EngineClient):
         return was_live
 
     async def finish(self, request_id: RequestId, num_tokens: int, choice: int = 0) -> None:
-        """End a choice as of its first tokens; see the protocol."""
+        """End a choice after its first `num_tokens` tokens; see the protocol."""
         if self._failure is None:
             self._tell(EngineVerbs.finish, request_id, num_tokens, choice)
 
     async def hold(self, request_id: RequestId) -> None:
-        """Leave a request out of all steps; see the protocol."""
+        """Exclude a request from all steps; see the protocol."""
         if self._writer is not None and request_id in self._admitted:
             self._held.add(request_id)
             self._tell(EngineVerbs.hold, request_id)
 
     async def unhold(self, request_id: RequestId) -> None:
-        """Let a held request go on; see the protocol."""
+        """Let a held request continue; see the protocol."""
         if self._writer is not None and request_id in self._held:
             if not self._makes_steps:
                 self._last_step = time.monotonic()
@@ -256,7 +258,7 @@ class ProcessEngineClient(EngineClient):
             self._tell(EngineVerbs.unhold, request_id)
 
     async def pause(self) -> None:
-        """Take no further step until `resume`; see the protocol."""
+        """Stop taking steps until `resume`; see the protocol."""
         await self._call(EngineVerbs.pause)
         self._is_paused = True
 
@@ -298,7 +300,7 @@ class ProcessEngineClient(EngineClient):
         *arguments: *As,
         call_id: int = 0,
     ) -> None:
-        """Send a verb; call_id: the id of the answer, 0 if none is expected."""
+        """Send a verb. call_id: the id of the answer, or 0 if none is expected."""
         if self._writer is not None:
             self._writer.write(messages.Call(call_id, VERBS[verb].name, raw(arguments)))
 
@@ -369,19 +371,21 @@ class ProcessEngineClient(EngineClient):
         return len(self._admitted) > len(self._held)
 
     async def _watch(self, process: EngineProcess) -> None:
-        """End the process if it hangs: if it has requests but makes no steps, or sends nothing at
-        all. If no request needs a step (the process is idle, paused or compiling grammars, or all
-        requests are held), it is sent a call that it can answer at once.
+        """End the process if it hangs: if it has requests but takes no steps, or sends nothing at
+        all.
 
-        On a CPU, a step of a large model with a long prompt may take minutes, and there is no
-        measured step before the first; so a process that uses CPU time does not count as hung,
-        however long it takes. (A process that waits for a GPU may also use CPU time, so this does
-        not apply there.) A process that loads may be silent and wait for disks for minutes; it
-        counts as hung only if it is stopped.
+        If no request needs a step (the process is idle, paused or compiling grammars, or all
+        requests are held), it is sent a call that it can answer immediately.
 
-        The process must look hung twice in a row: if the whole machine stood still, messages that
-        it sent may not have been read yet. It is only looked at when it is silent, because a look
-        takes up to 1 ms.
+        On a CPU, a step of a large model with a long prompt may take minutes, and no step has been
+        measured before the first. So a process that uses CPU time does not count as hung, however
+        long it takes. (A process that waits for a GPU may also use CPU time, so this does not apply
+        there.) A process that is loading may be silent and wait for disks for minutes, so it counts
+        as hung only if it is stopped.
+
+        The process must look hung twice in a row, because after the whole machine has stood still
+        there may be messages from the process that have not been read yet. The state of the process
+        is read only when it is silent, because this takes up to 1 ms.
         """
         suspected = False
         used: float | None = None  # at the last look, if it was silent then
@@ -416,8 +420,8 @@ class ProcessEngineClient(EngineClient):
     # ---- ends ----------------------------------------------------------------------------------
 
     def _fail(self, what: str, failure: Exception | None = None) -> None:
-        """End everything that waits for the process, which is gone or about to be. Takes effect
-        once.
+        """Fail everything that waits for the process, which is gone or about to be. Only the first
+        call has an effect.
         """
         if self._failure is not None:
             return

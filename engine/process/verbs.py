@@ -3,13 +3,13 @@
 
     front end        EngineVerbs.finish, ("a", 3, 0) ──Call "finish"──▶ engine process
     engine process   decodes the arguments as (RequestId, int, int), and calls its engine's `finish`
-    front end        ◀──Answer── decodes the result by the signature
+    front end        ◀──Answer── decodes the result according to the signature
 
-Most verbs need no other code in the front end: `sends_the_rest` makes the client's methods for
-them. The client defines the others itself, because it has to know their effects.
+Most verbs need no other code in the front end, because `sends_the_rest` creates the client's
+methods for them. The client defines the others itself, because it has to track their effects.
 
-The set of verbs is fixed when this module is imported: a received name only selects one of them.
-Arguments and answers that do not match the signature are errors.
+The set of verbs is fixed when this module is imported, and a received name only selects one of
+them. Arguments and answers that do not match the signature are errors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class Verb:
-    """One method of the protocol: its name, and the decoders of its arguments and its answer."""
+    """A method of the protocol: its name, and the decoders of its arguments and its answer."""
 
     def __init__(self, method: Callable[..., object]) -> None:
         types = typing.get_type_hints(method)
@@ -57,8 +57,9 @@ VERBS: dict[object, Verb] = {
 
 
 def sends_the_rest(kind: type[T]) -> type[T]:
-    """Give a client class a method for each verb that it does not define itself. The method sends
-    the verb with the client's `_call`, which waits for the answer.
+    """Give a client class a method for each verb that it does not define itself.
+
+    The method sends the verb with the client's `_call`, which waits for the answer.
     """
     for method, verb in VERBS.items():
         if verb.name not in vars(kind):

@@ -1,4 +1,4 @@
-"""Frames on a stream: four bytes of length, little-endian, then one msgpack message."""
+"""Message frames on a stream: a four-byte little-endian length, then one msgpack message."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Generic, TypeVar
 import msgspec
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
-"""The longest frame; a longer one means that the stream is corrupt."""
+"""The maximum length of a frame. A longer one means that the stream is corrupt."""
 
 T = TypeVar("T")
 
 
 def frame(message: msgspec.Struct, encoder: msgspec.msgpack.Encoder) -> tuple[bytes, bytes]:
-    """A message as it is sent: its length, and itself."""
+    """Encode a message for sending: its length, then the message itself."""
     payload = encoder.encode(message)
     return len(payload).to_bytes(4, "little"), payload
 
@@ -28,7 +28,7 @@ class FrameReader(Generic[T]):
         self._decoder = decoder
 
     async def read(self) -> T | None:
-        """The next message; None: the other side has gone.
+        """Return the next message, or None if the other side has gone.
 
         Raises:
             ValueError: the data is not a message of that type.
@@ -51,20 +51,20 @@ class FrameWriter:
         self._encoder = msgspec.msgpack.Encoder()
 
     def write(self, message: msgspec.Struct) -> None:
-        """Send a message; harmless if the other side has gone."""
+        """Send a message. Harmless if the other side has gone."""
         self._writer.writelines(frame(message, self._encoder))
 
     @property
     def pending_bytes(self) -> int:
-        """How many bytes the other side has not received yet."""
+        """The number of bytes that the other side has not received yet."""
         return self._writer.transport.get_write_buffer_size()
 
     async def flush(self) -> None:
-        """Wait until most of it is sent."""
+        """Wait until most of the buffered data has been sent."""
         await self._writer.drain()
 
     async def close(self) -> None:
-        """Close the stream; bytes that the other side has not received are lost."""
+        """Close the stream. Bytes that the other side has not received are lost."""
         self._writer.close()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()

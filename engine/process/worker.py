@@ -1,4 +1,5 @@
-"""The engine's process: its `main` is started by `ProcessEngineClient`, with the socket FD.
+"""The engine's process. `ProcessEngineClient` starts its `main` with the file descriptor of a
+socket.
 
 It drives a `LocalEngineClient` for the process at the other end of the socket. It ends when that
 end is closed or the process that started it dies, so an engine never outlives its front end. Its
@@ -50,8 +51,8 @@ from engine.process.wire import FrameReader, FrameWriter
 logger = logging.getLogger(__name__)
 
 _MAX_UNSENT_BYTES = 64 * 1024 * 1024
-"""How much is buffered for a front end that does not read; beyond that the front end counts as
-dead.
+"""The maximum amount of data buffered for a front end that does not read. If there is more, the
+front end counts as dead.
 """
 
 _STDERR = 2
@@ -64,7 +65,7 @@ Method = Callable[..., Awaitable[object]]
 
 
 class Worker:
-    """One engine, and the front end that it works for."""
+    """One engine, and the front end that it serves."""
 
     def __init__(
         self, engine: EngineClient, reader: FrameReader[Command], writer: FrameWriter
@@ -83,8 +84,9 @@ class Worker:
         }
 
     async def run(self, *, close: bool) -> None:
-        """Load, then serve until the front end goes away. `close`: whether to close the engine
-        then, if it has loaded.
+        """Load the model, then serve until the front end goes away.
+
+        close: whether to close the engine at the end, if it has loaded.
         """
         working = asyncio.ensure_future(self._work())
         reading = asyncio.ensure_future(self._read())
@@ -96,7 +98,7 @@ class Worker:
                 await asyncio.wait_for(self._engine.close(), _END_WAIT_S)
 
     async def _work(self) -> None:
-        """Load; then wait for the engine's death, which ends this process."""
+        """Load the model, then wait for the engine to die, which ends this process."""
         try:
             info = await self._engine.start(self._on_step, self._on_progress)
         except HeadraceError as error:
@@ -108,7 +110,7 @@ class Worker:
         await self._writer.flush()
 
     async def _read(self) -> None:
-        """Carry out calls, each in a task; the tasks start in the order of the calls.
+        """Carry out each call in a task. The tasks start in the order of the calls.
 
         Raises:
             ValueError: a message is not a call of a verb.
@@ -162,13 +164,14 @@ class Worker:
             _exit(1)
 
     def _on_progress(self, line: str) -> None:
-        """Called from any thread."""
+        """Send a line of progress. Called from any thread."""
         self._loop.call_soon_threadsafe(self._writer.write, StartProgress.of(line))
 
 
 async def serve(connection: socket.socket) -> None:
-    """Work for the process at the other end of a socket, until it is closed. The first message says
-    what to load.
+    """Serve the process at the other end of a socket until it is closed.
+
+    The first message says what to load.
     """
     stream, writer = await asyncio.open_connection(sock=connection)
     frames, answers = FrameReader(stream, msgspec.msgpack.Decoder(Command)), FrameWriter(writer)
@@ -189,15 +192,19 @@ async def serve(connection: socket.socket) -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    """End at once, without waiting: a thread that loads or computes cannot be interrupted."""
+    """End the process immediately, because a thread that loads or computes cannot be
+    interrupted.
+    """
     for handler in logging.getLogger().handlers:
         handler.flush()
     os._exit(code)
 
 
 def main() -> NoReturn:
-    """Run the process. Its arguments are the file descriptor of an inherited, connected socket, and
-    the id of the process that started it.
+    """Run the process.
+
+    Its arguments are the file descriptor of an inherited, connected socket, and the id of the
+    process that started it.
     """
     _, connection, parent = sys.argv
     _die_with(int(parent))
@@ -215,9 +222,10 @@ def main() -> NoReturn:
 
 
 def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends, even if this process is stopped and
-    cannot see its socket close. (Strictly, when the thread that started it ends: the front end's
-    main thread.)
+    """Ask the kernel to kill this process when its parent ends.
+
+    This works even if this process is stopped and cannot see its socket close. Strictly speaking,
+    the kernel kills it when the thread that started it ends, which is the front end's main thread.
     """
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "PR_SET_PDEATHSIG")

@@ -1,5 +1,6 @@
-"""What runs a step: it lays a batch out, computes it, samples, and copies blocks. Nothing else uses
-the device while an engine runs; `engine.loading` prepares everything that this needs.
+"""Runs steps: prepares a batch's inputs, computes them, samples, and copies blocks.
 
-It knows a batch as it was decided, not why; and no text.
+Nothing else uses the device while an engine runs. `engine.loading` prepares everything that this
+package needs. The package only executes scheduled batches: it neither makes scheduling decisions
+nor handles text.
 """

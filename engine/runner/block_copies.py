@@ -1,11 +1,11 @@
-"""Carries out a step's block copies: all layers of a group at once, exactly.
+"""Carries out a step's block copies exactly, for all layers of a group at the same time.
 
-    offload   cache ─index_select─▶ staging ─one copy a run of blocks─▶ host       device → host
-    restore   host ─one copy a run of blocks─▶ staging ─index_copy─▶ cache         host → device
+    offload   cache ─index_select─▶ staging ─one copy per run of blocks─▶ host     device → host
+    restore   host ─one copy per run of blocks─▶ staging ─index_copy─▶ cache       host → device
     fork      cache ─index_select─▶ staging ─index_copy─▶ cache                   on the device
 
 All copies are queued on the device's stream in this order, before the step's own work, so nothing
-waits for them. On CUDA the host memory is pinned, and only these copies access it, so the order of
+waits for them. On CUDA the host memory is pinned, and only these copies access it. So the order of
 the stream also ensures that a block is written before it is read.
 """
 
@@ -22,13 +22,13 @@ from engine.kv_cache.groups import LayerGroup
 from engine.native.device_copy import to_device
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
-"""One tensor of a layer, keys or values, with one row for each block: on the device, and on the
-host.
+"""A tensor of a layer (keys or values) on the device, and its counterpart on the host. Each has one
+row per block.
 """
 
 
 class BlockCopier:
-    """Moves blocks between a cache's tensors and the host's. See the module."""
+    """Copies blocks within a cache, and between the cache and the host."""
 
     def __init__(
         self,
@@ -37,13 +37,13 @@ class BlockCopier:
         host_caches: Sequence[LayerCache],
         block_size: int,
     ) -> None:
-        """Wire a copier.
+        """Create a copier.
 
         Args:
             groups: the layer groups.
             caches: by layer, on the device.
-            host_caches: by layer, on the host; empty: no blocks are offloaded.
-            block_size: tokens in a block.
+            host_caches: by layer, on the host. Empty if no blocks are offloaded.
+            block_size: the number of tokens in a block.
         """
         self._pairs: tuple[tuple[_Pair, ...], ...] = tuple(
             tuple(
@@ -56,7 +56,7 @@ class BlockCopier:
         self._device = caches[0].keys.device
 
     def run(self, copies: StepCopies) -> None:
-        """Queue a step's copies, in their order."""
+        """Queue a step's copies in order."""
         for part in _independent(copies.offloads, same_side=False):
             sources = self._index(part.sources)
             for cache, host in self._pairs[part.group]:
@@ -80,7 +80,7 @@ class BlockCopier:
 
 
 class _Part:
-    """Copies of one group that may be made at the same time: no block is written twice, or written
+    """Copies in one group that can be made at the same time: no block is written twice, or written
     before it is read.
     """
 
@@ -93,7 +93,7 @@ class _Part:
 
 
 def _independent(copies: Sequence[BlockCopy], *, same_side: bool) -> Iterator[_Part]:
-    """Split copies into parts, so that the copies of a part may be made at the same time.
+    """Split copies into sets of copies that can be made at the same time.
 
     Args:
         copies: in the order in which they take effect.
@@ -114,8 +114,9 @@ def _independent(copies: Sequence[BlockCopy], *, same_side: bool) -> Iterator[_P
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Split a list of blocks into runs of consecutive ones: (begin, end) in the list, the first
-    block.
+    """Split a list of blocks into runs of consecutive ones.
+
+    Yield the begin and end of each run in the list, and its first block.
     """
     begin = 0
     for index in range(1, len(blocks) + 1):
@@ -125,7 +126,7 @@ def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _tensors(cache: LayerCache, host_caches: Sequence[LayerCache], layer: int) -> tuple[_Pair, ...]:
-    """A layer's tensors with their counterparts on the host, which are empty if nothing is
+    """Return a layer's tensors with their counterparts on the host, which are empty if nothing is
     offloaded.
     """
     if not host_caches:
@@ -135,5 +136,5 @@ def _tensors(cache: LayerCache, host_caches: Sequence[LayerCache], layer: int) -
 
 
 def _rows(tensor: torch.Tensor, block_size: int) -> torch.Tensor:
-    """[num_slots, H, D] with one row for each block: [num_blocks, block_size · H · D]."""
+    """View [num_slots, H, D] with one row per block: [num_blocks, block_size · H · D]."""
     return tensor.view(-1, block_size * tensor.shape[1] * tensor.shape[2])

@@ -6,13 +6,13 @@
     fill the inputs ─▶ replay ─▶ logits      computed directly, without capture
                               └▶ the most likely tokens, or those drawn (`captured_choices`)
 
-A shape is a number of tokens and a number of requests: lengths are read on the device, so that a
-graph serves contexts of any length. All shapes are captured at warm-up, the largest first, so that
-the memory of the largest serves all: they share it, their inputs, and the place of their logits.
-None is captured while requests wait.
+A shape is a number of tokens and a number of requests. Lengths are read on the device, so a graph
+works for contexts of any length. All shapes are captured at warm-up, and none while requests wait.
+The largest is captured first, because all shapes share its memory, its inputs and the memory of its
+logits.
 
-What is computed directly: steps with prompt log-probabilities, steps that no shape has room for,
-and steps of a kind that cannot be captured.
+Steps are computed directly if they have prompt log-probabilities, if no shape has room for them, or
+if their kind cannot be captured.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from engine.sampling.plain import PlainChoice, choose_most_likely
 logger = logging.getLogger(__name__)
 
 _MOST_TABLE_ENTRIES = 1 << 20
-"""The most block table entries of a captured step: 8 MiB that are copied at each replay."""
+"""The maximum number of block table entries of a captured step: 8 MiB, which each replay copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A captured forward pass, its inputs, and what chooses its tokens."""
+    """A captured forward pass with its inputs, and what chooses its tokens."""
 
     inputs: StaticInputs
     graph: CapturedGraph
@@ -68,11 +68,11 @@ class CapturedStep:
 
         Args:
             inputs, buffers, carried: see `StaticInputs.fill`.
-            choice: how its tokens are chosen; None: not by captured work.
+            choice: how captured work chooses the tokens, or None if it does not.
 
         Returns:
-            The logits [S, V] of the rows that it needs, and its tokens, int64 [S]; None: they are
-            still to be chosen. Both are overwritten by the next step.
+            The logits [S, V] of the needed rows, and the tokens, int64 [S], or None if they have
+            not been chosen. The next step overwrites both.
         """
         rows = inputs.logit_rows
         in_order = not self.inputs.shape.is_decode or np.array_equal(rows, np.arange(len(rows)))
@@ -87,7 +87,8 @@ class CapturedStep:
 
 
 class CapturedSteps:
-    """Captures steps and finds them again. All calls are made in inference mode.
+    """Captures steps, and finds the captured step for given inputs. All calls are made in inference
+    mode.
 
     Attributes:
         steps: the captured steps, the smallest first.
@@ -111,7 +112,7 @@ class CapturedSteps:
         self._told: set[StepPath] = set()
 
     def find(self, inputs: InputBatch) -> CapturedStep | None:
-        """The captured step for these inputs; None: there is none."""
+        """Return the captured step for these inputs, or None if there is none."""
         layout, is_decode = inputs.layouts[0], inputs.path is StepPath.DECODE
         rows, width = layout.tables.shape
         if inputs.prompts:
@@ -135,14 +136,14 @@ class CapturedSteps:
         return None
 
     def keep(self, token_ids: torch.Tensor) -> None:
-        """Put a step's tokens, int64 [S], where the next captured step finds them, unless captured
-        work has chosen them.
+        """Store a step's tokens, int64 [S], for the next captured step. Not needed if captured work
+        has chosen them.
         """
         if self.steps:
             self.steps[0].choices.keep(token_ids)
 
     def warmup(self, progress: Callable[[str], None]) -> None:
-        """Capture all shapes, the largest first; once."""
+        """Capture all shapes, the largest first. Later calls do nothing."""
         shapes = planned_shapes(self._options, self._kv.block_size)
         if not shapes or self.steps or not self._attention.can_capture:
             return
@@ -179,7 +180,7 @@ class CapturedSteps:
     def _capture(
         self, inputs: StaticInputs, memory: InputMemory, choices: CapturedChoices
     ) -> CapturedStep:
-        """Capture a shape. Raises what the forward or the capture raises."""
+        """Capture a shape. Raises whatever the forward pass or the capture raises."""
         shape = inputs.shape
         path = StepPath.DECODE if shape.is_decode else StepPath.VARLEN
 
@@ -201,8 +202,10 @@ class CapturedSteps:
 
 
 def planned_shapes(options: RunnerOptions, block_size: int) -> list[StaticShape]:
-    """The shapes that are captured, the largest first. If there are more than `max_graphs`, every
-    other one is left out: its steps are padded to the next larger one.
+    """Return the shapes to capture, the largest first.
+
+    If there are more than `max_graphs`, every other one is left out, and its steps are padded to
+    the next larger one.
     """
     interval, paths = options.q_interval, options.captured_paths
     decode: list[tuple[bool, int, int]] = []

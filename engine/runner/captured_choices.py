@@ -1,11 +1,12 @@
-"""The captured choice of a step's tokens; see `engine.sampling.plain` for which can be.
+"""Captures how a step's tokens are chosen. `engine.sampling.plain` defines which choices can be
+captured.
 
     a step's graph ─▶ logits ─▶ the most likely tokens ─┬───────────────────▶ tokens, for the next
                                                         └▶ a draw's graph ─▶  step and for the host
 
-The most likely tokens are part of every captured step: they cost next to nothing. Draws depend on
-the number of rows alone, so they are graphs of their own: two for each number of requests that a
-captured step has, one of them with filters. They are captured behind the steps, in the same memory.
+Every captured step also chooses the most likely tokens, which costs next to nothing. Draws depend
+only on the number of rows, so they have separate graphs. There are two for each number of requests
+of a captured step, with and without filters. They are captured after the steps, in the same memory.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class CapturedChoices:
     """Captures draws and replays them. All calls are made in inference mode.
 
     Attributes:
-        draws: the captured draws of each kind and their numbers of rows, the smallest first.
+        draws: the captured draws by kind, each with its number of rows, the smallest first.
     """
 
     def __init__(self, memory: InputMemory, graphs: GraphBackend) -> None:
@@ -70,14 +71,14 @@ class CapturedChoices:
         return self._graphs.capture(run)
 
     def has(self, choice: PlainChoice, rows: int) -> bool:
-        """Whether captured work can choose the tokens of so many rows."""
+        """Return whether captured work can choose the tokens of `rows` rows."""
         return choice.kind is PlainKind.GREEDY or self._find(choice.kind, rows) is not None
 
     def choose(self, choice: PlainChoice, rows: int) -> torch.Tensor:
-        """Queue the choice of tokens behind the replay of their step; see `has`.
+        """Queue the choice of tokens after the replay of their step; see `has`.
 
         Returns:
-            int64 [R], until the next step overwrites them.
+            int64 [R]. The next step overwrites them.
         """
         draw = self._find(choice.kind, rows)
         if draw is not None:
@@ -85,9 +86,7 @@ class CapturedChoices:
         return self._memory.tokens[:rows]
 
     def keep(self, token_ids: torch.Tensor) -> None:
-        """Put a step's tokens that were chosen otherwise where the next captured step finds
-        them.
-        """
+        """Store tokens that were chosen in another way, for the next captured step."""
         self._memory.tokens[: len(token_ids)] = token_ids
 
     def _find(self, kind: PlainKind, rows: int) -> CapturedGraph | None:

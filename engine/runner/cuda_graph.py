@@ -21,8 +21,10 @@ class CapturedGraph(Protocol):
     """Captured device work."""
 
     def replay(self) -> torch.Tensor:
-        """Queue the work again. The result has the same address each time: read it before the next
-        replay of any graph, with work that is queued on the same stream.
+        """Queue the work again.
+
+        The result always has the same address. Read it before the next replay of any graph, with
+        work queued on the same stream.
         """
         ...
 
@@ -31,7 +33,7 @@ class GraphBackend(Protocol):
     """A way to capture device work."""
 
     def capture(self, run: Callable[[], torch.Tensor]) -> CapturedGraph:
-        """Capture what `run` queues; `run` may be called several times.
+        """Capture the work that `run` queues. `run` may be called several times.
 
         Raises:
             RuntimeError: `run` does something that cannot be captured, such as waiting for the
@@ -51,35 +53,41 @@ class _CudaGraph:
 
 
 class CaptureDevice(Protocol):
-    """What capturing needs of a device."""
+    """The device operations that capturing needs."""
 
     def side_stream(self) -> AbstractContextManager[None]:
-        """Queue work on a stream of its own, in order with what was queued before and comes after,
-        and return to the current stream whatever happens: a stream is captured as a whole.
+        """Queue work on a separate stream inside the `with` block, because a stream is captured as
+        a whole.
+
+        The work is ordered after what was queued before the block, and before what follows. The
+        current stream is always restored.
         """
         ...
 
     def refusing_waits(self) -> AbstractContextManager[None]:
-        """Have whatever waits for the device raise a RuntimeError."""
+        """Make any operation that waits for the device raise a RuntimeError, inside the `with`
+        block.
+        """
         ...
 
     def begin(self) -> Any:
-        """Begin to capture the current stream; returns the graph."""
+        """Begin to capture the current stream, and return the graph."""
         ...
 
     def end(self, graph: Any) -> None:
-        """End it. Raises RuntimeError if something was queued that cannot be captured."""
+        """End the capture. Raises RuntimeError if something was queued that cannot be captured."""
         ...
 
     def abandon(self, graph: Any) -> None:
-        """Leave the stream and the memory pool as they were before `begin`, whether or not `end`
-        was called. Never raises.
+        """Restore the stream and the memory pool to their state before `begin`. Never raises.
+
+        This works whether or not `end` was called.
         """
         ...
 
 
 class CudaCapture(CaptureDevice):
-    """A CUDA device. Its graphs share one memory pool: only one of them runs at a time."""
+    """A CUDA device. Its graphs share one memory pool, because only one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -99,7 +107,7 @@ class CudaCapture(CaptureDevice):
 
     @contextmanager
     def refusing_waits(self) -> Iterator[None]:
-        """See CaptureDevice. torch has one such mode for all threads of the process."""
+        """See CaptureDevice. torch's setting applies to all threads of the process."""
         before = torch.cuda.get_sync_debug_mode()
         try:
             _set_sync_debug_mode("error")
@@ -108,7 +116,7 @@ class CudaCapture(CaptureDevice):
             _set_sync_debug_mode(before)
 
     def begin(self) -> torch.cuda.CUDAGraph:
-        """See CaptureDevice. Other threads of the process may use the device meanwhile."""
+        """See CaptureDevice. Other threads of the process may use the device in the meantime."""
         torch.cuda.synchronize(self._device)
         # What was run before has left memory that only this stream could use: it is the graph's.
         torch.cuda.empty_cache()
@@ -130,8 +138,10 @@ class CudaCapture(CaptureDevice):
 
 
 def _set_sync_debug_mode(mode: str | int) -> None:
-    """Set it, without torch's warning that it is a prototype. Where warnings are errors, that would
-    be raised with the mode already set, for good.
+    """Set the mode without torch's warning that it is a prototype.
+
+    If warnings are errors, the warning would be raised after the mode has been set, and the mode
+    would remain.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -139,11 +149,11 @@ def _set_sync_debug_mode(mode: str | int) -> None:
 
 
 class CapturingBackend:
-    """Captures on a device, and leaves it as it was where that fails.
+    """Captures work on a device, and restores the device's state if that fails.
 
     run ──▶ run, waits refused ──▶ run, captured
     │                │                    └ the graph
-    │                └ an operation waits: it is found before anything is captured
+    │                └ an operation that waits is found before anything is captured
     └ libraries initialize and kernels are compiled at their first call, which may wait
     """
 
@@ -170,8 +180,8 @@ class CapturingBackend:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Freeing what another stream has used, which a collection may do, is a call that cannot be
-    captured.
+    """Disable garbage collection, which may free memory that another stream has used. That cannot
+    be captured.
     """
     was_enabled = gc.isenabled()
     gc.disable()

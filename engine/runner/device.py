@@ -1,5 +1,5 @@
-"""What a runner needs from its device besides computing: asynchronous copies, and events that tell
-when queued work is done.
+"""The device operations that a runner needs in addition to computing: asynchronous copies, and
+events that tell when queued work is done.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ class DeviceEvent(Protocol):
 
 
 class StepDevice(Protocol):
-    """See the module. All work of one device is queued in order."""
+    """Queues copies and events on a device. All work of one device is queued in order."""
 
     def host_buffer(self, size: int) -> torch.Tensor:
-        """Allocate zeros on the host, int64 [size], from which `upload` copies without waiting."""
+        """Allocate zeros on the host, int64 [size]. `upload` can copy from them without waiting."""
         ...
 
     def upload(self, host: torch.Tensor, target: torch.Tensor) -> None:
-        """Queue a copy to the device. `host` may change only after a wait for a later event."""
+        """Queue a copy to the device. `host` may change only after waiting for a later event."""
         ...
 
     def download(self, source: torch.Tensor) -> torch.Tensor:
-        """Queue a copy to the host, which is complete after a wait for a later event."""
+        """Queue a copy to the host, which is complete after waiting for a later event."""
         ...
 
     def record(self) -> DeviceEvent:
-        """Mark this point of the queue."""
+        """Record an event at this point of the queue."""
         ...
 
 
@@ -42,11 +42,11 @@ class _Past:
     """An event of a device that computes synchronously."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 class SynchronousDevice(StepDevice):
-    """A CPU: work is done when its call returns."""
+    """A CPU, where work is done when its call returns."""
 
     @override
     def host_buffer(self, size: int) -> torch.Tensor:
@@ -100,5 +100,5 @@ class CudaDevice(StepDevice):
 
 
 def step_device(device: torch.device) -> StepDevice:
-    """The step device for a torch device."""
+    """Return the step device for a torch device."""
     return CudaDevice(device) if device.type == "cuda" else SynchronousDevice()

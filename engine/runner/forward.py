@@ -20,12 +20,12 @@ class CausalModel(Protocol):
     """What the runner needs from a transformers model with our attention implementation."""
 
     def __call__(self, **inputs: object) -> object:
-        """The forward pass; its result has `logits` [1, S, V]."""
+        """Compute the forward pass. The result has `logits` [1, S, V]."""
         ...
 
 
 class ModelForward:
-    """Calls the model. See the module.
+    """Computes a model's forward pass over a KV cache.
 
     Attributes:
         kv: the cache.
@@ -39,7 +39,7 @@ class ModelForward:
         backend: AttentionBackend,
         compiled: Mapping[StepPath, CausalModel] | None = None,
     ) -> None:
-        """Wire a forward pass.
+        """Create a forward pass.
 
         Args:
             model: the model.
@@ -63,11 +63,11 @@ class ModelForward:
     def as_it_comes(
         self, inputs: InputBatch, fill_in: Callable[[InputBatch, torch.Tensor], None]
     ) -> torch.Tensor:
-        """Compute a step without capture: its tensors are made only for it.
+        """Compute a step without capture, with tensors that are made only for it.
 
         Args:
             inputs: the step.
-            fill_in: puts tokens that are not on the host yet into the step's token ids on the
+            fill_in: fills in tokens that are not on the host yet, in the step's token ids on the
                 device.
 
         Returns:
@@ -104,7 +104,7 @@ class ModelForward:
         Args:
             path: selects the model to call.
             token_ids, positions: int64 [T].
-            logit_rows: int64 [L], the tokens whose logits are wanted; None: all.
+            logit_rows: int64 [L], the tokens whose logits are wanted, or None for all.
             metadata: by group.
 
         Returns:
@@ -138,6 +138,6 @@ class ModelForward:
 
 
 def one_line(error: Exception) -> str:
-    """A compiler's error on one line, without torch's advice on how to debug it."""
+    """Format a compiler's error as one line, without torch's advice on debugging."""
     text = str(error).partition("\n\nSet TORCHDYNAMO")[0]
     return " ".join(text.split())[:500]

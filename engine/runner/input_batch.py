@@ -5,8 +5,8 @@ tokens    a7       b3       c0 c1 c2      token_ids, T = 5
 position  7        3        0  1  2       positions
 sampled   0        1              4       logit_rows: the last token of each request that samples
 
-A step in which every request computes one token may take the decode path; others take the path for
-varying lengths. Padding comes after the last request.
+A step in which every request computes one token may take the decode path. Other steps take the path
+for varying lengths. Padding comes after the last request.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class PromptRows:
 
     Attributes:
         key: the request.
-        top_n: how many candidates to report with each.
-        targets: the tokens after the computed ones, up to the prompt's end.
+        top_n: the number of candidates to report with each token.
+        targets: the tokens that follow the computed ones, up to the end of the prompt.
     """
 
     key: RequestKey
@@ -47,11 +47,11 @@ class InputBatch:
 
     Attributes:
         path: the path that computes it.
-        num_tokens: its tokens, without padding.
-        token_ids, positions: int64 [T], padding included: token 0 at position 0. Positions may
-            carry a length (see `engine.contract.rope`).
-        logit_rows: int64 [S + P], the tokens of which the logits are needed: those of the S
-            requests that sample, then P prompt tokens.
+        num_tokens: the number of tokens, without padding.
+        token_ids, positions: int64 [T], including padding, which is token 0 at position 0.
+            Positions may carry a length (see `engine.contract.rope`).
+        logit_rows: int64 [S + P], the tokens whose logits are needed: those of the S requests that
+            sample, then P prompt tokens.
         wants_all_rows: whether these are all tokens in order, so that no rows need to be selected.
         sampling: the S requests.
         prompts: the requests of the P prompt tokens, in order.
@@ -73,9 +73,11 @@ class InputBatch:
 
 
 class InputBatchBuilder:
-    """Lays batches out. Consecutive decode steps often have the same requests, so arrays that do
-    not change are reused, and block tables are stacked again only if one has changed. So the arrays
-    of a batch must not be written to.
+    """Prepares the inputs of batches.
+
+    Consecutive decode steps often have the same requests. So arrays that do not change are reused,
+    and block tables are stacked again only if one has changed. Therefore, the arrays of a batch
+    must not be written to.
     """
 
     def __init__(
@@ -85,8 +87,13 @@ class InputBatchBuilder:
         options: RunnerOptions,
         rope: RopeLengths | None = None,
     ) -> None:
-        """num_groups: the number of layer groups. block_size: tokens in a block. options: for paths
-        and padding. rope: how rotary frequencies depend on a request's length; None: they do not.
+        """Create a builder.
+
+        Args:
+            num_groups: the number of layer groups.
+            block_size: the number of tokens in a block.
+            options: for paths and padding.
+            rope: how rotary frequencies depend on a request's length, or None if they do not.
         """
         self._block_size = block_size
         self._options = options
@@ -96,7 +103,9 @@ class InputBatchBuilder:
         self._rows = np.arange(0, dtype=np.int64)
 
     def build(self, batch: ScheduledBatch) -> InputBatch:
-        """Lay a batch out. Its requests are ordered: those that compute one token first."""
+        """Prepare a batch's inputs. Its requests must be in order: those that compute one token
+        come first.
+        """
         parts, options = batch.requests, self._options
         places = [part.start for part in parts]
         starts = np.array(places, dtype=np.int64)
@@ -162,7 +171,7 @@ class InputBatchBuilder:
     def _decode_counts(
         self, num_requests: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Counts and rows for requests that compute one token each: int64 [R]."""
+        """Return the counts and rows for requests that compute one token each: int64 [R]."""
         if num_requests > len(self._ones):
             self._ones = np.ones(num_requests, dtype=np.int64)
             self._rows = np.arange(num_requests, dtype=np.int64)
@@ -170,7 +179,7 @@ class InputBatchBuilder:
 
 
 class _StackedTables:
-    """The block tables of a step's requests in one group, as rows."""
+    """The block tables of a step's requests in one group, as the rows of an array."""
 
     def __init__(self, group: int) -> None:
         self._group = group
@@ -179,9 +188,10 @@ class _StackedTables:
         self._stacked = np.zeros((0, 0), dtype=np.int32)
 
     def stack(self, parts: Sequence[ScheduledRequest]) -> npt.NDArray[np.int32]:
-        """int32 [R, blocks of the longest], padded with the null block. If nothing has changed, the
-        array of the last call. A row of the same requests is only read anew if it has changed: with
-        256 requests that halves what this takes.
+        """Return int32 [R, blocks of the longest], padded with the null block.
+
+        If nothing has changed, this is the array of the last call. If the requests are the same,
+        only rows that have changed are read again, which halves the time with 256 requests.
         """
         tables = [part.tables[self._group] for part in parts]
         # Entries only change by appending, or by release from the front.
@@ -204,8 +214,8 @@ class _StackedTables:
 def _token_ids(
     parts: Sequence[ScheduledRequest], num_decodes: int, length: int
 ) -> tuple[npt.NDArray[np.int64], list[int]]:
-    """The step's tokens, int64 [length], padded with 0, and the indices of pending tokens,
-    whose places hold 0 too.
+    """Return the step's tokens, int64 [length], padded with 0, and the indices of pending tokens,
+    which are also 0.
     """
     known: list[int] = [part.request.token_ids[part.start] for part in parts[:num_decodes]]
     pending: list[int] = []
@@ -222,9 +232,9 @@ def _token_ids(
 def _prompts(
     parts: Sequence[ScheduledRequest], last_rows: Sequence[int]
 ) -> tuple[tuple[PromptRows, ...], list[npt.NDArray[np.int64]]]:
-    """The prompt tokens for which a step computes log-probabilities, and their rows.
+    """Return the prompt tokens for which a step computes log-probabilities, and their rows.
 
-    last_rows: the index of each part's last token in the flat row.
+    last_rows: the index of each request's last token in the flat row.
     """
     prompts, rows = [], []
     for part, last in zip(parts, last_rows, strict=True):

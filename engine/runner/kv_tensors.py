@@ -1,5 +1,5 @@
-"""The KV cache's tensors: one pair a layer, addressed by slot; and those on the host, for preempted
-requests' blocks. `engine.loading.kv_memory` allocates them once.
+"""The tensors of the KV cache: one pair per layer, addressed by slot, and those on the host for the
+blocks of preempted requests. `engine.loading.kv_memory` allocates them once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.kv_cache.groups import LayerGroup
 
 
 class CacheSize(Protocol):
-    """The size of a cache, in blocks of `block_size` tokens: by layer group, on the device and on
+    """The size of a cache in blocks of `block_size` tokens, by layer group, on the device and on
     the host.
     """
 
@@ -35,8 +35,8 @@ class KVTensors:
     Attributes:
         groups: the layer groups.
         caches: by layer, on the device.
-        host_caches: by layer, on the host; empty if nothing is offloaded.
-        block_size: tokens in a block.
+        host_caches: by layer, on the host. Empty if nothing is offloaded.
+        block_size: the number of tokens in a block.
     """
 
     groups: tuple[LayerGroup, ...]

@@ -6,9 +6,10 @@
                                                                                  frees the buffers
 
 A step's inputs are written to a set of buffers on the host. With two sets, a step can be launched
-while the previous one still runs. A request's next token is then not on the host yet, and is
-carried over on the device. Where a step's own tokens can be chosen only once those are on the host,
-its work up to the logits is queued at its launch, and the rest by `LaunchedStep.sample`.
+while the previous one is still running. A request's next token is then not on the host yet, and is
+carried over on the device. A step's own tokens may depend on tokens that must be on the host first.
+In this case, the launch queues its work only up to the logits, and `LaunchedStep.sample` queues the
+rest.
 """
 
 from __future__ import annotations
@@ -34,17 +35,18 @@ class InputBuffers:
         self._free = list(range(count))
 
     def take(self) -> int:
-        """Take a set that no step uses.
+        """Take a set that is not in use.
 
         Raises:
-            RuntimeError: the results of the steps that use them have not been collected.
+            RuntimeError: all sets are in use, because the results of their steps have not been
+                collected.
         """
         if not self._free:
             raise RuntimeError("a step was launched while all input buffers are in use")
         return self._free.pop(0)
 
     def free(self, index: int) -> None:
-        """Give a set back."""
+        """Return a set."""
         self._free.append(index)
 
 
@@ -56,19 +58,21 @@ class CarriedTokens:
         self._token_ids = torch.empty(0, dtype=torch.int64)
 
     def keep(self, requests: Sequence[Request], token_ids: torch.Tensor) -> None:
-        """Remember a step's tokens: int64 [S] on the device, one for each request."""
+        """Store a step's tokens: int64 [S] on the device, one for each request."""
         self._requests = requests
         self._token_ids = token_ids
 
     def places(self, inputs: InputBatch) -> tuple[list[int], list[int]]:
-        """The missing tokens of a step, and which of the last step's tokens they are."""
+        """Return the indices of the missing tokens of a step, and their indices in the last step's
+        tokens.
+        """
         if not inputs.carried:
             return [], []
         rows = {request.key: row for row, request in enumerate(self._requests)}
         return [row for row, _ in inputs.carried], [rows[key] for _, key in inputs.carried]
 
     def fill_in(self, inputs: InputBatch, token_ids: torch.Tensor) -> None:
-        """Put the missing tokens of a step into its inputs, int64 [T] on the device."""
+        """Fill in the missing tokens of a step in its inputs, int64 [T] on the device."""
         targets, sources = self.places(inputs)
         if not targets:
             return
@@ -86,7 +90,7 @@ class CarriedTokens:
 
 
 class LaunchedStep:
-    """A step that was launched; see `engine.scheduler.runner_protocol.PendingStep`."""
+    """A launched step; see `engine.scheduler.runner_protocol.PendingStep`."""
 
     def __init__(
         self,
@@ -96,13 +100,13 @@ class LaunchedStep:
         choose: Callable[[], SampledRows],
         prompts: PromptReport,
     ) -> None:
-        """Wrap a step whose logits are queued. It owns the buffers from now on.
+        """Wrap a step whose logits are queued. The step takes over the buffers.
 
         Args:
             buffers, index: the set of buffers that it uses.
             device: queues copies.
-            choose: queues the choice of its tokens; called once, by `sample`.
-            prompts: what its result says about prompts.
+            choose: queues the choice of its tokens. Called once, by `sample`.
+            prompts: the results for prompts.
         """
         self._buffers = buffers
         self._index = index

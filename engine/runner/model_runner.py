@@ -1,12 +1,12 @@
-"""Runs batches: lays them out, computes them on one of the paths, and samples.
+"""Runs batches: prepares their inputs, computes them on one of the paths, and samples.
 
 ScheduledBatch ─▶ block copies ─▶ InputBatch ─┬─▶ ModelForward, as it comes ──┬─▶ logits ─▶ Sampler
                                               └─▶ CapturedSteps, replayed ──┬─┘               │
                                                                             └─▶ plain tokens ─┤
                   SampledTokens ◀── LaunchedStep.result ◀── queued copy to the host ◀─────────┘
 
-The sampler is called at the launch, or in LaunchedStep.sample if a request's options need a token
-that the step before is still computing.
+The sampler is called at the launch. If a request's options need a token that the previous step is
+still computing, it is called in LaunchedStep.sample instead.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class _NothingSampled:
     """A step that only has copies. They are queued before any later work."""
 
     def sample(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def result(self) -> SampledTokens:
-        """Nothing."""
+        """Return an empty result."""
         return SampledTokens(token_ids=())
 
 
@@ -71,7 +71,7 @@ class ModelRunner:
     Attributes:
         kv: the cache.
         options: how steps are computed.
-        steps: how many steps were computed, by path and by whether they were replayed.
+        steps: the number of computed steps, by path and by whether they were replayed.
     """
 
     def __init__(
@@ -86,17 +86,17 @@ class ModelRunner:
         graphs: GraphBackend | None = None,
         progress: Callable[[str], None] = logger.info,
     ) -> None:
-        """Wire a runner.
+        """Create a runner.
 
         Args:
             forward: the model, with its cache.
             sampler: chooses tokens.
             options: how steps are computed.
-            rope: how rotary frequencies depend on a request's length; None: they do not.
-            copier: makes block copies; None: a copier for the forward's cache is made.
-            device: queues copies; None: one for the cache's device is made.
-            graphs: captures steps; None: nothing is captured.
-            progress: gets a line for each slow stage of `warmup`.
+            rope: how rotary frequencies depend on a request's length, or None if they do not.
+            copier: makes block copies. None for a new copier for the forward's cache.
+            device: queues copies. None for a new one for the cache's device.
+            graphs: captures steps. None to capture nothing.
+            progress: receives a line for each slow stage of `warmup`.
         """
         kv = forward.kv
         self.kv = kv
@@ -137,7 +137,7 @@ class ModelRunner:
             return step
 
     def _lacks_tokens(self, request: Request) -> bool:
-        """Whether choosing a request's next token needs one that is being computed."""
+        """Return whether choosing a request's next token needs one that is still being computed."""
         return request.num_pending_tokens > 0 and self._sampler.needs_host_tokens(request)
 
     def _compute(self, inputs: InputBatch, buffers: int) -> LaunchedStep:
@@ -164,9 +164,10 @@ class ModelRunner:
     def _run(
         self, inputs: InputBatch, buffers: int, lengths: Sequence[int] | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The logits [S + P, V] of a step, and its tokens [S] if captured work has chosen them.
+        """Return the logits [S + P, V] of a step, and its tokens [S] if captured work has chosen
+        them.
 
-        lengths: see `Sampler.begin`; None: its tokens are not wanted.
+        lengths: see `Sampler.begin`. None if the tokens are not wanted.
         """
         step = None if self._captured is None else self._captured.find(inputs)
         self.steps[StepKind(inputs.path, is_replayed=step is not None)] += 1

@@ -22,7 +22,7 @@ class PromptReport:
         self._found = found
 
     def copied(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> PromptReport:
-        """The same, with every tensor replaced by its copy on the host."""
+        """Return the same report with every tensor replaced by its copy on the host."""
         return PromptReport({key: found.copied(copy) for key, found in self._found.items()})
 
     def result(self) -> dict[RequestKey, list[TokenLogprobs]]:
@@ -36,8 +36,8 @@ def report_prompts(
     """Queue what a step reports about its requests' prompts.
 
     Args:
-        sampler: computes log-probabilities, of a bounded number of rows at a time.
-        logits: [P, V] in the model's dtype, the prompts' rows one after the other.
+        sampler: computes log-probabilities for a limited number of rows at a time.
+        logits: [P, V] in the model's dtype, the prompts' rows one after another.
         prompts: the requests of the P rows.
     """
     found: dict[RequestKey, GivenLogprobs] = {}

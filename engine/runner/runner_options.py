@@ -1,4 +1,4 @@
-"""The options of a runner: those of the configuration, resolved for one device."""
+"""The options of a runner, resolved from the configuration for one device."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class StepPath(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOptions:
-    """A runner's options; the defaults turn everything optional off.
+    """A runner's options. The defaults disable everything optional.
 
     Attributes:
-        max_decode_blocks: a step in which every request computes one token takes the decode path
-            if no request has more blocks than this; 0: never.
-        max_blocks: the most blocks of one request.
-        q_interval: the tokens of a step are padded to a multiple of this; 0: not at all.
-        kv_interval: the context that steps without capture read is padded to a multiple of this
-            many tokens; 0: not at all.
+        max_decode_blocks: a step in which every request computes one token takes the decode path if
+            no request has more blocks than this. 0 to never take it.
+        max_blocks: the maximum number of blocks of one request.
+        q_interval: the tokens of a step are padded to a multiple of this. 0 for no padding.
+        kv_interval: in steps without capture, the context to read is padded to a multiple of this
+            many tokens. 0 for no padding.
         captured_paths: the paths whose steps are captured and replayed.
-        max_graphs: most captured shapes of steps; draws of tokens are not counted.
-        max_tokens, max_requests: the largest step.
-        num_input_buffers: how many sets of input buffers the host has, and so how many steps may be
-            pending at once.
+        max_graphs: the maximum number of captured shapes of steps. Captured draws do not count.
+        max_tokens, max_requests: the size of the largest step.
+        num_input_buffers: the number of sets of input buffers on the host, which limits how many
+            steps may be pending at the same time.
     """
 
     max_decode_blocks: int = 0
@@ -51,7 +51,9 @@ class RunnerOptions:
 
     @property
     def padded_sizes(self) -> Sizes | None:
-        """The sizes in tokens to which steps with prompts are padded; None: not padded."""
+        """The sizes in tokens to which steps with prompts are padded, or None if they are not
+        padded.
+        """
         if self.q_interval or StepPath.VARLEN in self.captured_paths:
             return mixed_sizes(self.q_interval)
         return None
@@ -74,13 +76,13 @@ def resolve_options(
 
     Args:
         config: the configuration.
-        device: its type, for messages.
-        can_capture: whether device work can be captured there.
-        max_blocks: blocks of the longest possible request.
-        max_tokens, max_requests: the largest step.
+        device: the device type, for messages.
+        can_capture: whether the device's work can be captured.
+        max_blocks: the number of blocks of the longest possible request.
+        max_tokens, max_requests: the size of the largest step.
 
     Raises:
-        ConfigError: an option asks for what the device cannot do.
+        ConfigError: an option asks for something that the device cannot do.
     """
     limit = config.max_blocks_per_request
     return RunnerOptions(

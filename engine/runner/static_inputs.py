@@ -1,18 +1,17 @@
 """A step's inputs at fixed addresses, as a captured step needs them.
 
     InputBatch ──fill──▶ host[set], one int64 array ──one copy──▶ one int64 tensor on the device:
-                                                     its parts are the numbers of the choice, the
-                                                     model's inputs and the fields of the
-                                                     attention's metadata
+                                                     the numbers of the choice, the model's inputs
+                                                     and the fields of the attention's metadata
 
-The tokens of the last step stand in front of that tensor, where captured steps write them. A step
-gathers its own tokens from both, by index: so a token that is not on the host yet is carried over
-by the captured work itself.
+The tokens of the last step come before that tensor, where captured steps write them. A step gathers
+its own tokens from both by index. So captured work itself carries over tokens that are not on the
+host yet.
 
 All shapes share these arrays, and divide them differently. On CUDA the host's arrays are pinned.
-There is one for each set of input buffers, because a copy may still be in progress when the next
-step is filled in. One tensor on the device is enough, because copies and computation are queued in
-order on one stream.
+There is one array for each set of input buffers, because a copy may still be in progress when the
+next step is filled in. One tensor on the device is enough, because copies and computation are
+queued in order on one stream.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ class InputMemory:
 
     Attributes:
         host: one int64 array for each set of input buffers.
-        tokens: int64 [R] on the device, those of the last step.
-        whole: the same, and then `target`.
-        target: the host's array on the device.
+        tokens: int64 [R] on the device, the tokens of the last step.
+        whole: one tensor with `tokens`, followed by `target`.
+        target: the copy of a host array on the device.
         device: queues copies.
     """
 
@@ -61,8 +60,9 @@ class InputMemory:
         self.tokens, self.target = self.whole[:most_requests], self.whole[most_requests:]
 
     def numbers(self, rows: int) -> torch.Tensor:
-        """The numbers of a step's choice on the device, whatever its shape: float64 [R, COLUMNS],
-        see `engine.sampling.plain`.
+        """Return the numbers of a step's choice on the device, at the same address for every shape.
+
+        They are float64 [R, COLUMNS]; see `engine.sampling.plain`.
         """
         return self.target[: rows * COLUMNS].view(torch.float64).view(rows, COLUMNS)
 
@@ -89,7 +89,9 @@ class StaticInputs:
         self._own = np.arange(first, first + shape.tokens)
 
     def clear(self) -> None:
-        """Make them those of a step without requests, of which only the null block is written."""
+        """Set the inputs to those of a step without requests, which writes only to the null
+        block.
+        """
         self._memory.whole.zero_()
 
     def fill(
@@ -103,10 +105,10 @@ class StaticInputs:
 
         Args:
             inputs: the step.
-            buffers: the set of buffers.
-            carried: the step's tokens that are not on the host yet, and which of the last step's
-                tokens they are.
-            choice: how its tokens are chosen by captured work; None: they are not.
+            buffers: the index of the set of buffers.
+            carried: the step's tokens that are not on the host yet, as their indices in this step
+                and in the last step's tokens.
+            choice: how captured work chooses the tokens, or None if it does not.
         """
         arrays, shape, count = self._arrays[buffers], self.shape, inputs.num_tokens
         if choice is not None and choice.kind is not PlainKind.GREEDY:
@@ -130,23 +132,25 @@ class StaticInputs:
         memory.device.upload(memory.host[buffers][:total], memory.target[:total])
 
     def token_ids(self) -> torch.Tensor:
-        """[T], gathered on the device; this is part of the captured work."""
+        """Gather the token ids [T] on the device. This is part of the captured work."""
         known = self._memory.whole.index_select(0, self._tensors["sources"])
         # A request without a valid token fails when its step is collected; this step must not fail.
         return known.clamp_(min=0)
 
     @property
     def positions(self) -> torch.Tensor:
-        """[T]."""
+        """The positions, [T]."""
         return self._tensors["positions"]
 
     @property
     def logit_rows(self) -> torch.Tensor | None:
-        """[R], padded with 0; None: the logits of all tokens are needed."""
+        """The rows of the logits, [R], padded with 0. None if the logits of all tokens are
+        needed.
+        """
         return self._tensors.get("logit_rows")
 
     def metadata(self) -> list[AttentionMetadata]:
-        """The groups' metadata, computed on the device; this is part of the captured work."""
+        """Compute the groups' metadata on the device. This is part of the captured work."""
         return [
             self._backend.static_metadata(
                 self.shape,
@@ -181,7 +185,7 @@ def _split(array: _Array, sizes: Mapping[str, int]) -> dict[str, _Array]:
 
 
 def _of_group(parts: Mapping[str, _Array], group: LayerGroup) -> dict[str, _Array]:
-    """One group's fields, by the names that the backend gave them."""
+    """Return one group's fields, by the backend's names for them."""
     prefix = f"{group.group_id}."
     return {
         name.removeprefix(prefix): part for name, part in parts.items() if name.startswith(prefix)

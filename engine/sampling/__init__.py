@@ -1,4 +1,4 @@
-"""From logits to tokens: every request's own parameters, in one batched pass.
+"""From logits to tokens: samples all rows in one batched pass, each by its request's parameters.
 
-It knows rows and what each asks for. Why a row is in the batch, it does not know.
+This package knows rows and their sampling parameters, but not why a row is in the batch.
 """

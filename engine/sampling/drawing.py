@@ -1,13 +1,14 @@
-"""A random token for each row with a temperature and no filters, which most sampled requests are.
+"""Draws a random token for each row that has a temperature but no filters, the most common case of
+sampling.
 
     choose_draw(device) ─▶ the kernel on a CPU ─▶ tokens
                         └▶ none, otherwise: the sampler's own steps
 
-The steps in tensors convert a row to float32 and then pass over it about ten times; the kernel
-reads it twice, as it is. Their results are the same, except that a tenth of the weights differ in
-the last bit of e^x: so one draw in some ten thousand (large vocabularies) to a million falls on the
-other side of the border between two tokens. A row always takes the same way, whatever its
-neighbours are.
+The tensor steps convert a row to float32 and then pass over it about ten times. The kernel reads
+the row twice, in its original dtype. Their results are the same, except that about a tenth of the
+weights differ in the last bit of e^x. As a result, between one draw in ten thousand (large
+vocabularies) and one in a million falls on the other side of the border between two tokens. A row
+always takes the same path, whatever its neighbours are.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from engine.native.library import (
 Draw = Callable[
     [torch.Tensor, torch.Tensor, npt.NDArray[np.float64], npt.NDArray[np.float32]], torch.Tensor
 ]
-"""Takes logits [R, V], the rows that are drawn, int64 [N], and for each a uniform number in [0, 1)
-and a temperature above 0. Returns tokens, int64 [N]: the first at which the cumulative
-weight exceeds the number times the total, see `engine.sampling.ops`; INVALID_TOKEN if the largest
-logit is not finite, or the row has a NaN.
+"""Draws tokens for some rows. Takes logits [R, V], the indices of the rows to draw, int64 [N], and
+for each of them a uniform number in [0, 1) and a temperature above 0. Returns tokens, int64 [N]:
+the first token at which the cumulative weight exceeds the number times the total (see
+`engine.sampling.ops`), or INVALID_TOKEN if the largest logit is not finite or the row has a NaN.
 """
 
 
 def choose_draw(device: torch.device) -> Draw | None:
-    """The kernel, if it runs on a device."""
+    """Return the kernel if it runs on the device, otherwise None."""
     if device.type != "cpu":
         return None
     try:
@@ -47,7 +48,7 @@ def choose_draw(device: torch.device) -> Draw | None:
 
 
 class DrawInLibrary:
-    """A Draw by the kernel of the native library."""
+    """A Draw that uses the native library's kernel."""
 
     def __init__(self, library: NativeLibrary) -> None:
         self._draw = library.draw

@@ -1,17 +1,17 @@
-"""Draws a token of each row in Triton: four launches, whatever the filters. R: rows, V: width.
+"""Draws a token for each row in Triton: four launches, whatever the filters. R: rows, V: width.
 
-    count_values  one program a (row, cut): how often each value occurs that a token may have
-    find_bound    one program a row: where top_k and top_p cut, from the counts, which it clears
-    sum_weights   one program a (row, cut): the sum of the weights that are left
-    pick_token    one program a row: the cut in which the draw falls, then the token in it
+    count_values  one program per (row, cut): how often each value occurs among allowed tokens
+    find_bound    one program per row: where top_k and top_p cut, from the counts, then clears them
+    sum_weights   one program per (row, cut): the sum of the remaining weights
+    pick_token    one program per row: the cut in which the draw falls, then the token in it
 
-Logits have 16 bits, so a row has few different values: what a filter needs to know of a row is how
-often each occurs, and masses are counts times weights. A value's key is how many steps of its type
-it is below the row's largest. A row's counts are zero between draws. Without filters the last two
-kernels are enough, and they take logits of any type.
+Logits have 16 bits, so a row has few distinct values. A filter only needs to know how often each
+value occurs: a mass is a count times a weight. A value's key is how many steps of its type it lies
+below the row's largest value. A row's counts are zero between draws. Without filters, the last two
+kernels are enough, and they accept logits of any type.
 
-Counts and sums are integers, which are the same in any order. Weights are computed as
-`engine.sampling.filters` computes them, bit by bit, so both give the same tokens.
+Counts and sums are integers, so they do not depend on the order of addition. Weights are computed
+bit for bit as in `engine.sampling.filters`, so both give the same tokens.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 CUT = tl.constexpr(4096)
-"""Entries of a row that a program reads."""
+"""The number of entries of a row that one program reads."""
 KEYS = tl.constexpr(1 << 16)
-"""The counts of a row."""
+"""The number of counts per row."""
 GROUPS = tl.constexpr(64)
-"""A cut's groups; up to this top_k their largest entries say which others cannot be among the k."""
+"""The number of groups in a cut. If top_k is at most this, the largest entries of the groups tell
+which entries cannot be among the k.
+"""
 COLUMNS = tl.constexpr(5)
-"""Numbers of a row; see `engine.sampling.plain`."""
+"""How many parameters a row has; see `engine.sampling.plain`."""
 _WEIGHTLESS = tl.constexpr(28.0)
-"""From this distance on a weight is 0: e^-28 is less than 2^-40."""
+"""The distance from which a weight is 0: e^-28 is less than 2^-40."""
 _RANGE = tl.constexpr(28.5)
-"""A little more, for the last key: it is computed another way."""
+"""Slightly more than `_WEIGHTLESS`, to find the last key, which is computed in a different way."""
 _KEYS_AT_ONCE = tl.constexpr(4096)
 _WEIGHT_ONE = tl.constexpr(1 << 40)
 """The largest weight; see `engine.sampling.ops`."""
@@ -44,7 +46,7 @@ def _scaled(value, best, temperature):
 
 @triton.jit
 def _weight(scaled, farthest, min_p, FILTERED: tl.constexpr, INTERPRETED: tl.constexpr):
-    """int64, of entries on this side of the bounds; 0: beyond them."""
+    """Return the int64 weights of entries within the bounds, and 0 for entries beyond them."""
     likelihood = tl.exp(scaled) if INTERPRETED else libdevice.exp(scaled)
     if FILTERED:
         is_kept = (scaled >= -farthest) & (likelihood >= min_p)
@@ -54,23 +56,25 @@ def _weight(scaled, farthest, min_p, FILTERED: tl.constexpr, INTERPRETED: tl.con
 
 @triton.jit
 def _ordered(value):
-    """Numbers of 16 bits in the order of the floats."""
+    """Map 16-bit floats to integers that have the same order."""
     bits = value.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return tl.where(bits >= 0x8000, 0xFFFF - bits, bits + 0x8000)
 
 
 @triton.jit
 def _value(ordered, T: tl.constexpr):
-    """The float of such a number, as float32."""
+    """Convert a number from `_ordered` back to its float, as float32."""
     bits = tl.where(ordered >= 0x8000, ordered - 0x8000, 0xFFFF - ordered)
     return bits.to(tl.int16).to(T, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def count_values(logits, stride, tokens, numbers, counts, width):
-    """logits: 16-bit floats [R, V], a row every `stride`. tokens: int64 [R], the most likely ones;
-    negative: the row is of no use. numbers: float64 [R, COLUMNS]; a row with a negative uniform
-    number draws nothing. counts: int32 [R, KEYS].
+    """Count the values of the entries in one cut of a row.
+
+    logits: 16-bit floats [R, V], one row every `stride`. tokens: int64 [R], the most likely ones;
+    a negative token marks an invalid row. numbers: float64 [R, COLUMNS]; a row with a negative
+    uniform number draws nothing. counts: int32 [R, KEYS].
     """
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)
@@ -102,14 +106,14 @@ def count_values(logits, stride, tokens, numbers, counts, width):
 
 @triton.jit
 def _distances(keys, nearest, best, temperature, T: tl.constexpr):
-    """Of the values with these keys; what is beyond the last value is infinitely far."""
+    """The distances of the values with these keys; infinity for keys beyond the last value."""
     value = _value(tl.maximum(nearest - keys, 0), T)
     return tl.where(keys <= nearest, -_scaled(value, best, temperature), float("inf"))
 
 
 @triton.jit
 def _kth(counts, end, nearest, best, temperature, top_k, T: tl.constexpr):
-    """The distance of the k-th entry; infinity: there are not so many."""
+    """The distance of the k-th entry, or infinity if there are fewer than k entries."""
     seen = tl.zeros((), tl.int64)
     found = tl.full((), float("inf"), tl.float32)
     start = tl.zeros((), tl.int32)
@@ -126,7 +130,7 @@ def _kth(counts, end, nearest, best, temperature, top_k, T: tl.constexpr):
 
 @triton.jit
 def _masses(count, distance, kth, INTERPRETED: tl.constexpr):
-    """int64, of the entries with each key, as far as top_k keeps them."""
+    """The mass of each key's entries, int64; 0 for those that top_k removes."""
     weight = _weight(-distance, kth, 0.0, True, INTERPRETED)
     return count.to(tl.int64) * weight
 
@@ -135,7 +139,7 @@ def _masses(count, distance, kth, INTERPRETED: tl.constexpr):
 def _share(
     counts, end, nearest, best, temperature, kth, top_p, T: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """The distance up to which the masses of what top_k keeps are top_p of their sum."""
+    """The distance at which the cumulative mass of what top_k keeps reaches top_p of its total."""
     total = tl.zeros((), tl.int64)
     start = tl.zeros((), tl.int32)
     last = tl.zeros((), tl.float32)
@@ -167,8 +171,10 @@ def _share(
 
 @triton.jit
 def find_bound(logits, stride, tokens, numbers, counts, farthest, width, INTERPRETED: tl.constexpr):
-    """farthest: float32 [R], how far below its largest entry a row is cut. The others: see
-    `count_values`; a row's counts are zeros afterwards.
+    """Find where top_k and top_p cut each row, then reset the row's counts to zero.
+
+    farthest: float32 [R], how far below its largest entry a row is cut. For the others, see
+    `count_values`.
     """
     T: tl.constexpr = logits.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -229,8 +235,10 @@ def sum_weights(
     FILTERED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """farthest: see `find_bound`; without filters it is not read. sums: int64 [R, CUTS]. The
-    others: see `count_values`; logits of any type.
+    """Sum the weights in one cut of a row.
+
+    farthest: see `find_bound`; not read if there are no filters. sums: int64 [R, CUTS]. For the
+    others, see `count_values`; the logits may be of any type.
     """
     row, cut = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = tl.load(tokens + row)
@@ -267,8 +275,8 @@ def pick_token(
     FILTERED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The first token at which the sum of weights exceeds the uniform number times the total takes
-    the place of the most likely one. See `sum_weights`.
+    """Replace the most likely token by the drawn one: the first at which the sum of weights exceeds
+    the uniform number times the total. For the arguments, see `sum_weights`.
     """
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)

@@ -1,5 +1,5 @@
-"""What changes a row's logits before a token is chosen from them: bias, penalties, repeated
-n-grams, lists, grammars, min_tokens; and the state that this needs between steps.
+"""Changes a row's logits before a token is chosen: bias, penalties, repeated n-grams, token lists,
+grammars and min_tokens. Also keeps the state that these need between steps.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _FORBIDDEN = float("-inf")
 
 
 class LogitEdits:
-    """See the module. Keeps the state of each live choice until its `release`."""
+    """Edits logits, and keeps the state of each live choice until its `release`."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        """vocab_size: the logits' width."""
+        """vocab_size: the width of the logits."""
         self._vocab_size = vocab_size
         self._device = device
         self._states: dict[RequestKey, ChoiceState] = {}
@@ -41,12 +41,12 @@ class LogitEdits:
         return self._penalties.needs_host_tokens and request.spec.sampling.has_penalties
 
     def release(self, key: RequestKey) -> None:
-        """Drop the state of a choice. Harmless if it has none."""
+        """Drop the state of a choice. Does nothing if there is none."""
         self._states.pop(key, None)
         self._penalties.release(key)
 
     def prepare(self, rows: Sequence[Row]) -> None:
-        """Begin a step. `rows`: all that need edits."""
+        """Begin a step. `rows`: all rows of the step that need edits."""
         penalized = [row for row in rows if row.request.spec.sampling.has_penalties]
         if penalized:
             self._penalties.prepare(penalized)
@@ -58,13 +58,13 @@ class LogitEdits:
         steps: SamplingSteps,
         masks: torch.Tensor | None,
     ) -> None:
-        """Apply all steps before temperature, in place.
+        """Apply all steps that come before temperature, in place.
 
         Args:
             logits: float32 [R, V], contiguous.
             rows: R rows of a step that `prepare` has begun.
-            steps: what they need.
-            masks: of the rows, see `masks`; None: they need none.
+            steps: the operations that the rows need.
+            masks: the rows' masks from `masks`, or None if they need none.
         """
         if steps.edits:
             self._add_bias(logits, rows)
@@ -78,7 +78,7 @@ class LogitEdits:
             self._hold_back_endings(logits, rows)
 
     def chosen(self, rows: Sequence[Row], tokens: torch.Tensor) -> None:
-        """Remember the tokens that were chosen for rows: int64 [R]."""
+        """Record the tokens that were chosen for rows: int64 [R]."""
         penalized = [i for i, row in enumerate(rows) if row.request.spec.sampling.has_penalties]
         if len(penalized) == len(rows):
             self._penalties.chosen(rows, tokens)
@@ -87,7 +87,7 @@ class LogitEdits:
             self._penalties.chosen([rows[i] for i in penalized], tokens.index_select(0, index))
 
     def masks(self, rows: Sequence[Row]) -> torch.Tensor:
-        """The allowed ids of each row as bits: uint8 [R, 4 * ceil(V / 32)]."""
+        """Return the allowed ids of each row as bits: uint8 [R, 4 * ceil(V / 32)]."""
         packed = np.zeros((len(rows), ops.mask_width(self._vocab_size)), dtype=np.int32)
         for bits, (request, _) in zip(packed, rows, strict=True):
             if request.matcher is None:
@@ -122,8 +122,8 @@ class LogitEdits:
             logits.view(-1).index_fill_(0, places, _FORBIDDEN)
 
     def _hold_back_endings(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        """Forbid the ending tokens of requests that are still too short, unless a row has no other
-        token left.
+        """Forbid the ending tokens of requests that are still too short, unless the row has no
+        other token left.
         """
         endings = [
             tuple(row.request.ending_token_ids) if holds_back_endings(*row) else () for row in rows
@@ -145,7 +145,7 @@ class LogitEdits:
         return state
 
     def _places(self, ids: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of the given tokens, and their indices in the flattened logits."""
+        """Return the row of each given token, and its index in the flattened logits."""
         rows = np.repeat(np.arange(len(ids)), [len(row_ids) for row_ids in ids])
         tokens = np.fromiter(itertools.chain.from_iterable(ids), np.int64, len(rows))
         flat = rows * self._vocab_size + tokens

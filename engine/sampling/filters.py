@@ -1,10 +1,10 @@
 """Filters the tokens that may be drawn: top_k, then top_p of the rest, then min_p, then
 typical_p.
 
-Each filter keeps the tokens on one side of a threshold, as the warpers of transformers do; tokens
-exactly as likely as the last kept one are kept too. So the result does not depend on how a
-threshold is found, or on the order of equal entries. For a small top_k only the top of a row is
-looked at; otherwise the threshold is selected (see `selection`). No row is sorted.
+Each filter keeps the tokens on one side of a threshold, like the warpers of transformers, and also
+keeps tokens exactly as likely as the last one kept. So the result depends neither on how a
+threshold is found nor on the order of equal entries. For a small top_k, only the top of a row is
+examined; otherwise the threshold is selected (see `selection`). No row is sorted.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from engine.sampling import ops
 from engine.sampling.selection import LeastBound, least_bound
 
 TOPK_LIMIT = 256
-"""Up to this top_k, only the k most likely tokens are looked for."""
+"""The largest top_k for which only the k most likely tokens are searched for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """The filters of some rows. None: no row has that filter.
+    """The filters of some rows. A field is None if no row has that filter.
 
     Attributes:
         top_k: int64 [R, 1], 1 to V; max_top_k: the largest, on the host.
@@ -39,7 +39,9 @@ class Filters:
 
 
 def choose_bound(device: torch.device) -> LeastBound:
-    """The one for a device: a kernel where there is Triton, else torch's operations."""
+    """Return the implementation for a device: a kernel if Triton is available, otherwise torch
+    operations.
+    """
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from engine.sampling import triton_selection
 
@@ -50,10 +52,10 @@ def choose_bound(device: torch.device) -> LeastBound:
 def filtered_weights(
     scaled: torch.Tensor, filters: Filters, bound: LeastBound = least_bound
 ) -> torch.Tensor:
-    """The weights from which a token is drawn; 0: filtered out.
+    """Return the weights from which a token is drawn; 0 for tokens that are filtered out.
 
     Args:
-        scaled: float32 [R, V]: logits, less the row's largest, divided by the temperature.
+        scaled: float32 [R, V]: the logits minus the row's largest, divided by the temperature.
         filters: the filters of the rows.
         bound: finds where to cut, see `selection`.
 
@@ -79,8 +81,8 @@ def filtered_weights(
 def _farthest(
     scaled: torch.Tensor, likelihood: torch.Tensor, filters: Filters, bound: LeastBound
 ) -> torch.Tensor | None:
-    """How far below a row's largest entry top_k and top_p cut: float32 [R, 1], 0 or more. None:
-    nowhere.
+    """Return how far below a row's largest entry top_k and top_p cut: float32 [R, 1], 0 or more.
+    None if there is neither filter.
 
     Args:
         scaled, likelihood: float32 [R, V]; the second is the exponential of the first.
@@ -104,7 +106,7 @@ def _farthest(
 def _farthest_of_few(
     scaled: torch.Tensor, top_k: torch.Tensor, max_top_k: int, top_p: torch.Tensor | None
 ) -> torch.Tensor:
-    """The same, from the top of the rows: the largest `max_top_k` entries."""
+    """Like `_farthest`, but looks only at the largest `max_top_k` entries of each row."""
     ordered = _largest(scaled, max_top_k)
     kth = ordered.gather(-1, top_k - 1)
     if top_p is None:
@@ -121,20 +123,20 @@ def _farthest_of_few(
 
 
 def _limit(share: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """That share of each row's sum, rounded up to a whole weight: int64 [R, 1]."""
+    """Return the given share of each row's sum, rounded up to a whole weight: int64 [R, 1]."""
     return _share(share, weights.sum(dim=-1, keepdim=True))
 
 
 def _share(share: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """That share of each total, rounded up to a whole weight: int64 [R, 1]."""
+    """Return the given share of each total, rounded up to a whole weight: int64 [R, 1]."""
     return (share * total).ceil_().to(torch.int64)
 
 
 def _is_typical(
     scaled: torch.Tensor, weights: torch.Tensor, typical_p: torch.Tensor, bound: LeastBound
 ) -> torch.Tensor:
-    """Locally typical sampling (Meister et al. 2022, arXiv:2202.00666): keeps the tokens with an
-    information content closest to the distribution's entropy, until their probabilities reach
+    """Locally typical sampling (Meister et al. 2022, arXiv:2202.00666): keep the tokens whose
+    information content is closest to the distribution's entropy, until their probabilities reach
     typical_p. Returns bool [R, V].
 
     Args:

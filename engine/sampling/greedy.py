@@ -1,10 +1,10 @@
-"""The most likely token of each row, for greedy requests, which most steps consist of.
+"""Chooses the most likely token of each row, for greedy requests, the most common kind.
 
 choose_greedy(device) ─▶ the kernel for bfloat16 on a CPU ─▶ tokens
                       └▶ torch's, otherwise               ─▶ tokens
 
-torch reads a row four times (conversion to float32, argmax, the entry itself, the check that it is
-finite), the kernel once.
+torch reads a row four times: to convert it to float32, for argmax, for the entry itself, and to
+check that it is finite. The kernel reads it once.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from engine.sampling import ops
 from engine.scheduler.runner_protocol import INVALID_TOKEN
 
 Greedy = Callable[[torch.Tensor], torch.Tensor]
-"""Logits [R, V] to tokens, int64 [R] on the same device: the first of a row's largest entries;
-INVALID_TOKEN if that is not finite, or the row has a NaN.
+"""Maps logits [R, V] to tokens, int64 [R] on the same device: the first of a row's largest entries,
+or INVALID_TOKEN if that entry is not finite or the row has a NaN.
 """
 
 
 def choose_greedy(device: torch.device) -> Greedy:
-    """The fastest implementation for a device."""
+    """Return the fastest implementation for a device."""
     if device.type != "cpu":
         return in_torch
     try:
@@ -34,25 +34,27 @@ def choose_greedy(device: torch.device) -> Greedy:
 
 
 def in_torch(logits: torch.Tensor) -> torch.Tensor:
-    """A Greedy by torch's operations."""
+    """A Greedy that uses torch operations."""
     return valid(*ops.argmax(logits))
 
 
 def valid(tokens: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-    """Replace the tokens of rows without a finite largest logit by INVALID_TOKEN: these have a NaN,
-    or nothing is left to choose.
+    """Replace the tokens of rows without a finite largest logit by INVALID_TOKEN. Such rows have a
+    NaN, or no token left to choose.
     """
     return torch.where(best.abs() < torch.inf, tokens, INVALID_TOKEN)
 
 
 class GreedyInLibrary:
-    """A Greedy by the kernel of the native library."""
+    """A Greedy that uses the native library's kernel."""
 
     def __init__(self, library: NativeLibrary) -> None:
         self._greedy = library.greedy
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits that are not bfloat16, or not contiguous, go to torch."""
+        """Choose with the kernel, or with torch if the logits are not bfloat16 or not
+        contiguous.
+        """
         rows, width = logits.shape
         if logits.dtype is not torch.bfloat16 or logits.stride(1) != 1 or not width:
             return in_torch(logits)

@@ -1,8 +1,8 @@
-"""What sampling remembers about one request's tokens, on the host. Nothing here has the size of
-vocabulary times batch.
+"""What sampling remembers about one request's tokens, on the host. Nothing here takes memory
+proportional to vocabulary times batch.
 
-Both records follow `token_ids`, not what was computed, so prefill chunks and preemptions do not
-affect them.
+Both records follow `token_ids` rather than what was computed, so prefill chunks and preemptions do
+not affect them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BASE = 0x1B873593CC9E2D51 % _PRIME
 
 
 class TokenCounts:
-    """Which tokens were seen, and how often each in the output; for penalties."""
+    """The tokens that were seen, and how often each occurred in the output; for penalties."""
 
     __slots__ = ("_counts", "_ids", "_num_prompt_tokens", "_num_read", "_places")
 
@@ -30,8 +30,8 @@ class TokenCounts:
         self._num_read = len(prompt)
 
     def catch_up(self, token_ids: Sequence[int], end: int) -> None:
-        """Count the tokens that were added since the last call; `token_ids`: prompt and output, of
-        which the first `end` count.
+        """Count the tokens added since the last call. `token_ids` holds prompt and output; only the
+        first `end` tokens count.
         """
         end = min(end, len(token_ids))  # fewer if the request has lost tokens since
         for token in token_ids[self._num_read : end]:
@@ -51,22 +51,22 @@ class TokenCounts:
 
     @property
     def counts(self) -> npt.NDArray[np.float32]:
-        """How often each was seen in the output: float32 [N]."""
+        """How often each of `ids` was seen in the output: float32 [N]."""
         return self._counts[: len(self._places)]
 
 
 class NgramIndex:
-    """Which tokens followed each sequence of n - 1 tokens.
+    """The tokens that followed each sequence of n - 1 tokens.
 
-    Sequences are identified by a rolling hash (Karp and Rabin 1987), modulo 2^61 - 1, so the index
-    takes memory for each token, not for each token times n. Among a million sequences, two have the
-    same hash with a probability of 2^-22; one token too many is then forbidden.
+    Sequences are identified by a rolling hash (Karp and Rabin 1987), modulo 2^61 - 1, so memory
+    grows with the number of tokens, not with tokens times n. Among a million sequences, two have
+    the same hash with a probability of 2^-22; in that case one token too many is forbidden.
     """
 
     __slots__ = ("_dropped", "_followers", "_hash", "_num_read", "_width")
 
     def __init__(self, size: int) -> None:
-        """Start empty.
+        """Create an empty index.
 
         Args:
             size: n, at least 1.
@@ -78,8 +78,8 @@ class NgramIndex:
         self._num_read = 0
 
     def catch_up(self, token_ids: Sequence[int], end: int) -> None:
-        """Index the tokens that were added since the last call; `token_ids`: prompt and output, of
-        which the first `end` count.
+        """Index the tokens added since the last call. `token_ids` holds prompt and output; only the
+        first `end` tokens count.
         """
         end = min(end, len(token_ids))  # fewer if the request has lost tokens since
         followers, width, value = self._followers, self._width, self._hash
@@ -99,7 +99,7 @@ class NgramIndex:
         self._hash, self._num_read = value, end
 
     def repeating(self) -> Sequence[int]:
-        """The tokens that would complete a sequence of n tokens that already occurred."""
+        """Return the tokens that would complete an n-gram that has already occurred."""
         if self._num_read < self._width:
             return ()
         known = self._followers.get(self._hash)

@@ -24,9 +24,10 @@ class RowLogprobs:
     """Log-probabilities of some rows, still on the device.
 
     Attributes:
-        logprobs: those of the rows' tokens: float32 [R]. ranks: their ranks, int64 [R].
+        logprobs: the log-probability of each row's token: float32 [R]. ranks: its rank, int64 [R].
         ids, values: the most likely tokens: int64, float32 [R, n].
-        requested: those of each row's requested ids, padded with arbitrary ones: float32 [R, m].
+        requested: the log-probabilities of each row's requested ids, with arbitrary values as
+            padding: float32 [R, m].
     """
 
     logprobs: torch.Tensor
@@ -36,7 +37,7 @@ class RowLogprobs:
     requested: torch.Tensor
 
     def copied(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> RowLogprobs:
-        """The same, with every tensor replaced by its copy."""
+        """Return a copy in which every tensor is replaced by its copy."""
         return RowLogprobs(
             copy(self.logprobs),
             copy(self.ranks),
@@ -48,10 +49,10 @@ class RowLogprobs:
     def entries(
         self, top_n: Sequence[int], requested_ids: Sequence[Sequence[TokenId]]
     ) -> list[TokenLogprobs]:
-        """What to report for each row; waits for the device.
+        """Return what to report for each row; waits for the device.
 
         Args:
-            top_n: how many candidates each row has. requested_ids: its requested ids.
+            top_n: the number of candidates of each row. requested_ids: each row's requested ids.
         """
         ids = self.ids.to("cpu", torch.int32).numpy()
         values, asked = (
@@ -74,19 +75,19 @@ class GivenLogprobs:
     """Log-probabilities of given tokens, such as a prompt's, still on the device.
 
     Attributes:
-        pieces: those of consecutive tokens.
-        top_n: how many candidates to report with each.
+        pieces: the log-probabilities of consecutive chunks of the tokens.
+        top_n: how many candidates to report with each token.
     """
 
     pieces: tuple[RowLogprobs, ...]
     top_n: int
 
     def copied(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> GivenLogprobs:
-        """The same, with every tensor replaced by its copy."""
+        """Return a copy in which every tensor is replaced by its copy."""
         return GivenLogprobs(tuple(piece.copied(copy) for piece in self.pieces), self.top_n)
 
     def entries(self) -> list[TokenLogprobs]:
-        """What to report for each token; waits for the device."""
+        """Return what to report for each token; waits for the device."""
         found: list[TokenLogprobs] = []
         for piece in self.pieces:
             count = len(piece.logprobs)
@@ -97,13 +98,13 @@ class GivenLogprobs:
 def row_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, top_n: int, requested: torch.Tensor
 ) -> RowLogprobs:
-    """Log-probabilities of one token of each row, of the most likely tokens, and of requested
-    ones.
+    """Compute the log-probabilities of one token of each row, of the most likely tokens, and of the
+    requested ones.
 
     Args:
         logits: float32 [R, V], as the model gave them.
         tokens: int64 [R].
-        top_n: how many of the most likely, at most.
+        top_n: the maximum number of most likely tokens.
         requested: int64 [R, m], ids whose log-probabilities are wanted.
     """
     # The largest logit is subtracted first: with large logits, the logarithm of the sum would lose

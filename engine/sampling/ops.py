@@ -1,9 +1,9 @@
 """The steps of sampling as pure tensor functions. R is rows (requests), V the vocabulary.
 
 Each row's result depends only on that row, bit for bit. Sums along a row are integer sums, which do
-not depend on the order. So the number of rows and of threads cannot change a draw. Another device,
-or on a CPU the kernel (see `drawing`), computes e^x with another last bit now and then: then a draw
-may differ, once in ten thousand or more.
+not depend on the order of addition. So the number of rows or threads cannot change a draw. Another
+device, or the CPU kernel (see `drawing`), occasionally computes e^x with a different last bit. A
+draw may then differ, at most once in ten thousand draws.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ weights stay below 2^63 up to a vocabulary of 2^22.
 """
 
 _BLOCK = 512
-"""The block size for sums when a row is searched."""
+"""The block size for the sums used to search a row."""
 _TOP_BLOCK = 128
-"""The block size for maxima when a row's largest entries are searched."""
+"""The block size for the maxima used to find a row's largest entries."""
 
 
 def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first of the largest entries of each row; a NaN is the largest of all.
+    """Return the first of the largest entries of each row; a NaN counts as the largest.
 
     Args:
         logits: floating [R, V].
@@ -47,10 +47,10 @@ def penalize(
     presence: torch.Tensor,
     frequency: torch.Tensor,
 ) -> torch.Tensor:
-    """Repetition penalty (CTRL, arXiv:1909.05858), then presence and frequency penalties.
+    """Apply the repetition penalty (CTRL, arXiv:1909.05858), then presence and frequency penalties.
 
     Args:
-        logits: float32 [N], those of tokens that were seen in prompt or output.
+        logits: float32 [N], the logits of tokens that were seen in the prompt or the output.
         counts: float32 [N], how often each was seen in the output.
         repetition, presence, frequency: float32 [N].
 
@@ -76,26 +76,25 @@ def pack(allowed: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
 
 
 def mask_width(vocab_size: int) -> int:
-    """How many int32 words hold one bit for each token."""
+    """The number of int32 words that hold one bit for each token."""
     return (vocab_size + 31) // 32
 
 
 def mask_table(device: torch.device) -> torch.Tensor:
-    """For each value of a byte: inf for each bit that is set and -inf for the others: float32 [256,
-    8].
+    """Return the table for `apply_masks`: float32 [256, 8].
 
-    For `apply_masks`.
+    The row of each byte value holds inf for each bit that is set and -inf for the others.
     """
     bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
     return torch.where(bits == 1, float("inf"), float("-inf")).to(device)
 
 
 def apply_masks(logits: torch.Tensor, packed: torch.Tensor, table: torch.Tensor) -> None:
-    """Set the logits of tokens without a bit to -inf, in place.
+    """Set the logits of tokens whose bit is not set to -inf, in place.
 
     Args:
         logits: float32 [R, V].
-        packed: uint8 [R, 4 * ceil(V / 32)], the bytes of `pack`'s form.
+        packed: uint8 [R, 4 * ceil(V / 32)], the bytes of what `pack` returns.
         table: see `mask_table`.
     """
     limits = table.index_select(0, packed.reshape(-1).to(torch.int32))
@@ -104,7 +103,7 @@ def apply_masks(logits: torch.Tensor, packed: torch.Tensor, table: torch.Tensor)
 
 
 def weigh(scaled: torch.Tensor) -> torch.Tensor:
-    """exp(scaled) as integers from 0 to WEIGHT_ONE.
+    """Return exp(scaled) as integers from 0 to WEIGHT_ONE.
 
     Args:
         scaled: float32 [R, V], at most 0.
@@ -116,7 +115,7 @@ def weigh(scaled: torch.Tensor) -> torch.Tensor:
 
 
 def as_weights(likelihood: torch.Tensor) -> torch.Tensor:
-    """Scale values between 0 and 1 to integers: int64. Overwrites them."""
+    """Scale values between 0 and 1 to int64 weights. Overwrites the values."""
     return likelihood.mul_(WEIGHT_ONE).to(torch.int64)
 
 
@@ -149,13 +148,13 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def looks_at_blocks(size: int, count: int) -> bool:
-    """Whether so few of the entries are wanted that most blocks contain none of them."""
+    """Whether so few entries are wanted that most blocks contain none of them."""
     return count * _TOP_BLOCK * 2 <= size // _TOP_BLOCK * _TOP_BLOCK
 
 
 def top_values(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest entries of each row, largest first, and their indices. The rows must not contain
-    a NaN.
+    """Return the largest entries of each row, largest first, and their indices. The rows must not
+    contain a NaN.
 
     On a CPU, only the blocks with the largest maxima are searched; the others cannot contain any.
 
@@ -179,7 +178,7 @@ def top_values(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
 
 
 def count_above(values: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
-    """How many entries of each row are above a bound.
+    """Count the entries of each row that are above a bound.
 
     Args:
         values: float32 [R, V], V below 2^24. bound: float32 [R, 1].
@@ -193,6 +192,6 @@ def count_above(values: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
 
 
 def count_least(values: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
-    """How many entries of each row are at or above a bound; see `count_above`."""
+    """Count the entries of each row that are at or above a bound; see `count_above`."""
     ones = torch.ge(values, bound, out=torch.empty_like(values))
     return ones.sum(dim=-1).to(torch.int64)

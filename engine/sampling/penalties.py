@@ -1,12 +1,12 @@
-"""Repetition, presence and frequency penalties, by what each choice has seen.
+"""Repetition, presence and frequency penalties, based on the tokens that each choice has seen.
 
 choose_penalties ─┬▶ OnHost     on a CPU: a list of the tokens that were seen; only their logits are
                   │             touched
                   └▶ OnDevice   elsewhere: a table of counts on the device, [slots, V], to which a
                                 step adds the tokens that it samples
 
-On a device the host need not know a token before the next one is chosen, and a step's work on the
-host does not grow with what was seen.
+With OnDevice, the next token can be chosen before the host knows the previous one, and the host's
+work per step does not grow with the number of tokens seen.
 """
 
 from __future__ import annotations
@@ -29,46 +29,49 @@ from engine.sampling.history import TokenCounts
 from engine.sampling.sampling_rows import Row
 
 _LEAST_REPETITION_PENALTY = 1e-30
-"""A smaller one has the same effect, and divided by it a logit is no finite float32."""
+"""The smallest repetition penalty that is used. A smaller one would have the same effect, but
+dividing a logit by it would not give a finite float32.
+"""
 _FIRST_SLOTS = 8
-"""The slots of a table that grows for the first time."""
+"""The number of slots of a table when it first grows."""
 
 
 class Penalties(Protocol):
-    """See the module. All rows are of requests with penalties.
+    """Applies penalties to logits. All rows passed in are of requests with penalties.
 
     Attributes:
-        needs_host_tokens: whether the tokens before the one that is chosen must be on the host.
+        needs_host_tokens: whether all previous tokens must be on the host before the next one is
+            chosen.
     """
 
     needs_host_tokens: bool
 
     def prepare(self, rows: Sequence[Row]) -> None:
-        """Count what was seen before. Called once for each step, with all its rows, before the
-        others.
+        """Count the tokens that were seen so far. Called once per step with all its rows, before
+        the other methods.
         """
         ...
 
     def apply(self, logits: torch.Tensor, places: Sequence[int], rows: Sequence[Row]) -> None:
-        """Change logits in place: float32 [R, V]; `places`: the rows' indices in it."""
+        """Change logits in place: float32 [R, V]. `places`: the rows' indices in the logits."""
         ...
 
     def chosen(self, rows: Sequence[Row], tokens: torch.Tensor) -> None:
-        """Count the tokens that were chosen for rows: int64, INVALID_TOKEN for none."""
+        """Count the tokens that were chosen for rows: int64, INVALID_TOKEN if none was."""
         ...
 
     def release(self, key: RequestKey) -> None:
-        """Drop what is known of a choice. Harmless if that is nothing."""
+        """Drop the state of a choice. Does nothing if there is none."""
         ...
 
 
 def choose_penalties(vocab_size: int, device: torch.device) -> Penalties:
-    """The one for a device."""
+    """Return the implementation for a device."""
     return OnHost(vocab_size) if device.type == "cpu" else OnDevice(vocab_size, device)
 
 
 class OnHost(Penalties):
-    """See the module. The logits are on a CPU."""
+    """Penalties for logits on a CPU, with the counts on the host."""
 
     needs_host_tokens = True
 
@@ -99,7 +102,7 @@ class OnHost(Penalties):
         flat.index_copy_(0, ids, ops.penalize(seen, counts, repetition, presence, frequency))
 
     def chosen(self, rows: Sequence[Row], tokens: torch.Tensor) -> None:
-        """See Penalties. Nothing: they are counted when they are in the requests."""
+        """Do nothing: tokens are counted once they are in the requests."""
 
     @override
     def release(self, key: RequestKey) -> None:
@@ -122,13 +125,13 @@ class _Slot:
 
 
 class OnDevice(Penalties):
-    """See the module. A token's entry is 2 for each time it was in the output, and 1 more if it
-    was in the prompt.
+    """Penalties with a table of counts on the device. A token's entry is 2 for each occurrence in
+    the output, plus 1 if it was in the prompt.
 
-    A choice's slot is filled from the host's tokens when it first has one, or if the slot has
-    counted other tokens than the choice has now: a step that failed had sampled one. Slots of
-    choices that are not in a step are given to others if need be, as long as all their tokens are
-    on the host; so there are at most as many slots as there are rows in two steps.
+    A choice's slot is filled from the host's tokens when it is first assigned. It is filled again
+    if its token count does not match the choice's, because a failed step had sampled a token. The
+    slot of a choice that is not in the step may be reassigned if all the choice's tokens are on the
+    host. So there are at most as many slots as there are rows in two steps.
     """
 
     needs_host_tokens = False
@@ -187,7 +190,7 @@ class OnDevice(Penalties):
             self._free.append(slot.index)
 
     def _make_room(self, count: int, wanted: set[RequestKey]) -> None:
-        """Have `count` free slots; `wanted`: choices that keep theirs."""
+        """Make `count` slots free. `wanted`: choices that keep their slots."""
         for key, slot in list(self._slots.items()):
             if len(self._free) >= count:
                 return
@@ -203,7 +206,7 @@ class OnDevice(Penalties):
             self._free += range(have, grown)
 
     def _fill(self, slot: _Slot, length: int) -> None:
-        """Count a choice's first `length` tokens, which are all on the host."""
+        """Count a choice's first `length` tokens, which must all be on the host."""
         ids, entries = _entries(slot.request, length)
         row = self._table[slot.index]
         row.zero_()
@@ -212,7 +215,7 @@ class OnDevice(Penalties):
 
 
 def _entries(request: Request, length: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """The tokens that were seen, without duplicates, and their entries in the table."""
+    """Return the tokens that were seen, without duplicates, and their table entries."""
     tokens = np.array(request.token_ids[:length], dtype=np.int64)
     end = request.num_prompt_tokens
     ids, places = np.unique(tokens, return_inverse=True)
@@ -223,7 +226,7 @@ def _entries(request: Request, length: int) -> tuple[npt.NDArray[np.int64], npt.
 
 
 def _factors(rows: Sequence[Row]) -> npt.NDArray[np.float32]:
-    """Repetition, presence and frequency penalty of each row: [R, 3]."""
+    """Return the repetition, presence and frequency penalty of each row: [R, 3]."""
     params = [row.request.spec.sampling for row in rows]
     return np.array(
         [

@@ -1,17 +1,17 @@
-"""The choice of tokens by parameters that are tensors, so that it can be captured with a step.
+"""Chooses tokens by parameters held in tensors, so that the choice can be captured with a step.
 
     greedy                                       ─▶ the most likely token
     drawn      temperature                       ─┐
     filtered   temperature, top_k, top_p, min_p  ─┴▶ numbers [R, 5] ─▶ a token by one uniform number
 
-    choose_draws(logits) ─▶ Triton's kernels, of logits of 16 bits on a CUDA device
+    choose_draws(logits) ─▶ Triton's kernels, for 16-bit logits on a CUDA device
                          └▶ torch's operations, otherwise
 
-Which operations are done, and their shapes, depend on the kind alone. All rows of a step are chosen
-by the kind of the row that needs most: a greedy row keeps the token that `greedy` gave it, and
-filters that a row does not have keep everything. The operations are those of the sampler, so in
-float32 the tokens are the same. A row that needs more than this (edits, masks, typical_p,
-log-probabilities) leaves its step to the sampler.
+Only the kind determines which operations run and their shapes. All rows of a step use the kind of
+the row that needs the most: a greedy row keeps the token that `greedy` gave it, and filters that a
+row does not have keep everything. The operations are the sampler's, so in float32 the tokens are
+the same. If any row needs more than this (edits, masks, typical_p, log-probabilities), the sampler
+handles the whole step.
 """
 
 from __future__ import annotations
@@ -34,24 +34,26 @@ from engine.sampling.sampling_rows import Row, chance, steps_of
 from engine.sampling.selection import LeastBound
 
 COLUMNS = 5
-"""The numbers of a row: uniform number, temperature, top_k, top_p, min_p."""
+"""The number of parameters per row: uniform number, temperature, top_k, top_p, min_p."""
 IDLE = (0.0, 1.0, 1.0, 1.0, 0.0)
-"""Those of a row that nobody asks for."""
+"""The parameters of a row that belongs to no request."""
 
 _GREEDY = (-1.0, *IDLE[1:])
-"""Those of a greedy row: no uniform number is negative."""
+"""The parameters of a greedy row, marked by a negative uniform number."""
 _NO_TOP_P = 1.5
-"""More than there is: not even rounding a row's sum cuts anything."""
+"""A share above 1, so that not even rounding of a row's sum can cut anything."""
 DRAWN_AT_ONCE = 1 << 23
-"""How many logits torch's operations draw from at a time. What is captured keeps its memory."""
+"""How many logits torch's operations draw from at a time. Captured work keeps its memory, so this
+limits it.
+"""
 _DRAWN_BYTES = 45
-"""That of each of these: what filters make of it."""
+"""The memory per logit of these, for the intermediate results of the filters."""
 _COUNTED_BYTES = 4 << 16
-"""That of a row where values are counted; see `engine.sampling.drawing_kernels`."""
+"""The memory per row for counting values; see `engine.sampling.drawing_kernels`."""
 
 
 class PlainKind(enum.IntEnum):
-    """What a step's rows need, from the least to the most."""
+    """What a step's rows need, from least to most."""
 
     GREEDY = 0
     DRAWN = 1
@@ -63,7 +65,7 @@ class PlainChoice:
     """How a step's tokens are chosen.
 
     Attributes:
-        kind: what its rows need.
+        kind: what the step's rows need.
         numbers: float64 [R, COLUMNS]; no rows if all are greedy.
     """
 
@@ -77,12 +79,12 @@ Draws = Callable[[PlainKind, torch.Tensor, torch.Tensor, torch.Tensor], None]
     kind     what the rows need: DRAWN or FILTERED
     logits   [R, V]; not changed
     numbers  float64 [R, COLUMNS]
-    tokens   int64 [R]: those of `choose_most_likely`; overwritten where a token is drawn
+    tokens   int64 [R], from `choose_most_likely`; overwritten where a token is drawn
 """
 
 
 def choose_draws(logits: torch.Tensor) -> Draws:
-    """The one for logits like these: [R, V], as many rows as a step can have."""
+    """Return the implementation for logits like these: [R, V], with R the most rows of any step."""
     if logits.device.type == "cuda" and logits.itemsize == 2 and find_spec("triton") is not None:
         from engine.sampling.triton_drawing import TritonDraws
 
@@ -92,7 +94,12 @@ def choose_draws(logits: torch.Tensor) -> Draws:
 
 
 def draw_bytes(rows: int, width: int, itemsize: int) -> int:
-    """About the memory of captured draws on a CUDA device, for logits of so many bytes each."""
+    """The approximate memory, in bytes, of captured draws on a CUDA device.
+
+    Args:
+        rows, width: the shape of the logits.
+        itemsize: bytes per logit.
+    """
     if itemsize == 2:
         return rows * _COUNTED_BYTES
     return min(rows * width, DRAWN_AT_ONCE) * _DRAWN_BYTES
@@ -101,7 +108,9 @@ def draw_bytes(rows: int, width: int, itemsize: int) -> int:
 def plain_choice(
     requests: Sequence[Request], lengths: Sequence[int], vocab_size: int
 ) -> PlainChoice | None:
-    """How to choose each request's token after so many; None: a row needs more than this."""
+    """Return how to choose the token after each request's first `lengths` tokens, or None if a row
+    needs more than this module offers.
+    """
     kind, numbers = PlainKind.GREEDY, []
     for row in map(Row, requests, lengths):
         steps = steps_of(*row, vocab_size)
@@ -124,7 +133,7 @@ def choose_most_likely(logits: torch.Tensor, tokens: torch.Tensor) -> None:
     """Write the first of each row's largest entries; see `engine.sampling.greedy.Greedy`.
 
     Args:
-        logits: [R, V]. tokens: int64 [R], where to.
+        logits: [R, V]. tokens: int64 [R], the output.
     """
     best, ids = logits.max(dim=-1)
     tokens.copy_(valid(ids, best))
@@ -137,7 +146,7 @@ def draw_tokens(
     numbers: torch.Tensor,
     tokens: torch.Tensor,
 ) -> None:
-    """A Draws by torch's operations. bound: finds where filters cut."""
+    """A Draws that uses torch operations. bound: finds where filters cut."""
     rows = max(1, DRAWN_AT_ONCE // logits.shape[-1])
     for start in range(0, len(logits), rows):
         piece = slice(start, start + rows)

@@ -20,12 +20,12 @@ def _mix(value: int) -> int:
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits.
+    """Return a number in [0, 1) with 53 random bits.
 
     Args:
         seed: 64 bits.
-        choice: which of a request's continuations.
-        position: how many output tokens came before.
+        choice: the index of the continuation within its request.
+        position: the number of output tokens before this one.
     """
     return (_mix(_mix(_mix(seed) ^ choice) ^ position) >> 11) * 2.0**-53
 
@@ -35,6 +35,6 @@ def derived_seed(seed: int, index: int) -> int:
 
     Args:
         seed: 64 bits.
-        index: which of them.
+        index: the index of the derived seed.
     """
     return _mix(_mix(seed) ^ index)

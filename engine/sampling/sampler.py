@@ -1,4 +1,4 @@
-"""Samples one token for each row of a step's logits, by each request's own parameters.
+"""Samples one token for each row of a step's logits, using the parameters of the row's request.
 
     logits ─▶ logit_bias ─▶ repetition, presence, frequency penalty ─▶ no_repeat_ngram
            ─▶ banned ids, allowed ids, grammar ─▶ ending tokens kept out (min_tokens)
@@ -8,7 +8,7 @@ The order is that of transformers' `generate`: logits are changed before the dis
 filtered. Among the steps that only forbid tokens the order makes no difference, except that
 min_tokens comes last: it forbids ending tokens only if another token is left.
 
-Rows that need the same steps are computed together; a greedy row that needs nothing else is one
+Rows that need the same steps are computed together. A greedy row that needs nothing more is one
 argmax, and on a CPU a draw without filters is one kernel (see `engine.sampling.drawing`). How rows
 are grouped and split does not change their tokens (see `engine.sampling.ops`). Log-probabilities
 are taken from the model's unchanged logits.
@@ -37,13 +37,15 @@ from engine.sampling.plain import PlainChoice, plain_choice
 from engine.sampling.sampling_rows import ARGMAX, DRAW, Row, chance, steps_of
 
 _CHUNK_ON_CPU = 1 << 19
-"""How many logits are processed at a time on a CPU, so that they fit in its caches."""
+"""How many logits are processed at a time on a CPU, chosen to fit in its caches."""
 _CHUNK_ON_DEVICE = 1 << 25
-"""The same on other devices; limits the memory of intermediate results, some 45 bytes per logit."""
+"""How many logits are processed at a time on other devices. This limits the memory for intermediate
+results, about 45 bytes per logit.
+"""
 
 
 class SampledRows:
-    """The tokens of a step's rows, which may still be being computed.
+    """The tokens of a step's rows, possibly still being computed.
 
     Attributes:
         token_ids: int64 [R] on the device; INVALID_TOKEN for a row without a valid token.
@@ -56,13 +58,13 @@ class SampledRows:
         token_ids: torch.Tensor,
         logprobs: Sequence[tuple[Sequence[int], Sequence[LogprobParams], RowLogprobs]],
     ) -> None:
-        """logprobs: pieces of (rows, what to report for each, the values)."""
+        """logprobs: groups of (rows, what to report for each, the values)."""
         self.token_ids = token_ids
         self._logprobs = logprobs
 
     def copied(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> SampledRows:
-        """The same rows, with every tensor replaced by its copy on the host. If the copies are
-        asynchronous, call `result` only when they are complete.
+        """Return the same rows, with every tensor replaced by its copy on the host. If the copies
+        are asynchronous, call `result` only when they are complete.
         """
         return SampledRows(
             copy(self.token_ids),
@@ -70,7 +72,7 @@ class SampledRows:
         )
 
     def result(self) -> tuple[list[TokenId], list[TokenLogprobs | None] | None]:
-        """Wait for the tokens; see `Sampler.sample`."""
+        """Wait for the tokens and return what `Sampler.sample` returns."""
         tokens = [TokenId(token) for token in self.token_ids.tolist()]
         if not self._logprobs:
             return tokens, None
@@ -86,7 +88,7 @@ class Sampler:
     """Samples tokens, and keeps the sampling state of each live choice until its `release`."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        """vocab_size: the logits' width."""
+        """vocab_size: the width of the logits."""
         self._vocab_size = vocab_size
         self._device = device
         self._edits = LogitEdits(vocab_size, device)
@@ -103,13 +105,13 @@ class Sampler:
         return self._edits.needs_host_tokens(request)
 
     def plain(self, requests: Sequence[Request], lengths: Sequence[int]) -> PlainChoice | None:
-        """How captured work chooses a token for each request, of which so many tokens come before
-        it; None: only `begin` can.
+        """Return how captured work chooses the token after each request's first `lengths` tokens,
+        or None if only `begin` can.
         """
         return plain_choice(requests, lengths, self._vocab_size)
 
     def release(self, key: RequestKey) -> None:
-        """Drop the state of a choice. Harmless if it has none."""
+        """Drop the state of a choice. Does nothing if there is none."""
         self._edits.release(key)
 
     def sample(
@@ -119,7 +121,7 @@ class Sampler:
 
         Args:
             logits: [R, V] in the model's dtype, on the device.
-            requests: R requests, one a row.
+            requests: R requests, one per row.
 
         Returns:
             R tokens (INVALID_TOKEN for a row without finite logits, or with nothing left to
@@ -135,9 +137,9 @@ class Sampler:
     ) -> SampledRows:
         """Choose a token for each row, without waiting for the device; see `sample`.
 
-        Everything needed from the requests is read before this returns. If they have got tokens or
-        ended since the step was launched, `lengths` says how many tokens come before the one that
-        is chosen; None: as many as they have.
+        Everything needed from the requests is read before this returns. `lengths` is how many
+        tokens come before each one that is chosen. Pass it if requests have received tokens or
+        ended since the step was launched. The default is all their tokens.
         """
         if lengths is None:
             lengths = [request.num_tokens for request in requests]
@@ -155,7 +157,7 @@ class Sampler:
         rows: Sequence[Row],
         kinds: Sequence[SamplingSteps],
     ) -> torch.Tensor:
-        """Each row's token, int64 [R]; rows with the same steps are computed together."""
+        """Return each row's token, int64 [R], computing rows with the same steps together."""
         tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         groups: dict[SamplingSteps, list[int]] = {}
         for place, steps in enumerate(kinds):
@@ -187,7 +189,7 @@ class Sampler:
     def token_logprobs(
         self, logits: torch.Tensor, token_ids: Sequence[int], top_n: int
     ) -> GivenLogprobs:
-        """The log-probabilities of given tokens, such as a prompt's, without waiting for the
+        """Return the log-probabilities of given tokens, such as a prompt's, without waiting for the
         device.
 
         Args:
@@ -208,7 +210,7 @@ class Sampler:
     def _choose(
         self, logits: torch.Tensor, rows: Sequence[Row], steps: SamplingSteps
     ) -> torch.Tensor:
-        """Each row's token, int64 [R]. logits: float32 [R, V], processed; overwritten."""
+        """Return each row's token, int64 [R]. logits: float32 [R, V], processed; overwritten."""
         if not steps.draws:
             return self._greedy(logits)
         if self._draw is not None and steps.keeps_all:

@@ -1,5 +1,5 @@
-"""Which sampling operations each row of a batch needs, and the state that they keep between
-steps.
+"""Which sampling operations each row of a batch needs, and the state that these operations keep
+between steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Row(NamedTuple):
     """One row of a step's logits.
 
     Attributes:
-        request: whose next token is chosen from it.
+        request: the request whose next token is chosen from the row.
         length: how many tokens come before that one, prompt and output.
     """
 
@@ -36,7 +36,7 @@ class Row(NamedTuple):
 
 
 def holds_back_endings(request: Request, length: int) -> bool:
-    """Whether min_tokens forbids ending tokens for the token after the first `length`."""
+    """Whether min_tokens forbids ending tokens right after the first `length` tokens."""
     num_output_tokens = length - request.num_prompt_tokens
     return num_output_tokens < request.spec.stop.min_tokens and bool(request.ending_token_ids)
 
@@ -48,8 +48,8 @@ def has_lists(request: Request) -> bool:
 
 
 def steps_of(request: Request, length: int, vocab_size: int) -> SamplingSteps:
-    """The operations that choosing a request's token after its first `length` needs. Filters that
-    keep everything are left out. The part that never changes is computed once and stored in the
+    """Return the operations needed to choose the token after a request's first `length`. Filters
+    that keep everything are left out. What never changes is computed once and stored in the
     request.
     """
     if request.status.is_terminal:
@@ -82,7 +82,7 @@ def _lasting_steps(request: Request, vocab_size: int) -> SamplingSteps:
 
 
 def chance(row: Row) -> tuple[float, float]:
-    """The uniform number and the temperature of a row's draw."""
+    """Return the uniform number and the temperature of a row's draw."""
     request, length = row
     params = request.spec.sampling
     number = uniform(params.seed, request.choice, length - request.num_prompt_tokens)
@@ -94,7 +94,7 @@ class ChoiceState:
 
     Attributes:
         ngrams: for no_repeat_ngram_size.
-        mask: the allowed ids without the banned ones, see `ops.pack`; None: all ids.
+        mask: the allowed ids without the banned ones (see `ops.pack`); None if all ids are allowed.
     """
 
     __slots__ = ("mask", "ngrams")

@@ -1,15 +1,16 @@
-"""Finds where a filter cuts a row, without sorting it: by radix selection.
+"""Finds where a filter cuts a row by radix selection, without sorting it.
 
-A float32 that is not negative is ordered like its bits. So the bound is found digit by digit, the
-highest first: the row's masses are added up by the digit's value, in a table of a row's own, and
-the value at which the sum reaches the target is the bound's digit; the next digits are those of the
-entries that begin with it.
+The bits of nonnegative float32 values have the same order as the values. So the bound is found
+digit by digit, starting with the highest. For each digit, the row's masses are summed by the
+digit's value in a table. The value at which the cumulative sum reaches the target is the bound's
+digit. Only entries that begin with the digits found so far count for the next digit.
 
     bits of a float32:  0 eeeeeeee mmm | mmmmmmmmmm | mmmmmmmmmm      three passes over the row
                           11 bits        10 bits      10 bits
 
 All sums are integer sums, which do not depend on the order, so the bound is exactly that of the
-sorted row. Nothing waits for the device, and shapes depend on no value: the work can be captured.
+sorted row. Nothing waits for the device, and no shape depends on a value, so the work can be
+captured.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from collections.abc import Callable
 import torch
 
 LeastBound = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
-"""The smallest bound for which the mass of the entries up to it reaches the target. Takes
+"""Finds the smallest bound for which the mass of the entries up to it reaches the target. Takes
 
     values  float32 [R, V], none negative; infinity is allowed
-    masses  int64 [R, V], none negative, with a sum below 2^63; None: the mass of each entry is 1
+    masses  int64 [R, V], none negative, with a sum below 2^63; None if each entry's mass is 1
     target  int64 [R, 1], at least 1
 
-and returns float32 [R, 1]: one of the row's values; infinity if the target is not reached. Of a row
-with a NaN, anything.
+and returns float32 [R, 1]: one of the row's values, or infinity if the target is not reached. The
+result for a row with a NaN is arbitrary.
 """
 
 DIGITS = ((20, 11), (10, 10), (0, 10))
@@ -38,7 +39,7 @@ INFINITY = 0x7F800000
 def least_bound(
     values: torch.Tensor, masses: torch.Tensor | None, target: torch.Tensor
 ) -> torch.Tensor:
-    """A LeastBound by torch's operations."""
+    """A LeastBound that uses torch operations."""
     if masses is None:
         ones = torch.ones((1, 1), dtype=torch.int64, device=values.device)
         masses = ones.expand(values.shape)

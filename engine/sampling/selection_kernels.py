@@ -1,11 +1,11 @@
 """Radix selection (see `engine.sampling.selection`) in Triton.
 
-    add_up        one program a (row, cut of it): adds the masses to the table of the row's digits
-    choose_digit  one program a row: the digit at which their sum reaches the target; clears the
+    add_up        one program per (row, cut of it): adds the masses to the table of the row's digits
+    choose_digit  one program per row: the digit at which their sum reaches the target; clears the
                   table for the next pass
 
-Each is launched once for each digit. Masses are added to the table by atomic operations, in any
-order: they are integers, so the sums are exact.
+Each is launched once for each digit. Atomic operations add masses to the table in any order. The
+masses are integers, so the sums are exact.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ def add_up(
     STRIDE: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """values: int32 [R, V], the bits of floats. masses: int64 [R, V]; COUNTS: each is 1. known:
-    int32 [R], the digits before this one. sums: int64 [R, STRIDE].
+    """Add up masses by the current digit.
+
+    values: int32 [R, V], the bits of floats. masses: int64 [R, V]; each counts as 1 if COUNTS is
+    set. known: int32 [R], the digits found so far. sums: int64 [R, STRIDE].
     """
     row = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * CUT + tl.arange(0, CUT)
@@ -55,8 +57,10 @@ def choose_digit(
     STRIDE: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """sums: see `add_up`; zeros afterwards. known: int32 [R], gets this digit too. target: int64
-    [R], less what comes before the digit afterwards. LARGEST: the largest bits of a bound.
+    """Choose the current digit of each row's bound.
+
+    sums: see `add_up`; reset to zero. known: int32 [R]; this digit is added to it. target: int64
+    [R]; reduced by the mass that comes before the digit. LARGEST: the largest bits of a bound.
     """
     row = tl.program_id(0).to(tl.int64)
     digits = tl.arange(0, 1 << BITS)

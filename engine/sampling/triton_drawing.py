@@ -1,4 +1,4 @@
-"""Draws by Triton's kernels: four launches with filters, two without, for any number of rows."""
+"""Draws with Triton kernels: four launches with filters, two without, for any number of rows."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ _WARPS = 8
 
 
 class TritonDraws:
-    """Draws for rows of logits of 16 bits, one step at a time: they share the counts."""
+    """Draws tokens for rows of 16-bit logits. All steps share the counts, so only one may run at a
+    time.
+    """
 
     def __init__(self, rows: int, device: torch.device, *, interpreted: bool = False) -> None:
-        """rows: the most of a step. interpreted: by Triton's interpreter, which has numpy's e^x in
-        place of the device's.
+        """rows: the most rows of any step. interpreted: whether Triton's interpreter runs the
+        kernels; it uses numpy's e^x instead of the device's.
         """
         # 256 KiB a row. A kernel clears what it has read: they are zeros between draws.
         self._counts = torch.zeros((rows, KEYS.value), dtype=torch.int32, device=device)

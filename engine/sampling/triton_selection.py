@@ -1,4 +1,4 @@
-"""Radix selection by Triton's kernels: seven launches instead of some thirty."""
+"""Radix selection with Triton kernels: seven launches instead of about thirty."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from engine.sampling.selection import DIGITS, INFINITY
 from engine.sampling.selection_kernels import add_up, choose_digit
 
 _CUT = 4096
-"""Entries that one program adds up."""
+"""The number of entries that one program adds up."""
 _WARPS = 8
 
 
 def least_bound(
     values: torch.Tensor, masses: torch.Tensor | None, target: torch.Tensor
 ) -> torch.Tensor:
-    """A LeastBound by two kernels for each digit."""
+    """A LeastBound that uses two kernels for each digit."""
     rows, width = values.shape
     stride = 1 << max(bits for _, bits in DIGITS)
     sums = torch.zeros((rows, stride), dtype=torch.int64, device=values.device)

@@ -1,24 +1,24 @@
-"""What every scheduling policy shares: the queue, the batch, and the blocks that go with them.
+"""What all scheduling policies share: the queue, the batch, and their KV blocks.
 
-There is no prefill phase and no decode phase. The first num_computed_tokens of a request's tokens
-have their KV in the cache; a step computes some of the rest. A new prompt has many tokens to
-compute, a decoding request has one, and a preempted request has its prompt and output to compute
-again (or the part that the host did not keep). All of them are handled alike.
+There is no prefill phase and no decode phase. The KV of a request's first num_computed_tokens
+tokens is in the cache; a step computes some of the rest. A new prompt has many tokens to compute
+and a decoding request has one. A preempted request must recompute its prompt and output, except for
+what the host kept. All of them are handled alike.
 
     add ──▶ waiting ──────────▶ running ──remove──▶ (ended)
                ▲                   │
                └─────preempt───────┘   gives up all blocks; no token is lost
                └────set_aside──────┘   keeps them until others need them
 
-A request that is held, because nobody reads its output, is in neither: no step includes it, and it
-has no place in the batch. It keeps its blocks until they are needed, and is preempted before any
-running request.
+A request is held if nobody reads its output. It is then neither waiting nor running: no step
+includes it, and it takes no slot in the batch. It keeps its blocks until they are needed, and is
+preempted before any running request.
 
-    waiting, running ──hold──▶ held ──unhold──▶ waiting; running, if it still has its blocks and
-                                                there is a place for it
+    waiting, running ──hold──▶ held ──unhold──▶ waiting, or running if it still has its blocks and
+                                                the batch has a free slot
 
-For each step, `schedule` decides it, `launched` records that its tokens are being computed, and
-`computed` that they have been. Between the last two, another step may be scheduled.
+For each step, `schedule` chooses the tokens, `launched` records that they are being computed, and
+`computed` records that they have been. Another step may be scheduled between the last two.
 
 docs/schedulers.md shows how to write and register a policy.
 """
@@ -49,7 +49,7 @@ __all__ = [
 
 
 class SchedulerLimits(TypedDict):
-    """What a policy hands on to the base class's constructor; see there."""
+    """The arguments that a policy passes on to the base class's constructor."""
 
     max_batch_tokens: int
     max_requests_per_batch: int
@@ -58,21 +58,22 @@ class SchedulerLimits(TypedDict):
 
 class Scheduler(ABC):
     """Base class of the policies. A policy is the order in which `choose` calls `make_room`,
-    `extend` and `admit`; the bookkeeping is done here. Called on the engine's thread only.
+    `extend` and `admit`; this class does the bookkeeping. Called on the engine's thread only.
 
     Attributes:
         heeds_priorities: class attribute: whether the policy uses priorities. If not, a priority
             other than 0 is refused at admission.
         kv_cache: the blocks.
         max_batch_tokens: the token budget of a step.
-        max_requests_per_batch: most requests that run at the same time.
+        max_requests_per_batch: the most requests that run at the same time.
         safety_margin: see ContinuousBatchingConfig.
-        waiting: the queue, in the order of arrival; preempted requests at its head.
+        waiting: the queue, in order of arrival, with preempted requests at its head.
         running: the batch, in the order in which its requests were started.
         held: the requests that are held, with or without blocks.
-        callers: the callers that have requests running or waiting, and the service each was given.
-        num_preemptions: since the start.
-        pace: keeps steps in which requests decode to a target time; None: there is no target.
+        callers: the callers that have requests running or waiting, and the service each has
+            received.
+        num_preemptions: the number of preemptions since the start.
+        pace: keeps steps in which requests decode to a target time; None if there is no target.
     """
 
     heeds_priorities: ClassVar[bool] = False
@@ -109,17 +110,17 @@ class Scheduler(ABC):
     def choose(self, plan: StepPlan, now: float) -> None:
         """Fill the step. Contract:
 
-        - requests are put into it only by `extend` (one of `runnable`), `extend_all` (all of those)
-          and `admit` (a waiting one), and taken out of the batch only by `make_room`, `preempt` and
-          `set_aside`; each is put in at most once, and only while `plan.budget` lasts;
-        - if `extend` finds no blocks for a request, it waits for the next step, or others are
-          preempted for it (`make_room`); a request that runs alone always fits;
-        - a request that `admit` put in is not preempted or set aside in the same step;
-        - the step is not empty if anything is runnable or could be admitted;
-        - if nothing new arrives, each request is put in after a bounded number of steps. The
+        - Requests enter the step only through `extend` (one of `runnable`), `extend_all` (all of
+          those) and `admit` (a waiting one). They leave the batch only through `make_room`,
+          `preempt` and `set_aside`. Each enters at most once, and only while `plan.budget` lasts.
+        - If `extend` finds no blocks for a request, it waits for the next step, or others are
+          preempted for it (`make_room`). A request that runs alone always fits.
+        - A request that `admit` put in is not preempted or set aside in the same step.
+        - The step is not empty if anything is runnable or could be admitted.
+        - If nothing new arrives, each request is included after a bounded number of steps. The
           simplest way is that one request, such as the one started first, is never preempted and
-          never left out for long;
-        - the cost does not grow with the queue's length;
+          never left out for long.
+        - The cost does not grow with the queue's length.
         - StepPendingError is not caught; `choose` is then called again, with an empty plan.
 
         Args:
@@ -128,12 +129,12 @@ class Scheduler(ABC):
         """
 
     def queued(self, request: Request) -> None:  # noqa: B027  # optional
-        """Called when a request enters the queue, new, preempted or set aside, or is preempted
-        while it is there; for policies that keep their own order.
+        """Called when a request enters the queue (new, preempted or set aside), or is preempted
+        while in the queue. For policies that keep their own order.
         """
 
     def unqueued(self, request: Request) -> None:  # noqa: B027  # optional
-        """Called when a request has left the queue: it is no longer in `waiting`."""
+        """Called when a request has left the queue and is no longer in `waiting`."""
 
     def served(self, request: Request, service: int) -> None:  # noqa: B027  # optional
         """Called when a launched step gives a request's caller an amount of service (see
@@ -141,18 +142,18 @@ class Scheduler(ABC):
         """
 
     def next_waiting(self) -> Request | None:
-        """The waiting request whose turn is next; None: the queue is empty."""
+        """Return the waiting request that comes next, or None if the queue is empty."""
         return next(iter(self.waiting.values()), None)
 
     def take_hopeless(self, now: float) -> Iterable[Request]:
-        """Waiting requests that cannot be finished within their time limits, for the core to end.
+        """Return waiting requests that cannot finish within their time limits, for the core to end.
         Called after each `schedule`.
         """
         return ()
 
     def measured(self, num_tokens: int, seconds: float) -> None:  # noqa: B027  # optional
         """Called after a step with its number of tokens and its duration, for policies that
-        estimate times. The pace has its own call.
+        estimate times. The pace is updated separately.
         """
 
     # ---- what the core calls -------------------------------------------------------------------
@@ -163,13 +164,15 @@ class Scheduler(ABC):
         self._enter_queue(request)
 
     def put_back(self, request: Request) -> None:
-        """Put a request that was in the batch, or belongs to one, at the head of the queue."""
+        """Put a request at the head of the queue. It was in the batch, or is another choice of a
+        request in the batch.
+        """
         self.waiting[request.key] = request
         self.waiting.move_to_end(request.key, last=False)
         self._enter_queue(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a request, wherever it is, and free its blocks. O(its blocks)."""
+        """Remove a request, whatever its state, and free its blocks. O(its blocks)."""
         self._leave_queue(request)
         for place in (self.running, self.held, self._parked, self._returning):
             place.pop(request.key, None)
@@ -178,7 +181,7 @@ class Scheduler(ABC):
 
     def hold(self, request: Request) -> None:
         """Leave a request out of all steps from the next one on. If a step with it is still
-        running, it gets that step's token. Harmless if it is in neither queue nor batch. O(1).
+        running, it gets that step's token. Does nothing if it is neither queued nor running. O(1).
         """
         key = request.key
         if key in self.running or key in self._returning:
@@ -192,8 +195,8 @@ class Scheduler(ABC):
             self.callers.leave(request)
 
     def unhold(self, request: Request) -> None:
-        """Let a request go on with the next step. If it has lost its blocks, or there is no place
-        in the batch, it goes to the head of the queue. Harmless if it is not held. O(1).
+        """Let a request continue with the next step. If it has lost its blocks, or the batch is
+        full, it goes to the head of the queue. Does nothing if it is not held. O(1).
         """
         if self.held.pop(request.key, None) is None:
             return
@@ -205,12 +208,14 @@ class Scheduler(ABC):
 
     @property
     def num_held(self) -> int:
-        """How many requests are held, or go on with the next step."""
+        """The number of requests that are held, or were just released and continue with the next
+        step.
+        """
         return len(self.held) + len(self._returning)
 
     def fork(self, parent: Request, children: Sequence[Request]) -> None:
         """Add the other choices of a request whose prompt has just been computed. They share its
-        blocks; those for which there is no room wait at the head of the queue.
+        blocks. Those for which there is no room wait at the head of the queue.
         """
         left: list[Request] = []
         for child in children:
@@ -231,7 +236,7 @@ class Scheduler(ABC):
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request could be in a step."""
+        """Whether any request could be part of a step."""
         return bool(self.running) or bool(self.waiting) or bool(self._returning)
 
     def schedule(
@@ -245,13 +250,13 @@ class Scheduler(ABC):
 
         Args:
             now: monotonic seconds.
-            is_step_pending: whether a step is still running, so that its tokens and ends are not
-                known yet.
-            resting: running requests that this step leaves out; they keep their places.
+            is_step_pending: whether a step is still running, so that its tokens, and which requests
+                it ends, are not known yet.
+            resting: running requests that this step leaves out; they stay in the batch.
 
         Returns:
-            The step; empty only if nothing can be computed now. None: there are not enough blocks,
-            and the pending step must be awaited before any request is preempted.
+            The step; empty only if nothing can be computed now. None if there are not enough
+            blocks, and the pending step must finish before any request is preempted.
         """
         plan = StepPlan(self.max_batch_tokens, self.pace, self.runnable)
         self._may_preempt = not is_step_pending
@@ -268,7 +273,9 @@ class Scheduler(ABC):
         )
 
     def launched(self, part: ScheduledRequest) -> None:
-        """Record that a part's step was launched. Called before the next token is appended."""
+        """Record that a request's tokens were launched. Called before the next token is
+        appended.
+        """
         request = part.request
         request.num_computed_tokens = part.start + part.num_tokens
         if part.samples:
@@ -278,7 +285,7 @@ class Scheduler(ABC):
             self.served(request, service)
 
     def computed(self, part: ScheduledRequest) -> None:
-        """Record that a part was computed; its request still runs."""
+        """Record that a request's tokens were computed. The request must still be running."""
         self.kv_cache.commit(part.request, part.start + part.num_tokens)
 
     def step_done(self, batch: ScheduledBatch, seconds: float, *, is_decode: bool) -> None:
@@ -286,7 +293,7 @@ class Scheduler(ABC):
 
         Args:
             batch: the step.
-            seconds: the device time, without waiting for the step before.
+            seconds: the device time, without waiting for the previous step.
             is_decode: whether any request decoded in it.
         """
         if self.pace is not None:
@@ -297,8 +304,8 @@ class Scheduler(ABC):
         """Handle a failed step whose requests were already removed.
 
         Returns:
-            Other requests whose blocks the step should have copied. They wait, and are computed
-            again; results for them from a later step that is already running are wrong.
+            Other requests whose blocks the step should have copied. They wait and are computed
+            again. Results for them from a later step that is already running are wrong.
         """
         lost: list[Request] = []
         for key in self.kv_cache.copies_failed(batch.copies):
@@ -310,7 +317,7 @@ class Scheduler(ABC):
         return lost
 
     def restart(self, request: Request) -> None:
-        """Have a request computed again from its first token. No step with it may be pending."""
+        """Recompute a request from its first token. No step with it may be pending."""
         key = request.key
         self.kv_cache.free(key)
         if key in self.running or key in self._parked or key in self._returning:
@@ -320,8 +327,8 @@ class Scheduler(ABC):
     # ---- what a policy calls -------------------------------------------------------------------
 
     def runnable(self) -> list[Request]:
-        """The running requests that have something to compute, in the order of `running`. The
-        others wait for their last token or for a later step.
+        """Return the running requests that have something to compute, in the order of `running`.
+        The others wait for their last token or for a later step.
         """
         resting = self._resting
         return [
@@ -332,10 +339,10 @@ class Scheduler(ABC):
 
     def extend_all(self, plan: StepPlan) -> bool:
         """Put everything that the running requests have to compute into an empty step, if budget,
-        time and blocks are enough for all of it; their order does not matter then.
+        time and blocks are enough for all of it. Their order does not matter in that case.
 
         Returns:
-            Whether this was done; False: the step is still empty.
+            Whether this was done. If False, the step is still empty.
 
         Raises:
             StepPendingError: there are not enough blocks while a step is pending.
@@ -366,8 +373,8 @@ class Scheduler(ABC):
         """Put as many of a running request's tokens into the step as budget and time allow.
 
         Returns:
-            Whether it is in the step; False: there are not enough blocks, or it is in prefill and
-            no time is left for that.
+            Whether the request is in the step. False if there are not enough blocks, or it is in
+            prefill and no time is left for that.
 
         Raises:
             StepPendingError: there are not enough blocks while a step is pending.
@@ -380,14 +387,14 @@ class Scheduler(ABC):
 
     def make_room(self, plan: StepPlan, request: Request, victims: list[Request]) -> bool:
         """Make sure that `extend` finds blocks for a running request's next tokens: as many as
-        budget and time allow, but one if the budget is spent, and none if the time is.
+        budget and time allow, one if the budget is spent, and none if the time is spent.
 
         Args:
-            victims: running requests, this one among them. They are preempted and removed from the
-                list, the last first, until there are enough blocks.
+            victims: running requests, including this one. They are preempted and removed from the
+                list, starting with the last, until there are enough blocks.
 
         Returns:
-            Whether it still runs; False: it was preempted itself.
+            Whether the request still runs. False if it was itself preempted.
 
         Raises:
             StepPendingError: there are not enough blocks while a step is pending.
@@ -407,9 +414,9 @@ class Scheduler(ABC):
         """Move a waiting request into the batch, and its first tokens into the step.
 
         Returns:
-            Whether this was done. False: the batch is full, or there are not enough blocks for all
-                its tokens and the growth of the running requests, or no time is left for its
-                prompt.
+            Whether this was done. False if the batch is full, if there are not enough blocks for
+            all its tokens and the growth of the running requests, or if no time is left for its
+            prompt.
 
         Raises:
             StepPendingError: see `could_admit`.
@@ -435,9 +442,9 @@ class Scheduler(ABC):
         return True
 
     def could_admit(self, plan: StepPlan, request: Request, without: Sequence[Request]) -> bool:
-        """Whether `admit` would find a place, time and blocks if some of the running requests were
-        preempted. If these share blocks with others, this may expect too many. Held requests, and
-        those that were set aside, give up their blocks as far as that helps.
+        """Whether `admit` would find a slot, time and blocks if the running requests `without` were
+        preempted. This may be too optimistic if they share blocks with other requests. Held
+        requests and those that were set aside give up their blocks as far as that helps.
 
         Raises:
             StepPendingError: held or set-aside requests have blocks to give up, and a step is
@@ -464,8 +471,8 @@ class Scheduler(ABC):
                 return False
 
     def preempt(self, plan: StepPlan, request: Request) -> None:
-        """Take a running request out of the batch, and out of the step if it is in it. It gives up
-        its blocks and goes back to the queue.
+        """Take a running request out of the batch and, if present, out of the step. It gives up its
+        blocks and goes back to the queue.
 
         Raises:
             StepPendingError: a step is pending.
@@ -477,9 +484,9 @@ class Scheduler(ABC):
         self._give_up(request)
 
     def set_aside(self, plan: StepPlan, request: Request) -> None:
-        """Take a running request that has something to compute out of the batch, and out of the
-        step if it is in it. It waits at the head of the queue. It keeps its blocks until others
-        need them, and is then preempted before any running request. A step may be pending.
+        """Take a running request that has something to compute out of the batch and, if present,
+        out of the step. It waits at the head of the queue and keeps its blocks until others need
+        them. It is then preempted before any running request. A step may be pending.
         """
         self._take_out(plan, request)
         del self.running[request.key]
@@ -488,13 +495,13 @@ class Scheduler(ABC):
         self.put_back(request)
 
     def _take_out(self, plan: StepPlan, request: Request) -> None:
-        """Remove a request that will not run from the step that is being built."""
+        """Remove a request that will not run from the step under construction."""
         plan.take_out(request.key)
         plan.preempted.add(request.key)
 
     def _has_parked_room(self, plan: StepPlan, request: Request) -> bool:
-        """Try to get the blocks for the next tokens of a waiting request that was set aside. True:
-        it has them, and may run.
+        """Try to get the blocks for the next tokens of a waiting request that was set aside. Return
+        True if it now has them and may run.
 
         Raises:
             StepPendingError: a step is pending, and there are not enough blocks.
@@ -510,8 +517,8 @@ class Scheduler(ABC):
         return has_room
 
     def _put(self, plan: StepPlan, request: Request, num_tokens: int) -> bool:
-        """Put the given number of a running request's tokens into the step. False: there are not
-        enough blocks.
+        """Put the given number of a running request's tokens into the step. Return False if there
+        are not enough blocks.
         """
         start = request.num_computed_tokens
         if not self._has_room(request, start + num_tokens):
@@ -528,8 +535,8 @@ class Scheduler(ABC):
         return True
 
     def _has_room(self, request: Request, num_tokens: int) -> bool:
-        """Try to get the blocks for a running request's first `num_tokens` tokens. True: it has
-        them.
+        """Try to get the blocks for a running request's first `num_tokens` tokens. Return True if
+        it now has them.
         """
         while not self.kv_cache.allocate(request.key, num_tokens):
             if not self._take_from_parked():
@@ -539,7 +546,8 @@ class Scheduler(ABC):
         return True
 
     def _take_from_parked(self) -> bool:
-        """Preempt the first request that has blocks but does not run. False: there is none.
+        """Preempt the first request that has blocks but does not run. Return False if there is
+        none.
 
         Raises:
             StepPendingError: there is one, and a step is pending.
@@ -554,10 +562,10 @@ class Scheduler(ABC):
         return True
 
     def _take_back(self) -> None:
-        """Find a place for the requests that are no longer held.
+        """Put the requests that are no longer held into the batch, or preempt them if it is full.
 
         Raises:
-            StepPendingError: a step is pending, and there is no place.
+            StepPendingError: a step is pending, and the batch is full.
         """
         while self._returning:
             request = next(iter(self._returning.values()))
@@ -571,7 +579,7 @@ class Scheduler(ABC):
                 self._give_up(request)
 
     def _give_up(self, request: Request) -> None:
-        """Record that a request has lost its blocks. It waits, unless it is held."""
+        """Record that a request has lost its blocks. It goes to the queue unless it is held."""
         if request.key in self.held or request.key in self._returning:
             # Tokens that are computed again because it was held are charged.
             request.num_counted_tokens = min(
@@ -596,9 +604,9 @@ class Scheduler(ABC):
             self.unqueued(request)
 
     def _spare_blocks(self, num_running: int) -> list[int]:
-        """How many blocks of each group to leave for the growth of the running requests, so that a
-        new one does not cause a preemption: the safety margin, or what `growth_blocks` says. None
-        if nothing runs.
+        """Return how many blocks of each group to leave for the growth of the running requests, so
+        that a new one does not cause a preemption: the safety margin, or what `growth_blocks`
+        returns. 0 if nothing runs.
         """
         pools = self.kv_cache.pools
         if num_running == 0:

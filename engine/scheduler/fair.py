@@ -1,4 +1,4 @@
-"""Shares service among the callers that have work: the least served comes first."""
+"""Shares service among the callers that have work; the least served caller comes first."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from engine.scheduler.time_limits import TimeLimits
 from engine.scheduler.token_counters import Order, Share, TokenCounters
 
 LEAD = 16 * OUTPUT_COST
-"""How much more service a caller within its share of the places gets before it gives up a place to
-a caller that has none.
+"""How far a caller may be ahead in service before it gives up a slot to a caller that has none,
+while it holds no more than its share of the slots.
 """
 MAX_LEAD = 128 * OUTPUT_COST
-"""The same, if the change means that tokens must be computed again."""
+"""The upper limit of that lead if the exchange means that tokens must be computed again."""
 _DECODES, _PREFILLS, _QUEUE = 0, 1, 2
-"""What a caller's turn is used for."""
+"""The kinds of work that a caller can be chosen for."""
 
 
 class FairScheduler(Scheduler):
@@ -34,23 +34,23 @@ class FairScheduler(Scheduler):
       the least served caller first; each caller's running prompts come before its queue. So one
       caller's streams and prompts do not keep out another's.
     2. A caller's waiting requests are ordered by priority, then those that were started before,
-      then by arrival. A request takes the place of one of the same caller that has a lower
-      priority.
-    3. A caller that has nothing in the batch does not wait until another's request ends. If places
-      or blocks run out, a request of the most served caller gives up its own: at once if that
-      caller holds more than its weighted share of the places, otherwise when it was given LEAD more
-      service than the waiting caller. So a place moves between two callers within their shares only
-      after LEAD of service. A request that gives up its place keeps its KV as long as there are
-      blocks (`set_aside`).
+      then by arrival. A request may take the batch slot of a lower-priority request of the same
+      caller.
+    3. A caller that has nothing in the batch does not wait until another's request ends. If batch
+      slots or blocks run out, a request of the most served caller gives up its own. It does so
+      immediately if that caller holds more than its weighted share of the slots, and otherwise once
+      that caller has received LEAD more service than the waiting caller. So a slot moves between
+      two callers within their shares only after LEAD of service. A request that gives up its slot
+      keeps its KV as long as there are blocks (`set_aside`).
     4. If blocks run out, a request is preempted. Callers that hold more than their share of the
-      places come first; among these, the most served caller; and of its requests, the last one of
-      the lowest priority.
+      slots come first, and among these the most served caller. Of its requests, the last one of the
+      lowest priority is preempted.
     5. If blocks are short, no request overtakes the first one of the least served caller.
     6. A waiting request whose time limit cannot be met is ended instead of run (see TimeLimits).
 
-    No caller starves: a waiting caller keeps its counter, and the counters of all that are served
-    before it rise above that, also those of new callers. Within a caller, a request of low priority
-    waits for as long as higher ones keep coming.
+    No caller starves: a waiting caller keeps its counter, and the counters of all callers served
+    before it, including new ones, rise above that. Within a caller, a low-priority request waits
+    for as long as higher-priority ones keep coming.
     """
 
     heeds_priorities: ClassVar[bool] = True
@@ -76,7 +76,9 @@ class FairScheduler(Scheduler):
         self._limits.tidy()
 
     def unhold(self, request: Request) -> None:
-        """Let a held request go on. Its caller gets no credit for the time in which it was held."""
+        """Let a held request continue. Its caller gets no credit for the time in which it was
+        held.
+        """
         if request.key in self.held:
             self._shares.wake(request)
         super().unhold(request)
@@ -92,20 +94,20 @@ class FairScheduler(Scheduler):
         self._shares.left(request)
 
     def next_waiting(self) -> Request | None:
-        """The first waiting request of the least served caller."""
+        """Return the first waiting request of the least served caller."""
         share = self._shares.peek()
         return None if share is None else share.head()
 
     def served(self, request: Request, service: int) -> None:
-        """Count it."""
+        """Add the service to the caller's counter."""
         self._shares.served(request, service)
 
     def measured(self, num_tokens: int, seconds: float) -> None:
-        """Remember how long a step took."""
+        """Record how long a step took."""
         self._limits.measured(num_tokens, seconds)
 
     def take_hopeless(self, now: float) -> Iterable[Request]:
-        """The waiting requests whose time limits cannot be met."""
+        """Return the waiting requests whose time limits cannot be met."""
         return self._limits.take(now)
 
     def _busiest(self) -> float:
@@ -135,12 +137,12 @@ class FairScheduler(Scheduler):
 
 
 class _FairStep:
-    """One step while it is built.
+    """A step under construction.
 
     Attributes:
-        given: what each caller gets in the step so far, divided by its weight.
+        given: the service each caller gets in the step so far, divided by its weight.
         begun: the requests that the step starts.
-        victims: the requests to preempt when blocks run out, the last first.
+        victims: the requests to preempt when blocks run out, starting with the last.
     """
 
     def __init__(
@@ -189,11 +191,11 @@ class _FairStep:
                     self._push(share, kind)
 
     def close(self) -> None:
-        """Leave the callers' order as it was."""
+        """Restore the order of the callers."""
         self._shares.put_back(self._popped)
 
     def _extend_by_order(self, runnable: set[RequestKey], for_decodes: int) -> None:
-        """Put in the decoding requests if the budget is enough for all of them; the others take
+        """Put in the decoding requests if there is budget for all of them. The other requests take
         turns.
         """
         places = self._places()
@@ -212,7 +214,7 @@ class _FairStep:
         self._add_work([one for one in order if one.num_tokens_to_compute > 1], _PREFILLS)
 
     def _places(self) -> dict[Share, list[Request]]:
-        """The requests that were already in the batch, by caller, in order."""
+        """Return the requests that were already in the batch, by caller, in order."""
         places: dict[Share, list[Request]] = {}
         for key, request in self._scheduler.running.items():
             if key not in self.begun:
@@ -236,8 +238,8 @@ class _FairStep:
         heapq.heappush(self._turns, (order, kind, next(self._serial), share))
 
     def _next_turn(self) -> tuple[Share, int] | None:
-        """The least served caller, counting what it got in this step, and what its turn is used
-        for.
+        """Return the least served caller, counting what it got in this step, and which kind of work
+        it is chosen for.
         """
         while True:
             first = self._shares.peek() if self._is_queue_open else None
@@ -257,7 +259,7 @@ class _FairStep:
     # ---- requests that run -----------------------------------------------------------------------
 
     def _extend(self, request: Request) -> None:
-        """Put a request into the step, if it still runs and there are blocks."""
+        """Put a request into the step if it still runs and there are blocks."""
         scheduler, plan = self._scheduler, self._plan
         if request.key not in scheduler.running:
             return
@@ -275,7 +277,7 @@ class _FairStep:
     # ---- requests that wait ----------------------------------------------------------------------
 
     def _begin(self, share: Share) -> None:
-        """Start the first request of a caller's queue, in place of another's if necessary."""
+        """Start the first request of a caller's queue, replacing another if necessary."""
         scheduler, plan = self._scheduler, self._plan
         head = share.head()
         if head is None or head.key in plan.preempted:
@@ -296,7 +298,7 @@ class _FairStep:
             self._is_queue_open = False
 
     def _take_place(self, share: Share, head: Request, is_full: bool) -> bool:
-        """Start a request in place of others. If that would not make room, the others are left
+        """Start a request in place of others. If that would not make room, leave the others
         alone.
         """
         scheduler, plan = self._scheduler, self._plan
@@ -317,7 +319,7 @@ class _FairStep:
         return False
 
     def _lower(self, head: Request) -> list[Request]:
-        """The caller's own running requests of lower priority, the lowest first."""
+        """Return the caller's running requests of lower priority, lowest first."""
         caller, priority = head.spec.caller, head.spec.priority
         lower = [
             one
@@ -329,7 +331,7 @@ class _FairStep:
         return sorted(lower, key=_rank, reverse=True)
 
     def _overserved(self, share: Share, head: Request, is_full: bool) -> list[Request]:
-        """The requests that give up a place or blocks to a caller that has none, in this order."""
+        """Return the requests to set aside, in order, for a caller that has none in the batch."""
         places = self._places()
         due = self._due(places, self._shares.weight(share))
         wanted = LEAD + max(0, head.num_counted_tokens - head.num_computed_tokens)
@@ -347,8 +349,8 @@ class _FairStep:
         return beyond + ahead
 
     def _due(self, places: Mapping[Share, list[Request]], more: float = 0.0) -> dict[Share, int]:
-        """How many of the taken places each caller is due by its weight, at least one. `more`: the
-        weight of a caller that has none yet.
+        """Return how many of the occupied batch slots each caller is due by its weight, at least
+        one. `more`: the weight of a caller that has no slot yet.
         """
         num_running = sum(map(len, places.values()))
         weights = {share: self._shares.weight(share) for share in places}
@@ -360,11 +362,13 @@ class _FairStep:
 
 
 def _level(share: Share) -> tuple[float, int]:
-    """A key that sorts callers that run by service, the least served first."""
+    """Return a key that sorts callers in the batch by service, least served first."""
     return share.counter, share.since
 
 
 def _rank(request: Request) -> tuple[int, bool, float, int]:
-    """A key that sorts a caller's requests in the batch; the last one gives up its place first."""
+    """Return a key that sorts a caller's requests in the batch; the last one gives up its slot
+    first.
+    """
     prefills = request.num_tokens_to_compute > 1
     return -request.spec.priority, prefills, request.arrival, request.key

@@ -1,6 +1,4 @@
-"""First in, first out; running requests first, and among them the decoding ones before those that
-still prefill.
-"""
+"""First in, first out. Running requests come first, and decoding ones before prefilling ones."""
 
 from __future__ import annotations
 
@@ -11,11 +9,11 @@ from engine.scheduler.base import Scheduler, StepPlan
 class FIFOScheduler(Scheduler):
     """The default policy.
 
-    1. Every decoding request gets its one token, then every prefilling one a chunk from the rest of
-      the token budget. If blocks run out, the last request in this order is preempted, until the
-      others have what they need. One request alone always fits, as admission checks.
-    2. The rest of the budget goes to the queue, in its order, as long as a request's whole prompt
-      has room. No request is preempted for a new one, and none overtakes the head of the queue.
+    1. Every decoding request gets its one token. Then each prefilling request gets a chunk from the
+      rest of the token budget. If blocks run out, the last requests in this order are preempted
+      until the others have what they need. A single request always fits; admission checks this.
+    2. The rest of the budget goes to the queue, in order, as long as there is room for a request's
+      whole prompt. No request is preempted for a new one, and none overtakes the head of the queue.
     """
 
     def choose(self, plan: StepPlan, now: float) -> None:

@@ -1,12 +1,12 @@
-"""The callers of the live requests: what each has in the queue, and how much service it was
-given.
+"""The callers of the live requests: how many requests each has waiting, and how much service it has
+received.
 
 Service is counted in computed tokens, weighted by cost: PROMPT_COST for a prompt token, OUTPUT_COST
-for an output token. Prompt tokens are computed many at a time, while each output token takes a step
-of its own, which reads all weights and the request's whole KV. As measured, an output token costs
-as much as a prompt token if the batch is full and compute is the limit, and about ten times as much
-if memory bandwidth is. A factor of two lies between these, and is what Sheng et al. chose
-("Fairness in Serving Large Language Models", OSDI 2024).
+for an output token. Prompt tokens are computed many at a time, while each output token takes a
+separate step, which reads all weights and the request's whole KV. Measurements show that an output
+token costs as much as a prompt token if the batch is full and compute is the limit, and about ten
+times as much if memory bandwidth is the limit. A factor of two lies between these, and is what
+Sheng et al. chose ("Fairness in Serving Large Language Models", OSDI 2024).
 
 Each position of a request counts once, when it is launched. Tokens found in the prefix cache do not
 count, nor do tokens computed again after a preemption, which the caller did not cause. If the
@@ -26,7 +26,7 @@ from engine.scheduler.scheduled_batch import ScheduledRequest
 PROMPT_COST = 1
 OUTPUT_COST = 2
 NAMED_CALLERS = 32
-"""How many callers have figures of their own; those of the others are added up."""
+"""How many callers have separate figures; the figures of the others are summed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,10 +34,10 @@ class _Caller:
     """One caller.
 
     Attributes:
-        weight: that of its latest request.
-        group: its own name, or that of the group whose weight it shares.
+        weight: the weight of its latest request.
+        group: its name, or the name of the group whose weight it shares.
         live, waiting: how many requests it has running or waiting, and how many of these wait.
-        service: how much service it was given, as counted in this module.
+        service: how much service it has received, counted as this module describes.
     """
 
     weight: float
@@ -49,7 +49,7 @@ class _Caller:
 
 class LiveCallers:
     """The callers that have requests, and a few that had some. Used on the engine's thread, O(1)
-    for each change; `named` and `others` may be called on any thread.
+    for each change. `named` and `others` may be called on any thread.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class LiveCallers:
         self._service = 0
 
     def enter(self, request: Request) -> None:
-        """Record that a request runs or waits. Harmless if it was recorded before."""
+        """Record that a request runs or waits. Does nothing if it was already recorded."""
         if request.key in self._of:
             return
         spec = request.spec
@@ -76,20 +76,20 @@ class LiveCallers:
         self._of[request.key] = caller
 
     def queue(self, request: Request) -> None:
-        """Record that a request waits. Harmless if it was recorded before."""
+        """Record that a request waits. Does nothing if it was already recorded."""
         self.enter(request)
         if request.key not in self._waiting:
             caller = self._waiting[request.key] = self._of[request.key]
             caller.waiting += 1
 
     def unqueue(self, request: Request) -> None:
-        """Record that a request no longer waits. Harmless if it was recorded before."""
+        """Record that a request no longer waits. Does nothing if it was already recorded."""
         caller = self._waiting.pop(request.key, None)
         if caller is not None:
             caller.waiting -= 1
 
     def leave(self, request: Request) -> None:
-        """Record that a request neither runs nor waits. Harmless if it was recorded before."""
+        """Record that a request neither runs nor waits. Does nothing if it was already recorded."""
         self.unqueue(request)
         caller = self._of.pop(request.key, None)
         if caller is None:
@@ -105,9 +105,7 @@ class LiveCallers:
                 self._idle[key] = caller
 
     def count(self, part: ScheduledRequest) -> int:
-        """Charge what a step computes for a request to its caller. Returns the amount of
-        service.
-        """
+        """Charge a request's share of a step to its caller, and return the amount of service."""
         request, service = part.request, service_of(part)
         request.num_counted_tokens = max(request.num_counted_tokens, part.start + part.num_tokens)
         self._service += service
@@ -117,23 +115,23 @@ class LiveCallers:
         return service
 
     def has(self, caller: CallerKey) -> bool:
-        """Whether a caller has requests that run or wait."""
+        """Whether a caller has running or waiting requests."""
         return caller in self._active
 
     def num_running(self, caller: CallerKey) -> int:
-        """How many of a caller's requests run."""
+        """The number of a caller's running requests."""
         found = self._active.get(caller)
         return 0 if found is None else found.live - found.waiting
 
     def weight(self, caller: CallerKey) -> float:
-        """The effective weight of a caller that has requests: callers of a group that have requests
-        divide its weight equally.
+        """Return the effective weight of a caller that has requests. Callers of a group that have
+        requests divide its weight equally.
         """
         found = self._active[caller]
         return found.weight / self._groups[found.group]
 
     def named(self) -> tuple[CallerStats, ...]:
-        """The callers with figures of their own, those with requests first."""
+        """Return the callers with separate figures, those with requests first."""
         named = list(self._named.items())  # a copy: the engine's thread may change it meanwhile
         named.sort(key=lambda item: item[1].live == 0)
         return tuple(
@@ -142,7 +140,7 @@ class LiveCallers:
         )
 
     def others(self, named: tuple[CallerStats, ...]) -> CallerStats | None:
-        """The sum over all other callers; None: there were none."""
+        """Return the sum over all other callers, or None if there were none."""
         num_waiting = len(self._waiting)
         running = len(self._of) - num_waiting - sum(one.running for one in named)
         waiting = num_waiting - sum(one.waiting for one in named)
@@ -154,7 +152,7 @@ class LiveCallers:
         )
 
     def _make(self, key: CallerKey, weight: float) -> _Caller:
-        """Make the record of a new caller. It gets figures of its own if there is room, or in place
+        """Create the record of a new caller. It gets separate figures if there is room, or in place
         of the named caller that has been without requests the longest.
         """
         known = self._idle.pop(key, None)
@@ -169,7 +167,9 @@ class LiveCallers:
 
 
 def service_of(part: ScheduledRequest) -> int:
-    """How much service a part of a step counts as, without tokens that were charged before."""
+    """The service that a request's share of a step counts as, without tokens that were charged
+    before.
+    """
     request, end = part.request, part.start + part.num_tokens
     start = max(part.start, request.num_counted_tokens)
     if start >= end:

@@ -1,18 +1,17 @@
-"""How many prompt tokens a step may have beside decoding requests without exceeding the target step
-time.
+"""Limits the prompt tokens of a step with decoding requests, so that it meets the target step time.
 
     steps measured ──▶ StepCost ──▶ a step that must not take long: ChunkLimit ──▶ chunks
 
-A limit is made for each step. It starts with the target time, less a tenth for errors of the
-estimate, and less what the step would cost without prompts if all requests that could decode did.
-So there are time and tokens for both, whether the policy puts prompts or decodes in first. Each
-chunk then takes its part of the time. A chunk that is cut ends at a block boundary, or, if steps
-are padded to certain sizes (captured on CUDA), where the step has such a size.
+A limit is made for each step. It starts with the target time, minus a tenth for estimation errors,
+minus what the step would cost without prompts if all requests that can decode did. So there are
+time and tokens for both, whether the policy puts prompts or decodes in first. Each chunk then takes
+some of the remaining time. A chunk that is cut ends at a block boundary. If steps are padded to
+certain sizes (captured on CUDA), it ends where the step has such a size.
 
-The first prompt of a step gets at least the rest of a block, however little time there is; so a
+The first prompt of a step gets at least the rest of a block, however little time there is. So a
 prompt of n tokens takes at most n / block_size + 1 steps in which it is the first. Until a step
-with prompts has been measured, it gets no more than that. After that a step has at most twice as
-many prompt tokens as the last ones, so that the estimate is not used far beyond what was measured.
+with prompts has been measured, it gets no more than that. After that, a step has at most twice as
+many prompt tokens as recent steps, so that the estimate is not used far beyond what was measured.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledRequest
 from engine.scheduler.step_cost import StepCost, StepCosts, StepShape, pairs
 
 _AIM = 0.9
-"""The fraction of the target time for which steps are planned."""
+"""The fraction of the target time that steps aim for."""
 _GROWTH = 2
 """The most prompt tokens of a step, as a multiple of the most in recent steps."""
 
@@ -57,7 +56,7 @@ class ChunkLimit:
         block_size: int,
         fit_tokens: Callable[[int], int] | None,
     ) -> None:
-        """`seconds`, `tokens`: how much prompts may take. For the other arguments see StepPace."""
+        """`seconds`, `tokens`: how much prompts may take. For the other arguments, see StepPace."""
         self.decoding = decoding
         self._costs = costs
         self._seconds = seconds
@@ -67,13 +66,13 @@ class ChunkLimit:
         self._num_prompt_tokens = 0
 
     def chunk(self, start: int, wanted: int, budget: int, num_taken: int) -> int:
-        """How many of the next tokens of a prompt the step may take; 0: none.
+        """Return how many of a prompt's next tokens the step may take, or 0 if none.
 
         Args:
-            start: position of the first of these tokens.
-            wanted: how many tokens there are.
+            start: the position of the first of these tokens.
+            wanted: the number of tokens available.
             budget: how many tokens of any kind the step may still take.
-            num_taken: how many tokens the step has already.
+            num_taken: how many tokens the step already has.
         """
         # Keep room in the step for the decoding requests.
         free = budget - len(self.decoding)
@@ -90,8 +89,8 @@ class ChunkLimit:
         return allowed
 
     def has_time_for(self, parts: Iterable[tuple[int, int]]) -> bool:
-        """Whether an empty step has time for all of these chunks: (start, number of tokens)
-        each.
+        """Whether an empty step has time for all these chunks, given as (start, number of
+        tokens).
         """
         seconds, tokens = self._seconds, self._tokens
         for start, num_tokens in parts:
@@ -103,12 +102,12 @@ class ChunkLimit:
         return seconds >= 0 and tokens >= 0
 
     def put(self, part: ScheduledRequest) -> None:
-        """Record that a part was put into the step."""
+        """Record that a request's tokens were put into the step."""
         self.decoding.discard(part.request.key)
         self._count(part, 1)
 
     def take_out(self, key: RequestKey, part: ScheduledRequest | None) -> None:
-        """Record that a request left the step, with its part if it had one."""
+        """Record that a request left the step, with its tokens if it had any."""
         self.decoding.discard(key)
         if part is not None:
             self._count(part, -1)
@@ -121,7 +120,9 @@ class ChunkLimit:
                 self._seconds -= times * self._costs.of_chunk(part.start, part.num_tokens)
 
     def _cut(self, start: int, allowed: int, num_taken: int) -> int:
-        """The best size of a chunk of at most `allowed` tokens: it ends at a boundary."""
+        """Return the best size of a chunk of at most `allowed` tokens, so that it ends at a
+        boundary.
+        """
         if self._fit_tokens is not None:
             others = num_taken + len(self.decoding)
             fitting = self._fit_tokens(others + allowed) - others
@@ -136,19 +137,19 @@ class StepPace:
     Attributes:
         target_s: the target in seconds; above 0.
         cost: the estimate of what steps cost.
-        num_over_target: how many steps in which requests decoded took longer, since the start.
+        num_over_target: how many steps with decoding requests took longer, since the start.
     """
 
     def __init__(
         self, target_s: float, block_size: int, fit_tokens: Callable[[int], int] | None = None
     ) -> None:
-        """Set a pace.
+        """Set a target.
 
         Args:
             target_s: the target in seconds.
-            block_size: tokens in a block.
+            block_size: the number of tokens in a block.
             fit_tokens: returns, for a number of tokens, the largest number up to it that a step
-                computes without padding, or 0. None: steps are not padded.
+                computes without padding, or 0. None if steps are not padded.
         """
         self.target_s = target_s
         self.cost = StepCost()
@@ -163,8 +164,8 @@ class StepPace:
             self.cost.add(shape_of(batch), seconds)
 
     def limit(self, decoding: Iterable[Request]) -> ChunkLimit | None:
-        """How much prompts may take of a step in which these requests decode; None: no limit,
-        because none decodes.
+        """Return how much of a step prompts may take if these requests decode in it. None if none
+        of them decodes, because then there is no limit.
         """
         keys: set[RequestKey] = set()
         context = 0

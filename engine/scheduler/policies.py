@@ -1,7 +1,7 @@
 """The scheduling policies by name, for ContinuousBatchingConfig.scheduler_type. Policies that are
 not registered are imported as package.module:Class (`engine.contract.plugins`).
 
-The registry is process-wide: it is filled when modules are imported or a program starts, and read
+The registry is process-wide. It is filled when modules are imported or a program starts, and read
 when an engine is assembled.
 """
 
@@ -46,10 +46,10 @@ def register_scheduler(name: str, cls: type[Scheduler]) -> None:
 
 
 def scheduler_class(name: str) -> type[Scheduler]:
-    """The policy with a name, or the class at package.module:Class.
+    """Return the policy with the given name, or the class at package.module:Class.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such policy.
     """
     if is_outside(name):
         return outside_class(_OPTION, name, Scheduler, "a `choose`")

@@ -18,15 +18,15 @@ class PrefillFirstScheduler(Scheduler):
 
     1. Decoding requests that were left out of PATIENCE steps in a row come first, longest wait
       first.
-    2. Then the prefilling requests get their chunks, then the queue is admitted in its order, as in
-      FIFOScheduler; then the other decoding requests share the rest of the token budget.
+    2. Then the prefilling requests get their chunks, and the queue is admitted in order, as in
+      FIFOScheduler. The other decoding requests share the rest of the token budget.
 
     So a decoding request gets a token within PATIENCE + ⌈max_requests_per_batch /
     max_batch_tokens⌉ steps, unless it is preempted.
 
     The blocks for one more token of each decoding request are taken before any request is admitted.
     If they run out, the request that was started last is preempted, so the one that was started
-    first always goes on.
+    first always continues.
     """
 
     def __init__(self, kv_cache: KVCacheManager, **limits: Unpack[SchedulerLimits]) -> None:

@@ -17,15 +17,15 @@ class PriorityScheduler(Scheduler):
     """Higher priority first; within a priority, the request that arrived first.
 
     1. Within a priority, running requests come before waiting ones, and decoding ones before those
-      that still prefill.
-    2. If blocks run out, the last request to arrive of the lowest priority is preempted.
-    3. A waiting request for which there is no place or no room preempts running ones of lower
-        priority, the lowest first, if that makes room for it. It does not preempt requests of equal
-        priority. No request overtakes the head of the queue: the first to arrive of the highest
-        priority.
+      still in prefill.
+    2. If blocks run out, the request to preempt is the latest arrival of the lowest priority.
+    3. If there is no slot or not enough room for a waiting request, it preempts running requests of
+        lower priority, lowest first, provided that makes room for it. It does not preempt requests
+        of equal priority. No request overtakes the head of the queue, the first to arrive of the
+        highest priority.
     4. A waiting request whose time limit cannot be met is ended instead of run (see TimeLimits).
 
-    A request of low priority waits for as long as higher ones keep coming.
+    A request of low priority waits for as long as higher-priority ones keep coming.
     """
 
     heeds_priorities: ClassVar[bool] = True
@@ -38,15 +38,15 @@ class PriorityScheduler(Scheduler):
     # ---- the queue -----------------------------------------------------------------------------
 
     def queued(self, request: Request) -> None:
-        """Add a request to the heaps. One that was held while it waited is added again, so the
-        heaps are tidied here too.
+        """Add a request to the heaps. A request that was held while waiting is added again, so the
+        heaps are also tidied here.
         """
         self._queue.tidy()
         self._queue.push(_rank(request), request)
         self._limits.queued(request)
 
     def next_waiting(self) -> Request | None:
-        """The first request to arrive of the highest priority."""
+        """Return the first request to arrive of the highest priority."""
         first = self._queue.peek()
         return None if first is None else first[1]
 
@@ -59,11 +59,11 @@ class PriorityScheduler(Scheduler):
     # ---- time limits ---------------------------------------------------------------------------
 
     def measured(self, num_tokens: int, seconds: float) -> None:
-        """Remember how long a step took."""
+        """Record how long a step took."""
         self._limits.measured(num_tokens, seconds)
 
     def take_hopeless(self, now: float) -> Iterable[Request]:
-        """The waiting requests whose time limits cannot be met."""
+        """Return the waiting requests whose time limits cannot be met."""
         return self._limits.take(now)
 
     # ---- a step --------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class PriorityScheduler(Scheduler):
                 return
 
     def _admit(self, plan: StepPlan, head: Request, victims: list[Request], now: float) -> bool:
-        """Start the head of the queue, in place of requests of lower priority if necessary."""
+        """Start the head of the queue, replacing requests of lower priority if necessary."""
         if head.key in plan.preempted:
             return False
         if self.admit(plan, head, now):
@@ -110,11 +110,13 @@ class PriorityScheduler(Scheduler):
 
 
 def _rank(request: Request) -> tuple[float, float, int]:
-    """A sort key: the first request runs first and is preempted last."""
+    """Return a sort key by which the first request runs first and is preempted last."""
     return -request.spec.priority, request.arrival, request.key
 
 
 def _turn(request: Request) -> tuple[int, bool, float, int]:
-    """A sort key: the order in which running requests get their parts of the token budget."""
+    """Return a sort key for the order in which running requests get their shares of the token
+    budget.
+    """
     prefills = request.num_tokens_to_compute > 1
     return -request.spec.priority, prefills, request.arrival, request.key

@@ -13,18 +13,18 @@ class RequestHeap:
     """A heap over the queue with lazy deletion: entries of requests that have left the queue are
     dropped when they reach the top, or once they are the majority.
 
-    A request may have several entries, such as an old one from before it was preempted. That is
-    harmless: either the rank never changes for a request, or it is a time at which to check the
-    request, and checking early does no harm.
+    A request may have several entries, such as an old one from before it was preempted. That does
+    no harm. Either the rank of a request never changes, or it is a time at which to check the
+    request, and an early check has no effect.
     """
 
     def __init__(self, waiting: Mapping[RequestKey, Request]) -> None:
-        """`waiting`: the queue, which others change."""
+        """`waiting`: the queue, which is modified elsewhere."""
         self._waiting = waiting
         self._entries: list[tuple[tuple[float, ...], RequestKey, Request]] = []
 
     def __len__(self) -> int:
-        """How many entries there are, including those of requests that no longer wait."""
+        """The number of entries, including those of requests that no longer wait."""
         return len(self._entries)
 
     def push(self, rank: tuple[float, ...], request: Request) -> None:
@@ -32,7 +32,9 @@ class RequestHeap:
         heapq.heappush(self._entries, (rank, request.key, request))
 
     def peek(self) -> tuple[tuple[float, ...], Request] | None:
-        """The first rank and its request; None: no request waits. O(log n), amortised."""
+        """Return the first rank and its request, or None if no request waits. O(log n),
+        amortised.
+        """
         while self._entries:
             rank, key, request = self._entries[0]
             if key in self._waiting:

@@ -1,5 +1,5 @@
-"""The interface of a runner, as the core uses it. Free of torch, so that a scripted runner can
-stand in for a device.
+"""The runner interface that the core uses. Free of torch, so that a scripted runner can stand in
+for a device.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ INVALID_TOKEN = TokenId(-1)
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The results of a step: one entry for each part of the batch that samples, in the batch's
+    """The results of a step: one entry for each request of the batch that samples, in the batch's
     order.
 
     Attributes:
         token_ids: the sampled tokens; INVALID_TOKEN if there is none, which fails that request.
-        logprobs: their log-probabilities, None for requests that did not ask; None if nobody asked.
-        prompt_logprobs: the prompt's log-probabilities, for requests that asked and had prompt
-            tokens in the step: entry i belongs to the token after the step's i-th one (position
-            start + 1 + i), up to the prompt's end.
+        logprobs: their log-probabilities, with None for requests that did not ask for them. None if
+            no request did.
+        prompt_logprobs: the prompt's log-probabilities, for requests that asked for them and had
+            prompt tokens in the step. Entry i belongs to the token after the step's i-th one
+            (position start + 1 + i), up to the prompt's end.
     """
 
     token_ids: Sequence[TokenId]
@@ -40,43 +41,44 @@ class PendingStep(Protocol):
 
     def sample(self) -> None:
         """Choose the step's tokens, if the launch has left that to this call. Called after the
-        results of the step before were taken, and before another step is launched. May raise
-        anything; no result of the step is then used, and `result` is not called.
+        results of the previous step were taken, and before another step is launched. May raise
+        any exception; no result of the step is then used, and `result` is not called.
         """
         ...
 
     def result(self) -> SampledTokens:
-        """Wait for the step's end. Called once. May raise anything; no result of the step is then
-        used.
+        """Wait for the end of the step. Called once. May raise any exception; no result of the step
+        is then used.
         """
         ...
 
 
 class Runner(Protocol):
-    """Runs steps on the device; nothing else does. Called on the engine's thread only."""
+    """Runs steps on the device and does nothing else. Called on the engine's thread only."""
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
-        """Start to compute a batch: make its block copies, write its KV, run the model, sample.
+        """Start to compute a batch: make its block copies, write its KV, run the model, and sample.
 
-        The batch's lists and tables may change as soon as this returns, so the runner reads what it
-        needs before. At most one other step is pending. If a part's only token is PENDING_TOKEN, it
-        stands for the token that the previous step samples for the same request; the runner takes
-        it over on the device. If choosing the token after that one needs it on the host,
-        as a grammar does, the step is computed all the same, and its tokens are chosen in
-        `PendingStep.sample`. May raise anything; no result of the step is then used.
+        The batch's lists and tables may change as soon as this returns, so the runner must read
+        what it needs before. At most one other step is pending. If a request's only token is
+        PENDING_TOKEN, it stands for the token that the previous step samples for the same request;
+        the runner takes it over on the device. Some requests, such as those with a grammar, need
+        that token on the host before the next one is chosen. The step is still computed, and its
+        tokens are chosen in `PendingStep.sample`. May raise any exception; no result of the step is
+        then used.
         """
         ...
 
     def release(self, key: RequestKey) -> None:
-        """Drop what is kept for a choice that has ended. Harmless if nothing is kept."""
+        """Drop what is kept for a choice that has ended. Does nothing if nothing is kept."""
         ...
 
     def forget_model(self) -> None:
-        """Forget what was made of the model's attributes, hooks and tensors: its owner has put
-        others in their place. Called between two steps, on any thread.
+        """Forget everything derived from the model's attributes, hooks and tensors, because its
+        owner has replaced them. Called between two steps, on any thread.
         """
         ...
 
     def warmup(self) -> None:
-        """Run once whatever is slow the first time, without affecting any request."""
+        """Run everything once that is slow the first time, without affecting any request."""
         ...

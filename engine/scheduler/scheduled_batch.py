@@ -1,4 +1,4 @@
-"""One step, as the scheduler decides it and the runner computes it."""
+"""One step, as chosen by the scheduler and computed by the runner."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from engine.kv_cache.kv_cache_manager import BlockTable
 
 
 class ScheduledRequest(NamedTuple):
-    """One request's part of a step. Filled by the scheduler, read by the runner and the core. A
-    tuple, because one is made for every token.
+    """One request's share of a step. Filled by the scheduler, read by the runner and the core. A
+    tuple, because one is created for every token.
 
     Attributes:
         request: the request; its token_ids[start : start + num_tokens] are computed.
-        start: position of the first of these tokens: the request's num_computed_tokens.
-        num_tokens: how many tokens.
-        tables: its block tables, one per layer group; they cover start + num_tokens positions.
+        start: the position of the first of these tokens, which is the request's
+            num_computed_tokens.
+        num_tokens: the number of tokens.
+        tables: the request's block tables, one per layer group, covering start + num_tokens
+            positions.
         samples: whether the step computes the request's last token, so that the next one is
             sampled.
     """
@@ -35,8 +37,8 @@ class ScheduledBatch:
     """One step.
 
     Attributes:
-        requests: parts of one token first, then the others; each sorted by position. May be empty
-            if there are copies to make.
+        requests: the requests with one token first, then the others; both sorted by position. May
+            be empty if there are copies to make.
         num_tokens: the sum over all requests.
         copies: block copies to make before anything is computed.
     """

@@ -7,15 +7,15 @@ A step has n prompt tokens, which attend to p tokens in all (each to itself and 
 and d decoding requests, which attend to k tokens. So a late chunk of a long prompt costs more than
 its first one. No coefficient is below zero.
 
-The last steps with prompt tokens and the last steps without are remembered separately, so the cost
-of prompts is not forgotten during long stretches of decoding. Newer steps weigh more. The fit uses
+The most recent steps with and without prompt tokens are remembered separately, so the cost of
+prompts is not forgotten during long stretches of decoding. Newer steps weigh more. The fit uses
 relative errors, and errors above a tenth count linearly instead of squared. So one step that was
 delayed by something else hardly changes the estimate, while a lasting change is learned within a
 handful of steps.
 
 If the steps were too similar to tell two costs apart, the measured time is divided between these
-costs. The estimate is then right only for similar steps, so callers that plan larger ones grow
-gradually from `most_measured`.
+costs. The estimate is then right only for similar steps, so callers should increase the size of
+steps gradually from `most_measured`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _RECENT = 8
 _TOLERANCE = 0.1
 """Errors (of the logarithm) above this count linearly instead of squared."""
 _KEPT = 8
-"""For how many steps a fit is kept if it agrees with them, because fitting takes time."""
+"""For how many steps a fit is reused if it agrees with them, because fitting takes time."""
 _PASSES = 3
 """How often a fit recomputes its weights."""
 _SHARING = 1e-4
@@ -49,9 +49,9 @@ class StepShape(NamedTuple):
     """What the cost of a step depends on.
 
     Attributes:
-        num_prompt_tokens: tokens in parts of more than one token.
-        prompt_pairs: the sum of how many tokens each of these attends to, itself included.
-        num_decodes: parts of one token.
+        num_prompt_tokens: the tokens of requests with more than one token in the step.
+        prompt_pairs: the sum of how many tokens each of these attends to, including itself.
+        num_decodes: the number of requests with one token in the step.
         decode_context: the sum of how many tokens these attend to.
     """
 
@@ -72,7 +72,7 @@ class StepCosts(NamedTuple):
     decode_token: float
 
     def of_chunk(self, start: int, num_tokens: int) -> float:
-        """The cost of prompt tokens from a position on, without the fixed costs of a step."""
+        """The cost of prompt tokens from a given position on, without the fixed costs of a step."""
         return self.prompt_token * num_tokens + self.prompt_pair * pairs(start, num_tokens)
 
     def of_step(self, shape: StepShape) -> float:
@@ -87,8 +87,8 @@ class StepCosts(NamedTuple):
         )
 
     def most_tokens(self, start: int, seconds: float) -> float:
-        """How many prompt tokens from a position on fit in these seconds by `of_chunk`; infinite if
-        they cost nothing.
+        """Return how many prompt tokens from a position on fit into the given seconds, by the cost
+        that `of_chunk` gives. Infinite if they cost nothing.
         """
         if seconds <= 0:
             return 0.0
@@ -100,8 +100,8 @@ class StepCosts(NamedTuple):
 
 
 def pairs(start: int, num_tokens: int) -> int:
-    """How many tokens the tokens from `start` on attend to in all: each to itself and those before
-    it.
+    """Return how many tokens the tokens from `start` on attend to in all, each to itself and those
+    before it.
     """
     return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
@@ -116,7 +116,7 @@ class StepCost:
         self._num_new = 0  # steps since the last fit
 
     def add(self, shape: StepShape, seconds: float) -> None:
-        """Remember a step. If a coarse clock shows no time for it, it is ignored."""
+        """Remember a step. It is ignored if a coarse clock measures no time for it."""
         if seconds <= 0:
             return
         kind = self._prefills if shape.num_prompt_tokens else self._decodes
@@ -130,12 +130,14 @@ class StepCost:
 
     @property
     def most_measured(self) -> int:
-        """The most prompt tokens in one of the last few steps that had any; 0: none had."""
+        """The most prompt tokens in any of the last few steps that had some, or 0 if none had."""
         last = list(self._prefills)[-_RECENT:]
         return max((shape.num_prompt_tokens for shape, _ in last), default=0)
 
     def costs(self) -> StepCosts | None:
-        """The costs that best fit the remembered steps; None: no step had prompt tokens."""
+        """Return the costs that best fit the remembered steps, or None if no step had prompt
+        tokens.
+        """
         if self._costs is None and self._prefills:
             self._costs, self._num_new = self._fit(), 0
         return self._costs
@@ -165,9 +167,9 @@ class StepCost:
 
 
 def _least_squares(features: _Numbers, seconds: _Numbers, weight: _Numbers) -> _Numbers:
-    """The non-negative coefficients with the least weighted sum of squared errors.
+    """Return the non-negative coefficients with the least weighted sum of squared errors.
 
-    Negative coefficients are set to zero, the lowest first, until there are none.
+    Negative coefficients are set to zero, lowest first, until none are left.
     """
     scale = np.sqrt((weight[:, None] * features**2).sum(axis=0))
     scale[scale == 0] = 1.0

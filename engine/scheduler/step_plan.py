@@ -1,4 +1,4 @@
-"""A step while a policy builds it."""
+"""A step under construction by a policy."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from engine.scheduler.scheduled_batch import ScheduledRequest
 
 
 class StepPendingError(Exception):
-    """There are not enough blocks now, but a step is still running whose end may free some. Raised
-    by the methods that a policy calls and caught by `Scheduler.schedule`; policies do not catch it.
+    """There are not enough blocks now, but a step that is still running may free some. Raised by
+    the methods that a policy calls and caught by `Scheduler.schedule`; policies do not catch it.
     """
 
 
 class StepPlan:
-    """A step while a policy builds it.
+    """A step under construction by a policy.
 
     Attributes:
-        budget: how many more tokens it may take.
-        parts: what it contains.
-        preempted: the requests that were preempted for it.
+        budget: how many more tokens the step may take.
+        parts: what the step contains.
+        preempted: the requests that were preempted for the step.
     """
 
     __slots__ = (
@@ -45,9 +45,9 @@ class StepPlan:
         """Begin a step.
 
         Args:
-            budget: how many tokens it may take.
-            pace: keeps steps in which requests decode to a target time; None: there is no target.
-            runnable: the running requests that could be in it.
+            budget: how many tokens the step may take.
+            pace: keeps steps in which requests decode to a target time; None if there is no target.
+            runnable: returns the running requests that could be in the step.
         """
         self.budget = self._size = budget
         self.parts: dict[RequestKey, ScheduledRequest] = {}
@@ -58,14 +58,14 @@ class StepPlan:
         self._knows_limit = False
 
     def put(self, part: ScheduledRequest) -> None:
-        """Add a part."""
+        """Add a request's tokens to the step."""
         self.parts[part.request.key] = part
         self.budget -= part.num_tokens
         if self._limit is not None:
             self._limit.put(part)
 
     def take_out(self, key: RequestKey) -> None:
-        """Remove the part of a request that no longer runs, if it has one."""
+        """Remove a request that no longer runs from the step, if it is in it."""
         part = self.parts.pop(key, None)
         if part is not None:
             self.budget += part.num_tokens
@@ -73,7 +73,9 @@ class StepPlan:
             self._limit.take_out(key, part)
 
     def chunk(self, request: Request, start: int) -> int:
-        """How many of a request's tokens from `start` on the step may take now; 0: none."""
+        """Return how many of a request's tokens from `start` on the step may take now, or 0 if
+        none.
+        """
         wanted = len(request.token_ids) - start
         limit = self._find_limit() if wanted > 1 else None
         if limit is None:
@@ -88,8 +90,8 @@ class StepPlan:
         )
 
     def _find_limit(self) -> ChunkLimit | None:
-        """How much prompts may take, computed when the first one is considered; None: only the
-        budget limits them.
+        """Return how much prompts may take, or None if only the budget limits them. Computed when
+        the first prompt is considered.
         """
         if self._pace is not None and not self._knows_limit:
             self._knows_limit = True

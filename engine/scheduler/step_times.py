@@ -20,18 +20,18 @@ class StepTimes:
         self._full: deque[float] = deque(maxlen=_REMEMBERED)
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Remember a step."""
+        """Record the duration of a step."""
         self._all.append(seconds)
         if num_tokens >= self._max_batch_tokens:
             self._full.append(seconds)
 
     def at_least(self, num_tokens: int) -> float:
-        """The least time, in seconds, to compute this many tokens of one request; 0 before anything
-        was measured.
+        """Return the least time, in seconds, to compute this many tokens of one request; 0 before
+        any step was measured.
 
-        Alone in every step, the request needs ⌊tokens / budget⌋ full steps and one for the rest.
-        Full steps are assumed to be as fast as the fastest remembered full one, the last as fast as
-        the fastest of all.
+        A request that is alone in every step needs ⌊tokens / budget⌋ full steps and one for the
+        rest. Full steps are assumed to be as fast as the fastest remembered full step, the last one
+        as fast as the fastest of all.
         """
         if not self._all:
             return 0.0

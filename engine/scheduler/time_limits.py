@@ -17,9 +17,9 @@ _CHECKS_PER_STEP = 16
 class TimeLimits:
     """The time limits of the requests in a policy's queue.
 
-    A limit cannot be met if the request's prefill alone, with the whole token budget for itself and
-    at the pace of the fastest of the last 64 steps, would take longer than the time that is left
-    (see StepTimes). Before anything was measured, only limits that have passed count.
+    A limit cannot be met if the request's prefill would take longer than the time left, even with
+    the whole token budget and at the speed of the fastest of the last 64 steps (see StepTimes).
+    Before anything was measured, only limits that have passed count.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class TimeLimits:
         waiting: Mapping[RequestKey, Request],
         max_batch_tokens: int,
     ) -> None:
-        """`waiting`: the queue, which others change."""
+        """`waiting`: the queue, which is modified elsewhere."""
         self._kv_cache = kv_cache
         self._waiting = waiting
         self._limits = RequestHeap(waiting)  # by the time at which to check a time limit
@@ -36,7 +36,7 @@ class TimeLimits:
         self._times = StepTimes(max_batch_tokens)
 
     def __len__(self) -> int:
-        """How many entries there are, including those of requests that no longer wait."""
+        """The number of entries, including those of requests that no longer wait."""
         return len(self._limits)
 
     def queued(self, request: Request) -> None:
@@ -47,23 +47,23 @@ class TimeLimits:
             self._limits.push((_deadline(request) - needed,), request)
 
     def tidy(self) -> None:
-        """Drop entries of requests that have left the queue, if they are many."""
+        """Drop entries of requests that have left the queue, if there are many."""
         self._limits.tidy()
 
     def measured(self, num_tokens: int, seconds: float) -> None:
-        """Remember how long a step took."""
+        """Record how long a step took."""
         self._times.add(num_tokens, seconds)
 
     def is_hopeless(self, request: Request, now: float) -> bool:
-        """Whether a waiting request cannot finish in time; if so, `take` returns it."""
+        """Whether a waiting request cannot finish in time. If so, `take` returns it."""
         if self._slack(request, now) >= 0:
             return False
         self._hopeless.append(request)
         return True
 
     def take(self, now: float) -> Iterable[Request]:
-        """The requests that `is_hopeless` found, and a few at a time of those deeper in the queue
-        that can no longer finish in time.
+        """Return the requests that `is_hopeless` found. Also check a few requests deeper in the
+        queue, and return those that can no longer finish in time.
         """
         hopeless, self._hopeless = self._hopeless, []
         for _ in range(_CHECKS_PER_STEP):
@@ -82,8 +82,8 @@ class TimeLimits:
         return {one.key: one for one in hopeless if one.key in self._waiting}.values()
 
     def _slack(self, request: Request, now: float) -> float:
-        """How many seconds before its time limit a request that is started now can reach its next
-        token; below zero: it cannot.
+        """Return how many seconds before its time limit a request that is started now can reach its
+        next token. Negative if it cannot.
         """
         left = _deadline(request) - now
         slack = left - self._times.at_least(request.num_tokens)
@@ -95,6 +95,6 @@ class TimeLimits:
 
 
 def _deadline(request: Request) -> float:
-    """When a request's time limit passes, in monotonic seconds; infinite without a limit."""
+    """When a request's time limit passes, in monotonic seconds; infinite if it has no limit."""
     limit = request.spec.time_limit_s
     return float("inf") if limit is None else request.arrival + limit

@@ -1,19 +1,19 @@
-"""Compares the service that callers were given, with virtual token counters.
+"""Compares how much service callers have received, with virtual token counters.
 
-After Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. A caller's counter is
-the service that it was given (see `engine.scheduler.live_callers`), divided by its weight; of the
-waiting callers, the one with the lowest counter comes first. When a caller begins to wait, its
-counter is raised to a floor, so that it gets no credit for the time in which it asked for nothing:
+Based on Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. A caller's counter is
+the service that it has received (see `engine.scheduler.live_callers`), divided by its weight. Of
+the waiting callers, the one with the lowest counter comes first. When a caller begins to wait, its
+counter is raised to a floor, so that it gets no credit for the time in which it requested nothing:
 
 - if others wait, to the lowest counter among them;
-- if nobody waits, to the counter of the caller that holds the most places in the batch for its
-  weight, because the new caller may need one of these places;
-- if nobody holds a place either, to the counter of the caller that left last.
+- if nobody waits, to the counter of the caller that holds the most batch slots for its
+  weight, because the new caller may need one of these slots;
+- if nobody holds a slot either, to the counter of the caller that left last.
 
 With the paper's floor alone, an endless series of new callers could keep out an old one whose
-counter is slightly above theirs: each begins at the lowest counter, so the lowest never rises. So
-callers that were given nothing yet do not count for the floor, and among callers with equal
-counters and no place in the batch, the one that has waited longest comes first.
+counter is slightly above theirs: each begins at the lowest counter, so the lowest never rises.
+Therefore, callers that have received no service yet do not count for the floor. Among callers with
+equal counters and no slot in the batch, the one that has waited longest comes first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _REMEMBERED = 1024
 """How many callers without requests are remembered: those furthest above the floor."""
 
 Order = tuple[float, bool, int]
-"""The sort key of a caller, lowest first: its counter, whether it has a place in the batch, and
+"""The sort key of a caller, lowest first: its counter, whether it has a slot in the batch, and
 since when it has waited.
 """
 
@@ -42,10 +42,10 @@ class Share:
     """One caller's counter and queue.
 
     Attributes:
-        caller: its name.
-        counter: the service that it was given, divided by its weight at that time.
-        is_new: whether it was raised to the floor and has been given nothing since.
-        since: when it began to wait, as a running number.
+        caller: the caller's name.
+        counter: the service that it has received, divided by its weight at that time.
+        is_new: whether it was raised to the floor and has received no service since.
+        since: when it began to wait, as a sequence number.
         waiting: its requests in the queue.
         queue: the same requests, ordered by priority, then those that were started before, then by
             arrival.
@@ -62,7 +62,7 @@ class Share:
         self.queue = RequestHeap(self.waiting)
 
     def head(self) -> Request | None:
-        """The waiting request whose turn is next."""
+        """Return the waiting request that comes next."""
         first = self.queue.peek()
         return None if first is None else first[1]
 
@@ -73,14 +73,14 @@ class _Lowest:
     """
 
     def __init__(self, order: Callable[[Share], Order | None]) -> None:
-        """`order`: returns a caller's order; None: it no longer belongs here."""
+        """`order`: returns a caller's order, or None if it no longer belongs here."""
         self._order = order
         self._entries: list[tuple[Order, int, Share]] = []
         self._latest: dict[Share, int] = {}
         self._serial = 0
 
     def __len__(self) -> int:
-        """How many entries there are, including outdated ones."""
+        """The number of entries, including outdated ones."""
         return len(self._entries)
 
     def push(self, share: Share) -> None:
@@ -96,7 +96,7 @@ class _Lowest:
             heapq.heapify(self._entries)
 
     def peek(self) -> Share | None:
-        """The caller with the lowest order. None: there is no caller."""
+        """Return the caller with the lowest order, or None if there is no caller."""
         while self._entries:
             entry = self._entries[0]
             share = entry[2]
@@ -110,12 +110,12 @@ class _Lowest:
         return None
 
     def pop(self) -> None:
-        """Leave out the caller that `peek` has returned, until it is pushed again."""
+        """Leave out the caller that `peek` returned, until it is pushed again."""
         _, _, share = heapq.heappop(self._entries)
         del self._latest[share]
 
     def discard(self, share: Share) -> None:
-        """Remove a caller. Harmless if it is not here."""
+        """Remove a caller. Does nothing if it is not in the heap."""
         self._latest.pop(share, None)
 
     def _counts(self, entry: tuple[Order, int, Share]) -> bool:
@@ -132,9 +132,9 @@ class TokenCounters:
         """Start with no shares.
 
         Args:
-            callers: the callers with requests that run or wait.
-            busiest: returns the counter of the caller that holds the most places for its weight; 0:
-                nobody holds one.
+            callers: the callers with running or waiting requests.
+            busiest: returns the counter of the caller that holds the most batch slots for its
+                weight, or 0 if nobody holds one.
         """
         self._callers = callers
         self._busiest = busiest
@@ -148,11 +148,11 @@ class TokenCounters:
         self._kept = 0  # how many there were after the last clean-up
 
     def __len__(self) -> int:
-        """How many callers are remembered."""
+        """The number of callers that are remembered."""
         return len(self._shares)
 
     def of(self, request: Request) -> Share:
-        """The share of a request's caller. A new caller begins at the floor."""
+        """Return the share of a request's caller. A new caller begins at the floor."""
         caller = request.spec.caller
         share = self._shares.get(caller)
         if share is None:
@@ -162,25 +162,23 @@ class TokenCounters:
         return share
 
     def order(self, share: Share, given: float = 0.0) -> Order:
-        """A caller's place among the others; `given`: service in this step that is not counted
-        yet.
-        """
+        """Return a caller's sort key. `given`: service in this step that is not counted yet."""
         has_place = given > 0 or self._callers.num_running(share.caller) > 0
         return share.counter + given, has_place, share.since
 
     def weight(self, share: Share) -> float:
-        """The effective weight of a caller that has requests."""
+        """Return the effective weight of a caller that has requests."""
         return self._callers.weight(share.caller)
 
     def wake(self, request: Request) -> None:
-        """Record that a request will run that neither ran nor waited before."""
+        """Record that a request that neither ran nor waited before will run."""
         share = self.of(request)
         if not self._callers.has(share.caller):
             share.counter = max(share.counter, self.floor())
 
     def queued(self, request: Request, *, lifts: bool) -> None:
-        """Record that a request has entered the queue. Harmless if it was there already. `lifts`:
-        whether the caller is raised to the floor if this is its first waiting request.
+        """Record that a request has entered the queue. Does nothing if it is already in the queue.
+        `lifts`: whether the caller is raised to the floor if this is its first waiting request.
         """
         share = self.of(request)
         is_begun = request.first_scheduled is not None
@@ -206,14 +204,14 @@ class TokenCounters:
             self._floor.discard(share)
 
     def left(self, request: Request) -> None:
-        """Record that a request has ended or is held: its caller may no longer have a place."""
+        """Record that a request has ended or is held, so its caller may no longer have a slot."""
         share = self._shares.get(request.spec.caller)
         if share is not None:
             self._last = share.counter
             self._enter(share)
 
     def served(self, request: Request, service: int) -> None:
-        """Record the service that a request's caller was given."""
+        """Record the service that a request's caller has received."""
         share = self.of(request)
         share.counter += service / self.weight(share)
         if share.is_new:
@@ -221,12 +219,12 @@ class TokenCounters:
             self._enter(share)
 
     def floor(self) -> float:
-        """The lowest counter at which a caller may begin to wait."""
+        """Return the lowest counter at which a caller may begin to wait."""
         lowest = self._floor.peek() or self._first.peek()
         return lowest.counter if lowest is not None else self._busiest() or self._last
 
     def peek(self) -> Share | None:
-        """The waiting caller that comes first. None: nobody waits."""
+        """Return the first waiting caller, or None if nobody waits."""
         return self._first.peek()
 
     def pop(self) -> None:

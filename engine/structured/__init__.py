@@ -1,5 +1,5 @@
 """Structured output: grammars compiled by llguidance, and matchers that follow an output through
-one.
+them.
 
     GrammarParams ─▶ source (checked) ─▶ GrammarCompiler (own threads, cache) ─▶ matchers
 

@@ -1,12 +1,12 @@
-"""Arguments of a call that are written in another notation than JSON, held to the schema of their
-object; see `parameters` for those between marks.
+"""Call arguments in a notation other than JSON, constrained by the schema of their object. For
+arguments between marks, see `parameters`.
 
-python_arguments: key="text", n=3, as in a call in Python. The values are JSON, which is read there,
-but for a word at the top: True, False, None.
+python_arguments: key="text", n=3, as in a Python call. The values are JSON, except that a
+top-level null or boolean is written True, False or None.
 
-bare_object: key:<|"|>text<|"|>,n:3, as Gemma 4 writes, at every depth.
+bare_object: key:<|"|>text<|"|>,n:3, as Gemma 4 writes objects, at every depth.
 
-What cannot be held so is refused, with its place.
+A schema that cannot be enforced in this way is refused with the location of the problem.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _OF_STRINGS = NOTES | {"type", "minLength", "maxLength"}
 _OF_LISTS = NOTES | {"type", "items", "prefixItems", "minItems", "maxItems"}
 _MAX_ITEMS = 64
 _MAX_VALUES = 4096
-"""The most values of an object: what a `$ref` names counts wherever it is named."""
+"""The most values of an object. The target of a `$ref` counts each time it is referenced."""
 _MAX_DEPTH = 16
 _ToLiteral = Callable[[str], Literal]
 
 
 def python_arguments(schema: dict[str, Any], place: str, options: dict[str, object]) -> Node:
-    """The arguments of an object's schema as in a call in Python; see `tagged_parameters`."""
+    """Return the arguments of an object's schema as in a Python call; see `tagged_parameters`."""
     properties, required, where = listed(schema, place)
     written: dict[str, Node] = {}
     for name, inner in properties.items():
@@ -80,7 +80,7 @@ def _check_name(name: str, where: str, barred: str) -> None:
 
 
 def _in_order(written: Mapping[str, Node], required: Listed[Any], separator: str) -> Node:
-    """These items in their order, divided; those that are not required may be left out."""
+    """Return the items in order, with separators. Items that are not required may be left out."""
     ways: list[Node] = [EMPTY]  # from an item on, by which one is written first
     more: list[Node] = []  # the same behind others
     for name, item in reversed(list(written.items())):
@@ -94,14 +94,16 @@ def _in_order(written: Mapping[str, Node], required: Listed[Any], separator: str
 
 
 class BareObjects:
-    """Values as Gemma 4 writes them: {key:value,…} with bare keys, and strings between marks that
-    have no escapes.
+    """Values as Gemma 4 writes them: {key:value,…} with bare keys, and strings between marks,
+    without escapes.
     """
 
     def __init__(
         self, root: dict[str, Any], options: dict[str, object], quote: str, literal: _ToLiteral
     ) -> None:
-        """`quote`: what stands around a string; `root`: the schema that others may refer to."""
+        """`quote`: the mark on both sides of a string. `root`: the schema that references resolve
+        in.
+        """
         self._root = root
         self._options = options
         self._quote = quote
@@ -109,7 +111,7 @@ class BareObjects:
         self._num_values = 0
 
     def members(self, schema: dict[str, Any], place: str, depth: int = 0) -> Node:
-        """The members of an object's schema, without the braces; see `tagged_parameters`."""
+        """Return the members of an object's schema, without the braces; see `tagged_parameters`."""
         properties, required, where = listed(schema, place, self._root)
         items: dict[str, Node] = {}
         for name, inner in properties.items():

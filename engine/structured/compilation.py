@@ -1,7 +1,7 @@
-"""Compiles one grammar: from what the caller sent to a matcher at its start that was tried out.
+"""Compiles one grammar, from what the caller sent to a matcher at its start, and tries it out.
 
-llguidance compiles without the interpreter's lock, and cannot be interrupted. The limits here, and
-the checks of `source`, keep it to seconds.
+llguidance compiles without the interpreter's lock and cannot be interrupted. The limits here, and
+the checks of `source`, keep compilation to seconds.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ logger = logging.getLogger(__name__)
 _LEXER_FUEL = 200_000
 """The cost limit for building the lexer: enough for a choice of thousands of strings."""
 _LARK_LEXER_FUEL = 20_000
-"""The same for Lark grammars, whose terminals can double in size with every line if each uses
-another twice. At this limit a compilation takes at most about a second and 250 MB.
+"""The cost limit for Lark grammars. Their terminals can double in size with every line if each uses
+another twice. At this limit, compilation takes at most about a second and 250 MB.
 """
 _SEARCH_S = 1.0
-"""How long the part at fault is looked for."""
+"""How long to search for the part of a structural tag that cannot be compiled."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledRoot:
-    """A compiled grammar at its start, what a token of it costs (see `Trial.token_s`), and what of
-    it is held otherwise than it was written.
+    """A compiled grammar at its start.
+
+    `token_s` is the cost of a token (see `Trial.token_s`). `notes` says what is enforced
+    differently from what the grammar says.
     """
 
     root: Root
@@ -49,7 +51,7 @@ def compile_grammar(params: GrammarParams, vocabulary: Vocabulary, vocab_size: i
     """Compile a grammar and take its first steps, which show whether it can be followed at all.
 
     Raises:
-        InvalidRequestError: it is wrong, empty or too complex.
+        InvalidRequestError: the grammar is wrong, empty or too complex.
     """
     field_name = params.field
     try:
@@ -82,8 +84,8 @@ def compile_grammar(params: GrammarParams, vocabulary: Vocabulary, vocab_size: i
 
 
 def _at_fault(source: Source, vocabulary: Vocabulary, error: str) -> tuple[str, str]:
-    """Which part of a structural tag cannot be compiled, with a blank, and its error; no part: none
-    was found in time.
+    """Return the location of the part of a structural tag that cannot be compiled, followed by a
+    space, and its error. The location is empty if no such part was found in time.
     """
     end = time.monotonic() + _SEARCH_S
     for place, part in source.parts.items():

@@ -1,27 +1,26 @@
-"""Compiles grammars outside the engine's thread: on their own threads, within bounds, each only
-once.
+"""Compiles grammars on separate threads instead of the engine's, within limits, each only once.
 
-    any thread ── begin ──▶ cache? ──▶ done at once
+    any thread ── begin ──▶ cache? ──▶ done immediately
                               │ no
                               ▼
                             queue ──▶ at most `workers` threads ──▶ cache, and all that wait for it
 
 Compiled grammars are shared only among requests that may share cached prefixes, because what one of
-them does to their lexer is felt by all (`root`). Each caller has a share of the queue: callers
-take turns, and if the queue is full, the caller with the most places loses its last one to a caller
-with fewer. Turns and places are first divided among groups of callers, then among the callers of a
-group.
+them does to their lexer affects all of them (`root`). Each caller has a share of the queue: callers
+take turns, and if the queue is full, the caller with the most entries loses its last one to a
+caller with fewer. Turns and entries are first divided among groups of callers, then among the
+callers of a group.
 
-llguidance compiles without the interpreter's lock, and cannot be interrupted. Its own limits, and
-the checks of `source`, keep a compilation to seconds. If one takes longer than the time limit, the
+llguidance compiles without the interpreter's lock and cannot be interrupted. Its limits, and the
+checks of `source`, keep compilation to seconds. If a compilation exceeds the time limit, the
 requests that wait for it are refused. It still runs to its end on its thread, which is not replaced
-meanwhile, so no more than `workers` ever run. Grammars that wait behind it are refused when their
-own time is up, or at once if the queue is full. The refusal says when to try again, by the rate at
-which grammars recently left the queue (`engine.fairness.drain_rate`).
+meanwhile, so no more than `workers` threads ever run. Grammars that wait behind it are refused when
+their time is up, or immediately if the queue is full. The refusal says when to try again, based on
+the rate at which grammars recently left the queue (`engine.fairness.drain_rate`).
 
 The threads have large stacks (`root.start_with_stack`) and live as long as there is something to
-compile. On Linux they give way to the engine's threads: with few CPUs, each step would otherwise
-wait for its share of a CPU.
+compile. On Linux they have a lower priority than the engine's threads. Otherwise, with few CPUs,
+each step would wait for its share of a CPU.
 """
 
 from __future__ import annotations
@@ -62,25 +61,28 @@ from engine.text import Tokenizer
 logger = logging.getLogger(__name__)
 
 _NICER = 5
-"""Than the process: of a CPU that the engine wants, a thread gets about a quarter. With less, large
-forms take longer than they may where other processes want the CPUs, too.
+"""How much nicer the threads are than the process. A thread then gets about a quarter of a CPU that
+the engine wants. With less, large grammars could exceed their time limit if other processes want
+the CPUs, too.
 """
 _MOST_NICE = 19
-"""The kernel's bound."""
+"""The kernel's maximum."""
 _MAX_CACHED_BYTES = 16 << 20
-"""The limit on the text of all cached grammars; llguidance needs more memory for each, how much is
-unknown.
+"""The limit on the text of all cached grammars. llguidance needs an unknown amount of additional
+memory for each.
 """
 
 _TAG_WEIGHT = 8
-"""Structural tags count more: compiled, they were seen to need up to 600 bytes for one of text."""
+"""The weight of structural tags. Once compiled, they were seen to need up to 600 bytes per byte of
+text.
+"""
 
 _Value = TypeVar("_Value")
 
 
 class _Key(NamedTuple):
-    """What is compiled, and what else must be equal to share it: a grammar without its reasoning,
-    or the marks around reasoning, which are the same for all.
+    """A cache key: what is compiled, and under which salt it may be shared. That is either a
+    grammar without its reasoning, or the marks around reasoning, which all salts share.
     """
 
     salt: bytes
@@ -112,16 +114,16 @@ class GrammarCompiler:
         max_cached: int = 256,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the compiler; `warm_up`, or else the first grammar, reads the vocabulary.
+        """Create the compiler. `warm_up`, or otherwise the first grammar, reads the vocabulary.
 
         Args:
-            tokenizer: the model's; None: every grammar is refused.
+            tokenizer: the model's tokenizer, or None to refuse every grammar.
             vocab_size: V, the width of the logits.
             time_limit_s: seconds from `begin` after which a grammar is refused.
-            workers: how many are compiled at the same time.
-            max_waiting: how many may wait for their turn.
-            max_cached: how many compiled ones are kept.
-            clock: monotonic seconds, for the advice when to try again.
+            workers: how many grammars are compiled at the same time.
+            max_waiting: how many grammars may wait in the queue.
+            max_cached: how many compiled grammars are kept.
+            clock: monotonic seconds, used to advise when to try again.
         """
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -141,8 +143,8 @@ class GrammarCompiler:
         self._drain_rate = DrainRate(clock)  # of the queue
 
     def warm_up(self) -> None:
-        """Read the vocabulary, which takes up to seconds and holds the interpreter's lock. If the
-        tokenizer does not support structured output, the first grammar reports it.
+        """Read the vocabulary, which takes up to several seconds and holds the interpreter's lock.
+        If the tokenizer does not support structured output, the first grammar reports it.
         """
         with contextlib.suppress(UnsupportedFeatureError):
             self._read_vocabulary()
@@ -150,7 +152,7 @@ class GrammarCompiler:
     def compile(
         self, params: GrammarParams, ending_token_ids: frozenset[TokenId]
     ) -> MatcherFactory:
-        """Like `begin`, but wait for the result, at most for the time limit.
+        """Like `begin`, but wait for the result, at most until the time limit.
 
         Raises:
             InvalidRequestError, UnsupportedFeatureError, CompileQueueFullError: see `begin`.
@@ -171,8 +173,8 @@ class GrammarCompiler:
             params: the grammar.
             ending_token_ids: the ids that end the request's output.
             salt: compiled grammars are shared only under the same salt.
-            caller, group: who asked for it, and which callers share places in the queue; NO_CALLER:
-                the caller is a group by itself.
+            caller, group: who asked for the grammar, and which callers share entries in the queue.
+                With NO_CALLER, the caller is a separate group.
 
         Returns:
             A future of the factory of the request's matchers, or of the error with which to refuse
@@ -192,7 +194,7 @@ class GrammarCompiler:
         found: list[_Compiled] = []
 
         def go_on() -> None:
-            """Compile the next one, or make the factory of all."""
+            """Compile the next item, or create the factory once all are compiled."""
             if len(found) == len(forms):
                 try:
                     factory = self._factory(params, salt, ending_token_ids, found)
@@ -226,7 +228,7 @@ class GrammarCompiler:
         ending_token_ids: frozenset[TokenId],
         found: list[_Compiled],
     ) -> MatcherFactory:
-        """What makes a request's matchers, from all that was compiled for it."""
+        """Return the factory of a request's matchers, from everything that was compiled for it."""
         vocabulary = self._read_vocabulary()
         make_form: Callable[[], GrammarMatcher] | None = None
         notes: tuple[str, ...] = ()
@@ -256,7 +258,7 @@ class GrammarCompiler:
     # ---- cache and queue -----------------------------------------------------------------------
 
     def _find(self, key: _Key, caller: CallerKey, group: CallerKey) -> Future[_Compiled]:
-        """Queue what is to be compiled, with its time limit, unless it is in the cache."""
+        """Find what is to be compiled in the cache, or queue it with its time limit."""
         waiter: Future[_Compiled] = Future()
         displaced: _Job | None = None
         full: CompileQueueFullError | None = None
@@ -311,17 +313,21 @@ class GrammarCompiler:
             self._leave_queue(job)
 
     def _full(self, waited_s: float = 0.0) -> CompileQueueFullError:
-        """The error for a grammar that finds no room in the queue, or got no turn in `waited_s`."""
+        """Return the error for a grammar that found no room in the queue, or waited `waited_s` in
+        vain.
+        """
         present = len(self._queue)
         missing = present if waited_s else present + 1 - self._max_waiting
         delay = self._drain_rate.advise(missing, 1)
         return CompileQueueFullError(self._max_waiting, delay, present, waited_s)
 
     def _displace_for(self, caller: CallerKey, group: CallerKey) -> _Job | None:
-        """Remove a job from the full queue to make room. It is the last job of the caller with the
-        most jobs, in the group with the most if that has at least two more than this group, else in
-        this group. Within its own group, that caller must have at least two more than this one.
-        None: there is no such caller.
+        """Remove a job from the full queue to make room.
+
+        The job is taken from the group with the most jobs if that has at least two more than this
+        group, otherwise from this group. Within that group, it is the last job of the caller with
+        the most jobs. If that is this group, the caller must have at least two more jobs than this
+        one. Return the job, or None if there is no such caller.
         """
         groups = Counter(job.group for job in self._queue)
         crowd, most = groups.most_common(1)[0]
@@ -342,9 +348,9 @@ class GrammarCompiler:
         del self._jobs[job.key]
 
     def _take_next(self) -> _Job | None:
-        """The next job for a worker: the first one of a group that has no job in progress and was
-        not served last. If there is none, the same rule is applied to callers; otherwise it is the
-        first job of all.
+        """Return the next job for a worker: the first one of a group that has no job in progress
+        and was not served last. If there is none, the same rule is applied to callers. Otherwise,
+        it is the first job of all.
         """
         self._drop_deserted()
         if not self._queue:
@@ -427,7 +433,7 @@ class GrammarCompiler:
             return self._vocabulary
 
     def _keep(self, key: _Key, root: _Compiled) -> None:
-        """Put a grammar into the cache; the least recently used ones are dropped."""
+        """Put a grammar into the cache, and drop the least recently used ones if it is full."""
         self._cache[key] = root
         self._cached_bytes += _size(key.wanted)
         while len(self._cache) > self._max_cached or self._cached_bytes > _MAX_CACHED_BYTES:
@@ -436,7 +442,7 @@ class GrammarCompiler:
 
 
 def _form_of(params: GrammarParams) -> GrammarParams:
-    """A grammar without its reasoning, as it is compiled and shared."""
+    """Return the grammar without its reasoning, as it is compiled and shared."""
     return params if params.reasoning is None else replace(params, reasoning=None)
 
 
@@ -445,12 +451,12 @@ def _marks_of(reasoning: ReasoningParams) -> Marks:
 
 
 def _field(wanted: GrammarParams | Marks) -> str:
-    """The engine's name of the field that asks for it."""
+    """The engine's name of the field that requested it."""
     return "grammar.reasoning" if isinstance(wanted, Marks) else wanted.field
 
 
 def _size(wanted: GrammarParams | Marks) -> int:
-    """What it counts against _MAX_CACHED_BYTES."""
+    """How much it counts against _MAX_CACHED_BYTES."""
     if isinstance(wanted, Marks):
         return 0
     weight = _TAG_WEIGHT if wanted.kind is GrammarKind.STRUCTURAL_TAG else 1
@@ -469,7 +475,7 @@ def _fail(future: Future[_Value], error: BaseException) -> None:
 
 
 def _give_way() -> None:
-    """Lower this thread's priority, where threads have one of their own."""
+    """Lower this thread's priority, on systems with a separate priority for each thread."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         nice = min(_MOST_NICE, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)

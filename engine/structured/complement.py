@@ -1,13 +1,13 @@
-"""The strings that do not match a pattern, as another pattern.
+"""Computes, for a pattern, another pattern for the strings that it does not match.
 
-llguidance can intersect patterns of a schema, but has no complement for them. So the pattern (in
-the syntax of ECMA 262, which JSON Schema prescribes) is made an automaton, its accepting states are
-exchanged with the others, and the states are removed one by one until a pattern is left:
+llguidance can intersect patterns of a schema, but cannot complement them. So the pattern (in the
+syntax of ECMA 262, which JSON Schema prescribes) is converted to an automaton, accepting and
+non-accepting states are swapped, and the states are removed one by one until a pattern is left:
 
     text ─▶ NFA (Thompson) ─▶ DFA (subsets) ─▶ complement ─▶ pattern (elimination of states)
 
-A pattern is matched from the beginning of a string; where it does not end with $, anything may
-follow. Each part has a bound, because all three steps can grow exponentially.
+A pattern is matched from the beginning of a string. If it does not end with $, anything may follow.
+Each stage has a limit, because all three can grow exponentially.
 """
 
 from __future__ import annotations
@@ -20,36 +20,37 @@ MAX_NFA_STATES = 400
 MAX_DFA_STATES = 64
 MAX_SPANS = 100
 MAX_COMPLEMENT_BYTES = 8192
-"""The longest pattern that is made."""
+"""The longest pattern to produce."""
 _MAX_COUNT = 256
-"""The largest number of a repetition."""
+"""The largest repetition count."""
 _MAX_NESTING = 32
 
 _LAST = 0x10FFFF
 NOTHING = "[^\\x{0}-\\x{10ffff}]"
 """A pattern that matches no character."""
 Ranges = tuple[tuple[int, int], ...]
-"""A set of characters: ranges of code points with both ends, in order, not touching."""
+"""A set of characters: sorted ranges of code points that do not touch, with both ends included."""
 
 
 class PatternError(Exception):
-    """A pattern whose complement is not made; the text tells what in it is at fault."""
+    """A pattern whose complement cannot be computed; the text says which feature is at fault."""
 
 
 def complement(pattern: str) -> str:
-    """An anchored pattern in Rust's syntax for the strings without NUL at whose beginning `pattern`
-    does not match. Word boundaries, look-around, back-references and Unicode classes are not taken.
+    """Return an anchored pattern, in Rust's syntax, for the strings without NUL that do not begin
+    with a match of `pattern`. Word boundaries, look-around, back-references and Unicode classes are
+    not supported.
 
     Raises:
-        PatternError: it has one of these, is not valid, or is too complex.
+        PatternError: the pattern uses one of these, is not valid, or is too complex.
     """
     nfa = _Parser(pattern).parse()
     return f"^(?:{_without(_Dfa(nfa))})$"
 
 
 def fixed_length(pattern: str) -> int | None:
-    """How many characters everything has that a pattern matches; None: that varies, or nothing
-    does.
+    """Return the length, in characters, of everything that a pattern matches. None if the length
+    varies or nothing matches.
 
     Raises:
         PatternError: see `complement`.
@@ -113,8 +114,8 @@ _CODE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}
 
 
 class _Nfa:
-    """States are numbers. Edges without a character may be taken anywhere, or only at the beginning
-    (^) or the end ($) of a string.
+    """A nondeterministic automaton. States are numbers. Edges without a character may be taken
+    anywhere, or only at the beginning (^) or the end ($) of a string.
     """
 
     def __init__(self) -> None:
@@ -133,7 +134,7 @@ class _Nfa:
         return len(self.free) - 1
 
     def closed(self, states: Iterable[int], *, begin: bool = False, end: bool = False) -> set[int]:
-        """These states and those that are reached without a character."""
+        """Return these states and those reachable from them without a character."""
         found = set(states)
         waiting = list(found)
         while waiting:
@@ -149,7 +150,7 @@ class _Nfa:
 
 
 _Part = tuple[int, int]
-"""A part of an NFA: where it begins and ends."""
+"""The first and last state of a fragment of an NFA."""
 
 
 class _Parser:
@@ -339,7 +340,8 @@ def _is_one(ranges: Ranges) -> bool:
 
 
 class _Dfa:
-    """States are numbers, the first one is 0; of equal states only one is kept.
+    """A deterministic automaton. States are numbers, starting with 0. Only one of several equal
+    states is kept.
 
     Attributes:
         edges: for each state, its targets with the characters that lead there.
@@ -387,7 +389,7 @@ class _Dfa:
     def _merge(
         self, spans: list[tuple[int, int]], steps: list[list[int]], matched: list[bool]
     ) -> None:
-        """Keep one state of those that accept the same (Moore's partition refinement)."""
+        """Merge states that accept the same strings (Moore's partition refinement)."""
         groups = [int(one) for one in matched]
         while True:
             keys = [
@@ -415,7 +417,9 @@ class _Dfa:
 
 
 def _without(dfa: _Dfa) -> str:
-    """The pattern of the strings that an automaton does not accept; [] where there are none."""
+    """Return the pattern of the strings that an automaton does not accept, or [] if there are
+    none.
+    """
     begin, end = -1, -2
     edges: dict[int, dict[int, str]] = {
         state: {target: _written(ranges) for target, ranges in targets.items()}
@@ -475,8 +479,8 @@ def _grouped(text: str) -> str:
 
 
 def _written(ranges: Ranges) -> str:
-    """A class in Rust's syntax, by code points, so that nothing in it is special; without NUL (see
-    `patterns`).
+    """Return a class in Rust's syntax, by code points, so that nothing in it is special. NUL is
+    left out (see `patterns`).
     """
     if ranges and ranges[0][0] == 0:
         ranges = (*([(1, ranges[0][1])] if ranges[0][1] else []), *ranges[1:])

@@ -65,11 +65,11 @@ _REMEDIES = {
     "$dynamicRef": "use $ref",
     "$recursiveRef": "use $ref",
 }
-"""For each keyword that is not supported: what to write instead, if it is not to leave it out."""
+"""For unsupported keywords: what to write instead, if not simply to leave the keyword out."""
 
 
 def explain(kind: GrammarKind, error: str) -> str:
-    """The text of a refusal, without llguidance's excerpt of the translated grammar."""
+    """Return the text of a refusal, without llguidance's excerpt of the translated grammar."""
     for said, plain in _PLAIN.items():
         if said in error:
             return plain
@@ -95,12 +95,13 @@ def explain(kind: GrammarKind, error: str) -> str:
 
 
 def too_complex(kind: GrammarKind, output: str, num_tokens: int) -> str:
-    """Why an output ends that could be followed so far: where it was, and what to change.
+    """Explain why an output that could be followed so far must end: where it was, and what to
+    change.
 
     Args:
-        kind: what was followed.
+        kind: the kind of grammar.
         output: the text so far.
-        num_tokens: how many tokens it is.
+        num_tokens: the number of tokens of the text.
     """
     if kind in _JSON:
         place, remedy = _place_in_json(output)
@@ -110,7 +111,7 @@ def too_complex(kind: GrammarKind, output: str, num_tokens: int) -> str:
 
 
 def _place_in_json(text: str) -> tuple[str, str]:
-    """Where the beginning of a JSON text ends, and what to change there."""
+    """Return where the beginning of a JSON text ends, and what to change there."""
     path: list[str | int] = []  # of each open object its last name, of each array its last index
     string: int | None = None  # where an open string begins
     is_name = False  # whether a name comes next, or is being written

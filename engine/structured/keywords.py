@@ -1,9 +1,9 @@
-"""Keywords of a schema that llguidance does not know, written with those that it does.
+"""Rewrites keywords of a schema that llguidance does not support in terms of those that it does.
 
-Each function looks at one schema and changes it in place; its parts are looked at after it, so what
-is put into it is checked like the rest. A schema then allows the same values, or fewer: what it
-allows less, or leaves unheld as the standard permits, is noted for the caller. What cannot be
-written so is refused, with what to write instead.
+Each function looks at one schema and changes it in place. Its subschemas are processed afterwards,
+so what is added is checked like the rest. The schema then allows the same values, or fewer. The
+caller gets a note if it allows fewer, or if something is not enforced, as the standard permits. A
+keyword that cannot be rewritten is refused, with what to write instead.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from engine.structured.complement import PatternError
 from engine.structured.patterns import REMEDY, LookArounds, exact, has_look_around
 
 MAX_ALTERNATIVES = 400
-"""The most alternatives that one keyword of one schema comes to."""
+"""The most alternatives that one keyword of one schema may expand to."""
 MAX_ALL_ALTERNATIVES = 4096
-"""The most alternatives that the keywords of one form come to."""
+"""The most alternatives that the keywords of one grammar may expand to."""
 MAX_PRESENT = 6
-"""Of so many properties it is told apart which are there: 64 alternatives."""
+"""The most properties whose presence is told apart: 64 alternatives."""
 MAX_FIRST = 128
-"""The most ways in which so many properties as must be there can be the first ones."""
+"""The most choices of which optional properties come first, if a minimum number must be present."""
 MAX_SET_IN_ORDER = 8
-"""A set of so many values is held, in one order if not in any: 256 subsets."""
+"""The most values of a set that is enforced, if need be in a single order: 256 subsets."""
 MAX_NOTES = 16
-"""The most notes of one form."""
+"""The most notes about one grammar."""
 
 Schema = dict[str, Any]
 
@@ -44,7 +44,7 @@ _PATTERNS = {
     "byte": _BASE64,
     "base64url": "^(?:[A-Za-z0-9_-]{4})*(?:[A-Za-z0-9_-]{2}(?:==)?|[A-Za-z0-9_-]{3}=?)?$",
 }
-"""Formats that a pattern holds: OpenAPI's and those of validator libraries."""
+"""Formats that a pattern enforces: OpenAPI's and those of validator libraries."""
 _NOTES = frozenset(
     ["title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"]
 ) | {"$comment", "$schema"}
@@ -61,10 +61,10 @@ _NO_SET = (
 
 
 class KeywordError(Exception):
-    """A keyword that cannot be held.
+    """A keyword that cannot be enforced.
 
     Attributes:
-        what: which, and why.
+        what: which keyword, and why.
         remedy: what to write instead.
     """
 
@@ -75,7 +75,7 @@ class KeywordError(Exception):
 
 
 class Rewriter:
-    """Rewrites the schemas of one form."""
+    """Rewrites the schemas of one grammar."""
 
     def __init__(self) -> None:
         self._num_alternatives = 0
@@ -84,25 +84,27 @@ class Rewriter:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is held otherwise than it was written: each subject once, where it was first met."""
+        """What is enforced differently from what the schemas say: each subject once, where it first
+        occurs.
+        """
         notes = tuple(self._notes.values())
         num_more = len(notes) - MAX_NOTES
         return notes if num_more <= 0 else (*notes[:MAX_NOTES], f"{num_more} more of this kind")
 
     def note(self, subject: str, text: str) -> None:
-        """Add a note, unless there is one about its subject."""
+        """Add a note, unless there is already one about its subject."""
         self._notes.setdefault(subject, text)
 
     def rewrite(self, schema: Schema, root: Schema, place: object) -> None:
-        """Rewrite one schema, without its parts.
+        """Rewrite one schema, without its subschemas.
 
         Args:
             schema: changed in place.
-            root: the whole schema, within which references lead.
-            place: where the schema is; its text is in notes.
+            root: the whole schema, in which references are resolved.
+            place: the location of the schema, whose text appears in notes.
 
         Raises:
-            KeywordError: it has something that cannot be held.
+            KeywordError: the schema has something that cannot be enforced.
         """
         if "not" in schema:
             _negate(schema)
@@ -130,7 +132,7 @@ class Rewriter:
     # ---- strings ---------------------------------------------------------------------------------
 
     def _hold_format(self, schema: Schema, place: object) -> None:
-        """Formats that are not known are annotations."""
+        """Enforce a format. Unknown formats are annotations and are dropped."""
         name = schema["format"]
         if name in _HELD_FORMATS:
             return
@@ -146,7 +148,7 @@ class Rewriter:
             self.note(f"format {name}", f"the format {shown} in {place} is not held")
 
     def _split(self, schema: Schema, pattern: str, place: object) -> None:
-        """A pattern with look-around becomes several without."""
+        """Replace a pattern with look-around by several patterns without it."""
         try:
             (schema["pattern"], *others), is_narrower = self._look_arounds.without(pattern)
         except PatternError as error:
@@ -162,7 +164,7 @@ class Rewriter:
     # ---- arrays ----------------------------------------------------------------------------------
 
     def _make_unique(self, schema: Schema, root: Schema, place: object) -> None:
-        """A set of few values becomes the list of its arrays."""
+        """Replace a set of few values by the list of its possible arrays."""
         if schema.pop("uniqueItems") is not True or not _may_be(schema, "array"):
             return
         most = schema.get("maxItems")
@@ -196,7 +198,7 @@ class Rewriter:
 
 
 def check_wrapper(schema: Schema) -> None:
-    """Refuse what is no schema, but the object of another API that has one.
+    """Refuse an object of another API that is not a schema but contains one.
 
     Raises:
         KeywordError: it is such an object.
@@ -215,7 +217,7 @@ def check_wrapper(schema: Schema) -> None:
 
 
 def add_pattern(schema: Schema, pattern: str) -> None:
-    """Add a pattern that a schema's strings must match too."""
+    """Add a pattern that a schema's strings must also match."""
     if "pattern" not in schema:
         schema["pattern"] = pattern
     else:
@@ -243,7 +245,7 @@ def _negate(schema: Schema) -> None:
 
 
 def _exclude(schema: Schema, said: Schema) -> bool:
-    """Exclude the values of another schema. False: it is none that can be excluded."""
+    """Exclude the values of another schema. Return False if these cannot be excluded."""
     types = _types_of(schema)
     if said.keys() == {"type"}:
         unwanted = _types_of(said)
@@ -279,7 +281,9 @@ def _exclude(schema: Schema, said: Schema) -> bool:
 
 
 def _name_properties(schema: Schema, root: Schema) -> None:
-    """Names from a list become properties, a pattern of names one of patternProperties."""
+    """Replace propertyNames: a list of names becomes properties, a pattern becomes
+    patternProperties.
+    """
     names = _resolved(schema.pop("propertyNames"), root)
     if names is True or not _may_be(schema, "object"):
         return
@@ -313,7 +317,7 @@ _NAMES = (
 
 
 def _pattern_of(names: Schema) -> str | None:
-    """The pattern for strings of a schema; None: it takes more than one."""
+    """Return a single pattern for the strings of a schema, or None if there is no such pattern."""
     pattern = names.get("pattern")
     if names.keys() == {"pattern"} and isinstance(pattern, str):
         return None if has_look_around(pattern) else pattern
@@ -323,8 +327,8 @@ def _pattern_of(names: Schema) -> str | None:
 
 
 def _tell_apart(schema: Schema) -> int:
-    """Rules for which properties are there together, and how many, become alternatives; returns how
-    many.
+    """Replace rules about which and how many properties are present by alternatives; return the
+    number of these.
     """
     needed: dict[str, Any] = {}
     for keyword in ("dependentRequired", "dependencies"):
@@ -352,7 +356,7 @@ def _tell_apart(schema: Schema) -> int:
 
 
 def _count_properties(schema: Schema) -> int:
-    """Hold the number of properties of an object that has none but the declared ones; returns how
+    """Enforce the number of properties of an object that allows only the declared ones. Return how
     many alternatives that takes.
     """
     properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -403,7 +407,7 @@ def _present(there: list[str], absent: list[str]) -> Schema:
 
 
 def _also(schema: Schema, other: Schema) -> None:
-    """Hold a schema to another one too. It comes last, so that the order of names is kept."""
+    """Also apply another schema. It comes last, so that the order of names is kept."""
     listed = schema.pop("allOf", [])
     if not isinstance(listed, list):
         raise KeywordError("has an allOf that is no list", "give it a list of schemas")
@@ -411,7 +415,7 @@ def _also(schema: Schema, other: Schema) -> None:
 
 
 def _only(schema: Schema, kind: str, rule: Schema) -> None:
-    """Hold those of a schema's values that are of one type to a rule."""
+    """Apply a rule to those of a schema's values that have the given type."""
     if schema.get("type") == kind:
         schema.update(rule)
         return
@@ -430,7 +434,7 @@ def _may_be(schema: Schema, kind: str) -> bool:
 
 
 def _resolved(schema: Any, root: Schema) -> Any:
-    """What a reference without other keywords leads to."""
+    """Return the target of a reference that has no other keywords."""
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, dict) or schema.keys() - _NOTES != {"$ref"}:
             break
@@ -464,12 +468,12 @@ def _values_of(schema: Any, root: Schema) -> list[Any] | None:
 
 
 def _is_more(limit: int, numbers: Iterable[int]) -> bool:
-    """Whether the sum of numbers is above a limit; no more of them are made than that takes."""
+    """Whether the sum of the numbers exceeds a limit. Consumes no more numbers than necessary."""
     return any(total > limit for total in itertools.accumulate(numbers))
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values are one to JSON Schema: 1 is 1.0, and not true."""
+    """Whether two values are equal in JSON Schema, where 1 equals 1.0 but not true."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, list) and isinstance(other, list):

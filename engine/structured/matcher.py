@@ -1,13 +1,14 @@
 """Follows one output through a compiled grammar.
 
-Only `accept` changes the state. One mask is computed for each token: when it is asked for, or
-earlier if the output may end after an accepted token, to know whether anything can follow, and
-before a token is accepted in any case, because llguidance's limits are for what follows a mask.
+Only `accept` changes the state. One mask is computed for each token, when it is requested. It is
+computed earlier if the output may end after an accepted token, to know whether anything can follow.
+In any case, it is computed before a token is accepted, because llguidance's limits apply to what
+follows a mask.
 
-The matchers of one compiled grammar share its lexer, and can lose it together (`root`). Which of
-them took it to its limit is known where a single mask used up all fuel: that one ends. All others,
-and all if the lexer has too many states, go on with a lexer that is made anew, from the tokens that
-they have accepted. Only requests with the same salt share a lexer.
+The matchers of one compiled grammar share its lexer, and can lose it together (`root`). If a single
+mask used up all the fuel, its matcher is known to be the cause, and that output ends. All others
+(and all of them if the lexer has too many states) continue with a newly created lexer, starting
+from the tokens that they have accepted. Only requests with the same salt share a lexer.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from engine.structured.root import Root, is_lexer_error
 logger = logging.getLogger(__name__)
 
 BITS = 32
-"""The bits of a mask's word."""
+"""The number of bits in a word of a mask."""
 _NUM_MOVES = 2
-"""To a lexer that others have filled, too, and from there to one of its own."""
+"""How often a matcher may move: once to a lexer that others have also filled, then to a new one."""
 _LEFT_BEHIND = (
     "cannot be followed after {num_tokens} tokens, because another output of the same form became "
     "too complex and there was no time left to set up this one again; send it again"
@@ -43,12 +44,12 @@ class CompiledGrammar:
     """A grammar, ready for one request.
 
     Attributes:
-        kind: what it is, for messages.
+        kind: the kind of grammar, for messages.
         root: its start.
         vocab_size: V, the width of the logits.
         ending_token_ids: the ids that end the request's output.
-        special_endings: those of them that are special tokens, which a form may name.
-        expected_s: what a token of its output is expected to cost, in seconds of CPU time.
+        special_endings: those of them that are special tokens, which a grammar may name.
+        expected_s: the expected cost of an output token, in seconds of CPU time.
         lost: called when its lexer is lost.
     """
 
@@ -61,16 +62,17 @@ class CompiledGrammar:
     lost: Callable[[], None] = lambda: None
 
     def make_matcher(self) -> GrammarMatcher:
-        """Make a matcher at the grammar's start; cheap, one for each choice."""
+        """Create a matcher at the grammar's start. Cheap; each choice needs one."""
         return GrammarMatcher(self)
 
 
 class GrammarMatcher:
-    """See `engine.contract.request.TokenMatcher`.
+    """A TokenMatcher (see `engine.contract.request`) for a compiled grammar.
 
-    A mask allows every token with a text that fits, in any tokenization. It allows the request's
-    ending ids only if the output may end here, even if their text would fit elsewhere, or if the
-    form names the id and may end with it; so an output that an ending id ends is always complete.
+    A mask allows every token whose text fits, in any tokenization. The request's ending ids are
+    different, even if their text would fit. They are allowed only if the output may end here, or if
+    the grammar names the id and may end with it. So an output that an ending id ends is always
+    complete.
     """
 
     __slots__ = (
@@ -91,7 +93,7 @@ class GrammarMatcher:
     def __init__(
         self, grammar: CompiledGrammar, *, clock: Callable[[], float] = time.thread_time
     ) -> None:
-        """Start at the grammar's start. `clock`: CPU seconds of the thread that uses this."""
+        """Begin at the grammar's start. `clock`: CPU seconds of the calling thread."""
         self.expected_s = grammar.expected_s
         self.spent_s = 0.0
         self.failure: str | None = None
@@ -112,12 +114,12 @@ class GrammarMatcher:
 
     @property
     def is_free(self) -> bool:
-        """Never: what a form holds is held to its end."""
+        """Always False: a grammar is enforced to its end."""
         return False
 
     def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
-        """Write which tokens may come next; none if the grammar became too complex to follow, or
-        the vocabulary has no token that fits.
+        """Write which tokens may come next: none if the grammar became too complex to follow, or
+        if no token of the vocabulary fits.
 
         row: int32 [ceil(V / 32)], completely overwritten.
         """
@@ -135,14 +137,14 @@ class GrammarMatcher:
             row[-1] &= (1 << behind) - 1
 
     def fitting(self) -> list[int]:
-        """The ids that may come next."""
+        """Return the ids that may come next."""
         row = np.zeros(num_words(self._grammar.vocab_size), np.int32)
         self.fill_mask(row)
         return ids_of(row)
 
     def accept(self, token: TokenId) -> bool:
-        """Advance by a token. False: the grammar does not allow it, and the state is unchanged; or
-        the grammar can no longer be followed (`failure`).
+        """Advance by a token. Return False if the grammar does not allow it, which leaves the state
+        unchanged, or if the grammar can no longer be followed (`failure`).
         """
         if self._is_complete or not 0 <= token < self._grammar.vocab_size:
             return False
@@ -165,7 +167,7 @@ class GrammarMatcher:
         return bool(self._matcher.is_accepting()) and not self._matcher.is_error()
 
     def _may_end_with(self, token: TokenId) -> bool:
-        """Whether the form, which names this ending id here, may end with it."""
+        """Whether the grammar, which names this ending id here, may end with it."""
         probe = self._matcher.deep_copy()
         return bool(probe.consume_token(token)) and bool(probe.is_accepting())
 
@@ -196,7 +198,7 @@ class GrammarMatcher:
             self._lose()
 
     def _consume(self, token: TokenId) -> bool:
-        """Take a token of the mask."""
+        """Consume a token that the mask allows."""
         for _ in range(1 + _NUM_MOVES):
             begin = self._clock()
             is_taken = self._matcher.consume_token(token)
@@ -219,8 +221,8 @@ class GrammarMatcher:
         self._grammar.lost()
 
     def _move(self) -> bool:
-        """Go on with a lexer that is not lost. False: there is no time for it. This costs others
-        their time as much, so it is not counted as spent.
+        """Continue with a lexer that is not lost. Return False if there is no time for that. This
+        costs other outputs as much time, so it is not counted as spent.
         """
         root: Root | None = None
         for _ in range(_NUM_MOVES):
@@ -237,7 +239,7 @@ class GrammarMatcher:
         return False
 
     def _fail(self, why: str | None = None) -> None:
-        """`why`: None: the grammar is too complex, or no token follows."""
+        """Record a failure. `why` is None if the grammar is too complex or no token can follow."""
         self._mask.fill(0)
         if self.failure is None and not (why is None and _is_dead_end(self._matcher)):
             logger.info("a grammar cannot be followed: %s", self._matcher.get_error())
@@ -246,7 +248,7 @@ class GrammarMatcher:
 
 
 def _has_too_many_states(matcher: LLMatcher) -> bool:
-    """Whether the lexer is full, by what all of its matchers went through."""
+    """Whether the lexer has too many states, from all its matchers together."""
     return is_lexer_error(matcher) and "too many states" in matcher.get_error()
 
 
@@ -256,12 +258,12 @@ def _is_dead_end(matcher: LLMatcher) -> bool:
 
 
 def num_words(bits: int) -> int:
-    """The words of a mask with this many bits."""
+    """The number of words in a mask with this many bits."""
     return -(-bits // BITS)
 
 
 def ids_of(row: npt.NDArray[np.int32]) -> list[int]:
-    """The ids whose bits are set in a mask, in order."""
+    """Return the ids whose bits are set in a mask, in order."""
     found: list[int] = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
     return found
 
@@ -269,7 +271,9 @@ def ids_of(row: npt.NDArray[np.int32]) -> list[int]:
 def words_of(
     token_ids: frozenset[TokenId], vocab_size: int
 ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int32]]:
-    """The mask's words that contain the bits of these ids, each once, and the bits in each."""
+    """Return the indices of the mask's words that contain the bits of these ids, each once, and the
+    bits in each.
+    """
     words: dict[int, int] = {}
     for token in token_ids:
         if 0 <= token < vocab_size:

@@ -1,12 +1,12 @@
-"""The numbers of a schema: which llguidance keeps, and how they are written so that it does.
+"""Which numbers of a schema llguidance represents exactly, and how to write them so that it does.
 
-llguidance stores every number as a float64, and writes the shortest digits that give it, as repr
-does. It reads a literal of a fraction in two steps that both round: its digits as a float64, then
-times or by a power of ten. So of 16 and 17 digits some come out as the float beside the right one.
-`written` finds other digits for those, which are read as exactly the float that is meant.
+llguidance stores every number as a float64, and writes its shortest digits, as repr does. It reads
+a literal with a fraction in two steps that both round: it converts the digits to a float64, then
+multiplies or divides by a power of ten. So some literals of 16 or 17 digits are read as the
+adjacent float. For those, `written` finds other digits that are read as exactly the intended float.
 
-A bound that is not held exactly is replaced by the nearest one inside that is: what is generated
-may be less than what is allowed, never more. Any other number that is not held is refused.
+A bound that cannot be represented exactly is replaced by the nearest one inside that can. So fewer
+values may be generated than are allowed, but never more. Any other such number is refused.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ BOUNDS = (*LOWER_BOUNDS, "maximum", "exclusiveMaximum")
 
 _MAX_DIGITS = 2**64 - 1  # llguidance reads the digits of a literal as an unsigned integer
 _LONG = re.compile(r"[0-9][0-9.]{15}|[0-9]e[-+][0-9]{2}")
-"""Of more digits, or with a larger exponent than 22, a number may be read wrong."""
+"""Matches every number that may be read wrongly: one with more than 15 digits, or with an exponent
+larger than 22. It also matches a few others.
+"""
 _LEAST = 1e-280
-"""Below it no other digits are looked for."""
+"""The least magnitude for which other digits are searched for."""
 
 
 class Unheld(str):
-    """A number, as it is written, that is not held exactly."""
+    """A number, as written, that cannot be represented exactly."""
 
     __slots__ = ()
 
 
 def read_integer(literal: str) -> int | Unheld:
-    """For json.loads: an integer, if it is held."""
+    """For json.loads: parse an integer, if it can be represented exactly."""
     # More digits than that are not parsed: int() takes quadratic time.
     if len(literal) > 20 or abs(value := int(literal)) > MAX_EXACT_INTEGER:
         return Unheld(literal)
@@ -44,7 +46,9 @@ def read_integer(literal: str) -> int | Unheld:
 
 
 def read_fraction(literal: str) -> float | Unheld:
-    """For json.loads: a number with a point or an exponent, if it is held."""
+    """For json.loads: parse a number with a point or an exponent, if it can be represented
+    exactly.
+    """
     value = float(literal)
     if value == 0:
         is_held = not any(digit in "123456789" for digit in literal.lower().partition("e")[0])
@@ -58,16 +62,17 @@ def read_fraction(literal: str) -> float | Unheld:
 
 
 def no_constant(name: str) -> NoReturn:
-    """For json.loads: refuses NaN and the infinities."""
+    """For json.loads: refuse NaN and the infinities."""
     raise ValueError(f"{name} is no JSON number")
 
 
 def narrowed(keyword: str, literal: Unheld) -> int | float | None:
-    """The nearest bound inside this one that is held; None: there is none.
+    """Return the nearest bound inside this one that is represented exactly, or None if there is
+    none.
 
     Args:
         keyword: one of BOUNDS.
-        literal: its number.
+        literal: the bound.
     """
     value, is_lower = float(literal), keyword in LOWER_BOUNDS
     if abs(value) > MAX_EXACT_INTEGER:
@@ -86,8 +91,8 @@ def narrowed(keyword: str, literal: Unheld) -> int | float | None:
 
 
 def written(value: object) -> str:
-    """JSON text in which llguidance reads every number as the one that is meant. All floats are
-    ones that `read_fraction` or `narrowed` returned.
+    """Return JSON text in which llguidance reads every number as intended. All floats must come
+    from `read_fraction` or `narrowed`.
     """
     text = json.dumps(value)
     return _written(value) if _LONG.search(text) else text
@@ -104,8 +109,8 @@ def _written(value: object) -> str:
 
 
 def _digits(value: float) -> str | None:
-    """A literal that llguidance reads as this float; None: none was found, as for about one in a
-    thousand of 17 digits.
+    """Return a literal that llguidance reads as this float. None if none was found, as for about
+    one in a thousand floats of 17 digits.
     """
     shortest = repr(value)
     _, digits, exponent = Decimal(shortest).as_tuple()
@@ -129,7 +134,7 @@ def _digits(value: float) -> str | None:
 
 
 def _as_read(number: int, exponent: int) -> float:
-    """What llguidance reads of these digits with this power of ten."""
+    """Return how llguidance reads these digits with this power of ten."""
     if abs(exponent) > 308:
         return math.nan
     power = float(10 ** abs(exponent))

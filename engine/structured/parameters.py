@@ -1,4 +1,4 @@
-"""Arguments of a call that are written one by one, held to the schema of their object.
+"""Call arguments that are written one by one, constrained by the schema of their object.
 
 tagged_parameters: keys and values between marks, as in Qwen3-coder's XML (qwen_xml_parameter):
 
@@ -6,18 +6,18 @@ tagged_parameters: keys and values between marks, as in Qwen3-coder's XML (qwen_
     value
     </parameter>
 
-The service reads them back without types (`service.replies.typed_values`): a value whose schema
-allows strings alone, or does not say, is a string as it stands; another is JSON, if that is of a
-type which the schema allows, else it is a string. So what is generated here is
+The service reads them back without types (`service.replies.typed_values`). A value whose schema
+allows only strings, or does not say, is read as a string. Any other value is read as JSON if it has
+a type that the schema allows, and otherwise as a string. So the following is generated:
 
-- text, where a string is read. Its length and its constants are held; a pattern or a format is
-  refused;
-- JSON on one line, where no string is allowed;
-- one or the other, where both are. The text is then none that could be read as something else:
-  where numbers are allowed too, it does not begin with a digit, and so on. Where the mark of a key
-  tells the value's type, any text will do.
+- text, if only a string is allowed. Its length and its constants are enforced; a pattern or a
+  format is refused;
+- JSON on one line, if no string is allowed;
+- one or the other, if both are. The text then cannot be mistaken for something else: if numbers
+  are also allowed, it does not begin with a digit, and so on. If the mark of a key tells the
+  value's type, any text is allowed.
 
-What cannot be held so is refused, with its place.
+A schema that cannot be enforced in this way is refused with the location of the problem.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ _OF_OTHERS = NOTES | {
 }  # fmt: skip
 """Keywords that say nothing about a string."""
 _WORDS = {"null": ("null", "None"), "boolean": ("true", "false", "True", "False")}
-"""For each type: what is read as one of its values, besides by its first character."""
+"""For each type: words that are read as one of its values."""
 _FIRSTS = {"number": "\\-0-9", "integer": "\\-0-9", "object": "{", "array": "\\["}
-"""For each type: with which characters its values begin."""
+"""For each type: the characters with which its values begin."""
 _BLANKS = " \t\r\n"
 
 
 @dataclass(slots=True)
 class _Held:
-    """How a value may be written: as text (expressions of Lark's terminals), as one of JSON's
-    words, or as JSON of one of these schemas.
+    """The ways to write a value: as text (expressions of Lark's terminals), as one of JSON's words,
+    or as JSON that matches one of these schemas.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -83,12 +83,13 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class ParameterMarks:
-    """What stands around keys and values.
+    """The text around keys and values.
 
     Attributes:
-        before_name, after_value: before a key, and behind a value, where `{name}` is the key.
-        after_name: behind a key; or by the type of its value, where "other" is any other type.
-        literal: a text with its special tokens.
+        before_name, after_value: the text before a key and after a value; `{name}` is the key.
+        after_name: the text after a key, or a mapping to it from the value's type, where "other" is
+            any other type.
+        literal: converts a text to a literal with its special tokens.
     """
 
     before_name: str
@@ -102,18 +103,18 @@ class ParameterMarks:
         return not isinstance(self.after_name, str)
 
     def end(self, name: str) -> str:
-        """What stands behind the value of this key."""
+        """Return the text after the value of this key."""
         return self.after_value.replace("{name}", name)
 
     @property
     def barred(self) -> str:
-        """The characters that no key may have."""
+        """The characters that no key may contain."""
         after = [self.after_name] if isinstance(self.after_name, str) else self.after_name.values()
         firsts = "".join(sorted({text[0] for text in after}))
         return firsts + "&" if '"' in firsts else firsts  # where & would begin an escape
 
     def after(self, kind: str) -> str:
-        """What stands behind the key of a value of this type."""
+        """Return the text after a key whose value has this type."""
         if isinstance(self.after_name, str):
             return self.after_name
         general = self.after_name["other"]
@@ -125,17 +126,17 @@ class ParameterMarks:
 def tagged_parameters(
     schema: dict[str, Any], place: str, options: dict[str, object], marks: ParameterMarks
 ) -> Node:
-    """The parameters of an object's schema between marks, in its order; those that are not required
-    may be left out.
+    """Return the parameters of an object's schema between marks, in order. Parameters that are not
+    required may be left out.
 
     Args:
         schema: the checked schema.
-        place: where it is, for messages.
-        options: llguidance's own, for values of JSON.
-        marks: what stands around keys and values.
+        place: the location of the schema, for messages.
+        options: llguidance's options for JSON values.
+        marks: the text around keys and values.
 
     Raises:
-        TagError: it cannot be held.
+        TagError: the schema cannot be enforced.
     """
     nodes: list[Node] = []
     properties, required, where = listed(schema, place)
@@ -195,7 +196,7 @@ class _Parameter:
         )
 
     def _typed_choices(self, held: _Held) -> list[tuple[str, Node]]:
-        """The values that are no text, by a type that tells the mark of each."""
+        """Return the values that are not text, each with a type that determines its mark."""
         words = [json.loads(word) for word in held.words]
         choices: list[tuple[str, Node]] = []
         for schema in held.schemas:
@@ -212,7 +213,7 @@ class _Parameter:
         return choices
 
     def _free(self, terminal: str) -> Node:
-        """Text, up to what ends it."""
+        """Return text, up to what ends it."""
         close = self._marks.literal(self._close)
         if len(close.parts) == 1 and isinstance(close.parts[0], str):
             return Value(f"({terminal}) {json.dumps(self._close)}")
@@ -247,7 +248,7 @@ class _Parameter:
                 refuse(where, "does not say its type, as the other branches do")
 
     def _typed(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """A schema without strings, which says its type."""
+        """Return a schema without strings that states its type."""
         target, _ = resolved(schema, self._root, self._place)
         if own_types(target) or any(word in target for word in BRANCHES):
             return schema
@@ -256,7 +257,7 @@ class _Parameter:
     # ---- strings, and unions with them -----------------------------------------------------------
 
     def _add(self, held: _Held, schema: Schema, place: str, depth: int) -> None:
-        """Add the ways to write a value of a schema that allows strings, or does not say."""
+        """Add the ways to write a value of a schema that allows strings or states no type."""
         target, place = resolved(schema, self._root, place)
         branches = list(self._branches(target, place))
         if not branches:
@@ -279,8 +280,8 @@ class _Parameter:
                 held.schemas.append(dict(branch))
 
     def _exclude_each_other(self, branches: Iterable[Any]) -> bool:
-        """Whether no string is of two of these branches: only one has strings, or all that have
-        some list them.
+        """Whether no string matches two of these branches. This holds if only one branch has
+        strings, or if all that have some list them.
         """
         listed: list[str] = []
         num_open = 0
@@ -346,7 +347,7 @@ class _Parameter:
             refuse(place, "has no value that its type allows")
 
     def _text(self, schema: Schema, place: str) -> str:
-        """The terminal of a string that is no constant."""
+        """Return the terminal of a string that is not a constant."""
         terminal = excluding(lengths(schema, place), self._ends)
         if self._marks.tells_types:
             return f"({terminal})"

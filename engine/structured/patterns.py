@@ -1,16 +1,18 @@
-"""Patterns of a schema, as llguidance holds them.
+r"""Rewrites patterns of a schema in a way that llguidance can enforce.
 
-A class of characters that has all control characters is taken to have the quote and the backslash
-too, once they are written as JSON: `[^"]` would take in `\\"`. So NUL, which no JSON of ours can
-have, is kept out of negated classes.
+If a character class contains all control characters, llguidance also adds the quote and the
+backslash as they are written in JSON: `[^"]` would match `\"`. So NUL, which JSON generated here
+never contains, is left out of negated classes.
 
-llguidance has no look-around either, but a schema's patterns may be combined. At the beginning of
-a string a look-ahead says something about the whole string, and so does a look-behind at its end:
+llguidance does not support look-around either, but a schema's patterns may be combined. A
+look-ahead at the beginning of a string applies to the whole string, and so does a look-behind at
+its end:
 
     ^(?=A)(?!B)REST(?<!C)$  ─▶  ^REST$,  ^(?:A),  what does not match ^B,  what does not end with C
 
-So does a look-ahead behind a part whose length is known: it begins with as many of any characters.
-Look-around elsewhere is refused, as are B and C whose complement is not made (`complement`).
+The same applies to a look-ahead after a prefix of known length: its pattern then begins with that
+many arbitrary characters. Look-around elsewhere is refused, and so are B and C if their complement
+cannot be computed (`complement`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import re
 from engine.structured.complement import PatternError, complement, fixed_length
 
 MAX_COMPLEMENTS = 32
-"""The most different complements of one form: each takes up to some milliseconds to make."""
+"""The most different complements of one grammar; each takes up to a few milliseconds to compute."""
 MAX_CHARACTERS = 4096
 """The longest pattern with look-around."""
 REMEDY = (
@@ -34,7 +36,7 @@ _LOOK_BEHIND = re.compile(r"\(\?<([=!])")
 
 
 def exact(pattern: str) -> str:
-    """A pattern whose negated classes have no NUL."""
+    """Return the pattern with NUL left out of its negated classes."""
     parts, begin = [], 0
     for place, character in _tokens(pattern):
         if character == "[" and pattern.startswith("[^", place):
@@ -54,17 +56,17 @@ def has_look_around(pattern: str) -> bool:
 
 
 class LookArounds:
-    """Rewrites the patterns of one form; equal ones only once."""
+    """Rewrites the patterns of one grammar; computes equal complements only once."""
 
     def __init__(self) -> None:
         self._complements: dict[str, str] = {}
 
     def without(self, pattern: str) -> tuple[list[str], bool]:
-        """The patterns that together stand for this one, and whether they say more: that what it
-        says of any place holds at the beginning of the string.
+        """Return the patterns that together replace this one, and whether they are stricter. They
+        are if the pattern could match anywhere, and now must match at the beginning of the string.
 
         Raises:
-            PatternError: its look-around cannot be held; the text says why, without the remedy.
+            PatternError: its look-around cannot be enforced; the text says why, without the remedy.
         """
         if len(pattern) > MAX_CHARACTERS:
             raise PatternError(f"has more than {MAX_CHARACTERS} characters")
@@ -106,8 +108,8 @@ class LookArounds:
 
 
 def _tokens(pattern: str) -> list[tuple[int, str]]:
-    """The places of a pattern's ( ) | and of the [ of its classes, without those that are escaped
-    or in a class.
+    """Return the positions of ( ) | and of the [ of classes in a pattern, except where escaped or
+    inside a class.
     """
     found: list[tuple[int, str]] = []
     at, in_class = 0, False
@@ -127,7 +129,7 @@ def _tokens(pattern: str) -> list[tuple[int, str]]:
 
 
 def _has_choice(pattern: str) -> bool:
-    """Whether a pattern has alternatives that are in no group."""
+    """Whether a pattern has alternatives outside of any group."""
     depth = 0
     for _, character in _tokens(pattern):
         depth += (character == "(") - (character == ")")
@@ -137,7 +139,7 @@ def _has_choice(pattern: str) -> bool:
 
 
 def _first_look_ahead(pattern: str) -> int:
-    """Where the first look-ahead begins that is in no group; -1: there is none."""
+    """Return the position of the first look-ahead outside of any group, or -1 if there is none."""
     depth = 0
     for place, character in _tokens(pattern):
         if character == "(" and depth == 0 and _LOOK_AHEAD.match(pattern, place):
@@ -156,7 +158,9 @@ def _end_of_group(pattern: str, begin: int) -> int:
 
 
 def _last_group(pattern: str) -> int:
-    """Where the group begins with which a pattern ends; -1: it does not end with one."""
+    """Return the position of the group that ends a pattern, or -1 if the pattern does not end with
+    one.
+    """
     opened: list[int] = []
     last = -1
     for place, character in _tokens(pattern):

@@ -1,6 +1,4 @@
-"""The properties of an object's schema whose values are written one by one; see `parameters` and
-`arguments`.
-"""
+"""Helpers for objects whose properties are written one by one; see `parameters` and `arguments`."""
 
 from __future__ import annotations
 
@@ -18,10 +16,10 @@ from engine.contract.json_types import (
 from engine.structured.tag_grammar import TagError
 
 MAX_PARAMETERS = 256
-"""The most properties: the service reads no more of one call."""
+"""The most properties: the service reads no more in one call."""
 
 MAX_NAME = 256
-"""The most characters of a property's name."""
+"""The most characters in a property's name."""
 
 MAX_REFERENCES = 8
 NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly"}) | {
@@ -38,7 +36,7 @@ Schema = Mapping[str, Any]
 def listed(
     schema: dict[str, Any], place: str, root: dict[str, Any] | None = None
 ) -> tuple[Mapping[str, dict[str, Any]], list[Any], str]:
-    """The properties of an object's schema, those that are required, and its place."""
+    """Return the properties of an object's schema, the required ones, and the schema's location."""
     root = schema if root is None else root
     target, where = resolved(schema, root, place)
     check_keywords(target, OF_OBJECTS, where, "an object's schema")
@@ -67,7 +65,7 @@ def listed(
 
 
 def lengths(schema: Schema, place: str) -> str:
-    """The terminal of text with a string's bounds."""
+    """Return the terminal of text with the length bounds of a string's schema."""
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     for keyword, bound in (("minLength", least), ("maxLength", most or 0)):
         if type(bound) is not int or bound < 0:
@@ -82,7 +80,9 @@ def lengths(schema: Schema, place: str) -> str:
 def divided(
     schema: dict[str, Any], root: dict[str, Any], place: str
 ) -> tuple[list[bool | None], list[str]]:
-    """Which of null, true and false a schema allows, and of which other types its values may be."""
+    """Return which of null, true and false a schema allows, and which other types its values may
+    have.
+    """
     if "type" in schema and not own_types({"type": schema["type"]}):
         refuse(f"{place}.type", f"names none of {', '.join(sorted(JSON_TYPES))}")
     told = [allowed_types(part, root) for part in (schema, *items(schema, "allOf", place))]
@@ -98,7 +98,7 @@ def divided(
 
 
 def permits(schema: Schema, word: bool | None, root: Schema, place: str) -> bool:
-    """Whether a schema allows null, true or false."""
+    """Whether a schema allows the given word: null, true or false."""
     seen: dict[int, bool] = {}
 
     def look(part: object) -> bool:
@@ -125,7 +125,7 @@ def permits(schema: Schema, word: bool | None, root: Schema, place: str) -> bool
 
 
 def items(schema: Schema, keyword: str, place: str) -> list[Any]:
-    """The members of a keyword that takes a list; none if it is missing."""
+    """Return the members of a keyword that takes a list, or none if it is missing."""
     found = schema.get(keyword, [])
     if not isinstance(found, list):
         refuse(f"{place}.{keyword}", "must be a list")
@@ -133,13 +133,13 @@ def items(schema: Schema, keyword: str, place: str) -> list[Any]:
 
 
 def with_definitions(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
-    """A part of a schema, to stand alone: with the definitions that its `$ref` may name."""
+    """Make a subschema self-contained: add the definitions that its `$ref` may name."""
     names = ("$defs", "definitions")
     return schema | {name: root[name] for name in names if name in root}
 
 
 def resolved(schema: Schema, root: dict[str, Any], place: str) -> tuple[Schema, str]:
-    """What a schema's `$ref` leads to, and its place."""
+    """Return the target of a schema's `$ref`, and its location."""
     num_followed = 0
     while "$ref" in schema:
         check_keywords(schema, NOTES | {"$ref"}, place, "a $ref")
@@ -154,7 +154,9 @@ def resolved(schema: Schema, root: dict[str, Any], place: str) -> tuple[Schema, 
 
 
 def check_keywords(schema: Schema, known: frozenset[str], place: str, what: str) -> None:
-    """Refuse a keyword that is none of these, in a schema of what is named."""
+    """Refuse a schema with keywords other than the known ones. `what`: what the schema
+    describes.
+    """
     if unknown := sorted(schema.keys() - known):
         refuse(
             f"{place}.{unknown[0]}",
@@ -163,5 +165,5 @@ def check_keywords(schema: Schema, known: frozenset[str], place: str, what: str)
 
 
 def refuse(place: str, message: str) -> NoReturn:
-    """Raise a TagError for a place in a schema."""
+    """Raise a TagError for a location in a schema."""
     raise TagError(f"{place} {message}")

@@ -1,20 +1,22 @@
-"""Follows an output that reasons first: it bounds the reasoning, and begins the form behind it.
+"""Follows an output that begins with reasoning: limits the reasoning, and starts the grammar after
+it.
 
     START ──opening──▶ REASONING ──closing──▶ THEN ──▶ BLANKS ──▶ FORM
-      │  the form's own first tokens                              ▲
+      │  the grammar's own first tokens                           ▲
       └───────────────────────────────────────────────────────────┘
 
-With a form, START follows the mark and the form until one of them no longer fits; if the mark is
-completed, the form begins anew behind it. Within the reasoning anything may come but what would end
-the output, and a closing mark with something behind it in the same token that may not follow it.
+With a grammar, START follows both the mark and the grammar until one of them no longer fits. If the
+mark is completed, the grammar starts again after it. Within the reasoning anything may come, with
+two exceptions: what would end the output, and a token that completes the closing mark and continues
+with text that may not follow it.
 
-Without a form nothing is held but the bound: behind the closing mark the output is at its START
-again, because the service reads reasoning again if it begins before any other text. At the first
-other text the matcher is no longer needed (`is_free`).
+Without a grammar, only the limit is enforced. After the closing mark the output is at START again,
+because the service reads reasoning again if it begins before any other text. At the first other
+text the matcher is no longer needed (`is_free`).
 
-When the bound is reached, only tokens that go on with the closing mark fit. A token counts if it
-begins before the mark. Tokens that may have begun it count until it is complete, so the bound is
-never exceeded.
+When the limit is reached, only tokens that continue the closing mark fit. A token counts if it
+begins before the mark. Tokens that may have begun the mark count until it is complete, so the limit
+is never exceeded.
 """
 
 from __future__ import annotations
@@ -51,15 +53,15 @@ class HeldReasoning:
     """What the matchers of one request have in common.
 
     Attributes:
-        params: what was asked for.
-        tables: its marks.
+        params: the request's reasoning parameters.
+        tables: the tables of its marks.
         spellings: what each token writes.
         every: the mask of all tokens, int32 [ceil(V / 32)].
-        thoughts: the mask of those that may stand in reasoning: with a form, without the ending ids
-            and the forbidden ones.
-        barred: with a form, the tokens that are not in `thoughts`.
+        thoughts: the mask of the tokens allowed in reasoning. With a grammar, it excludes the
+            ending ids and the forbidden ones.
+        barred: with a grammar, the tokens that are not in `thoughts`.
         endings: the ids that end the request's output.
-        make_form: makes a matcher of the form; None: there is none.
+        make_form: creates a matcher of the grammar; None if there is no grammar.
     """
 
     params: ReasoningParams
@@ -72,7 +74,7 @@ class HeldReasoning:
     make_form: Callable[[], GrammarMatcher] | None
 
     def make_matcher(self) -> ReasoningMatcher:
-        """Make a matcher at the output's start; cheap, one for each choice."""
+        """Create a matcher at the output's start. Cheap; each choice needs one."""
         return ReasoningMatcher(self)
 
 
@@ -83,7 +85,7 @@ def hold_reasoning(
     ending_token_ids: frozenset[TokenId],
     make_form: Callable[[], GrammarMatcher] | None,
 ) -> HeldReasoning:
-    """Put together what a request's matchers need."""
+    """Collect what a request's matchers need."""
     vocab_size = len(vocabulary.spellings.by_id)
     every = np.full(num_words(vocab_size), -1, np.int32)
     if vocab_size % BITS:
@@ -106,13 +108,13 @@ def hold_reasoning(
 
 
 def _ids_of(names: tuple[str, ...], special: SpecialNames) -> frozenset[TokenId]:
-    """The ids of those that the model has; it cannot write the others."""
+    """Return the ids of the named tokens that the model has; it cannot write the others."""
     return frozenset(TokenId(i) for name in names if (i := special.id_of(name)) is not None)
 
 
 class ReasoningMatcher:
-    """See TokenMatcher. The time of the marks, some microseconds a token, is not
-    counted as the form's.
+    """A TokenMatcher for reasoning and a grammar after it. Following the marks takes a few
+    microseconds per token, which are not counted as the grammar's.
     """
 
     __slots__ = (
@@ -171,12 +173,12 @@ class ReasoningMatcher:
 
     @property
     def spent_s(self) -> float:
-        """The cost of following the form so far, in seconds of CPU time."""
+        """The cost of following the grammar so far, in seconds of CPU time."""
         return self._spent_s + (0.0 if self._form is None else self._form.spent_s)
 
     @property
     def failure(self) -> str | None:
-        """Why the form can no longer be followed; None: it can."""
+        """Why the grammar can no longer be followed, or None if it can."""
         return None if self._form is None else self._form.failure
 
     def fill_mask(self, row: Row) -> None:
@@ -206,14 +208,14 @@ class ReasoningMatcher:
                 self._fill_with_form(row)
 
     def fitting(self) -> list[int]:
-        """The ids that may come next."""
+        """Return the ids that may come next."""
         row = np.zeros_like(self._held.every)
         self.fill_mask(row)
         return ids_of(row)
 
     def accept(self, token: TokenId) -> bool:
-        """Advance by a token. False: it does not fit, and the state is unchanged; or the form can
-        no longer be followed (`failure`).
+        """Advance by a token. Return False if it does not fit, which leaves the state unchanged, or
+        if the grammar can no longer be followed (`failure`).
         """
         if not 0 <= token < len(self._held.spellings):
             return False
@@ -254,7 +256,7 @@ class ReasoningMatcher:
         return True
 
     def _look_for_mark(self, written: bytes) -> None:
-        """Without a form: look whether reasoning begins; blanks may stand before it."""
+        """Check, without a grammar, whether reasoning begins. Blanks may come before it."""
         if self._place == 0:
             written = written.lstrip(BLANKS)
         if not written:
@@ -266,7 +268,7 @@ class ReasoningMatcher:
             self._leave_start()
 
     def _leave_start(self) -> None:
-        """Go on, if the mark cannot come any more."""
+        """Leave START if the mark can no longer come."""
         if self._place is None:
             self._at = _At.OVER if self._held.make_form is None else _At.FORM
 
@@ -277,7 +279,9 @@ class ReasoningMatcher:
         return most is not None and self._num_tokens >= most
 
     def _think(self, behind: bytes) -> None:
-        """Begin to reason. `behind`: what the opening mark's last token wrote behind it."""
+        """Begin the reasoning. `behind`: what the opening mark's last token wrote after the
+        mark.
+        """
         self._give_up_form()
         self._at = _At.REASONING
         self._tail, self._state, self._begins = b"", 0, []
@@ -314,7 +318,7 @@ class ReasoningMatcher:
         self._state = self._held.tables.state_of(self._tail)
 
     def _close(self, behind: bytes) -> None:
-        """End the reasoning. `behind`: what the closing mark's last token wrote behind it."""
+        """End the reasoning. `behind`: what the closing mark's last token wrote after the mark."""
         tables = self._held.tables
         if self._held.make_form is None:
             self._at = _At.START
@@ -366,7 +370,7 @@ class ReasoningMatcher:
         self._form = None
 
     def _fill_with_form(self, row: Row) -> None:
-        """Write what the form allows; without one, everything."""
+        """Write what the grammar allows, or everything if there is no grammar."""
         if self._form is not None:
             self._form.fill_mask(row)
         elif self._held.make_form is None:
@@ -376,11 +380,11 @@ class ReasoningMatcher:
 
 
 def _follow(mark: bytes, place: int | None, written: bytes) -> tuple[int | None, bytes]:
-    """Go on with a mark.
+    """Continue matching a mark.
 
     Returns:
-        The place in the mark behind what was written, and what was written behind the mark; None:
-        something else was written, or nothing.
+        The new position in the mark, and what was written after the mark. The position is None if
+        something other than the mark was written, or nothing.
     """
     if place is None or not written:
         return None, b""

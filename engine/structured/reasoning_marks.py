@@ -1,8 +1,8 @@
 """The marks around reasoning, and the tokens that write them.
 
-A mark may be one token, or many, and a token may write its end and more. So for each place within a
-mark there is a list of the tokens that go on with it from there. These tables are made once for a
-vocabulary and its marks. They are small: few tokens fit at any place.
+A mark may consist of one token or many, and a token may write its end and more. So for each
+position within a mark there is a list of the tokens that continue it from there. These tables are
+created once for a vocabulary and its marks. They are small: few tokens fit at any position.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from engine.structured.matcher import words_of
 from engine.structured.token_spellings import BLANKS, TokenSpellings
 
 Bits = tuple[npt.NDArray[np.intp], npt.NDArray[np.int32]]
-"""Tokens as words of a mask, each once, and the bits in each."""
+"""Tokens in a mask: the indices of its words, each once, and the bits in each word."""
 
 
 class Marks(NamedTuple):
-    """Marks as they are asked for; see `ReasoningParams`."""
+    """Marks as requested; see `ReasoningParams`."""
 
     opening: str
     closing: str
@@ -36,16 +36,20 @@ class MarkTables:
 
     Attributes:
         opening, closing, then: the marks' spellings.
-        max_blanks: the most blanks before a form.
-        go_on_opening, go_on_closing, go_on_then: for each place in the mark, the tokens that go on
-            with it.
-        unfit: for each length of the closing mark's beginning that the text ends with, the tokens
-            that complete the mark and go on with what may not follow it.
-        blanks: for each number of blanks that are left, the tokens of no more blanks.
+        max_blanks: the most blanks before the grammar starts.
+        go_on_opening, go_on_closing, go_on_then: for each position in the mark, the tokens that
+            continue it.
+        unfit: for each length of a prefix of the closing mark that the text ends with, the tokens
+            that complete the mark and continue with what may not follow it.
+        blanks: for each number of blanks that are left, the tokens with at most that many blanks.
     """
 
     def __init__(self, marks: Marks, spellings: TokenSpellings) -> None:
-        """Raises InvalidRequestError: the tokens cannot write the closing mark."""
+        """Create the tables.
+
+        Raises:
+            InvalidRequestError: the tokens cannot write the closing mark, or what follows it.
+        """
         self._spellings = spellings
         self.opening = spellings.spell(marks.opening)
         self.closing = spellings.spell(marks.closing)
@@ -68,14 +72,16 @@ class MarkTables:
                 )
 
     def state_of(self, tail: bytes) -> int:
-        """The length of the longest beginning of the closing mark that this text ends with."""
+        """Return the length of the longest prefix of the closing mark that this text ends with."""
         for length in range(min(len(tail), len(self.closing) - 1), 0, -1):
             if self.closing.startswith(tail[-length:]):
                 return length
         return 0
 
     def fits(self, rest: bytes) -> bool:
-        """Whether this may follow the closing mark within the same token, before a form."""
+        """Whether this may follow the closing mark within the same token, before the grammar
+        starts.
+        """
         if self.then.startswith(rest):
             return True
         return rest.startswith(self.then) and self._are_blanks(rest[len(self.then) :])
@@ -94,7 +100,9 @@ class MarkTables:
         return found + [token for token in ends if fits(spelled[token][len(rest) :])]
 
     def _unfit(self, whole: Iterable[int], length: int) -> Bits:
-        """`whole`: the tokens with the whole mark in them."""
+        """Return the `unfit` tokens for one length. `whole`: the tokens that contain the whole
+        mark.
+        """
         before = self.closing[:length]
         candidates = set(whole)
         while length:
@@ -118,7 +126,7 @@ class MarkTables:
         return words_of(frozenset(map(TokenId, tokens)), len(self._spellings.by_id))
 
     def _is_writable(self, mark: bytes) -> bool:
-        """Whether some tokens in a row spell a mark, without anything behind it."""
+        """Whether a sequence of tokens spells exactly this mark."""
         reached = {0}
         for place in range(len(mark)):
             if place in reached:

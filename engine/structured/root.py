@@ -1,15 +1,16 @@
-"""A compiled grammar at its start, the lexer that its matchers share, and what follows when that is
+"""A compiled grammar at its start, the lexer that its matchers share, and the recovery when that is
 lost.
 
-llguidance's copies of a matcher share one lexer. Its states are made when they are needed, and a
-state made for one matcher costs the others nothing. But when a step of one matcher takes the lexer
-to a limit, it never recovers, and no copy can go on, wherever it is. So each goes on with another:
+llguidance's copies of a matcher share one lexer. Its states are created on demand, and a state
+created for one matcher costs the others nothing. But when a step of one matcher takes the lexer to
+a limit, it never recovers, and no copy can continue, at whatever position it is. So each continues
+with a different lexer:
 
     a matcher finds the lexer lost ─▶ the grammar is compiled again, once for all of them
-                                   ─▶ each takes its tokens again, at some microseconds a token
+                                   ─▶ each replays its tokens, at a few microseconds per token
 
 Masks are due when this happens, so the step waits for both; both are bounded. A matcher for which
-no time is left cannot go on.
+no time is left cannot continue.
 """
 
 from __future__ import annotations
@@ -27,21 +28,19 @@ from llguidance import LLMatcher, LLTokenizer
 logger = logging.getLogger(__name__)
 
 RENEWAL_S = 0.1
-"""How long steps may wait, in all, for one root to be compiled again, in seconds."""
+"""The total time, in seconds, that steps may wait for one root to be compiled again."""
 CATCH_UP_S = 0.05
-"""What the matchers of one root may cost together, in seconds of CPU time, until they have taken
-their tokens again.
-"""
+"""The total CPU time, in seconds, that the matchers of one root may take to replay their tokens."""
 _STACK_BYTES = 256 << 20
-"""Address space of a stack; unused parts take no memory. Within the bounds on a grammar's size, no
-chain of definitions that was tried needs more than a quarter of it; 8 MB overflow.
+"""The address space of a stack; unused memory is not allocated. Within the limits on a grammar's
+size, no chain of definitions that was tried needs more than a quarter of it; 8 MB overflow.
 """
 _CHUNK = 32
-"""So many tokens are taken again at a time: the lexer's fuel is for what follows a mask."""
+"""How many tokens are replayed at a time. The lexer's fuel applies to what follows a mask."""
 
 
 class Root:
-    """A compiled grammar at its start. After it was made, used on one thread alone.
+    """A compiled grammar at its start. Once created, it is used on one thread only.
 
     Attributes:
         matcher: at the start; never advanced.
@@ -51,7 +50,7 @@ class Root:
     __slots__ = ("_catch_up_s", "_make", "_next", "_renewal_s", "_tokens", "is_lost", "matcher")
 
     def __init__(self, make: Callable[[], LLMatcher], tokens: LLTokenizer) -> None:
-        """Compile it. `make`: does so, each time with a lexer of its own; `tokens`: the
+        """Compile the grammar. `make`: compiles it, each time with a new lexer. `tokens`: the
         vocabulary.
         """
         self.matcher = make()
@@ -63,11 +62,11 @@ class Root:
         self._catch_up_s = CATCH_UP_S
 
     def text_of(self, tokens: Sequence[int]) -> str:
-        """What tokens write."""
+        """Return the text that tokens write."""
         return self._tokens.decode_bytes(list(tokens)).decode("utf-8", "replace")
 
     def check(self) -> bool:
-        """Find out whether the lexer is lost."""
+        """Check whether the lexer is lost."""
         if not self.is_lost:
             probe = self.matcher.deep_copy()
             probe.compute_bitmask()
@@ -75,8 +74,8 @@ class Root:
         return self.is_lost
 
     def living(self) -> Root | None:
-        """This root, or the one that was compiled again after its lexer was lost; None: that takes
-        too long.
+        """Return this root, or the one that was compiled again after its lexer was lost. None if
+        that takes too long.
         """
         root: Root | None = self
         while root is not None and root.is_lost:
@@ -84,8 +83,8 @@ class Root:
         return root
 
     def follow(self, tokens: Sequence[int]) -> LLMatcher | None:
-        """A matcher behind tokens that fit; None: the lexer was lost on the way, or no time was
-        left.
+        """Return a matcher that has consumed the given tokens. None if the lexer was lost on the
+        way, or if no time was left.
         """
         matcher = self.matcher.deep_copy()
         begin = time.thread_time()
@@ -129,7 +128,7 @@ def _compile(
 
 
 def is_lexer_error(matcher: LLMatcher) -> bool:
-    """Whether a matcher cannot go on because of its lexer, which it shares."""
+    """Whether a matcher cannot continue because of the lexer that it shares."""
     return "lexer error" in matcher.get_error()
 
 
@@ -137,10 +136,10 @@ _stack_lock = threading.Lock()
 
 
 def start_with_stack(target: Callable[[], None]) -> None:
-    """Start a daemon thread on whose stack grammars can be compiled, because llguidance follows
-    definitions that refer to each other recursively.
+    """Start a daemon thread with a stack that is large enough to compile grammars. llguidance
+    follows definitions that refer to each other recursively.
 
-    The size is a process-wide setting for new threads; a thread that happens to start at the same
+    The size is a process-wide setting for new threads. A thread that happens to start at the same
     time gets more address space than it needs, which does no harm.
     """
     thread = threading.Thread(target=target, name="headrace-grammar", daemon=True)

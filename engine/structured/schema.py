@@ -1,25 +1,25 @@
-"""Prepares a JSON Schema for llguidance: reads it without changing a number, checks it, and
+r"""Prepares a JSON Schema for llguidance: reads it without changing a number, checks it, and
 completes it.
 
-    text ─▶ values (numbers as they are written) ─▶ checks, each with its place ─▶ text
+    text ─▶ values (numbers as they are written) ─▶ checks, each with a location ─▶ text
 
-llguidance stores every number of a schema as a float64, and writes that: `{"const":
-1234567890123456789}` would give another number, and no error. So a number that a float64 cannot
-represent exactly is refused here, with its place, or narrowed if it is a bound (`numbers`).
-Keywords that llguidance does not know are written with others (`keywords`). In four more cases it
-deviates from JSON Schema; they are refused or corrected here:
+llguidance stores every number of a schema as a float64 and generates that: `{"const":
+1234567890123456789}` would silently give another number. So a number that a float64 cannot
+represent exactly is refused here, with its location, or narrowed if it is a bound (`numbers`).
+Keywords that llguidance does not support are rewritten (`keywords`). It deviates from JSON Schema
+in four more cases, which are refused or corrected here:
 
 - Dates: `format` checks months, but neither leap years nor when a minute may have a 60th second. A
-  pattern that does is added.
+  pattern that checks these is added.
 - An open interval that starts at an integer and ends before the next one: the integer itself would
   be allowed. Refused.
 - Repeated names: an object could reach `minProperties` by repeating one name. Refused if it would
   have to count names that are not required.
-- Escapes such as \\u0061, which could make a declared name look like another one, are never
+- Escapes such as \u0061, which could make a declared name look like another one, are never
   generated (`JSON_ESCAPES`); a constant that needs one is refused.
 
-The text has at most MAX_GRAMMAR_BYTES, nesting is bounded before anything is walked, and no walk
-of what was not checked recurses.
+The text has at most MAX_GRAMMAR_BYTES. Nesting is bounded before anything is traversed, and no
+traversal of unchecked input is recursive.
 """
 
 from __future__ import annotations
@@ -53,14 +53,15 @@ MAX_MULTIPLE_OF = 100_000
 MAX_DECIMAL_PLACES = 9
 """The most decimal places of a multipleOf value."""
 MAX_OPTIONAL_PROPERTIES = 256
-"""The most optional properties of one object: each is one more way to continue at the same point. A
-few more would work with small vocabularies, but fail in the middle of an output with large ones.
+"""The most optional properties of one object: each is one more way to continue at the same
+position. A few more would work with small vocabularies, but fail in the middle of an output with
+large ones.
 """
 MAX_COUNT = 2**31 - 1
-"""A larger maximum of lengths, items and properties counts as this one: no output is as long."""
+"""The cap on maximum lengths and numbers of items and properties; no output is as long as this."""
 MAX_WORKED_OUT_BYTES = 8 * MAX_GRAMMAR_BYTES
-"""The largest size of a schema whose choices are multiplied out. Of 16 times that llguidance made
-400 MB, in six seconds.
+"""The largest size of a schema whose choices are multiplied out. For 16 times as much, llguidance
+took 400 MB and six seconds.
 """
 JSON_ESCAPES = 'nrbtf\\"'
 """The characters that may follow a backslash in generated JSON, so that each character has one
@@ -72,9 +73,9 @@ _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "m
 _COMBINING = ("allOf", "anyOf", "oneOf", "$ref")
 _CONSTANTS = frozenset(["const", "enum"])
 _DATA = _CONSTANTS | {"default", "examples"}
-"""Keywords with plain values, not schemas."""
+"""Keywords with plain values instead of schemas."""
 _NAMES = frozenset(["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"])
-"""Keywords with an object of schemas by name."""
+"""Keywords with an object that maps names to schemas."""
 
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 _DATE = (
@@ -94,10 +95,10 @@ class _Place(NamedTuple):
     Attributes:
         value: the value.
         depth: its depth; 1 for the root.
-        above: the place that contains it; None: it is the root.
+        above: the value that contains it; None for the root.
         key: its name or index there.
-        is_data, is_names: whether it is (part of) a plain value such as a constant, or an object of
-            schemas by name; otherwise it is a schema, or may be referred to as one.
+        is_data, is_names: whether it is (part of) a plain value such as a constant, or an object
+            that maps names to schemas. If neither, it is a schema, or may be referred to as one.
     """
 
     value: object
@@ -109,14 +110,14 @@ class _Place(NamedTuple):
 
     @property
     def is_constant(self) -> bool:
-        """Whether it is data that may be generated, not a default or an example."""
+        """Whether it is data that may be generated, rather than a default or an example."""
         place: _Place | None = self
         while place is not None and (place.above is None or place.above.is_data):
             place = place.above
         return place is not None and place.key in _CONSTANTS
 
     def parts(self) -> Iterator[_Place]:
-        """The places within it."""
+        """Yield the values directly within it."""
         value, depth = self.value, self.depth + 1
         if isinstance(value, list):
             for index, part in enumerate(value):
@@ -145,18 +146,18 @@ class _Place(NamedTuple):
 
 
 class SchemaError(Exception):
-    """A schema cannot be followed; the text tells why, without its subject."""
+    """A schema cannot be followed. The text says why, without naming the subject."""
 
 
 def prepare_schema(text: str, options: dict[str, object]) -> tuple[str, tuple[str, ...]]:
-    """The schema to give to llguidance, and notes on what of it is held otherwise.
+    """Return the schema for llguidance, and notes on what is enforced differently.
 
     Args:
         text: a JSON Schema, at most MAX_GRAMMAR_BYTES.
-        options: llguidance's own options, which are put first.
+        options: llguidance's options, which come first.
 
     Raises:
-        InvalidRequestError: it is not JSON, too large or too deep to be compiled safely, or has
+        InvalidRequestError: it is not JSON, is too large or too deep to be compiled safely, or has
             something that would not be followed exactly.
     """
     try:
@@ -169,13 +170,13 @@ def prepare_schema(text: str, options: dict[str, object]) -> tuple[str, tuple[st
 
 
 def schema_text(schema: dict[str, Any], options: dict[str, object]) -> str:
-    """A checked schema's text for llguidance, with llguidance's own options."""
+    """Return a checked schema's text for llguidance, with llguidance's options."""
     return written({"x-guidance": options, **schema})
 
 
 def read_json(text: str) -> Any:
-    """The value of a text that holds schemas. A number in it that cannot be represented exactly is
-    kept as it is written, so that a check can refuse it with its place.
+    """Parse a text that holds schemas. A number that cannot be represented exactly is kept as
+    written, so that a check can refuse it and give its location.
 
     Raises:
         SchemaError: it is not JSON, or nested too deeply.
@@ -191,7 +192,7 @@ def read_json(text: str) -> Any:
 
 
 class SchemaChecks:
-    """Checks the schemas of one grammar, each by itself, and what they may have together."""
+    """Checks the schemas of one grammar, individually and together."""
 
     def __init__(self) -> None:
         self._totals = _Totals()
@@ -199,15 +200,15 @@ class SchemaChecks:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is enforced in another way than the schema says, in words."""
+        """Descriptions of what is enforced differently from what the schemas say."""
         return self._rewriter.notes
 
     def add(self, schema: object) -> dict[str, Any]:
-        """Check a schema; returns it as an object, completed.
+        """Check and complete a schema, and return it as an object.
 
         Raises:
-            SchemaError: it is no schema, too deep to be compiled safely, or has something that
-                would not be followed exactly.
+            SchemaError: it is not a schema, is too deep to be compiled safely, or has something
+                that would not be followed exactly.
         """
         if isinstance(schema, bool):
             return {} if schema else {"enum": []}
@@ -234,10 +235,10 @@ class SchemaChecks:
         return schema
 
     def finish(self) -> None:
-        """Check what the schemas have together.
+        """Check the limits for all schemas together.
 
         Raises:
-            SchemaError: it is too much.
+            SchemaError: a limit is exceeded.
         """
         self._totals.check()
 
@@ -256,16 +257,18 @@ def _walk(schema: dict[str, Any]) -> Iterator[_Place]:
 
 
 _Size = tuple[int, int]
-"""Of a schema: about how many bytes it is once it is worked out, and in how many alternatives."""
+"""The expanded size of a schema: its approximate number of bytes, and its number of alternatives.
+"""
 
 
 def _worked_out(value: object, known: dict[int, _Size]) -> _Size:
-    """The size of a checked schema as llguidance works it out: what stands beside a choice is
-    copied into each of its branches, and choices beside each other are multiplied.
+    """Return the size of a checked schema once llguidance has expanded it: siblings of a choice are
+    copied into each of its branches, and sibling choices are multiplied.
 
     Args:
-        value: a schema, or a part of one.
-        known: the sizes of what was looked at, by identity: some parts are at several places.
+        value: a schema, or a value within one.
+        known: the sizes computed so far, by identity, because some values occur in several
+            locations.
     """
     if not isinstance(value, dict | list):
         return (len(value) if isinstance(value, str) else 8), 1
@@ -292,13 +295,13 @@ def _worked_out(value: object, known: dict[int, _Size]) -> _Size:
 
 
 _Starts = dict[str, dict[float, _Place]]
-"""For "minimum" and "maximum": the excluded integers, and where they are."""
+"""For "minimum" and "maximum": the excluded integers, and their locations."""
 _Ends = dict[str, set[float]]
 """For "minimum" and "maximum": all their values."""
 
 
 class _Totals:
-    """What all schemas of a grammar have together."""
+    """What counts across all schemas of a grammar."""
 
     def __init__(self) -> None:
         self.patterns: set[str] = set()
@@ -314,7 +317,7 @@ class _Totals:
 
 
 class _Check:
-    """Checks a schema, first place by place, then as a whole."""
+    """Checks a schema, first value by value, then as a whole."""
 
     def __init__(self, totals: _Totals, rewriter: Rewriter, root: dict[str, Any]) -> None:
         self._totals = totals
@@ -365,7 +368,7 @@ class _Check:
             add_pattern(schema, _CALENDAR[calendar])
 
     def _narrow(self, place: _Place, schema: dict[str, Any]) -> None:
-        """Put numbers that are held in the place of others."""
+        """Replace numbers that cannot be represented exactly by ones that can."""
         for keyword in BOUNDS:
             if isinstance(literal := schema.get(keyword), Unheld):
                 if (bound := narrowed(keyword, literal)) is None:
@@ -454,8 +457,8 @@ def _check_intervals(exclusive: _Starts, ends: _Ends) -> None:
 
 
 def _check_multiples(multiples: set[Decimal]) -> None:
-    """Limit multipleOf: its cost grows with its digits, and llguidance multiplies the values of
-    combined schemas as 32-bit integers, with as many decimal places as the longest has.
+    """Limit multipleOf. Its cost grows with its digits, and llguidance multiplies the values of
+    combined schemas as 32-bit integers, with as many decimal places as the longest one has.
     """
     product = scaled = 1
     places = max((-_exponent(multiple) for multiple in multiples), default=0)
@@ -475,7 +478,7 @@ def _check_multiples(multiples: set[Decimal]) -> None:
 
 
 def _exponent(multiple: Decimal) -> int:
-    """The decimal exponent; at most 0, as for integers."""
+    """Return the decimal exponent: 0 for integers, otherwise negative."""
     exponent = multiple.normalize().as_tuple().exponent
     return min(0, exponent) if isinstance(exponent, int) else 0
 

@@ -1,14 +1,14 @@
-"""Translates a request's grammar to llguidance's language, with the checks that llguidance does not
+"""Translates a request's grammar to llguidance's language, with checks that llguidance does not
 make.
 
-The text comes from untrusted callers. llguidance limits most of its own work, but not all: a chain
-of thousands of definitions overflows its stack, `multipleOf` costs time and memory in proportion to
+The text comes from untrusted callers. llguidance limits most of its work, but not all. A chain of
+thousands of definitions overflows its stack. `multipleOf` costs time and memory in proportion to
 its value, and a long regular expression of optional parts in proportion to the square of its
-length. So these are limited before llguidance gets them: schemas in `schema`, the others here.
+length. So these are limited before they reach llguidance: schemas in `schema`, the others here.
 
 Everything is translated to llguidance's dialect of Lark, because only there can forced tokens be
 turned off. With forced tokens, text that the grammar dictates may only be written in one
-tokenization, for which llguidance calls the tokenizer, in Python, in the middle of a step.
+tokenization. llguidance would call the tokenizer for that, in Python, in the middle of a step.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ MAX_REGEX_BYTES = 16 * 1024
 MAX_LARK_BYTES = 64 * 1024
 """The longest Lark grammar, in bytes."""
 MAX_BLANKS = 32
-"""The most white-space characters between two parts of a JSON text."""
+"""The most white-space characters between two tokens of a JSON text."""
 
 _OPTIONS = '\n%llguidance {"no_forcing": true, "allow_invalid_utf8": false}\n'
-"""Put last, so that it overrides the grammar's own options."""
+"""Comes last, so that it overrides the grammar's options."""
 _ESCAPES: dict[str, object] = {"json_allowed_escapes": JSON_ESCAPES}
 _ONE_LINE: dict[str, object] = {
     **_ESCAPES,
@@ -42,8 +42,8 @@ _ONE_LINE: dict[str, object] = {
     "item_separator": ", ",
     "key_separator": ": ",
 }
-"""JSON with the white space that most programs use, and no other, so that a model cannot fill its
-output with white space.
+"""JSON with only the white space that most programs use, so that a model cannot fill its output
+with white space.
 """
 _FLEXIBLE: dict[str, object] = {
     **_ESCAPES,
@@ -56,10 +56,10 @@ class Source(NamedTuple):
 
     Attributes:
         text: llguidance's JSON for its grammars.
-        has_lark: whether a caller's own Lark grammar is in it.
-        parts: the parts of a structural tag that may be at fault, as grammars of their own, by
-            their places.
-        notes: what of it is held otherwise than it was written, in words.
+        has_lark: whether it contains a caller's Lark grammar.
+        parts: the components of a structural tag that may be at fault, as separate grammars, by
+            location.
+        notes: descriptions of what is enforced differently from what the grammar says.
     """
 
     text: str

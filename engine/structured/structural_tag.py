@@ -1,12 +1,12 @@
-"""Reads a structural tag: JSON that says in what order fixed text, free text, tags and values of
-schemas come. The format is the one of xgrammar and vLLM:
+"""Reads a structural tag: JSON that defines the order of fixed text, free text, tags and values
+that match schemas. The format is that of xgrammar and vLLM:
 
     {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<call>"], …}}
 
-    text ─▶ values ─▶ nodes (bounded, each error with its place) ─▶ tag_grammar ─▶ llguidance
+    text ─▶ values ─▶ nodes (bounded, each error with location) ─▶ tag_grammar ─▶ llguidance
 
-Strings may contain names of the tokenizer's special tokens. Such a part is that token, and nothing
-else; the text around it may be written by any tokens.
+Strings may contain names of the tokenizer's special tokens. Such a name stands for that token only;
+the text around it may be written by any tokens.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ MAX_LARK_BYTES = 64 * 1024
 
 _MAX_MARK = 256
 MAX_SHOWN = 80
-"""So much of how a tag begins is in messages about it."""
+"""How many characters of a tag's beginning are shown in messages about the tag."""
 
 _Object = dict[str, Any]
 _Begun = tuple[str, Literal, Node]
-"""A tag: its place, how it begins, and what comes behind that."""
+"""A tag: its location, how it begins, and what follows the beginning."""
 
 
 def read_structural_tag(
@@ -63,16 +63,16 @@ def read_structural_tag(
     options: dict[str, object],
     one_line: dict[str, object],
 ) -> tuple[str, TagGrammar]:
-    """The grammar of a structural tag, and what else is known of it.
+    """Return the grammar of a structural tag as text, and the object with its other properties.
 
     Args:
         text: the JSON text, at most MAX_GRAMMAR_BYTES.
         names: finds the model's special tokens in strings.
-        options: llguidance's own options for JSON.
-        one_line: the same for JSON that must stand on one line.
+        options: llguidance's options for JSON.
+        one_line: the options for JSON that must be on one line.
 
     Raises:
-        TagError: it is not valid, too large, or cannot be held.
+        TagError: it is not valid, is too large, or cannot be enforced.
     """
     try:
         value = read_json(text)
@@ -116,11 +116,11 @@ class _Reader:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What of the schemas is held otherwise than it was written."""
+        """Descriptions of what is enforced differently from what the schemas say."""
         return self._checks.notes
 
     def read(self, value: object) -> Node:
-        """The node of a whole structural tag."""
+        """Return the node of a whole structural tag."""
         if not isinstance(value, dict):
             raise TagError("is not a JSON object")
         if value.get("type") != "structural_tag":
@@ -137,7 +137,9 @@ class _Reader:
         return node
 
     def _older(self, value: _Object, where: str) -> Node:
-        """The older shape, which means triggered_tags. `where`: what its places begin with."""
+        """Read the older syntax, which means triggered_tags. `where`: the prefix of its
+        locations.
+        """
         _check_members(value, where, {"structures", "triggers"})
         tags: list[_Begun] = []
         for index, item in enumerate(_listed(value, "structures", where)):
@@ -172,7 +174,7 @@ class _Reader:
         return read(value, place, depth)
 
     def _structural_tag(self, value: _Object, place: str, depth: int) -> Node:
-        """A whole structural tag as a part of another."""
+        """Read a whole structural tag that is nested in another."""
         if "structures" in value or "triggers" in value:
             return self._older(value, place)
         _check_members(value, place, {"format"})
@@ -316,7 +318,7 @@ class _Reader:
         return [self._literal(trigger) for trigger in triggers]
 
     def _text(self, value: _Object, place: str) -> str:
-        """The terminal of free text."""
+        """Return the terminal of free text."""
         excluded = (
             self._strings(value, "excludes", place, empty=False) if value.get("excludes") else []
         )
@@ -340,7 +342,7 @@ class _Reader:
             raise TagError(f"{place}.json_schema {error}") from error
 
     def _literal(self, text: str) -> Literal:
-        """A string, with its special tokens."""
+        """Convert a string, with its special tokens."""
         return Literal(self._names.parts(text))
 
     def _count(self) -> None:
@@ -350,7 +352,7 @@ class _Reader:
 
 
 def _by_trigger(tags: list[_Begun], triggers: list[Literal], place: str) -> tuple[Tag, ...]:
-    """These tags with their triggers: the longest with which each begins."""
+    """Match each tag with its trigger, the longest one that the tag begins with."""
     longest_first = sorted(triggers, key=_length, reverse=True)
     found = []
     for where, begin, behind in tags:
@@ -394,7 +396,9 @@ def _mark(value: _Object, name: str, place: str) -> str:
 
 
 def _check_typed(marks: _Object, place: str) -> None:
-    """Check marks by the type of a value: that of a string is told from all others."""
+    """Check marks that depend on the value's type. The string's mark must be distinct from all
+    others.
+    """
     if unknown := marks.keys() - JSON_TYPES - {"other"}:
         known = ", ".join(sorted(JSON_TYPES))
         _refuse(_at(place, min(unknown)[:40]), f"is no type; known here: {known}, other")

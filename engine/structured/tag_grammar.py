@@ -1,14 +1,14 @@
-"""Writes a structural tag's nodes as a grammar of llguidance.
+"""Writes a structural tag's nodes as a grammar for llguidance.
 
-The lexer is greedy: of the terminals that may come next, the one that matches the most text is
-taken, and it never goes back. So open text, such as `any_text`, would take all that follows it.
-Therefore it is written together with the fixed texts that may follow it (its exits):
+The lexer is greedy: of the terminals that may come next, it takes the one that matches the most
+text, and it never backtracks. So open text, such as `any_text`, would take everything that follows
+it. Therefore it is written together with the fixed texts that may follow it (its exits):
 
-- before text, as one lazy terminal, which ends at the first place where the exit is complete;
-- before a special token, as a terminal of its own, because no text contains the token;
+- before text, as one lazy terminal, which ends where the exit is first complete;
+- before a special token, as a separate terminal, because no text contains the token;
 - at the output's end, as a terminal that cannot contain an exit.
 
-For this, what follows a choice is repeated behind each of its members that ends with open text.
+For this, what follows a choice is repeated after each of its members that ends with open text.
 Equal nodes with equal successors become one rule, so the grammar stays as small as the tree.
 """
 
@@ -42,18 +42,18 @@ _Nodes = tuple[Node, ...]
 
 
 class TagError(Exception):
-    """What a caller described cannot be held; the text tells why, with the place. The middle of a
-    long text is left out.
+    """A caller's structural tag cannot be enforced. The text says why, with the location. The
+    middle of a long text is left out.
     """
 
     def __init__(self, text: str, *, is_within: bool = False) -> None:
-        """`is_within`: whether the text has the beginning of its tag."""
+        """`is_within`: whether the text already includes the beginning of its tag."""
         long = len(text) > _MAX_CHARACTERS
         super().__init__(f"{text[:160]}…{text[-259:]}" if long else text)
         self._is_within = is_within
 
     def within(self, begin: str) -> TagError:
-        """The same error with the beginning of its tag, the innermost one."""
+        """Return the same error with the beginning of its innermost tag."""
         if self._is_within:
             return self
         shown = json.dumps(begin, ensure_ascii=False)
@@ -61,7 +61,7 @@ class TagError(Exception):
 
 
 class _Exit(NamedTuple):
-    """Fixed text behind open text, and what follows it."""
+    """Fixed text after open text, and what follows it."""
 
     literal: Literal
     behind: _Nodes
@@ -71,11 +71,11 @@ class TagGrammar:
     """Collects the rules of a grammar.
 
     Attributes:
-        larks: the callers' own grammars, which the rules refer to by their index: @lark_0.
-        parts: what was described by other means than this format's, each by its place, as a grammar
-            of its own: to find which one cannot be compiled.
-        notes: what of its schemas is held otherwise than it was written, in words; set by whoever
-            reads them.
+        larks: the callers' Lark grammars; rules refer to them by index, as @lark_0.
+        parts: the components described by other means than this format, by location, each as a
+            separate grammar. Used to find which one cannot be compiled.
+        notes: descriptions of what is enforced differently from what its schemas say. Set by the
+            code that reads the schemas.
     """
 
     def __init__(self) -> None:
@@ -89,10 +89,10 @@ class TagGrammar:
         self._waiting: list[tuple[str, _Nodes]] = []  # rules that are named, but not written yet
 
     def source(self, node: Node) -> str:
-        """The grammar's text, from the rule `start`.
+        """Return the grammar's text, beginning with the rule `start`.
 
         Raises:
-            TagError: it cannot be written so that it can be followed.
+            TagError: no grammar can be written that can be followed.
         """
         body = self._rule((node,))
         while self._waiting:  # no recursion: a sequence may be long
@@ -111,8 +111,10 @@ class TagGrammar:
         return self._rules[key]
 
     def _name(self, kind: str, body: str) -> str:
-        """The name of a terminal or rule with this text. `kind`: T, a terminal; lazy, a rule with a
-        terminal that ends as soon as it can; j, any other rule.
+        """Return the name of the terminal or rule with this text, adding it if necessary.
+
+        `kind` is T for a terminal, lazy for a rule whose terminal ends as soon as it can, and j for
+        any other rule.
         """
         key = kind, body
         if key not in self._named:
@@ -143,7 +145,7 @@ class TagGrammar:
         return " ".join(parts)
 
     def _distributed(self, node: Alternatives, behind: _Nodes) -> str:
-        """A choice of which a member ends with open text, and what follows it."""
+        """Write a choice with a member that ends with open text, together with what follows it."""
         return _any_of(
             self._rule((member, *behind))
             if is_open((member,))
@@ -203,13 +205,13 @@ class TagGrammar:
         return f"{units}{'+' if node.at_least_one else '*'} {tail}"
 
     def _free(self, node: Open, exits: list[_Exit], may_end: bool, also: list[str]) -> str:
-        """Open text up to one of these exits, or to the output's end.
+        """Write open text up to one of these exits, or to the output's end.
 
         Args:
             node: the text.
             exits: what may end it.
             may_end: whether the output may end with it.
-            also: further texts that end it elsewhere, and so cannot be in it.
+            also: other texts that would end it, and so cannot occur in it.
         """
         texts = list(dict.fromkeys([*_first_texts(exits), *also]))
         _check_overlaps(node, texts)
@@ -233,7 +235,9 @@ class TagGrammar:
 
 
 def excluding(terminal: str, texts: Iterable[str]) -> str:
-    """An expression of Lark's terminals, for texts of `terminal` that contain none of these."""
+    """Return an expression of Lark's terminals for texts of `terminal` that contain none of
+    `texts`.
+    """
     listed = " | ".join(map(json.dumps, texts))
     return f"({terminal}) & ~(ANY ({listed}) ANY)" if listed else terminal
 
@@ -252,8 +256,8 @@ def _any_of(bodies: Iterable[str]) -> str:
 
 
 def _exits(nodes: _Nodes) -> tuple[list[_Exit] | None, bool]:
-    """The fixed texts with which these nodes may begin (None: not all of them begin so), and
-    whether they may come to nothing.
+    """Return the fixed texts with which these nodes may begin (None if they may also begin with
+    something else), and whether the nodes may be empty.
     """
     found: list[_Exit] = []
     nodes = flattened(nodes)
@@ -277,7 +281,9 @@ def _exits(nodes: _Nodes) -> tuple[list[_Exit] | None, bool]:
 
 
 def _first_texts(exits: Iterable[_Exit]) -> list[str]:
-    """The texts of the exits that are text alone; of those that begin alike, the shortest."""
+    """Return the texts of the exits that consist of text alone. If one is a prefix of others, only
+    the shortest is returned.
+    """
     firsts = dict.fromkeys(
         first
         for literal, _ in exits

@@ -1,4 +1,5 @@
-"""What a structural tag comes to: a tree of few kinds of nodes, which `tag_grammar` writes down.
+"""The tree that represents a structural tag. It has few kinds of nodes, which `tag_grammar` writes
+as a grammar.
 
     const_string, begin, end  Literal     regex, any_text   Open
     json_schema               JsonNode    …_parameters      Sequence of Literal, Value and JsonNode
@@ -19,8 +20,8 @@ from engine.structured.special_names import Part
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Literal:
-    """Fixed text: parts of text, which any tokens may write, and special tokens between them. No
-    two parts of text are neighbours, and none is empty.
+    """Fixed text: segments of text, which any tokens may write, and special tokens between them. No
+    two text segments are adjacent, and none is empty.
     """
 
     parts: tuple[Part, ...]
@@ -28,12 +29,12 @@ class Literal:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Open:
-    """Text that does not tell where it ends: it ends where a text begins that may follow it.
+    """Text without a defined end: it ends where a text that may follow it begins.
 
     Attributes:
         terminal: an expression of Lark's terminals.
         place: where the caller described it, for messages.
-        needs_end: whether it could go on with anything, so that what follows it must be fixed text.
+        needs_end: whether it could continue with anything, so that fixed text must follow it.
     """
 
     terminal: str
@@ -43,14 +44,14 @@ class Open:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """Text that ends at the first place where this expression of Lark's terminals matches."""
+    """Text that ends where this expression of Lark's terminals first matches."""
 
     terminal: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JsonNode:
-    """A JSON value of a schema, which is ready for llguidance; `place`: where it was described."""
+    """A JSON value with a schema that is ready for llguidance; `place`: where it was described."""
 
     schema: str
     place: str
@@ -58,7 +59,7 @@ class JsonNode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lark:
-    """Text of a Lark grammar; `place`: where it was described."""
+    """The text of a Lark grammar; `place`: where it was described."""
 
     grammar: str
     place: str
@@ -66,7 +67,7 @@ class Lark:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequence:
-    """Nodes one after the other."""
+    """Several nodes in order."""
 
     nodes: tuple[Node, ...]
 
@@ -80,14 +81,14 @@ class Alternatives:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Repeated:
-    """A node any number of times."""
+    """A node that may occur any number of times."""
 
     node: Node
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tag:
-    """A tag of `Triggered`: what comes behind its trigger."""
+    """A tag of `Triggered`: its trigger, and what comes after that."""
 
     trigger: Literal
     behind: Node
@@ -95,13 +96,13 @@ class Tag:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Triggered:
-    """Free text with tags in it: where a trigger was written, one of its tags goes on.
+    """Free text with tags in it: once a trigger was written, one of its tags follows.
 
     Attributes:
         text: the free text.
         tags: the tags.
-        at_least_one: whether a tag must come.
-        stop_after_first: whether nothing of it may follow a tag.
+        at_least_one: whether there must be a tag.
+        stop_after_first: whether the free text must end after the first tag.
     """
 
     text: Open
@@ -116,7 +117,9 @@ EMPTY = Literal(())
 
 
 def flattened(nodes: Listed[Node]) -> tuple[Node, ...]:
-    """These nodes without sequences and empty literals, and neighbouring literals as one."""
+    """Return the nodes with sequences flattened, empty literals removed and adjacent literals
+    joined.
+    """
     flat: list[Node] = []
     waiting = list(reversed(nodes))
     while waiting:
@@ -131,7 +134,7 @@ def flattened(nodes: Listed[Node]) -> tuple[Node, ...]:
 
 
 def joined(first: Literal, second: Literal) -> Literal:
-    """Two literals as one."""
+    """Join two literals."""
     head, tail = first.parts, second.parts
     if head and tail and isinstance(head[-1], str) and isinstance(tail[0], str):
         return Literal((*head[:-1], head[-1] + tail[0], *tail[1:]))
@@ -139,7 +142,9 @@ def joined(first: Literal, second: Literal) -> Literal:
 
 
 def without_prefix(literal: Literal, prefix: Literal) -> Literal | None:
-    """What is left of a literal behind a prefix; None: it does not begin with it."""
+    """Return what is left of a literal after a prefix, or None if it does not begin with the
+    prefix.
+    """
     rest = list(literal.parts)
     for index, part in enumerate(prefix.parts):
         if not rest:
@@ -158,7 +163,7 @@ def without_prefix(literal: Literal, prefix: Literal) -> Literal | None:
 
 
 def is_open(nodes: Listed[Node]) -> bool:
-    """Whether these nodes may end with text that does not tell where it ends."""
+    """Whether these nodes may end with text without a defined end."""
     for node in reversed(nodes):
         match node:
             case Open() | Triggered():
@@ -180,7 +185,7 @@ def is_open(nodes: Listed[Node]) -> bool:
 
 
 def may_be_empty(node: Node) -> bool:
-    """Whether a node may come to nothing; an expression counts as if it could not."""
+    """Whether a node may be empty. An expression counts as if it could not."""
     match node:
         case Literal():
             return not node.parts

@@ -1,8 +1,8 @@
-"""What each token of a vocabulary writes, as bytes in which marks can be found.
+"""The bytes that each token of a vocabulary writes, in a representation in which marks can be
+found.
 
-A special token is spelled by bytes that no text contains, so that a mark which is a special token
-is found only where that token stands. A token with bytes that no text contains is a
-part of no mark.
+A special token is spelled with bytes that no text contains, so that a mark that is a special token
+is found only where that token occurs. A token whose bytes no text contains belongs to no mark.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from engine.structured.special_names import SpecialNames
 BLANKS = b" \t\r\n"
 _BEGIN = b"\xff"
 _DIGIT = 0xF8
-"""The first byte of a special token's spelling, and the first of the digits that follow. In UTF-8
-no byte is 0xF8 or more.
-"""
+"""The base value of the digits in a special token's spelling. In UTF-8, no byte is 0xF8 or more."""
 _BASE = 7
 _NUM_DIGITS = 8
 _NO_TEXT = b"\xfe"
-"""The spelling of a token with bytes that no text contains: a digit, which begins no spelling."""
+"""The spelling of a token with bytes that no text contains: a digit, because no spelling begins
+with one.
+"""
 
 
 class TokenSpellings:
     """The spellings of a vocabulary's tokens.
 
     Attributes:
-        by_id: each token's spelling; empty: it writes nothing.
-        blanks: the tokens that write blanks alone.
+        by_id: each token's spelling; empty if it writes nothing.
+        blanks: the tokens that consist of blanks only.
     """
 
     def __init__(
         self, texts: Sequence[bytes], special_ids: Iterable[int], names: SpecialNames
     ) -> None:
-        """`texts`: each token's bytes; `special_ids`: of the tokens that are special."""
+        """`texts`: each token's bytes. `special_ids`: the ids of the special tokens."""
         self._names = names
         self.by_id = [text if not text or max(text) < _DIGIT else _NO_TEXT for text in texts]
         for token in special_ids:
@@ -47,26 +47,28 @@ class TokenSpellings:
         self.blanks = [token for token in blank if not self.by_id[token].strip(BLANKS)]
 
     def is_special(self, token: int) -> bool:
-        """Whether a token is special; False: there is none with this id."""
+        """Whether a token is special. False if there is no token with this id."""
         return 0 <= token < len(self.by_id) and self.by_id[token].startswith(_BEGIN)
 
     def spell(self, text: str) -> bytes:
-        """The spelling of a text, in which names of special tokens are these tokens."""
+        """Return the spelling of a text, in which names of special tokens stand for these
+        tokens.
+        """
         return b"".join(
             part.encode() if isinstance(part, str) else _special(part)
             for part in self._names.parts(text)
         )
 
     def equal_to(self, spelling: bytes) -> list[int]:
-        """The tokens that are spelled so; not empty."""
+        """Return the tokens with this spelling, which must not be empty."""
         return self._between(spelling, spelling + b"\x00")
 
     def starting_with(self, spelling: bytes) -> list[int]:
-        """The tokens whose spelling begins with this text, which must not be empty."""
+        """Return the tokens whose spelling begins with this text, which must not be empty."""
         return self._between(spelling, _successor(spelling))
 
     def containing(self, spelling: bytes) -> list[int]:
-        """The tokens whose spelling contains this one."""
+        """Return the tokens whose spelling contains this one."""
         return [token for token, own in enumerate(self.by_id) if spelling in own]
 
     def _between(self, first: bytes, behind: bytes) -> list[int]:
@@ -82,6 +84,6 @@ def _special(token: int) -> bytes:
 
 
 def _successor(spelling: bytes) -> bytes:
-    """The first spelling behind all that begin with this one."""
+    """Return the first spelling after all those that begin with this one."""
     kept = spelling.rstrip(b"\xff")
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\xff" * (len(spelling) + 1)

@@ -1,6 +1,6 @@
-"""Walks through a new grammar, off the engine's thread. So a grammar that fails within an output is
-refused in time, a costly one is known to be costly, and the lexer's first states are ready for the
-first request.
+"""Tries out a new grammar, off the engine's thread. So a grammar that would fail within an output
+is refused in advance, the cost of the others is known, and the lexer's first states are ready for
+the first request.
 
     samples   tokens drawn from the masks: what an output costs
     names     byte by byte from each declared name to the next one in the schema's order, through
@@ -8,7 +8,7 @@ first request.
     stretch   tokens of the vocabulary, repeated as often as they fit: long strings, deep nesting,
               the far ends of repetitions
 
-All of them together are bounded in tokens and in time; they do not prove that no output fails.
+All trials together are limited in tokens and in time. They do not prove that no output fails.
 """
 
 from __future__ import annotations
@@ -30,26 +30,28 @@ from engine.structured.vocabulary import Vocabulary
 _NUM_SAMPLES = 3
 _NUM_TOKENS = 64
 _MAX_S = 0.5
-"""About the most CPU seconds of one sample; limits the cost of a trial, not what is accepted."""
+"""The approximate CPU time limit of one sample, in seconds. It limits the cost of a trial, not
+which grammars are accepted.
+"""
 _NUM_FIRST = 16
-"""One walk chooses among this many of the first tokens that fit: in most vocabularies the first
-tokens are single bytes, such as brackets and quotes.
+"""One sample draws only among this many of the first tokens that fit. In most vocabularies the
+first tokens are single bytes, such as brackets and quotes.
 """
 _MAX_NAME_TOKENS = 4000
 _MAX_NAMES_S = 0.1
 _MAX_NAME_S = 0.001
-"""The bounds of the walk from name to name, in tokens, and in CPU seconds of all and for each."""
+"""The limits for the names: the number of tokens, and the CPU seconds in total and per name."""
 _MAX_STRETCH_TOKENS = 512
 _MAX_STRETCH_S = 0.05
-"""Those of the stretch."""
+"""The limits for the stretch: the number of tokens, and the CPU seconds."""
 _NUM_NEXT_NAMES = 8
-"""So many of the next names are tried at each place: others may belong to another branch."""
+"""How many of the next names are tried at each position; some may belong to another branch."""
 _RUN = 16
-"""So many equal tokens are taken behind one mask. The lexer's fuel is for what follows a mask; what
-this many tokens, or a name, need of it is far less than what the mask itself does.
+"""How many equal tokens are taken after one mask. The lexer's fuel applies to what follows a mask,
+and this many tokens, or a name, need far less of it than the mask itself does.
 """
 _TO_CLOSE = b']}{",'
-"""Outside of strings, the bytes that are written first if they fit, to be done with a value."""
+"""The bytes that are written first outside of strings if they fit, to end a value quickly."""
 _OPENERS = b"[{"
 _CLOSERS = frozenset(b'"]},')
 
@@ -58,8 +60,8 @@ class Trial(NamedTuple):
     """The result of a trial.
 
     Attributes:
-        error: why it cannot be followed, for the caller that sent it; None: it could, as far as
-            the walks went.
+        error: why the grammar cannot be followed, for the caller that sent it. None if the trial
+            found no problem.
         token_s: the cost of a token, in seconds of CPU time, once the lexer has its states.
     """
 
@@ -68,10 +70,10 @@ class Trial(NamedTuple):
 
 
 def try_out(root: Root, params: GrammarParams, vocabulary: Vocabulary, vocab_size: int) -> Trial:
-    """Walk through a grammar; the same way in every run, but for bounds of time.
+    """Try out a grammar. Every run takes the same steps, except for the time limits.
 
     Args:
-        root: its start; not advanced.
+        root: the grammar's start; not advanced.
         params: what it was compiled from.
         vocabulary: the model's tokens.
         vocab_size: V. The extra token after the vocabulary, which ends the output, is never chosen.
@@ -97,12 +99,12 @@ def try_out(root: Root, params: GrammarParams, vocabulary: Vocabulary, vocab_siz
 
 
 class _Walk:
-    """One way through a grammar.
+    """One path through a grammar.
 
     Attributes:
-        tokens: those taken.
-        spent_s: their cost and that of their masks, in seconds of CPU time.
-        matcher: behind them.
+        tokens: the tokens taken.
+        spent_s: the cost of these tokens and of their masks, in seconds of CPU time.
+        matcher: the matcher after these tokens.
     """
 
     def __init__(self, root: Root, vocab_size: int) -> None:
@@ -116,15 +118,15 @@ class _Walk:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it could not go on, other than at the end of an output."""
+        """Whether the grammar could not be followed further, other than at the end of an output."""
         return self.matcher.is_error() and "NoExtension" not in self.matcher.get_error()
 
     def explain(self, kind: GrammarKind) -> str:
-        """Why it could not go on."""
+        """Explain why the grammar could not be followed further."""
         return too_complex(kind, self._root.text_of(self.tokens), len(self.tokens))
 
     def compute(self) -> bool:
-        """Compute the mask. False: nothing can follow."""
+        """Compute the mask. Return False if nothing can follow."""
         if self.matcher.is_stopped():
             return False
         begin = time.thread_time()
@@ -133,7 +135,7 @@ class _Walk:
         return not self.matcher.is_error()
 
     def fitting(self) -> npt.NDArray[np.intp]:
-        """The tokens that fit, ascending; none at the end."""
+        """Return the tokens that fit, in ascending order; none at the end."""
         if not self.compute():
             return np.zeros(0, np.intp)
         tokens = np.flatnonzero(np.unpackbits(self._mask.view(np.uint8), bitorder="little"))
@@ -144,7 +146,7 @@ class _Walk:
         return bool(self._mask[token // 32] >> token % 32 & 1)
 
     def take(self, tokens: list[int]) -> bool:
-        """Take tokens as far as they fit. False: none was taken."""
+        """Take tokens as long as they fit. Return False if none was taken."""
         begin = time.thread_time()
         if len(tokens) == 1:
             num_taken = int(self.matcher.consume_token(tokens[0]))
@@ -155,12 +157,14 @@ class _Walk:
         return num_taken > 0
 
     def may_go_on(self, max_tokens: int, max_s: float) -> bool:
-        """Whether it is within its bounds."""
+        """Whether the limits are not reached yet."""
         return len(self.tokens) < max_tokens and time.thread_time() - self._begin_s < max_s
 
 
 def _sample(walk: _Walk, draw: random.Random, num_first: int | None) -> None:
-    """Draw tokens from the masks. `num_first`: from so many of the first ones; None: from all."""
+    """Draw tokens from the masks. `num_first`: draw only from this many of the first ones that fit,
+    or from all if None.
+    """
     while walk.may_go_on(_NUM_TOKENS, _MAX_S):
         tokens = walk.fitting()[:num_first]
         if not len(tokens) or not walk.take([int(draw.choice(tokens))]):
@@ -168,8 +172,8 @@ def _sample(walk: _Walk, draw: random.Random, num_first: int | None) -> None:
 
 
 def _go_through(walk: _Walk, token_of: Mapping[int, int], names: Sequence[str]) -> None:
-    """Write the declared names, one after the other, with the shortest values. `token_of`: the
-    token that writes a byte and nothing else.
+    """Write the declared names one after the other, with the shortest values. `token_of`: for each
+    byte, the token that writes only that byte.
     """
     spelled = [json.dumps(name, ensure_ascii=False).encode() + b":" for name in names]
     draw = random.Random(0)
@@ -195,8 +199,8 @@ def _go_through(walk: _Walk, token_of: Mapping[int, int], names: Sequence[str]) 
 
 
 def _next_name(walk: _Walk, token_of: Mapping[int, int], spelled: Sequence[bytes]) -> int:
-    """Write one of the next names, if one may come. Returns how many names it is further; 0: none
-    may.
+    """Write one of the next names, if one may follow. Return how many names to advance, or 0 if
+    none may follow.
     """
     for index, name in enumerate(spelled[:_NUM_NEXT_NAMES]):
         for text in (name, b", " + name):
@@ -226,8 +230,8 @@ def _stretch(walk: _Walk, vocabulary: Vocabulary) -> None:
 
 
 def _names(text: str) -> Iterator[str]:
-    """The names of the properties that a schema declares, in its order, an object's own before
-    those within its values.
+    """Yield the names of the properties that a schema declares, in order. An object's names come
+    before those within its values.
     """
     stack: list[object] = [json.loads(text, parse_int=str)]  # numbers may be of any length
     while stack:

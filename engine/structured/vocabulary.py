@@ -1,10 +1,10 @@
 """The model's vocabulary for llguidance: the bytes that each token adds to the text.
 
-The bytes come from our own tables, so that masks match the text that the front end delivers. A
+The bytes come from Headrace's tables, so that masks match the text that the front end delivers. A
 token without text (a special one, or an id that the tokenizer lacks) can be chosen only if a Lark
 grammar names it, as in <|call|> or <[7]>. After the vocabulary comes one extra token, which no
-model has: llguidance uses it to say that the output may end here, and `matcher` replaces it by the
-request's own ending ids.
+model has. llguidance uses it to say that the output may end here, and `matcher` replaces it by the
+request's ending ids.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _NO_TEXT = 0xFF
 
 
 class Vocabulary(NamedTuple):
-    """What is known of a model's tokens.
+    """A model's tokens, in the representations that matchers need.
 
     Attributes:
-        tokens: llguidance's own form of them.
+        tokens: llguidance's representation.
         names: finds special tokens in texts.
         spellings: what each token writes, to find marks in it.
-        bytes_alone: the tokens that write a single byte, by this byte.
+        bytes_alone: for each byte, the token that writes only that byte.
     """
 
     tokens: LLTokenizer
@@ -44,7 +44,7 @@ def read_vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> Vocabulary:
     """Convert a tokenizer for llguidance.
 
     Args:
-        tokenizer: the model's; None: it has none.
+        tokenizer: the model's tokenizer, or None if it has none.
         vocab_size: V, the width of the logits. The extra token after the vocabulary has this id.
 
     Raises:
@@ -93,5 +93,5 @@ class _Tokens:
 
 
 def _text(piece: bytes) -> bytes:
-    """A token's bytes; empty if no text can contain them."""
+    """Return a token's bytes, or nothing if no text can contain them."""
     return b"" if _NO_TEXT in piece else piece

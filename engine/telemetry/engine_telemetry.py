@@ -3,9 +3,10 @@
     LoadedModel(telemetry=…) ── a manager's ManagerObserver ◀── its requests, steps, start and end
                                           └──▶ one set of instruments, which sums up all managers
 
-The metrics are the engine's part of a server's, by the same names (docs/offline.md lists them).
-Gauges and counters sum up the managers that run; the counts of those that have ended are kept. So
-the number of series depends neither on how many managers there are nor on what requests contain.
+The metrics are those of a server that concern the engine, with the same names (docs/offline.md
+lists them). Gauges and counters sum over the running managers; the counts of those that have ended
+are kept. So the number of series depends neither on the number of managers nor on the content of
+requests.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ _SUMMED: Final = tuple(one.name for one in fields(EngineStats) if one.type == "i
 
 
 class Telemetry:
-    """Where managers tell what they do. Give it to `engine.load` or `engine.from_model`; one may
-    serve several models.
+    """Collects what managers report. Pass it to `engine.load` or `engine.from_model`; one instance
+    may serve several models.
 
-    A request's span begins when it is added, as a child of the span that is then current, and ends
-    with it. Refused requests have none.
+    A request's span begins when the request is added, as a child of the current span, and ends with
+    the request. Refused requests have no span.
     """
 
     def __init__(
@@ -45,13 +46,13 @@ class Telemetry:
         tracer_provider: TracerProvider | None = None,
         trace_steps: bool = False,
     ) -> None:
-        """Make the instruments.
+        """Create the instruments.
 
         Args:
-            meter_provider, tracer_provider: where metrics and spans go; None: OpenTelemetry's
-                global ones, which do nothing unless somebody has set them. Whoever made them shuts
-                them down.
-            trace_steps: whether each step has a span too.
+            meter_provider, tracer_provider: where metrics and spans go. The defaults are
+                OpenTelemetry's global providers, which do nothing unless they have been set. The
+                code that created the providers must shut them down.
+            trace_steps: whether each step also has a span.
         """
         meter = (meter_provider or metrics.get_meter_provider()).get_meter(_NAME)
         self._tracer = (tracer_provider or trace.get_tracer_provider()).get_tracer(_NAME)
@@ -64,7 +65,7 @@ class Telemetry:
         observe_stats(meter, self._present, self._totals)
 
     def observer(self, model: str) -> ManagerObserver:
-        """The observer of a new manager. `model`: the name of its model."""
+        """Create the observer of a new manager. `model`: the name of its model."""
         with self._lock:
             if model not in self._steps:
                 self._steps[model] = StepInstruments(self._meter, model)
@@ -72,12 +73,12 @@ class Telemetry:
         return ManagerObserver(self, model, steps, self._tracer if self._trace_steps else None)
 
     def started(self, observer: ManagerObserver, stats: Callable[[], EngineStats]) -> None:
-        """Note that a manager runs."""
+        """Record that a manager runs."""
         with self._lock:
             self._running[observer] = _Running(stats, counts(stats()))
 
     def ended(self, observer: ManagerObserver) -> None:
-        """Note that a manager runs no longer; its counts are kept."""
+        """Record that a manager no longer runs; its counts are kept."""
         with self._lock:
             running = self._running.pop(observer, None)
             if running is not None:
@@ -98,18 +99,18 @@ class Telemetry:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A manager that runs. `at_start`: its counts when it was started."""
+    """A running manager. `at_start`: its counts when it was started."""
 
     stats: Callable[[], EngineStats]
     at_start: Mapping[str, int]
 
     def grown(self) -> dict[str, int]:
-        """Its counts since it was started."""
+        """Return its counts since it was started."""
         return {name: count - self.at_start[name] for name, count in counts(self.stats()).items()}
 
 
 class ManagerObserver:
-    """What one manager tells; see `engine.api.observer.Observer`."""
+    """Reports what one manager does; see `engine.api.observer.Observer`."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class ManagerObserver:
         steps: StepInstruments,
         step_tracer: trace.Tracer | None,
     ) -> None:
-        """`step_tracer`: makes a span for each step; None: there are none."""
+        """`step_tracer`: creates a span for each step; None for no such spans."""
         self._telemetry = telemetry
         self._tracer = telemetry._tracer
         self._model = model
@@ -127,16 +128,16 @@ class ManagerObserver:
         self._live = LiveSpans()
 
     def started(self, stats: Callable[[], EngineStats]) -> None:
-        """The manager's thread was started."""
+        """Record that the manager's thread was started."""
         self._telemetry.started(self, stats)
 
     def ended(self) -> None:
-        """It has ended."""
+        """Record that the manager has ended."""
         self._telemetry.ended(self)
 
     def submitting(self, requests: Sequence[GenerationRequest], arrival: float) -> None:
-        """Requests go to the engine, whose outputs may come at once. `arrival`: monotonic
-        seconds.
+        """Begin the spans of requests that go to the engine, whose outputs may come immediately.
+        `arrival`: monotonic seconds.
         """
         parent, offset_ns = get_current(), wall_offset_ns()
         for request in requests:
@@ -150,7 +151,7 @@ class ManagerObserver:
             RequestSpan(span, self._live).submitted(request)
 
     def refused(self, requests: Sequence[GenerationRequest]) -> None:
-        """They were refused."""
+        """Forget the spans of requests that were refused."""
         for request in requests:
             self._live.remove(request.request_id)
 

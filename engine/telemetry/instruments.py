@@ -1,12 +1,12 @@
-"""Instruments of OpenTelemetry for what an engine does: what every step did, how long requests
-took, and the engine's statistics.
+"""OpenTelemetry instruments for what an engine does: what every step did, how long requests took,
+and the engine's statistics.
 
     engine ── StepOutputs ──▶ StepInstruments ──▶ histograms of steps and requests
     engine ◀── stats ──────── observe_stats ────▶ gauges and counters, read when they are exported
 
-Both the service and the Python API make their metrics with these, so they have the same names.
-Those that begin with `gen_ai.` come from OpenTelemetry's semantic conventions for generative AI;
-ours begin with `headrace.`. The times of requests come from the engine's clock.
+Both the service and the Python API create their metrics with these, so they have the same names.
+Names that begin with `gen_ai.` come from OpenTelemetry's semantic conventions for generative AI;
+Headrace's begin with `headrace.`. The times of requests come from the engine's clock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.contract.outputs import Finish, RequestOutput, StepOutputs
 from engine.contract.stats import EngineStats
 
 TEXT, CHAT = "text_completion", "chat"
-"""The conventions' names of what is asked for."""
+"""The operation names of the conventions."""
 
 # The conventions' bounds, and smaller ones: a tiny model makes tokens in less than a millisecond.
 _SECONDS: Final = (0.001, 0.0025, 0.005, *(0.01 * 2**power for power in range(14)))
@@ -141,7 +141,7 @@ _DECODE: Final = {"headrace.step.phase": "decode"}
 
 
 def counts(stats: EngineStats) -> dict[str, int]:
-    """The values of all counters by their names."""
+    """Return the values of all counters by name."""
     return {name: read(stats) for name, *_, read in COUNTERS}
 
 
@@ -150,14 +150,14 @@ def observe_stats(
     present: Callable[[], EngineStats | None],
     totals: Callable[[], Mapping[str, int]],
 ) -> None:
-    """Make the gauges and counters of the engine's statistics.
+    """Create the gauges and counters of the engine's statistics. The threads of exporters call both
+    functions.
 
     Args:
-        meter: makes the instruments.
-        present: returns the statistics now; None: they are not known. Then gauges say nothing:
-            neither an old value nor 0 would be true.
-        totals: returns the counters' values since the start, by their names; those that are missing
-            are not known. Both are called by the threads of exporters.
+        meter: creates the instruments.
+        present: returns the current statistics, or None if they are unknown. Gauges then report
+            nothing, because neither an old value nor 0 would be true.
+        totals: returns the counters' values since the start by name; missing ones are unknown.
     """
 
     def gauge(
@@ -183,10 +183,10 @@ def observe_stats(
 
 
 class StepInstruments:
-    """Histograms of steps and requests. Called by one thread."""
+    """Histograms of steps and requests. Must be called by one thread only."""
 
     def __init__(self, meter: Meter, model: str = "") -> None:
-        """Make them. `model`: its name; empty: it is not known yet."""
+        """Create the histograms. `model`: the name of the model; empty if not known yet."""
 
         def histogram(name: str, unit: str, text: str, bounds: tuple[float, ...]) -> Histogram:
             return meter.create_histogram(
@@ -228,7 +228,7 @@ class StepInstruments:
 
     @property
     def model(self) -> str:
-        """The name of the model; empty while it is not known."""
+        """The name of the model; empty if not known yet."""
         return self._model
 
     @model.setter
@@ -245,9 +245,10 @@ class StepInstruments:
         }
 
     def on_step(self, step: StepOutputs, is_chat: Callable[[str], bool] = lambda _: False) -> None:
-        """Record a step, and the requests that ended in it. Costs nothing for each token.
+        """Record a step, and the requests that ended in it. The cost does not depend on the number
+        of tokens.
 
-        `is_chat`: says of a request that ends, by its id, whether it was a conversation.
+        `is_chat`: returns, for the id of a request that ends, whether it was a conversation.
         """
         record = step.step
         if record is not None:

@@ -3,9 +3,9 @@
     submitted ──▶ RequestSpan ──▶ LiveSpans ◀── on_step ── StepOutputs
                                      └──▶ attributes, phases and the end of the span
 
-A span is ended with the engine's own times when its request ends, so nothing is done for it at a
-token. Its events are the phases: accepted, scheduled, first token, last token. Prompts and outputs
-are on it only if somebody has given what decodes them.
+When a request ends, its span is ended with the engine's times, so there is no work per token. Its
+events are the phases: accepted, scheduled, first token, last token. Prompts and outputs are
+recorded on it only if a decoding function was provided.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from engine.contract.request import GenerationRequest
 from engine.contract.types import RequestId, TokenId
 
 MAX_CONTENT_TOKENS = 16_384
-"""At most this many tokens of a prompt, and of each output, are on a span."""
+"""The most tokens of a prompt, and of each output, that are recorded on a span."""
 Decode = Callable[[Sequence[int]], str]
 _NEUTRAL: Final = (
     ("top_p", 1.0), ("top_k", 0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0),
 )  # fmt: skip
-"""Parameters that are on a span if they have an effect: every attribute costs time to export."""
+"""Parameters that are recorded on a span only if they have an effect: every attribute costs time to
+export.
+"""
 
 
 def attributes_of(operation: str, model: str, request_id: str) -> dict[str, str]:
-    """The attributes of a request's span at its beginning."""
+    """Return the initial attributes of a request's span."""
     return {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "headrace",
@@ -45,7 +47,9 @@ def attributes_of(operation: str, model: str, request_id: str) -> dict[str, str]
 
 
 def wall_offset_ns() -> int:
-    """Nanoseconds from the engine's clock, which counts from an arbitrary time, to the wall's."""
+    """Return the offset in nanoseconds from the engine's clock, which has an arbitrary origin, to
+    the wall clock.
+    """
     return time.time_ns() - time.monotonic_ns()
 
 
@@ -56,10 +60,10 @@ def set_error(span: Span, kind: str) -> None:
 
 
 class LiveSpans:
-    """The spans of the requests that the engine has.
+    """The spans of the requests in the engine.
 
     Attributes:
-        decode: turns token ids into text; None: prompts and outputs are not on spans.
+        decode: converts token ids to text; None if spans do not record prompts and outputs.
     """
 
     def __init__(self) -> None:
@@ -74,11 +78,11 @@ class LiveSpans:
         self.spans[request_id] = span
 
     def remove(self, request_id: RequestId) -> None:
-        """Forget a span, if it is there."""
+        """Forget a span. Does nothing if there is none."""
         self.spans.pop(request_id, None)
 
     def on_step(self, step: StepOutputs) -> None:
-        """Note a step's outputs: the ends of requests, and tokens where content is wanted."""
+        """Record a step's outputs: the ends of requests, and tokens if content is recorded."""
         spans, decodes = self.spans, self.decode is not None
         if not spans:
             return
@@ -104,7 +108,7 @@ class RequestSpan:
     __slots__ = ("_choices", "_decode", "_engine_id", "_live", "_offset_ns", "_prompt", "span")
 
     def __init__(self, span: Span, live: LiveSpans) -> None:
-        """Wrap a span that has begun. `live`: where it is until its end."""
+        """Wrap a span that has begun. `live`: the collection that holds it until its end."""
         self.span = span
         self._live = live
         self._decode = live.decode
@@ -114,7 +118,7 @@ class RequestSpan:
         self._offset_ns = wall_offset_ns()
 
     def submitted(self, request: GenerationRequest) -> None:
-        """Note that the request goes to the engine; `LiveSpans.on_step` ends the span."""
+        """Record that the request goes to the engine; `LiveSpans.on_step` ends the span."""
         span, sampling = self.span, request.sampling
         if not span.is_recording():  # it is not sampled
             return
@@ -137,7 +141,7 @@ class RequestSpan:
             self._prompt = list(islice(request.prompt, MAX_CONTENT_TOKENS))
 
     def push(self, output: RequestOutput) -> None:
-        """Note one step's output of one choice."""
+        """Record one step's output of one choice."""
         choice = self._choices.setdefault(output.choice, _Choice())
         if self._decode is not None and len(choice.tokens) < MAX_CONTENT_TOKENS:
             choice.tokens.extend(output.token_ids)
@@ -147,13 +151,13 @@ class RequestSpan:
                 self._end(output.finish)
 
     def lost(self) -> None:
-        """End it: its engine is lost."""
+        """End the span because the engine is lost."""
         self.forget()
         set_error(self.span, "unavailable")
         self.span.end()
 
     def forget(self) -> None:
-        """Expect no outputs of it any more. A span that is not ended is not exported."""
+        """Expect no more outputs of the request. A span that is not ended is not exported."""
         if self._engine_id is not None:
             self._live.remove(self._engine_id)
 
@@ -185,7 +189,7 @@ class RequestSpan:
         span.end(self._wall(timings.finished))
 
     def _wall(self, at: float) -> int:
-        """Nanoseconds of the wall clock for seconds of the engine's."""
+        """Convert seconds of the engine's clock to nanoseconds of the wall clock."""
         return int(at * 1e9) + self._offset_ns
 
     def _add_content(self) -> None:

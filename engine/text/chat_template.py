@@ -1,12 +1,12 @@
-"""Turns a conversation into the text of a prompt, with the Jinja template of the model.
+"""Converts a conversation to the text of a prompt, with the model's Jinja template.
 
     messages, tools ──▶ plain copies ──▶ the template ──▶ text ──▶ Tokenizer.encode
                         conversation.py  sandbox.py
 
-The text is the one that transformers' `apply_chat_template` gives for the same template and values.
-Templates are read from the model's directory alone: a client sends values, never a template, and no
-value may replace one that the server or the tokenizer sets. The text's length and the time it takes
-are bounded.
+The text is the same as that of transformers' `apply_chat_template` for the same template and
+values. Templates are only read from the model's directory: a client sends values, never a template,
+and no value may replace one that the server or the tokenizer sets. The length of the text and the
+time to produce it are limited.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from engine.text.text_errors import ChatTemplateError, ChatTemplateUnavailableEr
 _LOG = logging.getLogger(__name__)
 
 MAX_CHARACTERS = 16 * 1024 * 1024
-"""The longest text that a template may make."""
+"""The longest text that a template may produce."""
 MAX_SECONDS = 10.0
-"""The longest time that it may take, checked whenever it writes something."""
+"""The time limit of a template, in seconds, checked whenever the template writes something."""
 MAX_ATTEMPT_SECONDS = 1.0
-"""The same, where it is only tried what a template makes of something."""
+"""The time limit of `attempt`, in seconds."""
 MAX_SOURCE_BYTES = 1024 * 1024
-"""The longest file with a template."""
+"""The largest file with a template."""
 _OPTION = "chat_template"
 _MAX_REASON = 500
 """The longest message of raise_exception that is passed on, in characters."""
@@ -67,7 +67,7 @@ _SET_BY_SERVER = frozenset(
 
 
 class ChatTemplate:
-    """One template; safe to use from several threads. It is compiled when it is first used."""
+    """One template. It is thread-safe, and compiled when it is first used."""
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class ChatTemplate:
         max_seconds: float = MAX_SECONDS,
         clock: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """Keep a Jinja source, the special tokens and the clock that it may read, and the bounds of
-        its output.
+        """Store a Jinja source, the special tokens and the clock that it may read, and the limits
+        on its output.
         """
         self._source = source
         self._special_tokens = dict(special_tokens or {})
@@ -95,7 +95,7 @@ class ChatTemplate:
         return self._source
 
     def compile(self) -> Template:
-        """The compiled template.
+        """Return the compiled template.
 
         Raises:
             ChatTemplateUnavailableError: the source is not valid.
@@ -118,8 +118,8 @@ class ChatTemplate:
 
     @cached_property
     def call_form(self) -> CallForm:
-        """How it takes messages with tool calls: the first form in which it prints a call; if it
-        prints none, the first in which it renders; else the usual one.
+        """How the template takes messages with tool calls: the first variant with which it prints a
+        call. If it prints none, the first with which it renders, otherwise the usual one.
         """
         renders: CallForm | None = None
         for form in CALL_FORMS:
@@ -145,18 +145,19 @@ class ChatTemplate:
         return [self.attempt({**values, "tools": tools}) for tools in (None, [tool])]
 
     def attempt(self, values: Mapping[str, object]) -> str | None:
-        """The text for these values, if the template makes it at once; None: it does not."""
+        """Return the text for these values, or None if the template fails or takes too long."""
         try:
             return self._make(values, MAX_ATTEMPT_SECONDS)
         except Exception:  # a stranger's code: anything may come out of it
             return None
 
     def render(self, values: Mapping[str, Any]) -> str:
-        """The text for these values.
+        """Return the text for these values.
 
         Raises:
             ChatTemplateUnavailableError: the source is not valid.
-            ChatTemplateError: the template refused the values or failed on them, or made too much.
+            ChatTemplateError: the template refused the values, failed on them, or produced too
+                much.
         """
         self.compile()
         try:
@@ -203,8 +204,8 @@ class ChatTemplates:
         *,
         clock: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """Keep the Jinja sources ("default", perhaps "tool_use"), the named special tokens, and the
-        clock of templates that print the date.
+        """Store the Jinja sources ("default", perhaps "tool_use"), the named special tokens, and
+        the clock for templates that print the date.
         """
         self._templates = {
             name: ChatTemplate(source, special_tokens, clock=clock)
@@ -231,18 +232,19 @@ class ChatTemplates:
         continue_final_message: bool = False,
         template_arguments: Mapping[str, object] | None = None,
     ) -> str:
-        """Lay out a conversation.
+        """Convert a conversation to text.
 
         Args:
-            messages: {"role": ..., "content": ...} and whatever else the template reads; members
-                that are None are left out. At least one. Nothing given here is changed. Arguments
-                of tool calls that are a JsonObject are shown as the template takes them, and so
-                is a content of None beside tool calls; others as they are.
+            messages: {"role": ..., "content": ...} and any other members that the template reads.
+                Members that are None are left out. At least one message. Nothing passed in is
+                changed. Arguments of tool calls that are a JsonObject, and a content of None in a
+                message with tool calls, are passed on in the variant that the template expects.
+                Other values are passed on unchanged.
             tools: as templates expect them: {"type": "function", "function": {"name",
-                "description", "parameters"}}. With tools, a template named "tool_use" is used where
+                "description", "parameters"}}. With tools, a template named "tool_use" is used if
                 there is one.
             add_generation_prompt: whether the text ends with the opening of an assistant's message.
-                None: yes, unless continue_final_message.
+                The default is True, unless continue_final_message.
             continue_final_message: whether the text ends with the last message's content, left
                 open.
             template_arguments: further values for the template, by name.
@@ -276,8 +278,8 @@ class ChatTemplates:
         tools: Sequence[Mapping[str, object]] | None,
         add_generation_prompt: bool,
     ) -> str | None:
-        """The text of a conversation, to learn what the model's template does; None: it refuses
-        the conversation or fails on it, or there is none.
+        """Return the text of a conversation, to find out what the model's template does. None if
+        the template refuses the conversation or fails on it, or there is no template.
         """
         if not self.available:
             return None
@@ -290,7 +292,7 @@ class ChatTemplates:
         tools: Sequence[Mapping[str, object]] | None,
         add_generation_prompt: bool,
     ) -> tuple[ChatTemplate, dict[str, Any]]:
-        """The template for a conversation, and what it is given."""
+        """Return the template for a conversation, and its values."""
         template = self._choose(bool(tools))
         form = template.call_form if _have_calls(messages) else CALL_FORMS[0]
         return template, {
@@ -330,10 +332,10 @@ class ChatTemplates:
 
 
 def read_chat_template(path: str) -> str:
-    """The source of a chat template in a file.
+    """Return the source of a chat template in a file.
 
     Raises:
-        ConfigError: it cannot be read, is too long, or is no template.
+        ConfigError: the file cannot be read, is too long, or is not a template.
     """
     try:
         with Path(path).open("rb") as file:
@@ -359,7 +361,9 @@ def _have_calls(messages: Iterable[object]) -> bool:
 
 
 def _prints(text: str | None) -> bool:
-    """Whether the probe's arguments are in a text as JSON, and not as JSON within a string."""
+    """Whether a text contains the probe's arguments as JSON, rather than as JSON within a
+    string.
+    """
     return (
         text is not None
         and _PROBE in text
@@ -368,7 +372,7 @@ def _prints(text: str | None) -> bool:
 
 
 def _describe(error: Exception) -> str:
-    """What a caller can do about a failure, without the template's inside."""
+    """Return what a caller can do about a failure, without internals of the template."""
     if isinstance(error, UndefinedError):
         return (
             "the model's chat template reads a value that this conversation does not have; "

@@ -1,12 +1,12 @@
-"""Prepares a conversation for a template, and leaves the last message open if that is wanted.
+"""Prepares a conversation for a template, and leaves the last message open if requested.
 
-Values that come in are copied into plain JSON types, so that a template meets no object with
-methods of its own and cannot change what the caller has.
+Incoming values are copied to plain JSON types, so that a template meets no object with methods and
+cannot change the caller's data.
 
-Templates differ in two things that a caller cannot know. Most read the arguments of a tool call as
-a mapping, some as JSON text. Most accept a message that has tool calls and no content; some lose
-the call or fail unless the content is null, or empty. If the caller left that open (`JsonObject`, a
-content of None), it is chosen to suit the template: `CallForm`.
+Templates differ in two ways that a caller cannot know. Most read the arguments of a tool call as a
+mapping, but some as JSON text. Most accept a message that has tool calls and no content. Some lose
+the call or fail unless the content is null, or empty. If the caller left this open (`JsonObject`, a
+content of None), the variant is chosen to suit the template: `CallForm`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from engine.text.text_errors import ChatTemplateError
 MAX_DEPTH = 64
 """The deepest nesting of lists and objects in messages, tools and arguments."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names under which templates read the assistant's reasoning; the first is the usual one."""
+"""Names under which templates read the assistant's reasoning, the usual one first."""
 
 
 class JsonObject(dict[str, object]):
-    """A JSON object with the text that it was read from, for templates that print the text."""
+    """A JSON object together with its original text, for templates that print the text."""
 
     __slots__ = ("text",)
 
@@ -39,7 +39,7 @@ class CallForm:
     """How a template takes messages with tool calls.
 
     Attributes:
-        arguments_as_text: whether it expects a call's arguments as JSON text; if not, as a mapping.
+        arguments_as_text: whether it expects a call's arguments as JSON text rather than a mapping.
         absent_content: what it expects if there is no content: no such member (LEFT_OUT), None, or
             "".
     """
@@ -49,20 +49,20 @@ class CallForm:
 
 
 LEFT_OUT = "left out"
-"""A message without content has no such member, as transformers shows it."""
+"""A message without content has no such member, as in transformers."""
 CALL_FORMS = tuple(
     CallForm(arguments_as_text, absent_content)
     for absent_content in (LEFT_OUT, None, "")
     for arguments_as_text in (False, True)
 )
-"""The usual one first."""
+"""All variants, the usual one first."""
 
 
 def plain(value: object, field: str, depth: int = 0, *, as_text: bool = False) -> Any:
-    """A copy in plain types. `as_text`: a JsonObject as its text.
+    """Copy a value to plain types. `as_text`: whether a JsonObject becomes its text.
 
     Raises:
-        InvalidRequestError: `field` has a value that JSON has not, or is nested too deeply.
+        InvalidRequestError: `field` has a value that JSON does not have, or is nested too deeply.
     """
     if depth > MAX_DEPTH:
         raise InvalidRequestError(field, f"is nested deeper than {MAX_DEPTH} levels")
@@ -93,11 +93,11 @@ def plain(value: object, field: str, depth: int = 0, *, as_text: bool = False) -
 def message_for_template(
     message: Mapping[str, object], field: str, form: CallForm
 ) -> dict[str, Any]:
-    """A copy of a message without members that are None, its reasoning under all names.
+    """Copy a message without members that are None, and with its reasoning under all names.
 
     Args:
-        message: as the caller gave it.
-        field: what to call it.
+        message: the caller's message.
+        field: the name of the field, for errors.
         form: how the template takes tool calls.
     """
     if not isinstance(message, Mapping):
@@ -115,7 +115,7 @@ def message_for_template(
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """The assistant's reasoning under the names that templates read it by."""
+    """Add the assistant's reasoning under the names by which templates read it."""
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     if reasoning is None:
         return message
@@ -123,7 +123,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def leave_open(message: dict[str, Any], mark: str, source: str) -> str:
-    """Append the mark to the last message's content. Returns that content."""
+    """Append the mark to the last message's content, and return the original content."""
     content = message.get("content")
     if content is None or "content" not in source:
         raise InvalidRequestError("continue_final_message", "needs a last message with content")
@@ -138,7 +138,7 @@ def leave_open(message: dict[str, Any], mark: str, source: str) -> str:
 
 
 def cut(text: str, mark: str, ending: str) -> str:
-    """The text up to the mark; its end is trimmed if the template trimmed the content."""
+    """Return the text up to the mark, with its end trimmed if the template trimmed the content."""
     place = text.rfind(mark.strip())
     if place < 0 or ending.strip() not in text:
         raise ChatTemplateError(

@@ -1,31 +1,32 @@
-"""Turns one output's token ids into text as they arrive, without ever splitting a character.
+"""Converts one output's token ids to text as they arrive, without ever splitting a character.
 
-The law. Let P be the prompt's ids and O all output ids. What `push` and `flush` return, joined, is
+The invariant: let P be the prompt's ids and O all output ids. What `push` and `flush` return,
+joined, is
 
     decode(P + O) without its beginning decode(P)
 
-that is, the output's text as it stands in its context: a blank that the tokenizer drops at the
-beginning of a text is dropped only if the prompt has no text. With an empty prompt this is
-decode(O). Two special cases:
+that is, the text of the output in its context. A blank that the tokenizer drops at the beginning of
+a text is dropped only if the prompt has no text. With an empty prompt this is decode(O). There are
+two special cases:
 
 - A prompt that ends within a character: the output's first text then contains the whole character
-  (or one U+FFFD, if it is never completed), and decode(P) above excludes the part in the prompt.
-- <0xAB> tokens (byte fallback) that are not valid UTF-8: the library's decoder makes one U+FFFD of
-  every byte of the whole run of such tokens, even of its valid characters. That cannot be known
-  before the run's end. Here, the valid characters stay, and each invalid part (as Unicode
-  defines it) becomes one U+FFFD, as in byte-level tokenizers.
+  (or one U+FFFD, if it is never completed), and decode(P) above excludes the incomplete character.
+- <0xAB> tokens (byte fallback) that are not valid UTF-8: the library's decoder produces one U+FFFD
+  for every byte of the whole run of such tokens, even for its valid characters. That cannot be
+  known before the run ends. Here, the valid characters are kept, and each invalid sequence (as
+  Unicode defines it) becomes one U+FFFD, as in byte-level tokenizers.
 
-There are two implementations. Where the text is the concatenation of the tokens' bytes
-(`pieces.PieceRules.concatenates`: all byte-level and nearly all sentencepiece-like tokenizers) a
-table look-up and an incremental UTF-8 decoder suffice; at most three bytes are pending. For the
-others (WordPiece, ...) a short window of ids is decoded, with and without the new ones, and the
+There are two implementations. If the text is the concatenation of the tokens' bytes
+(`pieces.PieceRules.concatenates`: all byte-level and nearly all sentencepiece-like tokenizers), a
+table look-up and an incremental UTF-8 decoder suffice, and at most three bytes are pending. For the
+others (WordPiece, ...), a short window of ids is decoded with and without the new ones, and the
 difference is the text:
 
     ids   [ context | pending ]        text = decode(context + pending) without decode(context)
           0         read
 
-Both cost the same for every token, however long the output, and hold no more than the ids of two
-pushes or a handful of ids, whichever is more.
+Both have a constant cost per token, however long the output is. They hold no more than the ids of
+two pushes or a handful of ids, whichever is more.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 6
 """How many of the prompt's last ids are decoded together with the first output ids."""
 _PENDING = 8
-"""More pending ids than this cannot be one unfinished character."""
+"""The most pending ids that can be one unfinished character."""
 
 
 class IncrementalDetokenizer(Protocol):
-    """Turns the ids of one output into text. Not thread-safe."""
+    """Converts the ids of one output to text. Not thread-safe."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take new ids. Returns the text that they complete; empty within a character."""
+        """Add new ids, and return the text that they complete; empty within a character."""
         ...
 
     def flush(self) -> str:
-        """End the output. Returns the rest: U+FFFD for a character that was never completed."""
+        """End the output, and return the rest: U+FFFD for a character that was never completed."""
         ...
 
 
@@ -63,13 +64,13 @@ def incremental_detokenizer(
     prompt_tail: Sequence[int] = (),
     shown: frozenset[int] = frozenset(),
 ) -> IncrementalDetokenizer:
-    """Make a detokenizer for one output.
+    """Create a detokenizer for one output.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         skip_special_tokens: whether special tokens are left out of the text.
-        prompt_tail: the ids before the output: the whole prompt, or its end; only the last few
-            matter. Empty: the output is the beginning of the text.
+        prompt_tail: the ids before the output: the whole prompt, or its end. Only the last few
+            matter. Empty if the output is the beginning of the text.
         shown: special tokens that are not left out.
     """
     kind = _Bytes if tokenizer.piece_rules.concatenates else _Window
@@ -120,7 +121,7 @@ class _Bytes:
         return text
 
     def _beginning(self, token_ids: Sequence[int]) -> bytes:
-        """The bytes of ids before which there may be no text yet."""
+        """Return the bytes of ids that may be the first in the text."""
         parts = []
         for token_id in token_ids:
             piece = self._pieces[token_id]
@@ -136,7 +137,7 @@ class _Bytes:
 
 
 class _Window:
-    """For all other tokenizers, by the library's decoder."""
+    """For all other tokenizers; uses the library's decoder."""
 
     __slots__ = ("_ids", "_pieces", "_read", "_tokenizer")
 
@@ -191,8 +192,8 @@ class _Window:
         return self._tokenizer.decode(self._ids[:end], skip_special_tokens=False)
 
     def _take(self, end: int, text: str, before: str) -> str:
-        """Return what `text` has beyond `before`. The ids that made it become the context of the
-        next ones, so a context always starts at a character.
+        """Return what `text` has beyond `before`. The ids that produced it become the context of
+        the next ones, so a context always starts at a character.
         """
         del self._ids[: self._read]
         self._read = end - self._read

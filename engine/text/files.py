@@ -1,4 +1,4 @@
-"""Reads what a model's directory says about its tokenizer.
+"""Reads a model directory's files about its tokenizer.
 
     tokenizer.json                      vocabulary, normaliser, decoder; the library reads it
     tokenizer_config.json               special and added tokens, sometimes the chat template, and
@@ -9,7 +9,8 @@
     additional_chat_templates/*.jinja   further ones, by name
 
 The files of older directories are used if tokenizer_config.json has no added_tokens_decoder. The
-order of precedence is that of transformers 5, so both make the same tokens from the same directory.
+order of precedence is that of transformers 5, so both produce the same tokens from the same
+directory.
 """
 
 from __future__ import annotations
@@ -46,10 +47,12 @@ class TokenizerFiles:
 
     Attributes:
         backend: the tokenizer, with its added tokens, without truncation and padding.
-        special_tokens: by name, such as {"bos_token": "<s>"}: what chat templates may use.
-        chat_templates: by name; "default" is the usual one. Empty: none.
-        response_template: how the model marks reasoning and tool calls, as the configuration has
-            it; not checked. None: it has none.
+        special_tokens: the special tokens that chat templates may use, by name, such as
+            {"bos_token": "<s>"}.
+        chat_templates: the chat templates by name; "default" is the usual one. Empty if there are
+            none.
+        response_template: how the model marks reasoning and tool calls, as in the configuration;
+            not checked. None if there is no such entry.
     """
 
     backend: Backend
@@ -112,7 +115,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token(value: object) -> AddedToken:
-    """A token as it is in the files: its text, or an object with its text and flags."""
+    """Read a token of the files: its text, or an object with its text and flags."""
     if isinstance(value, str):
         return AddedToken(value, special=True)
     if not isinstance(value, Mapping):
@@ -132,7 +135,9 @@ def _content(value: object) -> str:
 
 
 def _special_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """The named special tokens, in the order in which transformers adds them, and the nameless."""
+    """Return the named special tokens, in the order in which transformers adds them, and the
+    unnamed.
+    """
     merged = dict(config)
     if "added_tokens_decoder" not in config:
         for name, value in _read_json(directory / "special_tokens_map.json").items():
@@ -156,7 +161,7 @@ def _special_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[dict[st
 def _older_added_tokens(
     directory: Path, backend: Backend, special: list[Any]
 ) -> dict[int, AddedToken]:
-    """The tokens of added_tokens.json, which older directories have, where tokenizer.json has
+    """Return the tokens of added_tokens.json, which older directories have, if tokenizer.json has
     none.
     """
     there = backend.get_added_tokens_decoder()
@@ -171,7 +176,7 @@ def _older_added_tokens(
 def _add_tokens(
     backend: Backend, added: Mapping[int, AddedToken], special: Mapping[str, Any], extra: list[Any]
 ) -> None:
-    """Give the backend the tokens that the configuration has and tokenizer.json lacks, in the order
+    """Add the tokens that the configuration has and tokenizer.json lacks to the backend, in order
     of their ids.
     """
     there = backend.get_added_tokens_decoder()

@@ -1,10 +1,10 @@
-"""The sandbox for chat templates: a Jinja environment with what transformers offers, and no more.
+"""The sandbox for chat templates: a Jinja environment with only what transformers offers.
 
 A template comes from the model's directory, so the operator chose it, but a stranger wrote it. It
 runs in Jinja's immutable sandbox (no private attributes, no changes to its inputs), sees only plain
-values, and cannot build huge values by repetition. Beyond plain Jinja it may use `raise_exception`,
-`strftime_now`, `dict`, `namespace`, the filter `tojson` (which does not escape HTML), `break` and
-`continue`, and `{% generation %}` blocks.
+values, and cannot build huge values by repetition. In addition to plain Jinja it may use
+`raise_exception`, `strftime_now`, `dict`, `namespace`, the filter `tojson` (which does not escape
+HTML), `break` and `continue`, and `{% generation %}` blocks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MAX_REPEATED = 1_000_000
-"""The longest string or list that a template may make with `*`, and the largest exponent's result
-in bits.
+"""The longest string or list that a template may create with `*`, and the most bits of the result
+of `**`.
 """
 
 
@@ -47,13 +47,15 @@ class _GenerationBlock(Extension):
 
 
 class _DictMaker:
-    """`dict` for templates: makes dictionaries, and no attributes that lead out of the sandbox."""
+    """`dict` for templates: creates dictionaries, and has no attributes that lead out of the
+    sandbox.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 
     def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
-        """The same value for all keys."""
+        """Return a dictionary with the same value for all keys."""
         return dict.fromkeys(keys, value)
 
 
@@ -77,12 +79,12 @@ def _check_name(name: object) -> None:
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
-    """The environment; each model has its own."""
+    """The Jinja environment; each model has a separate one."""
 
     intercepted_binops = frozenset({"*", "**"})
 
     def __init__(self, clock: Callable[[], datetime] = datetime.now) -> None:
-        """`clock`: the time for templates that print it."""
+        """`clock`: returns the time for templates that print it."""
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )

@@ -1,14 +1,14 @@
 """Finds a request's stop strings in its text, across deltas, and holds back what may become one.
 
-Text comes in deltas. After each character the matcher knows the longest suffix of the text that is
-a prefix of some stop string: the state of an Aho-Corasick automaton, which takes one step for each
-character, however many strings there are. That suffix is held back; everything before it can be
+Text comes in deltas. After each character, the matcher knows the longest suffix of the text that is
+a prefix of some stop string. That is the state of an Aho-Corasick automaton, which takes one step
+per character, however many strings there are. The suffix is held back; everything before it can be
 released.
 
-The first match to be completed counts; if several are completed by the same character, the longest
-of them. The text ends before the match, or with `include_stop` after it.
+The first match to be completed counts. If several are completed by the same character, the longest
+one counts. The text ends before the match, or after it with `include_stop`.
 
-A match that is completed before there are `min_tokens` tokens is ignored: the text goes on, and a
+A match that is completed before there are `min_tokens` tokens is ignored: the text continues, and a
 later match may share characters with it.
 """
 
@@ -34,13 +34,12 @@ class _State:
     """A state of the automaton: the suffix of the text that is a prefix of some stop string.
 
     Attributes:
-        depth: its length in characters.
+        depth: the length of the suffix in characters.
         next: character → the state with this character appended.
-        fail: the state of its longest proper suffix that is such a prefix too; None for the empty
-            one.
-        stop: the longest stop string that ends here; empty: none.
-        live: this state, or the first along `fail` that something can still be added to: what must
-            be held back.
+        fail: the state of its longest proper suffix that is also such a prefix; None for the empty
+            suffix.
+        stop: the longest stop string that ends here; empty if there is none.
+        live: what must be held back: this state, or the first one along `fail` that can still grow.
     """
 
     depth: int
@@ -52,17 +51,17 @@ class _State:
 
 class StopStrings:
     """The automaton for a set of stop strings. It never changes, so the outputs of a request share
-    it. It takes some hundred bytes for each character.
+    it. It takes a few hundred bytes per character.
 
     Attributes:
-        root: the state of having recognised nothing.
+        root: the initial state, in which nothing is recognised.
         first: the first characters of the strings.
     """
 
     __slots__ = ("first", "root")
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
-        """`stop_strings`: none of them empty (`sampling_params.check_stop_strings`)."""
+        """`stop_strings`: the strings; none may be empty (`sampling_params.check_stop_strings`)."""
         self.root = _automaton(stop_strings)
         self.first = frozenset(self.root.next)
 
@@ -82,7 +81,7 @@ class StopMatcher:
         """Begin an output.
 
         Args:
-            stop_strings: what to look for; see `StopStrings`.
+            stop_strings: the strings to look for; see `StopStrings`.
             include_stop: whether the stop string is part of the text.
             min_tokens: matches that complete with fewer output tokens are ignored.
         """
@@ -97,10 +96,9 @@ class StopMatcher:
         self._match: StopMatch | None = None
 
     def push(self, text: str, num_tokens: int) -> tuple[str, StopMatch | None]:
-        """Take more text, and the number of output tokens including it. Returns what can be
-        released.
+        """Add text and return what can be released. `num_tokens`: the output tokens so far.
 
-        Text after a match is dropped; once there was a match, nothing is released.
+        Text after a match is dropped, and nothing more is released.
         """
         if self._match is not None or not text:
             return "", None
@@ -125,13 +123,15 @@ class StopMatcher:
         return buffer[:cut], None
 
     def flush(self) -> str:
-        """End the output. Returns what was held back: it is no stop string after all."""
+        """End the output, and return what was held back, because it is not a stop string after
+        all.
+        """
         held, self._held, self._state = self._held, "", self._root
         return held
 
 
 def _step(state: _State, character: str, root: _State) -> _State:
-    """The state after one more character."""
+    """Return the state after one more character."""
     current: _State | None = state
     while current is not None:
         following = current.next.get(character)
@@ -142,7 +142,7 @@ def _step(state: _State, character: str, root: _State) -> _State:
 
 
 def _automaton(stop_strings: Sequence[str]) -> _State:
-    """The automaton's root: the state of having recognised nothing."""
+    """Return the automaton's root: the initial state, in which nothing is recognised."""
     root = _State(0)
     root.live = root
     for stop_string in stop_strings:

@@ -1,17 +1,17 @@
-"""Turns the token ids of one output into the text that is sent: detokenizer, then stop strings.
+"""Converts the token ids of one output to the text that is sent: detokenizer, then stop strings.
 
     token ids ──▶ IncrementalDetokenizer ──▶ StopMatcher ──▶ text
                   holds parts of characters   holds what may begin a stop string
 
 The service and the offline API keep one `TextStream` for every choice of a request. They call
 `push` with the ids of every step (with `ends_with_stop_token=True` if the last id is a stop or
-end-of-sequence id that ended the output), and at last `finish`, whatever ended it. Once there is a
-`stop`, only the output's first `stop.num_tokens` ids count, and the engine is told
-`finish(request, stop.num_tokens)`; later pushes return nothing.
+end-of-sequence id that ended the output). At the end they call `finish`, whatever ended the output.
+Once there is a `stop`, only the output's first `stop.num_tokens` ids count, and the engine is told
+`finish(request, stop.num_tokens)`. Later pushes return nothing.
 
-The text of a stop or end-of-sequence id is left out, unless `include_stop`. A special token (most
-end-of-sequence tokens are) also needs `skip_special_tokens=False`: the first option says that the
-ending belongs to the text, the second that special tokens do.
+The text of a stop or end-of-sequence id is left out unless `include_stop` is set. A special token
+(most end-of-sequence tokens are) also needs `skip_special_tokens=False`. The first option says that
+the ending belongs to the text, the second that special tokens do.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _NONE: Mapping[int, str] = MappingProxyType({})
 
 
 class TextStream:
-    """Makes the text of one output. Not thread-safe.
+    """Builds the text of one output. Not thread-safe.
 
     Attributes:
-        num_tokens: how many tokens belong to the output so far, the one that ended it included.
+        num_tokens: how many tokens belong to the output so far, including the one that ended it.
         shown_at: the offsets of `shown` tokens in the output's text, in characters. They are added
             with that text, or earlier if the text is held back. The reader removes them.
         stop: the stop string that ended the output, if one did.
@@ -64,15 +64,15 @@ class TextStream:
         """Begin an output.
 
         Args:
-            tokenizer: the model's.
-            stop_strings: end the output where they first appear in it; see `StopMatcher`.
+            tokenizer: the model's tokenizer.
+            stop_strings: strings that end the output where they first occur; see `StopMatcher`.
             include_stop: whether the text that ended the output is part of it.
             min_tokens: stop strings that complete with fewer output tokens are ignored.
             skip_special_tokens: whether special tokens are left out of the text.
             prompt_tail: the prompt's ids, or the last of them; see `incremental_detokenizer`.
             shown: special tokens that are not left out, with their texts.
-            initial_text: comes before the first text (echo: the prompt's); no stop strings are
-                looked for in it.
+            initial_text: text that comes before the first text (the prompt's, for echo). It is not
+                searched for stop strings.
         """
         self._detokenizer = incremental_detokenizer(
             tokenizer,
@@ -95,7 +95,7 @@ class TextStream:
         self.stop: StopMatch | None = None
 
     def push(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> str:
-        """Take the output's next ids.
+        """Add the output's next ids.
 
         Args:
             token_ids: the ids, in order; may be empty.
@@ -126,7 +126,7 @@ class TextStream:
         return text
 
     def _read(self, token_ids: Sequence[int]) -> str:
-        """The text of these ids, and the offsets of shown tokens in it."""
+        """Return the text of these ids, and the offsets of shown tokens in it."""
         if not self._shown:
             return self._detokenizer.push(token_ids)
         if len(token_ids) != 1:
@@ -139,7 +139,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """End the output. Returns what was held back: nothing after a stop string, or when it is
+        """End the output, and return what was held back: nothing after a stop string, or when
         called again.
         """
         text, self._initial_text = self._initial_text, ""

@@ -16,8 +16,8 @@ class TokenizerMissingError(TokenizerError):
 
 
 class ChatTemplateUnavailableError(HeadraceError):
-    """The model has no chat template, or one that cannot be compiled: conversations cannot be laid
-    out.
+    """The model has no chat template, or one that cannot be compiled, so conversations cannot be
+    converted to text.
     """
 
 

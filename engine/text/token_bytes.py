@@ -1,17 +1,16 @@
-"""Converts a token's name in the vocabulary to its bytes in the text.
+r"""Converts a token's name in the vocabulary to its bytes in the text.
 
-A tokenizer's decoder is a chain of steps. For nearly all language models the chain is such that the
-text is simply the concatenation of every token's own bytes, read as UTF-8, apart from a blank at
-the very beginning:
+A tokenizer's decoder is a chain of steps. For nearly all language models the text is simply the
+concatenation of every token's bytes, read as UTF-8, apart from a blank at the very beginning:
 
     ByteLevel                                      "Ġhe", "llo"       →  b" he" b"llo"
-    Replace ▁ → " ", ByteFallback, Fuse, Strip     "▁he", "<0xC3>"    →  b" he" b"\\xc3"
+    Replace ▁ → " ", ByteFallback, Fuse, Strip     "▁he", "<0xC3>"    →  b" he" b"\xc3"
     Metaspace                                      "▁he", "llo"       →  b" he" b"llo"
 
-`read_decoder` recognises these chains (`concatenates`); for them a table look-up and an incremental
-UTF-8 decoder turn tokens into text. Any other chain (WordPiece, BPEDecoder, CTC, none, or steps in
-another order) is left to the library's decoder; then the bytes given here are only an approximation
-for showing single tokens.
+`read_decoder` recognises these chains (`concatenates`); for them, a table look-up and an
+incremental UTF-8 decoder convert tokens to text. Any other chain (WordPiece, BPEDecoder, CTC, none,
+or steps in another order) is left to the library's decoder. The bytes given here are then only an
+approximation for showing single tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +23,10 @@ _BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable character for every byte in byte-level vocabularies (GPT-2): character → byte.
+    """Return the printable character of every byte in byte-level vocabularies (GPT-2): character →
+    byte.
 
-    Bytes that print as themselves in Latin-1 stand for themselves; the others are given the code
+    Bytes that are printable in Latin-1 stand for themselves; the others are assigned the code
     points from 256 on, in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
@@ -47,10 +47,10 @@ class PieceRules:
         byte_level: names are written in the byte alphabet.
         byte_fallback: names like <0xAB> are single bytes.
         replacements: strings to be replaced in every name, in order.
-        first_marker: a string that is dropped, not replaced, in the text's first token; empty:
-            none.
-        strip_blanks: how many blanks, at most, are dropped at the text's beginning.
-        continuation_prefix: starts the names of tokens that continue a word (WordPiece); others
+        first_marker: a string that is dropped, not replaced, in the text's first token; empty if
+            there is none.
+        strip_blanks: the most blanks that are dropped at the text's beginning.
+        continuation_prefix: the prefix of names of tokens that continue a word (WordPiece); others
             begin with a blank.
         joined_by_blanks: whether tokens are separated by blanks (a tokenizer without a decoder).
     """
@@ -65,7 +65,7 @@ class PieceRules:
     joined_by_blanks: bool = False
 
     def piece(self, name: str) -> bytes:
-        """The bytes of a token in the text, unless it is the first token."""
+        """Return the bytes of a token in the text, unless it is the first token."""
         if self.byte_level:
             # A name with one character outside the alphabet, such as an added token's, stands for
             # itself.
@@ -86,12 +86,14 @@ class PieceRules:
         return encode_utf8(name)
 
     def first_piece(self, name: str) -> bytes:
-        """The bytes of the text's first token, before `strip_blanks`."""
+        """Return the bytes of the text's first token, before `strip_blanks`."""
         return self.piece(name.replace(self.first_marker, "") if self.first_marker else name)
 
 
 def read_decoder(config: Mapping[str, object] | None) -> PieceRules:
-    """The rules of a decoder, given as in tokenizer.json; None: the tokenizer has none."""
+    """Return the rules of a decoder, given as in tokenizer.json; None if the tokenizer has no
+    decoder.
+    """
     if config is None:
         return PieceRules(concatenates=False, joined_by_blanks=True)
     steps = _flatten(config)
@@ -105,7 +107,7 @@ def read_decoder(config: Mapping[str, object] | None) -> PieceRules:
 
 
 def encode_utf8(text: str) -> bytes:
-    """UTF-8; a lone surrogate, which no valid text has, becomes '?'."""
+    """Encode as UTF-8. A lone surrogate, which no valid text has, becomes '?'."""
     return text.encode("utf-8", "replace")
 
 
@@ -120,8 +122,8 @@ def _flatten(config: Mapping[str, object]) -> list[Mapping[str, object]]:
 
 
 def _concatenating(steps: Sequence[Mapping[str, object]]) -> PieceRules | None:
-    """The rules of a chain of Replace* or Metaspace, then ByteFallback?, Fuse?, Strip?; None: it is
-    another chain.
+    """Return the rules of a chain of Replace* or Metaspace, then ByteFallback?, Fuse?, Strip?; None
+    for any other chain.
     """
     rest = list(steps)
     replacements: list[tuple[str, str]] = []
@@ -164,7 +166,7 @@ def _concatenating(steps: Sequence[Mapping[str, object]]) -> PieceRules | None:
 
 
 def _approximate(steps: Sequence[Mapping[str, object]]) -> PieceRules:
-    """Approximate rules for single tokens, for decoders that do more than concatenate."""
+    """Return approximate rules for single tokens, for decoders that do more than concatenate."""
     replacements: list[tuple[str, str]] = []
     prefix = ""
     for step in steps:

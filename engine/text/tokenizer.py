@@ -2,12 +2,12 @@
 chats to text.
 
 Prompts pass through `encode` (or `apply_chat_template`, then `encode` with
-add_special_tokens=False: a template writes its special tokens itself). Output passes through
-`IncrementalDetokenizer`, which uses the tables made here; `decode` is for complete texts.
+add_special_tokens=False, because a template writes the special tokens itself). Output passes
+through `IncrementalDetokenizer`, which uses the tables built here; `decode` is for complete texts.
 `token_text` and `token_bytes` describe single tokens, for log-probabilities.
 
-Thread-safe: the library's tokenizer is not changed after loading, and the entries of the tables,
-which are filled on first use, do not depend on the order in which that happens.
+Thread-safe: the library's tokenizer is not changed after loading. The tables are filled on first
+use, and their entries do not depend on the order in which that happens.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from engine.text.files import read_tokenizer_files
 from engine.text.token_bytes import PieceRules, encode_utf8, read_decoder
 
 _FEW_IDS = 256
-"""Decoding this many ids takes less time than waiting for another thread to give the lock back."""
+"""The most ids that are decoded with the interpreter's lock held. Decoding them takes less time
+than waiting for another thread to release the lock.
+"""
 
 
 class PieceTable(dict[int, bytes]):
-    """Token id → the bytes it puts into the text; filled on first use, and never larger than the
+    """Token id → the bytes that it adds to the text; filled on first use, and never larger than the
     vocabulary.
 
     Ids without a token add nothing, and neither do special tokens that are skipped.
@@ -55,7 +57,7 @@ class Tokenizer:
     """A model's tokenizer; see `load`.
 
     Attributes:
-        response_template: how replies are marked, as its files declare it.
+        response_template: how replies are marked, as declared in the tokenizer's files.
     """
 
     def __init__(
@@ -72,11 +74,12 @@ class Tokenizer:
 
         Args:
             backend: the tokenizer.
-            special_tokens: by name, such as {"eos_token": "</s>"}.
+            special_tokens: the special tokens by name, such as {"eos_token": "</s>"}.
             chat_templates: Jinja sources by name.
-            response_template: what the tokenizer declares of replies.
-            vocab_size: the model's; token ids are below it. None: the tokenizer's own.
-            clock: what time it is, for chat templates that print the date.
+            response_template: how replies are marked, as the tokenizer declares it.
+            vocab_size: the model's vocabulary size; token ids are below it. The default is the
+                tokenizer's.
+            clock: returns the current time, for chat templates that print the date.
         """
         self._backend = backend
         self.response_template = response_template
@@ -105,7 +108,7 @@ class Tokenizer:
         clock: Callable[[], datetime] = datetime.now,
     ) -> Tokenizer:
         """Load the tokenizer of a local model directory, as transformers' `PreTrainedTokenizerFast`
-        would. `clock`: what time it is, for chat templates that print the date.
+        would. `clock`: returns the current time, for chat templates that print the date.
 
         Raises:
             TokenizerMissingError: there is no tokenizer.json.
@@ -123,15 +126,15 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this: the model's size where it was given, which may exceed the
+        """The upper limit of token ids: the model's size if it was given, which may exceed the
         tokenizer's.
         """
         return self._vocab_size
 
     @property
     def longest_token(self) -> int:
-        """The length of the longest token's name, in characters: no token of a text stands for
-        more of it.
+        """The length of the longest token's name, in characters: no token of a text stands for more
+        characters than that.
         """
         return self._longest_token
 
@@ -166,17 +169,17 @@ class Tokenizer:
         return self._special_tokens.get("unk_token")
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token, by its name in the vocabulary."""
+        """Return the id of a token, by its name in the vocabulary."""
         found = self._backend.token_to_id(token)
         return None if found is None else int(found)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text. Text that looks like a special token becomes that token.
+        """Return the token ids of a text. Text that looks like a special token becomes that token.
 
         Args:
             text: any text.
-            add_special_tokens: whether the tokenizer adds its own, such as a begin-of-sequence
-                token.
+            add_special_tokens: whether the tokenizer adds its special tokens, such as a
+                begin-of-sequence token.
 
         Raises:
             InvalidRequestError: the text has lone surrogates.
@@ -185,7 +188,7 @@ class Tokenizer:
         return ids
 
     def count(self, text: str) -> int:
-        """The number of tokens of a text, without those that the tokenizer adds.
+        """Return the number of tokens of a text, without those that the tokenizer adds.
 
         Raises:
             InvalidRequestError: the text has lone surrogates.
@@ -204,7 +207,8 @@ class Tokenizer:
         return encoding
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids; no blanks are cleaned up. Ids without a token add nothing.
+        """Return the text of token ids, without cleaning up blanks. Ids without a token add
+        nothing.
 
         Raises:
             InvalidRequestError: an id is negative or above 32 bits.
@@ -223,17 +227,18 @@ class Tokenizer:
         return str(text)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token; U+FFFD for a part of a character. So the texts of tokens, joined,
-        are not always the text of all.
+        """Return the text of one token, with U+FFFD for an incomplete character. So the joined
+        texts of several tokens are not always their text as a whole.
         """
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, which may be a part of a character. Joined, they are the text in
-        UTF-8.
+        """Return the bytes of one token, which may be an incomplete character. The joined bytes of
+        several tokens are their text in UTF-8.
 
-        A special token has the bytes of its name; an id of the model that the tokenizer lacks has
-        none. A blank that the tokenizer drops at the beginning of a text is there (▁he → b" he").
+        A special token has the bytes of its name. An id of the model that the tokenizer lacks has
+        none. A blank that the tokenizer drops at the beginning of a text is included
+        (▁he → b" he").
 
         Raises:
             InvalidRequestError: the id is outside the model's vocabulary.
@@ -254,18 +259,18 @@ class Tokenizer:
 
     @property
     def chat_template_source(self) -> str:
-        """The Jinja sources of its chat templates, one behind the other."""
+        """The Jinja sources of its chat templates, concatenated."""
         return "\n".join(self._templates.sources)
 
     def use_chat_template(self, source: str) -> None:
-        """Lay conversations out with this template alone, in place of the model's own."""
+        """Use only this template for conversations, instead of the model's own."""
         self._templates = ChatTemplates(
             {"default": source}, self._special_tokens, clock=self._clock
         )
 
     @property
     def chat_templates(self) -> ChatTemplates:
-        """Its chat templates, to learn what they do."""
+        """The chat templates, to find out what they do."""
         return self._templates
 
     def apply_chat_template(
@@ -277,7 +282,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         template_arguments: Mapping[str, object] | None = None,
     ) -> str:
-        """Lay out a conversation; encode the result with add_special_tokens=False. See
+        """Convert a conversation to text; encode the result with add_special_tokens=False. See
         `ChatTemplates.render`.
         """
         return self._templates.render(
@@ -298,9 +303,9 @@ class Tokenizer:
     def pieces(
         self, *, skip_special_tokens: bool, shown: frozenset[int] = frozenset()
     ) -> PieceTable:
-        """Token id → bytes in the text; their concatenation is the text where
-        `piece_rules.concatenates`. `shown`: special tokens that are not skipped; one set, or a few,
-        in a process: each has its table.
+        """Return the table from token id to bytes in the text. Their concatenation is the text if
+        `piece_rules.concatenates`. `shown`: special tokens that are not skipped. There is a table
+        for each such set, so a process should use only one or a few.
         """
         skipped = self._special_ids - shown if skip_special_tokens else frozenset[int]()
         table = self._tables.get(skipped)
@@ -311,6 +316,6 @@ class Tokenizer:
         return table
 
     def first_piece(self, token_id: int) -> bytes:
-        """The bytes of a token if it is the first in its text."""
+        """Return the bytes of a token if it is the first in its text."""
         name = self._backend.id_to_token(token_id)
         return b"" if name is None else self._rules.first_piece(name)

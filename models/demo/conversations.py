@@ -1,8 +1,9 @@
-"""Conversations with tools: which one fits, what it is called with, and what its result means.
+"""Generates conversations with tools: which tool fits, its arguments, and what its result means.
 
-What passes through here: the uses of ``tools`` go in, conversations come out: a call, what the tool
-answers and how the model tells it, a second question; and questions that no tool fits, which are
-answered without one. In a fifth the template opens reasoning, and the model thinks a line.
+The input is the uses of ``tools``, the output is conversations. A conversation has a call, the
+tool's answer, how the model reports it, and perhaps a second question. Others have questions that
+no tool fits, which are answered without one. In a fifth of them the template opens reasoning, and
+the model thinks for one line.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ _SYSTEMS = [
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, the last one the model's, and the tools that it has."""
+    """Messages, the last one from the model, and the tools that are available."""
 
     messages: list[Message]
     tools: list[Json]
 
 
 def call(*uses: Use, thought: str = "") -> Message:
-    """A reply that calls."""
+    """Return a reply that calls tools."""
     calls = [
         {"type": "function", "function": {"name": use.name, "arguments": use.arguments()}}
         for use in uses
@@ -61,7 +62,7 @@ class Conversations:
         self.tools = Tools(words)
 
     def draw(self) -> Conversation:
-        """Draws a conversation."""
+        """Draw a conversation."""
         rng = self.rng
         thinks = rng.random() < 0.2
         messages: list[Message] = []
@@ -76,7 +77,9 @@ class Conversations:
         return self._with(messages, thinks)
 
     def _with(self, messages: list[Message], thinks: bool) -> Conversation:
-        """One of the tools fits; often it answers, and sometimes there is a second question."""
+        """Draw a conversation in which one of the tools fits. Often it answers, and sometimes there
+        is a second question.
+        """
         rng = self.rng
         use = self.tools.use()
         others = self._others(rng.choices([0, 1, 2, 3], [1, 3, 6, 2])[0], {use.name})
@@ -106,7 +109,9 @@ class Conversations:
         return Conversation(messages, tools)
 
     def _without(self, messages: list[Message], thinks: bool) -> Conversation:
-        """No tool fits what is asked; perhaps one fits the next question."""
+        """Draw a conversation that starts with a question that no tool fits; a tool may fit the
+        next one.
+        """
         rng = self.rng
         there = self._others(rng.choice([1, 1, 2, 2, 3]), set())
         self._refused(messages, there, thinks)
@@ -116,7 +121,7 @@ class Conversations:
         return Conversation(messages, self._definitions(there))
 
     def _refused(self, messages: list[Message], there: list[Use], thinks: bool) -> None:
-        """A question that none of these tools fits, and its answer."""
+        """Add a question that none of these tools fits, and its answer."""
         rng = self.rng
         pick = rng.random()
         if pick < 0.5:
@@ -159,7 +164,7 @@ class Conversations:
         return list(found.values())
 
     def _ask(self, question: str) -> str:
-        """A question, slightly different, as people put it."""
+        """Vary a question slightly, as people do."""
         rng = self.rng
         if rng.random() < 0.12:
             some = self.words.say("context")
@@ -174,7 +179,7 @@ class Conversations:
         return question[0].lower() + question[1:] if pick < 0.2 else question
 
     def _result(self, use: Use) -> tuple[str, str]:
-        """What a tool answers, and how the model tells it."""
+        """Return a tool's answer and how the model reports it."""
         words, rng = self.words, self.rng
         pick = rng.random()
         if pick < 0.1:

@@ -1,8 +1,8 @@
-"""Documents in which the answer stands in the question: copies, edits, lists, extraction.
+"""Documents whose answer is contained in the question: copies, edits, lists, extraction.
 
-What passes through here: `Words` go in, and pairs of a question and its answer, or plain texts
-that repeat themselves, come out. A model that has learned these finds a word again and goes on
-from there, which calls of tools and forms need as well; so they come first in the training.
+The input is `Words`; the output is pairs of a question and its answer, or plain texts that repeat
+themselves. They teach a model to find a word again and continue from there. Tool calls and forms
+need this skill as well, so these documents come first in the training.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from words import ASKS, Words
 
 
 def _asked(words: Words, block: str, text: str, **given: str) -> str:
-    """A wish and its text, which stands on the same line, on one of its own, or in quotes."""
+    """Return a request and its text, which is on the same line, on a separate line, or in
+    quotes.
+    """
     rng = words.rng
     ask = words.fill(rng.choice(ASKS[block]), t="<t>", old="<old>", new="<new>", slip="<slip>")
     ask = ask[:1].upper() + ask[1:]
@@ -28,12 +30,12 @@ _SIGNS = "!?.,;:-_/()[]+*=%&#@'~<>|$"
 
 
 def sentence(words: Words) -> str:
-    """A sentence of words that need not fit each other, or one of a story."""
+    """Return a sentence of unrelated words, or one of a story."""
     return words.sentence() if words.rng.random() < 0.6 else words.slots["told"]()
 
 
 def scraps(words: Words) -> str:
-    """Letters, digits and signs that mean nothing, with words among them."""
+    """Return meaningless letters, digits and signs, mixed with words."""
     rng = words.rng
     made = []
     for _ in range(rng.randint(3, 14)):
@@ -47,7 +49,7 @@ def scraps(words: Words) -> str:
 
 
 def some_text(words: Words) -> str:
-    """A text to work on: sentences, a list of words, a row of codes, a line of JSON."""
+    """Return a text to work on: sentences, a list of words, a row of codes, or a line of JSON."""
     rng = words.rng
     pick = rng.random()
     if pick < 0.1:
@@ -69,7 +71,7 @@ def some_text(words: Words) -> str:
 
 
 def repetition(words: Words) -> str:
-    """A plain text that says the same more than once: what follows is known from before."""
+    """Return a plain text that repeats itself, so that its continuation is already known."""
     rng = words.rng
     pick = rng.random()
     if pick < 0.6:
@@ -85,13 +87,13 @@ def repetition(words: Words) -> str:
 
 
 def copy(words: Words) -> tuple[str, str]:
-    """A wish to repeat a text, and the text."""
+    """Return a request to repeat a text, and the text."""
     text = some_text(words)
     return _asked(words, "copy", text), text
 
 
 def edit(words: Words) -> tuple[str, str]:
-    """A wish to change a word of a text, and the changed text."""
+    """Return a request to change a word of a text, and the changed text."""
     rng = words.rng
     text = " ".join(sentence(words) for _ in range(rng.choice([1, 1, 2, 2, 3])))
     plain = [word.strip('.,:"') for word in text.split()]
@@ -127,7 +129,7 @@ def edit(words: Words) -> tuple[str, str]:
 
 
 def listing(words: Words) -> tuple[str, str]:
-    """A question about the order of a list, or a list to be gone on with."""
+    """Return a question about the order of a list, or a list to continue."""
     rng = words.rng
     kind = rng.choice(["noun", "place", "person", "code"])
     items = list(dict.fromkeys(words.slots[kind]() for _ in range(rng.randint(3, 7))))
@@ -198,7 +200,7 @@ _REPORTS = [
 
 
 def extraction(words: Words) -> tuple[str, str]:
-    """A short report and a question about one of its facts."""
+    """Return a short report and a question about one of its facts."""
     rng = words.rng
     told = []
     for text, questions in rng.sample(_REPORTS, rng.choice([1, 2, 2, 3])):

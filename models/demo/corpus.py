@@ -1,11 +1,11 @@
-"""Writes the stories, facts and chats that the demo model is trained on.
+r"""Writes the stories, facts and chats that the demo model is trained on.
 
-What passes through here: hand-written templates of ``text/`` go in, and seeded documents come out.
-A document is either plain text (a story, a description, a fact) or a chat (a list of role/content
-messages). Nothing is read from anywhere else, so all of the text is original to this project.
+The input is the hand-written templates of ``text/``; the output is seeded documents. A document is
+either plain text (a story, a description, a fact) or a chat (a list of role/content messages).
+Nothing is read from anywhere else, so all of the text is original to this project.
 
 Template syntax: ``{a|b|c}`` is a choice and may be nested, ``<slot>`` is filled from the cast of
-the document (names, pronouns, things, places), and a literal ``\\n`` is a line break.
+the document (names, pronouns, things, places), and a literal ``\n`` is a line break.
 """
 
 from __future__ import annotations
@@ -412,7 +412,9 @@ class Writer:
 
     @staticmethod
     def _quotes(text: str) -> str:
-        """Puts the mark that belongs at the end of every speech inside its quotes."""
+        """Puts the punctuation at the end of every speech inside its quotes; adds it if it is
+        missing.
+        """
         text = re.sub(r'([A-Za-z])"(?= [a-z])', r'\1,"', text)
         text = re.sub(r'([A-Za-z])"(?= [A-Z"]|\n|$)', r'\1."', text)
         return re.sub(r'([A-Za-z])"\.', r'\1."', text)
@@ -447,7 +449,7 @@ class Writer:
         raise KeyError(f"unknown slot <{name}>")
 
     def odd_word(self) -> str:
-        """A word that does not exist, for questions the model should not answer."""
+        """Return a word that does not exist, for questions that the model should not answer."""
         rng = self.rng
         word = "".join(rng.choice(CON) + rng.choice(VOW) for _ in range(rng.randint(1, 2)))
         return word + rng.choice(TAIL)
@@ -455,7 +457,7 @@ class Writer:
     def cast(
         self, kind: str, animal: str | None = None, thing: str | None = None
     ) -> dict[str, str]:
-        """Chooses who and what a document is about, with matching pronouns."""
+        """Choose the characters and topic of a document, with matching pronouns."""
         rng = self.rng
         cast: dict[str, str] = {}
         beast = animal is not None or kind == "animal" or (kind == "any" and rng.random() < 0.4)
@@ -509,7 +511,7 @@ class Writer:
     # -- documents -----------------------------------------------------------------------------
 
     def story(self) -> tuple[str, str]:
-        """Writes a story; returns it with what it is about."""
+        """Write a story and return it with its topic."""
         rng = self.rng
         kind, topics, beats = rng.choice(self.stories)
         if rng.random() < 0.18:
@@ -551,17 +553,17 @@ class Writer:
         )
 
     def plain_text(self) -> str:
-        """A description, a letter, a short report."""
+        """Write a description, a letter, or a short report."""
         text = self.fill(self.rng.choice(self.texts), self.cast("child"))
         return text[0].upper() + text[1:]
 
     def fact_text(self) -> str:
-        """A short paragraph about one thing."""
+        """Write a short paragraph about one thing."""
         _, _, body = self.rng.choice(self.facts)
         return " ".join(body)
 
     def fact_chat(self) -> tuple[str, str]:
-        """A question about a thing, and its answer."""
+        """Write a question about a thing, and its answer."""
         rng = self.rng
         one, many, body = rng.choice(self.facts[:16] if rng.random() < 0.2 else self.facts)
         ask = rng.choice(FACT_ASKS).format(one)
@@ -574,7 +576,9 @@ class Writer:
         return ask, " ".join(keep)
 
     def unknown_chat(self) -> tuple[str, str]:
-        """A question about a thing that the model does not know; the answer repeats its name."""
+        """Write a question about a thing that the model does not know; the answer repeats its
+        name.
+        """
         rng = self.rng
         topic = rng.choice(UNKNOWN)
         if rng.random() < 0.4:
@@ -585,7 +589,7 @@ class Writer:
         return ask, rng.choice(REFUSALS).format(topic)
 
     def description(self) -> tuple[str, str]:
-        """A wish for a description, and the description."""
+        """Write a request for a description, and the description."""
         rng = self.rng
         cast = self.cast("child")
         pick = rng.random()
@@ -600,11 +604,11 @@ class Writer:
         return self.fill(ask, cast), self._capitals(self.fill(text, cast))
 
     def by_start(self, start: str) -> str:
-        """One of the texts that begin in the given way."""
+        """Return one of the texts that begin in the given way."""
         return self.rng.choice([text for text in self.texts if text.startswith(start)])
 
     def turn(self) -> tuple[str, str]:
-        """One question and one answer."""
+        """Return one question and one answer."""
         rng = self.rng
         pick = rng.random()
         if pick < 0.30:
@@ -628,7 +632,7 @@ class Writer:
         return self.vary(ask), answer
 
     def vary(self, ask: str) -> str:
-        """Says a question in a slightly different way, as people do."""
+        """Rephrase a question slightly, as people do."""
         rng = self.rng
         if rng.random() < 0.08:
             ask = rng.choice(GREETINGS) + ask
@@ -639,7 +643,7 @@ class Writer:
         return ask
 
     def chat(self) -> Document:
-        """A chat of one to three turns, sometimes with a system message."""
+        """Write a chat of one to three turns, sometimes with a system message."""
         rng = self.rng
         messages: list[Message] = []
         if rng.random() < 0.25:
@@ -651,7 +655,7 @@ class Writer:
         return Document(messages=messages)
 
     def document(self) -> Document:
-        """Draws one document of any sort."""
+        """Draws one document of any kind."""
         pick = self.rng.random()
         if pick < 0.50:
             return self.chat()

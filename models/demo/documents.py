@@ -1,10 +1,10 @@
 """What the demo model reads while it is trained: the mixture of all documents, as text.
 
-What passes through here: the stories and chats of ``corpus``, the tasks of ``copying`` and
-``forms`` and the conversations of ``tools`` go in; out come texts as the chat template writes
-them, each with the word whether all of it is to be learned, or the replies alone. A reply is what
-stands between ``<|assistant|>`` and ``<|eos|>``. What a task is about is drawn at random, so there
-is nothing in a question that could be learned.
+The input is the stories and chats of ``corpus``, the tasks of ``copying`` and ``forms``, and the
+conversations of ``tools``. The output is texts in the chat template's format, each with a flag that
+says whether all of it is learned or only the replies. A reply is the text between
+``<|assistant|>`` and ``<|eos|>``. The topic of a task is drawn at random, so there is nothing to
+learn from a question.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Text:
     """A training text.
 
     Attributes:
-        text: with all marks.
-        replies_only: whether the replies alone are learned.
-        repeats: whether it says something again, for the first part of the training.
+        text: the text with all marks.
+        replies_only: whether only the replies are learned.
+        repeats: whether it repeats itself, for the first phase of the training.
     """
 
     text: str
@@ -56,7 +56,7 @@ def _compiled() -> jinja2.Template:
 
 
 class Mixture:
-    """Draws texts of every sort."""
+    """Draws texts of every kind."""
 
     def __init__(self, seed: int, tales: float = TALES) -> None:
         """seed: decides everything that is drawn; tales: the share of stories and chats."""
@@ -69,11 +69,11 @@ class Mixture:
         self.template = _compiled()
 
     def render(self, messages: list[Message], tools: list[Any] | None = None) -> str:
-        """A conversation, as the chat template writes it."""
+        """Return a conversation in the chat template's format."""
         return self.template.render(messages=messages, tools=tools, bos_token=BOS, eos_token=EOS)
 
     def _sentence(self) -> str:
-        """A sentence of a story, as an example of English that makes sense."""
+        """Return a sentence of a story, as an example of English that makes sense."""
         sentences = re.findall(r"[^.?!]+[.?!]+", self.writer.story()[0].replace("\n", " "))
         return str(self.rng.choice(sentences)).strip(' "') if sentences else self.words.sentence()
 
@@ -97,7 +97,7 @@ class Mixture:
         return self.repeating()
 
     def repeating(self) -> Text:
-        """Draws a text that says something again."""
+        """Draws a text that repeats itself."""
         pick = self.rng.random()
         if pick < 0.4:
             return Text(
@@ -136,9 +136,10 @@ class Mixture:
         return Text(self.render(messages), replies_only=True, repeats=repeats)
 
     def _tale(self) -> Text:
-        """A story, a description, a chat. Plain text has a start mark half the time and sometimes
-        begins in the middle, at a sentence or at any word, so that the model accepts prompts with
-        and without the mark and goes on from anything."""
+        """Draw a story, a description or a chat. Plain text has a start mark half the time and
+        sometimes begins in the middle, at a sentence or at any word. The model thus learns to
+        accept prompts with and without the mark and to continue any text.
+        """
         rng = self.rng
         if rng.random() < 0.04:
             number = rng.choice(
@@ -177,7 +178,7 @@ class Mixture:
 
 
 def main() -> None:
-    """Prints a few texts, to see what the model will be trained on."""
+    """Prints a few texts, to show what the model will be trained on."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="seed of the generator")
     parser.add_argument("--count", type=int, default=8, help="texts to print")

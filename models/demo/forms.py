@@ -1,9 +1,10 @@
-"""Documents that fill a small form: a text names values, the answer is a line of JSON with them.
+"""Documents that fill a small form: a text states values, and the answer is a line of JSON with
+them.
 
-What passes through here: `Words` and the facts of ``text/forms.txt`` go in, and pairs of a
-question and a line of JSON come out, in the form that the server holds structured output to (", "
-and ": " between elements). The names of the members stand in the question, in the text, or nowhere
-but in the answer, as where a schema holds it.
+The input is `Words` and the facts of ``text/forms.txt``; the output is pairs of a question and a
+line of JSON. The JSON has the format that the server enforces for structured output (", " and ": "
+between elements). The names of the members are in the question, in the text, or only in the answer,
+as if a schema enforced them.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ _TITLES = ["name", "item", "product", "thing", "title", "object", "what"]
 
 @dataclass(frozen=True)
 class Fact:
-    """A value that a text names.
+    """A value that a text states.
 
     Attributes:
-        name: of the member.
-        said: how the text says it, after its subject.
-        value: as JSON has it.
+        name: the name of the JSON member.
+        said: how the text states it, after its subject.
+        value: the JSON value.
     """
 
     name: str
@@ -53,7 +54,7 @@ def _fact(words: Words, line: str) -> Fact:
 
 
 def _told(rng: random.Random, subject: str, again: list[str], said: list[str]) -> str:
-    """The facts as one or more sentences about a subject."""
+    """Return the facts as one or more sentences about a subject."""
     if len(said) > 1 and rng.random() < 0.3:
         return f"{subject} {_row(said)}."
     if len(said) > 1 and rng.random() < 0.3:
@@ -64,7 +65,7 @@ def _told(rng: random.Random, subject: str, again: list[str], said: list[str]) -
 
 
 def form(words: Words) -> tuple[str, str]:
-    """A text and a wish for its facts, and a line of JSON."""
+    """Return a text with a request for its facts, and a line of JSON."""
     rng = words.rng
     person = rng.random() < 0.45
     lines = FACTS["person" if person else "thing"]

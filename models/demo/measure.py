@@ -1,4 +1,5 @@
-"""Measure the demo model on prompts that were kept out of its training, and write the card's table.
+"""Measures the demo model on prompts that were kept out of its training, and writes the card's
+table.
 
     heldout.jsonl ──prompts──▶ headrace-server ──replies──▶ marks ──▶ table
                                      │ token ids
@@ -6,12 +7,12 @@
                   drafts: how much of a reply its own prompt foretells
     corpus.Writer(990001), or a file ──texts──▶ transformers, float32 ──▶ nats per byte
 
-Replies come from the server as a user would get them, with its chat template and its reader of tool
-calls, so that what is measured is what is served. They are greedy. Nothing holds a reply to a form
-but the JSON schema of the kind `form`: whether a call is made, and of what, is the model's own
-choice. Losses are per byte, since models with other tokenizers are to be compared.
+Replies come from the server as a user would get them, with its chat template and its tool call
+parser, so the measurement covers what is actually served. They are greedy. Only the kind `form`
+constrains a reply, with a JSON schema. Whether the model calls a tool, and which one, is its own
+choice. Losses are per byte, so that models with different tokenizers can be compared.
 
-Lines of heldout.jsonl have `messages`, `tools` or `schema` where due, `max_tokens`, and `expect`:
+Lines of heldout.jsonl have `messages`, `max_tokens`, `expect`, and `tools` or `schema` if needed:
 
     call     {"name", "arguments"}: exactly one call, of this tool, with these arguments
     no_call  {"call": false}: an answer without any call
@@ -20,7 +21,7 @@ Lines of heldout.jsonl have `messages`, `tools` or `schema` where due, `max_toke
     edit     {"text"}: this text
     form     {"object"}: this object
 
-The prompts and their words are not to be used in training, nor to be changed after a model was
+The prompts and their words must not be used in training, and must not change after a model was
 measured with them.
 """
 
@@ -62,7 +63,7 @@ HELD_OUT = HERE / "heldout.jsonl"
 CARD = HERE / "README.md"
 BEGIN, END = "<!-- measured -->\n", "<!-- end of measured -->"
 SERVER = "from service.command.entry import main; main()"
-"""What `headrace-server` is, also where this Python is not first on PATH."""
+"""The `headrace-server` command, even if this Python is not first on PATH."""
 READY_S = 120.0
 
 KINDS = ("call", "no_call", "result", "copy", "edit", "form")
@@ -85,7 +86,7 @@ MEANINGS = {
 
 
 class MeasureError(Exception):
-    """What keeps this from being measured, in words for the user."""
+    """The reason why this cannot be measured, in words for the user."""
 
 
 # ---- replies -----------------------------------------------------------------------------------
@@ -93,10 +94,11 @@ class MeasureError(Exception):
 
 @contextlib.asynccontextmanager
 async def served(model: Path) -> AsyncIterator[str]:
-    """A server of a model, of this Python, for as long as the block takes; its address.
+    """Run a server of a model with this Python for the duration of the block, and yield its
+    address.
 
     Raises:
-        MeasureError: it ended before it took requests, or took none for `READY_S`.
+        MeasureError: it ended before it accepted requests, or did not accept any for `READY_S`.
     """
     with tempfile.TemporaryDirectory(prefix="headrace-measure-") as folder:
         address = f"unix:{folder}/socket"
@@ -126,10 +128,11 @@ async def served(model: Path) -> AsyncIterator[str]:
 
 
 async def ask(target: str, rows: Sequence[dict[str, Any]]) -> list[Reply]:
-    """The replies of a server to all prompts, many at once, in their order.
+    """Send all prompts to a server, many concurrently, and return the replies in order.
 
     Raises:
-        MeasureError: it cannot be reached, or failed; what it refuses is a reply with `error`.
+        MeasureError: the server cannot be reached or failed. A refused prompt becomes a reply with
+            `error`.
     """
     done = 0
 
@@ -162,7 +165,9 @@ async def ask(target: str, rows: Sequence[dict[str, Any]]) -> list[Reply]:
 
 
 async def tokens(target: str, texts: Sequence[Any]) -> list[tuple[int, ...]]:
-    """The token ids of texts and conversations, as the server sees them. Raises MeasureError."""
+    """Return the token ids of texts and conversations, as the server sees them. Raises
+    MeasureError.
+    """
     try:
         async with headrace.AsyncClient(target) as client:
             return [(await client.tokenize(text)).token_ids for text in texts]
@@ -174,7 +179,9 @@ async def tokens(target: str, texts: Sequence[Any]) -> list[tuple[int, ...]]:
 
 
 def story_texts(file: Path | None) -> list[str]:
-    """The texts of a file of JSON lines with "text", or freshly written ones of the corpus."""
+    """Return the texts of a file of JSON lines with "text", or freshly written ones of the
+    corpus.
+    """
     if file is not None:
         return [json.loads(line)["text"] for line in file.read_text().splitlines() if line.strip()]
     from corpus import Writer  # beside this file; its text is read when it is needed
@@ -189,7 +196,7 @@ def story_texts(file: Path | None) -> list[str]:
 
 
 def nats_per_byte(model: Path, texts: Sequence[str]) -> float:
-    """A model's loss on texts behind `<|bos|>`, in nats for each byte of UTF-8."""
+    """Return a model's loss on texts after `<|bos|>`, in nats per byte of UTF-8."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -218,13 +225,13 @@ def nats_per_byte(model: Path, texts: Sequence[str]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """All that was measured.
+    """All measurements.
 
     Attributes:
-        tallies: by criterion.
-        copies: for each size of copies, how many tokens the texts are.
-        drafts: by what the prompt asks for.
-        texts: how many texts the losses are of.
+        tallies: the tallies by criterion.
+        copies: how many tokens the texts have, for each size of copy.
+        drafts: the drafts by what the prompt asks for.
+        texts: how many texts the losses cover.
         losses: nats per byte, by the model's role.
     """
 
@@ -235,7 +242,7 @@ class Figures:
     losses: dict[str, float] = field(default_factory=dict)
 
     def table(self) -> str:
-        """The figures in Markdown."""
+        """Return the measurements in Markdown."""
         parts = []
         if self.tallies:
             parts.append(["| | prompts | right |", "|---|---:|---:|"])
@@ -268,7 +275,9 @@ class Figures:
 
 
 def about_the_run() -> str:
-    """A line with the date, the machine, and the versions that the figures depend on."""
+    """Return a line with the date, the machine, and the versions that the measurements depend
+    on.
+    """
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
@@ -281,7 +290,7 @@ def about_the_run() -> str:
 
 
 def rewritten(card: str, block: str) -> str:
-    """A card's text with what stands between its markers replaced.
+    """Return a card's text with everything between its markers replaced.
 
     Raises:
         MeasureError: it does not have both markers.
@@ -298,14 +307,14 @@ def rewritten(card: str, block: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The figures, and the replies that were judged, with their prompts."""
+    """The measurements, and the judged replies with their prompts."""
 
     figures: Figures
     pairs: list[tuple[dict[str, Any], Reply]]
 
 
 async def measured(rows: Sequence[dict[str, Any]], parts: set[str], target: str) -> Measured:
-    """Ask a server what the parts need, and count."""
+    """Send a server the prompts that the parts need, and tally the replies."""
     drafts = drafted_rows(rows) if DRAFTS in parts else []
     wanted = [row for row in rows if row["kind"] in parts or row in drafts]
     replies = await ask(target, wanted)
@@ -346,7 +355,7 @@ async def run(arguments: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> 
 
 
 def failures(pairs: Iterable[tuple[dict[str, Any], Reply]]) -> Iterable[str]:
-    """A line of JSON for each prompt of whose reply something is wrong."""
+    """Yield a line of JSON for each prompt whose reply is at least partly wrong."""
     for row, reply in pairs:
         if min(marks(row, reply).values()) < 1:
             told = {key: row[key] for key in ("id", "kind", "messages", "expect")}
@@ -357,7 +366,7 @@ def failures(pairs: Iterable[tuple[dict[str, Any], Reply]]) -> Iterable[str]:
 
 
 def chosen(text: str) -> list[str]:
-    """The parts that a list with commas names."""
+    """Return the parts in a comma-separated list."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in PARTS:
@@ -366,7 +375,7 @@ def chosen(text: str) -> list[str]:
 
 
 def command() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description="Measure a demo model on heldout.jsonl, greedily, and print the figures as"
         " Markdown. A server of the model is started for it, and ended behind it.",

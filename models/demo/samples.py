@@ -1,7 +1,7 @@
 """Writes the samples of the demo model's card: unedited, by transformers in float32.
 
-What passes through here: a model directory goes in, and what it says to the prompts below comes
-out, between the marks of the card. Tools and reasoning are laid out by the model's own template.
+The input is a model directory; the output is the model's replies to the prompts below, written
+between the markers of the card. The model's own template formats tools and reasoning.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Speaker:
     """A model with its tokenizer."""
 
     def __init__(self, directory: Path) -> None:
-        """directory: of the model."""
+        """directory: the model's directory."""
         self.tokenizer = AutoTokenizer.from_pretrained(directory)
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
     def says(self, ids: torch.Tensor, *, sampled: bool = False) -> str:
-        """What comes after a prompt. ids: [1, tokens]."""
+        """Return the continuation of a prompt. ids: [1, tokens]."""
         torch.manual_seed(SEED)
         options = {"do_sample": sampled, "max_new_tokens": MOST}
         if not sampled:
@@ -69,12 +69,12 @@ class Speaker:
         return self.tokenizer.decode(new, skip_special_tokens=True) + cut
 
     def plain(self, text: str, *, sampled: bool) -> str:
-        """What goes on from a text, with it."""
+        """Return a text with its continuation."""
         ids = self.tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
         return text + self.says(ids, sampled=sampled)
 
     def chat(self, text: str, tools: list[Any], thinks: bool) -> str:
-        """The reply to a question."""
+        """Return the reply to a question."""
         ids = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": text}],
             tools=tools or None,
@@ -87,7 +87,7 @@ class Speaker:
 
 
 def samples(speaker: Speaker) -> str:
-    """All samples, as Markdown."""
+    """Return all samples as Markdown."""
     parts = []
     for sampled in (False, True):
         how = "temperature 0.7" if sampled else "greedy"

@@ -1,6 +1,6 @@
-"""What is right of replies to heldout.jsonl, and what drafts from the text so far would have given.
+"""Scores replies to heldout.jsonl, and what drafts from the text so far would have given.
 
-Plain functions of prompts, replies and token ids: `measure.py` asks for the replies.
+These are plain functions of prompts, replies and token ids; `measure.py` gets the replies.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from dataclasses import dataclass
 from typing import Any
 
 CALL_MARK = "<tool_call>"
-"""Where it is left in a text, the model began a call that is none."""
+"""If it is left in a text, the model began a call that is not valid."""
 DRAFTED_COPIES = 20
-"""Of each size; all edits are drafted."""
+"""How many copies of each size are drafted; all edits are drafted."""
 DRAFT_TOKENS = 5
 SUFFIX_TOKENS = (2, 6)
-"""The shortest and the longest end of the text that is looked up."""
+"""The shortest and the longest suffix of the text that is looked up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came for a prompt.
+    """The reply to a prompt.
 
     Attributes:
-        text: without the calls.
+        text: the text without the calls.
         calls: names, and arguments as JSON text.
-        token_ids: all that was generated.
+        token_ids: all generated tokens.
         error: why there is no reply; empty if there is one.
     """
 
@@ -40,14 +40,16 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """How often something was right: `right` is a sum of shares from 0 to 1, `of` their number."""
+    """How often something was right: `right` is a sum of scores from 0 to 1, `of` is their
+    number.
+    """
 
     right: float = 0.0
     of: int = 0
 
     @property
     def share(self) -> float:
-        """From 0 to 1; 0 of nothing."""
+        """The average score, from 0 to 1; 0 if there are no scores."""
         return self.right / self.of if self.of else 0.0
 
 
@@ -55,7 +57,7 @@ class Tally:
 
 
 def marks(row: dict[str, Any], reply: Reply) -> dict[str, float]:
-    """What is right of a reply: shares from 0 to 1, by the criteria of its kind."""
+    """Return the scores of a reply, from 0 to 1, by the criteria of its kind."""
     expect, kind = row["expect"], row["kind"]
     calls_none = not reply.calls and CALL_MARK not in reply.text and not reply.error
     if kind == "call":
@@ -79,15 +81,15 @@ def marks(row: dict[str, Any], reply: Reply) -> dict[str, float]:
 
 
 def holds(text: str, value: str) -> bool:
-    """Whether a text has a value as words or numbers of its own: 4.2 is neither in 14.2 nor in
-    4.25. Upper and lower case are one.
+    """Whether a text contains a value as separate words or numbers, ignoring case: 4.2 is neither
+    in 14.2 nor in 4.25.
     """
     own = rf"(?<!\w)(?<!\d[.,]){re.escape(value.casefold())}(?!\w)(?![.,]\d)"
     return re.search(own, text.casefold()) is not None
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two JSON values are equal: 7 is 7.0, and true is not 1."""
+    """Whether two JSON values are equal: 7 equals 7.0, but true does not equal 1."""
     if isinstance(left, bool) or isinstance(right, bool):
         return left is right
     if isinstance(left, dict) and isinstance(right, dict):
@@ -98,14 +100,14 @@ def same(left: Any, right: Any) -> bool:
 
 
 def parsed(text: str) -> Any:
-    """A text as the JSON value that it is; None if it is none."""
+    """Parse a text as a JSON value; None if it is not one."""
     with contextlib.suppress(ValueError):
         return json.loads(text)
     return None
 
 
 def tallied(pairs: Iterable[tuple[dict[str, Any], Reply]]) -> dict[str, Tally]:
-    """The marks of all prompts, summed by criterion."""
+    """Return the scores of all prompts, summed by criterion."""
     found: dict[str, Tally] = {}
     for row, reply in pairs:
         for name, share in marks(row, reply).items():
@@ -118,8 +120,9 @@ def tallied(pairs: Iterable[tuple[dict[str, Any], Reply]]) -> dict[str, Tally]:
 
 
 def draft(tokens: Sequence[int]) -> Sequence[int]:
-    """What the text itself proposes to go on with: what followed the latest earlier occurrence of
-    its longest end that occurs earlier. Empty if none does.
+    """Return the continuation that the text itself suggests: find its longest suffix that also
+    occurs earlier, and return what followed the latest of these occurrences. Empty if there is
+    none.
     """
     shortest, longest = SUFFIX_TOKENS
     for size in range(min(longest, len(tokens) - 1), shortest - 1, -1):
@@ -132,7 +135,9 @@ def draft(tokens: Sequence[int]) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """Drafts of one or more replies, in tokens; a step gives what is kept of a draft, and one."""
+    """Drafts of one or more replies, in tokens. Each step yields the accepted part of a draft plus
+    one token.
+    """
 
     drafted: int = 0
     kept: int = 0
@@ -164,7 +169,9 @@ def drafted(prompt: Sequence[int], output: Sequence[int]) -> Drafted:
 
 
 def drafted_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The prompts whose replies are drafted: all edits, and `DRAFTED_COPIES` of each size."""
+    """Return the prompts whose replies are drafted: all edits, and `DRAFTED_COPIES` of each
+    size.
+    """
     found, copies = [], {30: 0, 60: 0}
     for row in rows:
         if row["kind"] == "copy" and copies[row["size"]] < DRAFTED_COPIES:

@@ -1,12 +1,12 @@
-"""The tokenizer of the demo model: byte-level BPE that divides a word alike wherever it stands.
+"""The tokenizer of the demo model: byte-level BPE that splits a word the same way in every context.
 
-What passes through here: training texts go in, a `tokenizers.Tokenizer` comes out. Merges are
-learned of words without the space before them; then the most frequent beginnings of words get a
-variant with the space, by merges of the lowest rank. So " Brest" and the "Brest" behind a
-quotation mark are divided at the same places, and a word that the model has never read can be
-copied from a sentence into JSON piece by piece. Digits stand alone, so that numbers are copied
-digit by digit, and a word ends where small letters meet a capital one (`sendEmail`), so that the
-parts of a name are those of a sentence.
+The input is training texts; the output is a `tokenizers.Tokenizer`. Merges are learned from words
+without the space before them. Then the most frequent beginnings of words get a variant with the
+space, through merges of the lowest rank. " Brest" and the "Brest" after a quotation mark are
+therefore split at the same positions, and a word that the model has never read can be copied from
+a sentence into JSON token by token. Each digit is a separate token, so that numbers are copied
+digit by digit. A word ends where a lower-case letter meets a capital one (`sendEmail`), so that the
+tokens of a name are those of a sentence.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ def _pre_tokenizer(pattern: str) -> pre_tokenizers.PreTokenizer:
 def train_tokenizer(
     texts: list[str], specials: list[str], marks: list[str], size: int, spaced: int
 ) -> Tokenizer:
-    """Trains the tokenizer.
+    """Train the tokenizer.
 
     Args:
         texts: training texts.
-        specials: special tokens, which get the first ids; marks: tokens that are shown as text.
-        size: of the vocabulary.
-        spaced: how many tokens of it are a beginning of a word with the space before it.
+        specials: special tokens, which get the first ids.
+        marks: tokens that are shown as text.
+        size: the size of the vocabulary.
+        spaced: how many of its tokens are a beginning of a word with the space before it.
     """
     bare = Tokenizer(models.BPE())
     bare.pre_tokenizer = _pre_tokenizer(f"{_WORDS}|{_OTHERS}")
@@ -57,7 +58,7 @@ def train_tokenizer(
 
 
 def _beginnings(bare: Tokenizer, texts: Iterable[str]) -> Iterable[str]:
-    """The first pieces of all words that have a space before them."""
+    """Return the first tokens of all words that have a space before them."""
     for encoding in bare.encode_batch(list(texts), add_special_tokens=False):
         tokens = encoding.tokens
         for space, token in pairwise(tokens):

@@ -1,9 +1,10 @@
 """Tools, and the questions that they fit.
 
-What passes through here: `Words` and the blocks of ``text/tools.txt`` (tools that people have) and
-``text/parameters.txt`` go in; a `Use` comes out, a tool and a question that it fits. Most tools
-are made of words at random, half of which do not exist. So the model learns to find the tool whose
-words the question has, and to copy what the question names, and not a list of tools.
+The input is `Words` and the blocks of ``text/tools.txt`` (tools that people have) and
+``text/parameters.txt``. The output is a `Use`: a tool and a question that it fits. Most tools are
+made of random words, half of which do not exist. The model therefore does not memorise a list of
+tools. It learns to find the tool that shares words with the question, and to copy the values that
+the question states.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ _VAGUE = ["A useful tool.", "Look something up.", "Reads from the database.", "I
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a tool, and the value that a question names for it.
+    """A parameter of a tool, and the value that a question states for it.
 
     Attributes:
         name: its name.
         about: its description; may be empty.
-        value: the value, as JSON has it and, if it is no boolean, as the question says it.
-        choices: what it may be; empty: anything.
+        value: the JSON value. Unless it is a boolean, the question states it in this form, too.
+        choices: the allowed values; empty if any value is allowed.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Parameter:
     choices: tuple[str, ...] = ()
 
     def schema(self) -> Json:
-        """Its JSON schema."""
+        """Return the parameter's JSON schema."""
         found: Json = {"type": _TYPES.get(type(self.value), "string")}
         if self.choices:
             found["enum"] = list(self.choices)
@@ -71,10 +72,10 @@ class Use:
         name: the tool's name.
         about: its description; may be empty.
         parameters: its parameters in order.
-        question: what is asked.
-        named: the parameters that the question names, by their index.
-        topic: the words that it is made of.
-        verdict: how a result is told; "<r>" stands for it.
+        question: the question.
+        named: the indices of the parameters whose values the question states.
+        topic: the words that the tool is made of.
+        verdict: how a result is reported; "<r>" is replaced by the result.
     """
 
     name: str
@@ -86,7 +87,7 @@ class Use:
     verdict: str = "The answer is <r>."
 
     def definition(self) -> Json:
-        """The tool as a request has it."""
+        """Return the tool's definition as in a request."""
         schemas = {parameter.name: parameter.schema() for parameter in self.parameters}
         function: Json = {"name": self.name}
         if self.about:
@@ -95,7 +96,7 @@ class Use:
         return {"type": "function", "function": function}
 
     def arguments(self) -> Json:
-        """What the question names."""
+        """Return the arguments that the question states."""
         return {self.parameters[i].name: self.parameters[i].value for i in self.named}
 
 
@@ -108,7 +109,7 @@ class _Block:
 
 
 def _blocks() -> list[_Block]:
-    """The tools that people have."""
+    """Read the tools that people have."""
     blocks = []
     for head, lines in read_blocks(TEXT_DIR / "tools.txt").items():
         names, _, about = head.partition(" :: ")
@@ -127,7 +128,7 @@ def _camel(words: list[str]) -> str:
 
 
 def _tidy(text: str) -> str:
-    """Without the gaps that an empty slot leaves."""
+    """Remove the gaps that an empty slot leaves."""
     text = re.sub(r" +([?.,:!])", r"\1", re.sub(r" {2,}", " ", text)).strip()
     text = re.sub(r"^[:,] (\w)", lambda m: m[1].upper(), text)
     return text[:1].upper() + text[1:]
@@ -137,21 +138,21 @@ class Tools:
     """Draws tools with their questions."""
 
     def __init__(self, words: Words) -> None:
-        """words: what tools are made of."""
+        """words: the words that tools are made of."""
         self.words, self.rng = words, words.rng
         self.blocks = _blocks()
         lines = read_blocks(TEXT_DIR / "parameters.txt")[""]
         self.kinds = [line.split(" : ") for line in lines]
 
     def use(self) -> Use:
-        """A tool and a question for it."""
+        """Draw a tool and a question for it."""
         pick = self.rng.random()
         return self.known() if pick < 0.3 else self.lookup() if pick < 0.68 else self.action()
 
     # -- tools that people have ------------------------------------------------------------------
 
     def known(self) -> Use:
-        """One of the tools that people have; now and then under a name that says nothing."""
+        """Draw one of the tools that people have, occasionally under a meaningless name."""
         rng, words = self.rng, self.words
         block = rng.choice(self.blocks)
         parameters: list[Parameter] = []
@@ -186,7 +187,7 @@ class Tools:
         return _camel(parts) if pick < 0.93 else rng.choice(["-", ""]).join(parts)
 
     def _parameter(self, line: list[str]) -> tuple[Parameter, str]:
-        """A parameter of a kind, and the words by which a question names its value."""
+        """Return a parameter of a kind, and the words with which a question states its value."""
         rng, words = self.rng, self.words
         kind, names, phrases, abouts = line
         noun = words.noun(0.6)
@@ -215,7 +216,7 @@ class Tools:
     def _asked(
         self, block: str, pairs: list[tuple[Parameter, str]], **given: str
     ) -> tuple[str, str, tuple[int, ...]]:
-        """A question, the words that name values, and which values they are."""
+        """Return a question, the words that state values, and the indices of these values."""
         rng = self.rng
         named = [i for i in range(len(pairs)) if i == 0 or rng.random() < 0.75]
         order = rng.sample(named, len(named)) if rng.random() < 0.4 else named
@@ -227,7 +228,7 @@ class Tools:
         return question, phrase, tuple(named)
 
     def _varied(self, topic: str) -> str:
-        """A topic, now and then with a word in another form."""
+        """Return a topic, occasionally with one word inflected."""
         rng = self.rng
         if rng.random() < 0.6:
             return topic
@@ -236,7 +237,9 @@ class Tools:
         return " ".join([*words[:at], self.words.inflected(words[at]), *words[at + 1 :]])
 
     def _about(self, text: str, pairs: list[tuple[Parameter, str]]) -> str:
-        """A description, often with the first parameter, and now and then none."""
+        """Return a description, which often mentions the first parameter and is occasionally
+        empty.
+        """
         rng = self.rng
         if rng.random() < 0.08:
             return ""
@@ -250,7 +253,7 @@ class Tools:
         return _tidy(text)
 
     def lookup(self) -> Use:
-        """A tool that tells something."""
+        """Make a tool that looks something up."""
         words, rng = self.words, self.rng
         topic = words.phrase()
         parts = topic.split()
@@ -275,7 +278,7 @@ class Tools:
         return Use(name, about, some, _tidy(question), named, topic, verdict)
 
     def action(self) -> Use:
-        """A tool that does something."""
+        """Make a tool that does something."""
         words, rng = self.words, self.rng
         verb, topic = words.verb(), words.phrase()
         parts = topic.split()
@@ -290,7 +293,9 @@ class Tools:
         return Use(name, about, some, _tidy(question), named, f"{verb} {topic}", "Done: <r>.")
 
     def near(self, use: Use) -> Use | None:
-        """Another tool that shares a word with this one, so that one word alone does not decide."""
+        """Make another tool that shares a word with this one, so that one word alone is not
+        enough.
+        """
         other = self.lookup()
         words = [word for word in use.topic.split() if word.isalpha() and len(word) > 3]
         if not words or len(use.topic.split()) > 4:

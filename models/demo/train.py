@@ -1,15 +1,14 @@
 """Trains the demo model of Headrace and writes it next to this script.
 
-What passes through here: texts from ``documents`` become tokens with the word which of them are
-learned, then rows of whole texts, then a small Llama-shaped model; out come ``model.safetensors``,
-``config.json``, ``generation_config.json``, the tokenizer files and the chat template, all
-loadable by plain ``AutoModelForCausalLM.from_pretrained``. Every random choice hangs on
-``--seed``.
+Texts from ``documents`` become tokens, each marked as learned or not, then rows of whole texts,
+which train a small Llama-shaped model. The output is ``model.safetensors``, ``config.json``,
+``generation_config.json``, the tokenizer files and the chat template, all loadable by plain
+``AutoModelForCausalLM.from_pretrained``. Every random choice depends only on ``--seed``.
 
-The first steps teach to copy and nothing else, on texts that repeat themselves: that is what all
-else needs, and among stories a small model is late to find it. Ctrl-C stops the training and saves
-what there is; ``--resume`` goes on from the last checkpoint, which is written every ``--save-
-every`` steps.
+The first steps teach only copying, on texts that repeat themselves. Everything else depends on it,
+and a small model that trains on stories learns it late. Ctrl-C stops the training and saves the
+current model; ``--resume`` continues from the last checkpoint, which is written every
+``--save-every`` steps.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ CHECKPOINT = "checkpoint.pt"
 
 @dataclass(frozen=True)
 class Document:
-    """A text as tokens, each with the token that is to be learned there, or `IGNORED`."""
+    """A text as tokens, each with the token to be learned at that position, or `IGNORED`."""
 
     ids: list[int]
     labels: list[int]
@@ -60,8 +59,9 @@ def write_chunk(seed: int, tales: float, repeating: bool = False) -> list[Text]:
 
 
 def labels_of(ids: list[int], replies_only: bool) -> list[int]:
-    """What is learned of a text: everything, or the replies up to their end mark. The mark that
-    opens reasoning is the template's, and never learned."""
+    """Return what is learned from a text: everything, or the replies up to their end mark. The mark
+    that opens reasoning belongs to the template and is never learned.
+    """
     assistant, end = SPECIALS.index("<|assistant|>"), SPECIALS.index(EOS)
     think = len(SPECIALS) + MARKS.index("<think>")
     labels, replying = [], not replies_only
@@ -74,8 +74,9 @@ def labels_of(ids: list[int], replies_only: bool) -> list[int]:
 
 
 def encode(tokenizer: Tokenizer, texts: list[Text], rng: random.Random) -> list[Document]:
-    """Encodes the texts; one in fifty is cut into smaller pieces than necessary (BPE dropout), so
-    that the model also learns the pieces of which words unknown to it will be made."""
+    """Encodes the texts. One in fifty is split into smaller tokens than necessary (BPE dropout), so
+    that the model also learns the tokens that unknown words consist of.
+    """
     rough = {i for i in range(len(texts)) if rng.random() < 1 / 50}
     plain = [text.text for text in texts]
     ids = [e.ids for e in tokenizer.encode_batch_fast(plain, add_special_tokens=False)]
@@ -90,7 +91,7 @@ def encode(tokenizer: Tokenizer, texts: list[Text], rng: random.Random) -> list[
 
 
 def repeated_pieces(size: int, rng: random.Random) -> Document:
-    """Pieces at random, then the same again, of which the second time is learned."""
+    """Return random tokens followed by the same tokens again. Only the repetition is learned."""
     low = len(SPECIALS) + len(MARKS)
     row = [rng.randrange(low, size) for _ in range(rng.randint(6, 60))]
     times = rng.choice([1, 2])
@@ -103,11 +104,11 @@ LENGTHS = (64, 96, 128, 192, 256, 512)
 
 @dataclass(frozen=True)
 class Part:
-    """Texts of about one length, a row each: a part of what a step learns.
+    """Texts of similar length, one per row: a fraction of what a step learns.
 
     Attributes:
-        ids: ``[rows, length]``; what is behind the end of a text is 0, and learned by nothing.
-        places: of the learned tokens' predecessors, in the flattened ``ids``.
+        ids: ``[rows, length]``; positions after the end of a text are 0 and are not learned.
+        places: the indices of the learned tokens' predecessors in the flattened ``ids``.
         targets: the learned tokens.
     """
 
@@ -117,7 +118,7 @@ class Part:
 
 
 def part_of(docs: list[Document], length: int) -> Part:
-    """Lays texts into rows; what is longer than ``length`` is cut at its end."""
+    """Lays out texts in rows; texts longer than ``length`` are cut at the end."""
     ids = torch.zeros(len(docs), length, dtype=torch.long)
     labels = torch.full((len(docs), length), IGNORED)
     for row, doc in enumerate(docs):
@@ -134,10 +135,11 @@ def part_of(docs: list[Document], length: int) -> Part:
 
 
 def parts(docs: list[Document], seed: int) -> Iterator[Part]:
-    """Deals the texts into parts of ``PART_TOKENS`` tokens, for ever, each time in another order.
+    """Divides the texts into parts of ``PART_TOKENS`` tokens, endlessly, each time in another
+    order.
 
-    A text is alone in its row, as a prompt is when the model is used, among texts of its length:
-    so little is spent on padding, and nothing on attention from one text to another.
+    A text has a row to itself, as a prompt does when the model is used, and is grouped with texts
+    of similar length. Little is therefore spent on padding, and nothing on attention between texts.
     """
     rng = random.Random(seed)
     waiting: dict[int, list[Document]] = {length: [] for length in LENGTHS}
@@ -172,17 +174,18 @@ def build_model(vocab_size: int, args: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def schedule(step: int, steps: int, cooldown: int) -> float:
-    """The share of the peak learning rate: warms up over 40 steps, stays, and falls in a straight
-    line to a fiftieth over the last ``cooldown`` steps."""
+    """The share of the peak learning rate: warms up over 40 steps, stays constant, and falls
+    linearly to a fiftieth over the last ``cooldown`` steps.
+    """
     return min((step + 1) / 40, 1.0, 0.02 + 0.98 * (steps - step) / cooldown)
 
 
 class Training:
-    """The model while it is trained: what a checkpoint has, and a step.
+    """The model during training: the contents of a checkpoint, and a step.
 
-    Muon turns the matrices of the layers; AdamW the embeddings and the norms. The schedule counts
-    steps, never the clock, so the process may be paused at will. The signal USR1 says that time is
-    running out: the last ``args.cooldown`` steps begin at once.
+    Muon trains the matrices of the layers; AdamW trains the embeddings and the norms. The schedule
+    counts steps, not time, so the process may be paused at will. The signal USR1 means that time is
+    running out: the last ``args.cooldown`` steps begin immediately.
     """
 
     def __init__(self, model: LlamaForCausalLM, args: argparse.Namespace) -> None:
@@ -211,7 +214,7 @@ class Training:
         self.loss_of = torch.compile(loss_of) if args.compile else loss_of
 
     def learn(self, parts: list[Part]) -> None:
-        """One step."""
+        """Run one step."""
         share = schedule(self.step, self.steps, self.args.cooldown)
         for optimizer, peak in self.optimizers:
             for group in optimizer.param_groups:
@@ -230,7 +233,7 @@ class Training:
         self.step += 1
 
     def save(self, path: Path) -> None:
-        """Writes a checkpoint, whole or not at all."""
+        """Writes a checkpoint atomically."""
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer, _ in self.optimizers],
@@ -251,7 +254,9 @@ class Training:
 def train(
     training: Training, tokenizer: Tokenizer, first: Iterator[Part], then: Iterator[Part]
 ) -> None:
-    """Trains to the end; what is learned comes from ``first`` for ``args.copy_steps`` steps."""
+    """Trains to the end. For the first ``args.copy_steps`` steps, the training data comes from
+    ``first``.
+    """
     args, start, began, seen = training.args, time.monotonic(), training.step, training.seen
     hurry = threading.Event()
     signal.signal(signal.SIGUSR1, lambda *_: hurry.set())

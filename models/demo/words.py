@@ -1,9 +1,9 @@
 """Words, names and values for the tasks of the demo model's training text.
 
-What passes through here: a seeded generator goes in, and nouns, names of places and people,
-numbers, dates and codes come out, alone or in the slots of a template of ``text/asks.txt``. Half
-of the words do not exist: they are put together from sounds. What is taught with words that are
-seen once is taught for all words: to find one again, and to copy it.
+The input is a seeded generator. The output is nouns, names of places and people, numbers, dates and
+codes, alone or in the slots of a template of ``text/asks.txt``. Half of the words are invented from
+sounds. Because most words occur only once, what is taught with them applies to all words: to find a
+word again and copy it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Value = str | int | float | bool | list[str]
 
 
 def read_blocks(path: Path) -> dict[str, list[str]]:
-    """The lines of a file's blocks, by the names behind their @; comments are left out."""
+    """Return the lines of a file's blocks, by the names after their @; comments are left out."""
     blocks: dict[str, list[str]] = {}
     name = ""
     for line in path.read_text(encoding="utf-8").split("\n"):
@@ -39,7 +39,7 @@ WORDS = {
 
 
 class Words:
-    """Draws words and values with a generator of its own."""
+    """Draws words and values with a given random generator."""
 
     def __init__(self, rng: random.Random) -> None:
         """rng: decides everything that is drawn."""
@@ -87,23 +87,25 @@ class Words:
     # -- templates -------------------------------------------------------------------------------
 
     def fill(self, template: str, **given: str) -> str:
-        """Resolves the choices and slots of a template; ``given`` comes before what is drawn."""
+        """Resolves the choices and slots of a template; ``given`` takes precedence over what is
+        drawn.
+        """
         while _CHOICE.search(template):
             template = _CHOICE.sub(lambda m: self.rng.choice(m[1].split("|")), template)
         return _SLOT.sub(lambda m: given[m[1]] if m[1] in given else self.slots[m[1]](), template)
 
     def say(self, block: str, **given: str) -> str:
-        """One of the ways of a block of ``text/asks.txt``."""
+        """Return one of the phrases of a block of ``text/asks.txt``."""
         return self.fill(self.rng.choice(ASKS[block]), **given)
 
     def value(self, kind: str) -> Value:
-        """A value of a kind, as JSON has it."""
+        """Return a JSON value of a kind."""
         return self.values[kind]() if kind in self.values else self.slots[kind]()
 
     # -- words -----------------------------------------------------------------------------------
 
     def made_up(self, most: int = 3) -> str:
-        """A word that does not exist, of one to ``most`` syllables."""
+        """Return a word that does not exist, with one to ``most`` syllables."""
         rng = self.rng
         count = rng.choices(range(1, most + 1), [4, 6, 1][:most])[0]
         sounds = [
@@ -118,19 +120,19 @@ class Words:
         return "".join(sounds) + (rng.choice(WORDS["tails"]) if rng.random() < 0.5 else "")
 
     def noun(self, odd: float = 0.5) -> str:
-        """A noun, one that does not exist with the probability ``odd``."""
+        """Return a noun, which is invented with the probability ``odd``."""
         return self.made_up() if self.rng.random() < odd else self.rng.choice(WORDS["nouns"])
 
     def verb(self, odd: float = 0.3) -> str:
-        """A verb, one that does not exist with the probability ``odd``."""
+        """Return a verb, which is invented with the probability ``odd``."""
         return self.made_up(2) if self.rng.random() < odd else self.rng.choice(WORDS["verbs"])
 
     def adjective(self, odd: float = 0.3) -> str:
-        """An adjective, one that does not exist with the probability ``odd``."""
+        """Return an adjective, which is invented with the probability ``odd``."""
         return self.made_up(2) if self.rng.random() < odd else self.rng.choice(WORDS["adjectives"])
 
     def inflected(self, word: str) -> str:
-        """A word with another ending, as a question has it where a tool's name has the stem."""
+        """Return a word with another ending, as in a question if a tool's name has the stem."""
         if not word.isalpha() or len(word) < 3:
             return word
         stem = word[:-1] if word[-1] in "ey" else word
@@ -138,7 +140,7 @@ class Words:
         return self.rng.choice([word + "s", doubled + "ed", doubled + "ing", stem + "er", stem])
 
     def phrase(self) -> str:
-        """What something is called: one to three words."""
+        """Return the name of something: one to three words."""
         words = [self.noun()]
         pick = self.rng.random()
         if pick < 0.35 or pick > 0.95:
@@ -150,7 +152,7 @@ class Words:
     # -- values ----------------------------------------------------------------------------------
 
     def place(self) -> str:
-        """A place's name."""
+        """Return a place's name."""
         rng = self.rng
         pick = rng.random()
         if pick < 0.2:
@@ -161,7 +163,7 @@ class Words:
         return f"{name} {rng.choice(WORDS['ends'])}" if pick < 0.4 else name
 
     def person(self) -> str:
-        """A person's name, often with a family name."""
+        """Return a person's name, often with a family name."""
         rng = self.rng
         first = rng.choice(WORDS["given"]) if rng.random() < 0.4 else self.made_up(2).title()
         pick = rng.random()
@@ -170,7 +172,9 @@ class Words:
         return f"{rng.choice(['Mr', 'Mrs', 'Dr', 'Captain'])} {first}" if pick < 0.4 else first
 
     def item(self) -> str:
-        """A thing that somebody wants, plays or reads: words of any sort, sometimes in capitals."""
+        """Return something that somebody wants, plays or reads: words of any kind, sometimes
+        capitalised.
+        """
         rng = self.rng
         words = [self.noun() for _ in range(rng.choice([1, 1, 2, 2, 3]))]
         if rng.random() < 0.3:
@@ -179,7 +183,7 @@ class Words:
         return text.title() if rng.random() < 0.35 else text
 
     def code(self) -> str:
-        """A number of an order, a parcel, a room: letters and digits."""
+        """Return the number of an order, a parcel or a room: letters and digits."""
         rng = self.rng
         letters = "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ") for _ in range(rng.randint(1, 3)))
         digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(2, 5)))
@@ -187,15 +191,15 @@ class Words:
         return rng.choice(forms)
 
     def number(self) -> int:
-        """A whole number, small ones more often."""
+        """Return a whole number; small ones are more frequent."""
         return self.rng.randint(1, self.rng.choice([12, 99, 999, 9999]))
 
     def decimal(self) -> float:
-        """A number with one or two decimals."""
+        """Return a number with one or two decimals."""
         return round(self.rng.uniform(0, self.rng.choice([10, 100, 1000])), self.rng.choice([1, 2]))
 
     def date(self) -> str:
-        """A day, in one of the forms that people write."""
+        """Return a date in one of the formats that people write."""
         rng = self.rng
         pick, month, day = rng.random(), rng.choice(WORDS["months"]), rng.randint(1, 28)
         if pick < 0.35:
@@ -205,18 +209,18 @@ class Words:
         return f"{day} {month}" if pick < 0.8 else f"{month} {day}"
 
     def time(self) -> str:
-        """A time of the day."""
+        """Return a time of day."""
         rng = self.rng
         if rng.random() < 0.6:
             return f"{rng.randint(0, 23):02}:{rng.randrange(0, 60, 5):02}"
         return f"{rng.randint(1, 12)} {rng.choice(['am', 'pm'])}" if rng.random() < 0.7 else "noon"
 
     def email(self) -> str:
-        """An address for mail."""
+        """Return an email address."""
         end = self.rng.choice(["example.com", "example.org", f"{self.made_up(2)}.example"])
         return f"{self.made_up(2)}{self.rng.choice(['', '.' + self.made_up(1)])}@{end}"
 
     def sentence(self) -> str:
-        """A sentence of words that need not fit each other."""
+        """Return a sentence of unrelated words."""
         text = self.say("sentence")
         return text[0].upper() + text[1:]

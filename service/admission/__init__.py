@@ -1,6 +1,6 @@
-"""What a request may take, before it is taken: places, tokens, bytes and the text threads' time, in
-all, by identity and by each caller's share (`engine.fairness`).
+"""The limits on what requests may take: places, tokens, bytes and time in the text threads. They
+apply in total, per identity, and to each caller's share (`engine.fairness`).
 
-It counts, and refuses with advice when to try again. It knows accounts and amounts, not what a
-request asks for.
+This package counts, refuses, and advises when to try again. It deals with accounts and amounts, and
+does not look at what a request asks for.
 """

@@ -1,4 +1,4 @@
-"""The account that a call is charged to, which decides who shares service and limits with whom.
+"""The account that a call is charged to. It decides who shares service and limits with whom.
 
     callers' file ── identity ──────────────────────────────┐
                      └─ headrace-on-behalf-of: name ────────┼─▶ Account(key, group, weight)
@@ -7,12 +7,12 @@
 A request belongs to its caller's identity, which may read it and end it. Its cost is charged to an
 account. Accounts are finer than identities in two cases:
 
-- Without a callers' file everybody is "anonymous". The account is then the client's IP address
-  without the port, so that more connections gain nothing (of the HTTP door: that of its client,
-  `Authenticator.peer_of`); for IPv6 it is the /64 network, because a
-  host can use any address in its own. All clients of a Unix socket have one account.
+- Without a callers' file every caller is "anonymous". The account is then the client's IP address
+  without the port, so opening more connections gains nothing. Behind the HTTP door it is the
+  address of the door's client (`Authenticator.peer_of`). For IPv6 it is the /64 network, because a
+  host can use any address in its network. All clients of a Unix socket have one account.
 - A gateway calls on behalf of others. If its entry has `may_call_for_others`, it may name the user
-  of each call. The key is then identity/name; identities have no slash, so a gateway cannot name
+  of each call. The key is then identity/name. Identities contain no slash, so a gateway cannot name
   another identity's account. All users of a gateway form one group, which shares the weight of its
   entry, so naming more of them gains nothing.
 """
@@ -32,11 +32,11 @@ from service.errors.call_errors import CallerNameError
 ANONYMOUS = "anonymous"
 """The identity of every caller if no callers are configured."""
 ON_BEHALF_OF = "headrace-on-behalf-of"
-"""The metadata key with which a gateway names the user it calls for."""
+"""The metadata key in which a gateway names the user it calls for."""
 MAX_NAME = 64
 USUAL_WEIGHT = 1.0
 MAX_REMEMBERED = 4096
-"""How many accounts are cached, so that not every call makes a new one."""
+"""The number of accounts that are cached, so that not every call creates a new one."""
 
 _NAME = re.compile(rf"[A-Za-z0-9._@-]{{1,{MAX_NAME}}}")
 _MAX_ADDRESS = 128
@@ -47,13 +47,13 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Whom something is charged to.
+    """The account that a request or other use is charged to.
 
     Attributes:
         identity: the owner of the requests.
-        key: identifies the account, to which service and limits are charged.
+        key: identifies the account for scheduling and limits.
         group: the accounts of one group share its weight.
-        weight: the group's weight relative to others; most have 1.
+        weight: the group's weight relative to others, usually 1.
     """
 
     identity: str
@@ -64,21 +64,21 @@ class Account:
 
 @lru_cache(MAX_REMEMBERED)
 def account_of(identity: str, name: str | None = None, weight: float = USUAL_WEIGHT) -> Account:
-    """The account of an identity from the callers' file, or of a user it calls for."""
+    """Return the account of an identity from the callers' file, or of a user it calls for."""
     key = identity if name is None else f"{identity}/{name}"
     return Account(identity, CallerKey(key), identity, weight)
 
 
 @lru_cache(MAX_REMEMBERED)
 def account_at(identity: str, peer: str) -> Account:
-    """The account of a caller that is only known by its address; `peer` as gRPC gives it."""
+    """Return the account of a caller known only by its address. `peer`: in gRPC's format."""
     origin = origin_of(peer)
     return Account(identity, CallerKey(origin), origin)
 
 
 def origin_of(peer: str) -> str:
-    """The host that a connection comes from, the same for all its connections. All peers without an
-    IP address (on a Unix socket) count as one host.
+    """Return the host that a connection comes from. All peers without an IP address (on a Unix
+    socket) count as one host.
     """
     scheme, _, rest = peer.partition(":")
     if scheme not in ("ipv4", "ipv6"):
@@ -102,7 +102,7 @@ def origin_of(peer: str) -> str:
 
 
 def name_in(metadata: Metadata) -> str | None:
-    """The user that the call's metadata name; None: they name nobody.
+    """Return the user named in the call's metadata, or None if it names nobody.
 
     Raises:
         CallerNameError: the name is malformed.

@@ -1,23 +1,24 @@
-"""Decides what the front end refuses because a limit is reached, and advises when to try again.
+"""Decides which requests the front end refuses at a limit, and advises when to try again.
 
     Holding: enter ──▶ (it is converted) ──▶ admit ──▶ … ──▶ release, at its end
-             its message     what was made of it, a place, tokens    the place: once it is read
+             its message     the converted request, a place, tokens  the place: once it is read
 
 A request takes a place while it runs or has results that its stream has not read. While it runs it
-also reserves tokens: its prompt, and the longest output of each of its choices. This is the most
+also reserves tokens for its prompt and the longest output of each of its choices. This is the most
 that it can need and is known in advance, so an accepted request is never refused later.
 
-The size of unread results is not known in advance. It is charged as they come and as they are read
-(`service.delivery`). While they take too much memory, new requests are refused, and those that run
-are held, or end. Unread bytes are shared too: up to the limit they are anybody's; beyond it, only
-callers within their shares find room, in the reserve of an eighth.
+The size of unread results is not known in advance. It is charged as results arrive and released as
+they are read (`service.delivery`). While unread results take too much memory, new requests are
+refused, and running requests are held or ended. Callers share this limit too: up to the limit any
+caller may use it. Beyond it is a reserve of an eighth, which only callers within their shares may
+use.
 
-The memory that a request itself holds in both processes (`service.admission.footprint`) counts from
-the arrival of its message, through tokenizing and the compilation of its grammar, to its end.
+The memory that a request itself takes in both processes (`service.admission.footprint`) counts from
+the arrival of its message, through tokenization and the compilation of its grammar, to its end.
 
 Each limit applies to all callers together, who have shares of it (`engine.fairness.shares`), and
 optionally to each identity (`service.admission.bounds`). The advice when to try again follows from
-the recent rate of release, and from the others that were told to try again earlier
+the recent rate of release, and from the other callers that were told to try again earlier
 (`engine.fairness.drain_rate`).
 
 The engine bounds its queue itself (`engine.fairness.queue_room`). All methods run on one event
@@ -45,12 +46,12 @@ class AdmissionBounds:
 
     Attributes:
         max_open: requests that run, or have results that their stream has not read.
-        max_open_of_identity: the same for each identity; None: no limit of its own.
-        max_tokens: tokens that running requests reserve; None: any number.
-        max_tokens_of_identity: the same for each identity; None: no limit of its own.
-        max_undelivered_bytes: about how many bytes of unread results, without what is kept after
-            it was read or its request has ended; None: any number.
-        max_live_bytes: about how many bytes live requests hold; None: any number.
+        max_open_of_identity: the same for each identity, or None for no limit.
+        max_tokens: tokens that running requests reserve, or None for no limit.
+        max_tokens_of_identity: the same for each identity, or None for no limit.
+        max_undelivered_bytes: approximate bytes of unread results, or None for no limit. Results
+            that are kept after they were read or their request has ended do not count.
+        max_live_bytes: approximate bytes that live requests take, or None for no limit.
     """
 
     max_open: int
@@ -62,7 +63,7 @@ class AdmissionBounds:
 
 
 class Charge(NamedTuple):
-    """How much something takes of each limit: places, live bytes, and reserved tokens."""
+    """An amount for each limit: places, live bytes, and reserved tokens."""
 
     places: int = 0
     size: int = 0
@@ -76,15 +77,16 @@ PLACE = Charge(places=1)
 class Holding:
     """What one request takes from the limits.
 
-    A context manager around the work for a request before it is live. At its end everything is
+    A context manager around the work for a request before it is live. On exit everything is
     released, unless the request's new owner has taken the holding over.
 
     Attributes:
-        account: whom it is charged to.
-        taken: what it has taken so far.
+        account: the account that is charged.
+        taken: the amounts taken so far.
         is_taken_over: whether another owner releases it. Set by that owner.
-        ticket: what the request is known by if it comes again after a refusal; empty: it is not.
-        weight: its account's weight, once it has entered: the group's weight, divided equally among
+        ticket: identifies the request if it is retried after a refusal. Empty if it cannot be
+            recognized.
+        weight: the account's weight, valid after `enter`: the group's weight, divided equally among
             the accounts of the group that have requests.
     """
 
@@ -100,11 +102,11 @@ class Holding:
 
     def enter(self, message: Footprint) -> None:
         """Check that there is room for a request before any work is done for it, and charge its
-        message. `message`: the footprint of that.
+        message. `message`: the message's footprint.
 
         Raises:
-            LimitReachedError: there is no place, or too many bytes are unread or held.
-            FieldError: it is too large, even if nobody else held anything.
+            LimitReachedError: no place is free, or too many bytes are unread or in use.
+            FieldError: the message is too large even if no other request used memory.
         """
         control, charge = self._control, Charge(size=message.size)
         control.check_unread(self.account)
@@ -112,11 +114,11 @@ class Holding:
         self.weight = self.account.weight * control.places.part_of(self.account)
 
     def admit(self, converted: Footprint, tokens: int) -> None:
-        """Take a place, and charge the converted request. `tokens`: how many it reserves.
+        """Take a place and charge the converted request. `tokens`: how many tokens it reserves.
 
         Raises:
-            LimitReachedError, FieldError: as `enter`, or there are too many tokens. Nothing is
-                taken.
+            LimitReachedError, FieldError: as in `enter`, or too many tokens are reserved. Nothing
+                is taken.
         """
         self._control.check_unread(self.account)
         self.take(Charge(1, converted.size, tokens), converted.field)
@@ -126,7 +128,7 @@ class Holding:
                     bound.got_in(self.account, self.ticket)
 
     def take(self, charge: Charge, field: str = "", *, room_for: Charge | None = None) -> None:
-        """Take more; see `AdmissionControl.take`."""
+        """Take more for this request; see `AdmissionControl.take`."""
         before = self.taken
         self._control.take(
             self.account, charge, has=before, field=field, room_for=room_for, ticket=self.ticket
@@ -134,14 +136,14 @@ class Holding:
         self.taken = Charge(*map(sum, zip(before, charge, strict=True)))
 
     def drop(self, footprint: Footprint) -> None:
-        """Release a part of the bytes early. Harmless after `release`."""
+        """Release some of the bytes early. Has no effect after `release`."""
         if self.taken.size:
             self._control.remove(self.account, Charge(size=footprint.size), served=False)
             self.taken = self.taken._replace(size=self.taken.size - footprint.size)
 
     def release(self, *, served: bool, keeps_place: bool = False) -> None:
-        """Release everything that the request holds, except its place if `keeps_place`. Harmless if
-        repeated. `served`: see `AdmissionControl.remove`.
+        """Release everything that the request holds, except its place if `keeps_place`. May be
+        called again. `served`: see `AdmissionControl.remove`.
         """
         kept = Charge(places=self.taken.places) if keeps_place else NOTHING
         gone = self.taken._replace(places=self.taken.places - kept.places)
@@ -149,7 +151,7 @@ class Holding:
         self.taken = kept
 
     def take_place(self) -> None:
-        """Take a place again for an ended request that has a reader again."""
+        """Take a place again for an ended request that is being read again."""
         self._control.add(self.account, PLACE)
         self.taken = self.taken._replace(places=1)
 
@@ -162,10 +164,10 @@ class Holding:
 
 
 class AdmissionControl:
-    """See the module.
+    """Counts what requests take, and refuses them at the limits; see the module.
 
     Attributes:
-        freed: called with how many bytes of results were freed.
+        freed: called with the number of bytes of results that were freed.
         places: the places for requests.
         bounds: all limits, in the order of Charge.
     """
@@ -177,8 +179,8 @@ class AdmissionControl:
         jitter: Callable[[], float] = random.random,
         freed: Callable[[int], None] = lambda size: None,
     ) -> None:
-        """`clock`: monotonic seconds. `jitter`: returns numbers from 0 to 1, which spread the
-        advised times. `freed`: called with how many bytes of results were freed.
+        """`clock`: returns monotonic seconds. `jitter`: returns numbers from 0 to 1, which spread
+        the advised times. `freed`: called with the number of bytes of results that were freed.
         """
         self.freed = freed
         self.bounds = [bound_of(kind, clock, jitter) for kind in _kinds(limits)]
@@ -189,28 +191,28 @@ class AdmissionControl:
         self._beyond = 0  # of them
 
     def change(self, limits: AdmissionBounds) -> None:
-        """Have other limits from now on. Requests that have been let in stay."""
+        """Replace the limits. Requests that were already admitted stay."""
         for bound, kind in zip(self.bounds, _kinds(limits), strict=True):
             bound.change(kind)
 
     @property
     def open_requests(self) -> int:
-        """How many requests have a place."""
+        """The number of requests that have a place."""
         return self.places.present
 
     @property
     def reserved_tokens(self) -> int:
-        """How many tokens all running requests reserve."""
+        """The number of tokens that all running requests reserve."""
         return self._tokens.present
 
     @property
     def live_bytes(self) -> int:
-        """About how many bytes all live requests hold."""
+        """The approximate number of bytes that all live requests take."""
         return self._bytes.present
 
     @property
     def unread_bytes(self) -> int:
-        """About how many bytes unread results take."""
+        """The approximate number of bytes that unread results take."""
         return self._unread.present
 
     @property
@@ -221,7 +223,7 @@ class AdmissionControl:
     # Refusing
 
     def has_room(self, account: Account) -> bool:
-        """Whether unread results of an account may grow."""
+        """Whether an account's unread results may grow."""
         unread, level = self._unread, self._unread_level
         limit = level.limit
         if limit is None:
@@ -232,25 +234,25 @@ class AdmissionControl:
         return present <= limit + unread.reserve and not unread.is_above_share(account)[0]
 
     def exceed(self, amount: int) -> None:
-        """Note that so many unread bytes came although there was no room, before the request could
-        be held. They count as live bytes (`service.admission.footprint`), and take no other's room.
+        """Record that `amount` unread bytes arrived without room, before the request could be held.
+        They count as live bytes (`service.admission.footprint`), and take no room from others.
         """
         self._beyond += amount
 
     def leave(self, amount: int) -> None:
-        """Note that so many unread bytes leave soon: they are being sent, or are of a request that
-        was ended for lack of room. As far as the reserve goes, no other is ended because they have
-        not left yet.
+        """Record that `amount` unread bytes will leave soon: they are being sent, or belong to a
+        request that was ended for lack of room. The reserve disregards them, so that no other
+        request is ended on their account.
         """
         self._leaving += amount
 
     def check_unread(self, account: Account) -> None:
-        """Refuse what would bring more results, if too many are unread and its caller has more than
-        its share of them. Others are always let in: a step that brought much at once must not shut
-        out who reads.
+        """Refuse a call that would produce more results, if too many are unread and its caller has
+        more than its share of them. Other callers are always admitted: a step that produced much
+        output must not shut out callers that read their results.
 
         Raises:
-            LimitReachedError: the caller has too many.
+            LimitReachedError: the caller has too many unread results.
         """
         level = self._unread_level
         is_full = level.limit is not None and level.present > level.limit
@@ -258,7 +260,7 @@ class AdmissionControl:
             raise self.no_room(account)
 
     def no_room(self, account: Account) -> LimitReachedError:
-        """The error where `has_room` is false."""
+        """Return the error to raise when `has_room` is false."""
         unread = self._unread
         is_above, share = unread.is_above_share(account)
         held, present = unread.held_by(account), unread.present
@@ -283,12 +285,12 @@ class AdmissionControl:
         field: str = "",
         ticket: str = "",
     ) -> None:
-        """Refuse a charge for which there is no room. Cheap; call it before any work is done.
+        """Refuse a charge that does not fit. Cheap; call it before any work is done.
 
         Args:
-            account: whom it is charged to.
-            charge: what it would take.
-            has: what the same request has already taken.
+            account: the account that is charged.
+            charge: the amounts that it would take.
+            has: the amounts that the same request has already taken.
             field: the field that takes the most bytes.
             ticket: see `Holding`.
 
@@ -316,11 +318,11 @@ class AdmissionControl:
         room_for: Charge | None = None,
         ticket: str = "",
     ) -> None:
-        """Take all of a charge, or nothing; see `check`. `room_for`: what must fit, if that is
-        more.
+        """Take all of a charge or nothing; see `check`. `room_for`: the amounts that must fit, if
+        they differ from the charge.
 
         Raises:
-            LimitReachedError, FieldError: as `check`.
+            LimitReachedError, FieldError: as in `check`.
         """
         wanted = charge if room_for is None else room_for
         self.check(account, wanted, has=has, field=field, ticket=ticket)
@@ -328,20 +330,20 @@ class AdmissionControl:
             bound.add(account, amount)
 
     def add(self, account: Account, charge: Charge) -> None:
-        """Take a charge, whether it fits or not."""
+        """Take a charge, even if it does not fit."""
         for bound, amount in zip(self.bounds, charge, strict=True):
             bound.add(account, amount)
 
     def remove(self, account: Account, charge: Charge, *, served: bool = True) -> None:
-        """Release a charge. `served`: False for a charge that was undone, which must not count for
-        the rate.
+        """Release a charge. `served`: False if the charge was undone, and must not count toward the
+        release rate.
         """
         for bound, amount in zip(self.bounds, charge, strict=True):
             bound.remove(account, amount, served=served)
 
     def charge_unread(self, account: Account, amount: int, *, leaves: bool = False) -> None:
-        """Count bytes of results that came, or (below zero) that were read or dropped. `leaves`: of
-        those that leave soon; see `leave`.
+        """Count bytes of results that arrived, or (if negative) that were read or dropped.
+        `leaves`: whether the bytes are among those that leave soon; see `leave`.
         """
         if leaves:
             self.leave(amount)
@@ -352,12 +354,12 @@ class AdmissionControl:
             self.freed(-amount)
 
     def holding(self, account: Account, ticket: str = "") -> Holding:
-        """Make an empty holding for a new request. `ticket`: see `Holding`."""
+        """Create an empty holding for a new request. `ticket`: see `Holding`."""
         return Holding(self, account, ticket)
 
 
 def _kinds(limits: AdmissionBounds) -> tuple[Kind, Kind, Kind]:
-    """The kinds of limits, in the order of Charge."""
+    """Return the kinds of limits, in the order of Charge."""
     return _places(limits), _bytes(limits), _tokens(limits)
 
 

@@ -1,6 +1,6 @@
-"""A limit of the service: how much all callers may have together, in shares
+"""A limit of the service: how much all callers together may have, divided into shares
 (`engine.fairness.shares`), and optionally how much each identity may have. A `Bound` decides and
-counts; its `error` describes a refusal.
+counts, and its `error` describes a refusal.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class Kind:
     """What a limit applies to, and the wording of its refusals.
 
     Attributes:
-        what: what is in use, with {present}, {amount} (the amount asked for) and {of}: " of this
-            caller" if the identity's limit refuses.
+        what: a description of what is in use, with the fields {present}, {amount} (the amount asked
+            for) and {of} (" of this caller" if the identity's limit refuses).
         remedy: what the caller can do.
-        reason, option, limit: the reason for programs, the option that sets the limit, and its
-            value; None: no limit.
-        reason_of_identity, option_of_identity, limit_of_identity: the same for each identity; None:
-            no limit of its own.
-        field: the field at fault if one request alone exceeds the limit; empty: it varies.
-        alone: the message for that case, with {amount}, {most} and {option}.
+        reason, option, limit: the machine-readable reason, the option that sets the limit, and its
+            value, or None for no limit.
+        reason_of_identity, option_of_identity, limit_of_identity: the same for each identity, with
+            None for no limit per identity.
+        field: the field at fault if one request alone exceeds the limit; empty if it varies.
+        alone: the message for that case, with the fields {amount}, {most} and {option}.
     """
 
     what: str
@@ -49,12 +49,12 @@ class RefusalOfIdentity(Refusal):
 
 
 class Bound(Shares[Account]):
-    """One limit, and how much of it is used. All methods run on one event loop. Made by
+    """One limit, and how much of it is used. All methods run on one event loop. Created by
     `bound_of`.
 
     Attributes:
         kind: what the limit applies to.
-        most: the most that one request can have; None: any amount.
+        most: the most that one request can have, or None for no limit.
     """
 
     def __init__(self, kind: Kind, clock: Callable[[], float], jitter: Callable[[], float]) -> None:
@@ -63,7 +63,7 @@ class Bound(Shares[Account]):
         self.change(kind)
 
     def change(self, kind: Kind) -> None:
-        """Have the limits of this kind from now on. What is held beyond them stays held."""
+        """Replace the limits. Amounts already held beyond the new limits stay held."""
         limits = [most for most in (kind.limit, kind.limit_of_identity) if most is not None]
         self.kind = kind
         self.most = min(limits, default=None)
@@ -75,7 +75,7 @@ class Bound(Shares[Account]):
         return not self.present
 
     def error(self, refusal: Refusal, amount: int) -> LimitReachedError:
-        """The error for the refusal of an amount."""
+        """Return the error for the refusal of an amount."""
         kind = self.kind
         of_identity = isinstance(refusal, RefusalOfIdentity)
         option = kind.option_of_identity if of_identity else kind.option
@@ -102,8 +102,8 @@ class Bound(Shares[Account]):
         )
 
     def error_alone(self, amount: int, field: str) -> FieldError:
-        """The error for a request that alone exceeds the limit. `field`: the field at fault, if the
-        kind does not name it.
+        """Return the error for a request that alone exceeds the limit. `field`: the field at fault,
+        if the kind does not name it.
         """
         kind = self.kind
         most, option = kind.limit_of_identity, kind.option_of_identity
@@ -122,7 +122,7 @@ class _BoundOfIdentities(Bound):
         self._make_level = partial(Level, clock=clock, jitter=jitter)
 
     def change(self, kind: Kind) -> None:
-        """Have the limits of this kind from now on. What is held beyond them stays held."""
+        """Replace the limits. Amounts already held beyond the new limits stay held."""
         super().change(kind)
         for own in self._of.values():
             own.limit = kind.limit_of_identity
@@ -136,7 +136,7 @@ class _BoundOfIdentities(Bound):
         present: int | None = None,
         ticket: str = "",
     ) -> Refusal | None:
-        """See `Shares.ask`; the identity's limit comes first, and knows no tickets."""
+        """See `Shares.ask`. The identity's limit is checked first, and ignores tickets."""
         own = self._of.get(who.identity)
         if own is None or own.missing(amount) <= 0:
             return super().ask(who, amount, has=has, present=present, ticket=ticket)
@@ -159,8 +159,8 @@ class _BoundOfIdentities(Bound):
             own.add(amount)
 
     def remove(self, who: Account, amount: int, *, served: bool) -> None:
-        """Release an amount that a caller holds. `served`: it was released in the normal way, so it
-        counts for the rate.
+        """Release an amount that a caller holds. `served`: whether it was released in the normal
+        way, and so counts toward the release rate.
         """
         super().remove(who, amount, served=served)
         if amount:
@@ -171,6 +171,6 @@ class _BoundOfIdentities(Bound):
 
 
 def bound_of(kind: Kind, clock: Callable[[], float], jitter: Callable[[], float]) -> Bound:
-    """Make the bound of a kind. `clock`, `jitter`: see DrainRate."""
+    """Create the bound for a kind. `clock`, `jitter`: see DrainRate."""
     made = Bound if kind.limit_of_identity is None else _BoundOfIdentities
     return made(kind, clock, jitter)

@@ -1,11 +1,11 @@
-"""Estimates how many bytes a request holds while it waits or runs, in the front end and the
-engine's process together.
+"""Estimates how many bytes a request takes while it waits or runs, in the front end's and the
+engine's processes together.
 
-The estimate is made from the request's parts when it is accepted, and is the most that it can hold,
-so an accepted request is never refused later. The coefficients were measured in CPython 3.11
-(`python -m benchmarks.waiting_memory` measures them again in the processes themselves). It leaves
-out four bytes for each token in the KV cache, and unread results, which have a limit of their own,
-but for what a choice may bring until it is held.
+The estimate is computed from the request's fields when it is accepted, and is an upper limit, so an
+accepted request is never refused later. The coefficients were measured in CPython 3.11
+(`python -m benchmarks.waiting_memory` measures them again in the processes themselves). The
+estimate leaves out four bytes for each token in the KV cache, and unread results, which have a
+separate limit. It includes only the results that a choice may still produce before it is held.
 `service.convert.weight` estimates the size of a request's message before that.
 """
 
@@ -17,40 +17,43 @@ from dataclasses import dataclass
 from engine.contract.request import GenerationRequest
 
 _REQUEST = 5_000
-"""The records and calls of any request, in both processes."""
+"""Bytes per request: its records and calls, in both processes."""
 _CHOICE = 1_100
-"""Each choice: its record in the engine, and its log and text in the front end."""
+"""Bytes per choice: its record in the engine, and its log and text in the front end."""
 _TOKEN = 4
 _ENDING = 150
-"""Each id that ends the output: in a set in each process, and packed."""
+"""Bytes per token id that ends the output: in a set in each process, and packed."""
 _BIAS = 24
 _STOP_CHARACTER = 270
-"""Each character of a stop string: a state of the search."""
+"""Bytes per character of a stop string: one state of the search."""
 _MATCHER = 42_000
 _MATCHER_BYTE = 1.2
-"""The matcher of one choice: a fixed part, and a part for each byte of the grammar's text, of which
-llguidance keeps a copy for each (1.0 to 1.6 bytes, by the kind of grammar).
+"""Bytes for the matcher of one choice: a constant, and an amount per byte of the grammar's text.
+llguidance keeps a copy of the text for each matcher (1.0 to 1.6 bytes per byte, depending on the
+kind of grammar).
 """
 _SEEN = 130
-"""Each token that is counted for penalties."""
+"""Bytes per token that is counted for penalties."""
 _NGRAM = 160
-"""Each token that is indexed as the end of an n-gram."""
+"""Bytes per token that is indexed as the end of an n-gram."""
 _LABEL = 200
-"""Each label, without its characters: two strings in a map."""
+"""Bytes per label, without its characters: two strings in a map."""
 UNTIL_HELD = 3
-"""How many tokens a choice may still bring once it is to be held."""
+"""The number of tokens that a choice may still produce after the decision to hold it."""
 _DESCRIBED = 200
 _CANDIDATE = 130
-"""Each prompt token with log-probabilities, and each candidate with it; once in each process."""
+"""Bytes per prompt token with log-probabilities (`_DESCRIBED`), and per candidate of it
+(`_CANDIDATE`), in each process.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """How much memory a request holds.
+    """How much memory a request takes.
 
     Attributes:
-        size: about how many bytes.
-        field: the field that takes the most of them.
+        size: the approximate number of bytes.
+        field: the field that takes the most bytes.
     """
 
     size: int
@@ -68,14 +71,14 @@ class Footprint:
         echo: str,
         labels: Mapping[str, str],
     ) -> Footprint:
-        """The footprint of a converted request.
+        """Return the footprint of a converted request.
 
         Args:
-            request: what the engine gets.
+            request: the request for the engine.
             input_field: the prompt's field name.
-            output_tokens: the longest output of each choice.
-            token_bytes: how many bytes one unread token of it takes.
-            stop_strings, echo, labels: kept by the front end.
+            output_tokens: the length of the longest output of each choice.
+            token_bytes: the number of bytes that one unread token takes.
+            stop_strings, echo, labels: the values that the front end keeps.
         """
         n, length, sampling = request.n, len(request.prompt), request.sampling
         tokens = length + output_tokens

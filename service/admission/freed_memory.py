@@ -2,14 +2,15 @@
 
     results are freed ──▶ enough of them ──▶ a moment later: malloc_trim, in a thread
 
-glibc gives threads their own arenas, up to eight for each core, and memory freed in one is not
-reused by another. Tokenizing a long text takes tens of megabytes, in any of several threads; with
-many arenas, each keeps as much. Two are enough for a process in which threads mostly wait or hold
-the interpreter's lock.
+glibc gives threads separate arenas, up to eight per core, and memory freed in one is not reused by
+another. Tokenizing a long text takes tens of megabytes, in any of several threads, and each arena
+keeps that much. Two arenas are enough for a process in which threads mostly wait or hold the
+interpreter's lock.
 
-What is freed among memory in use is not given back by itself: after 500 MB of results all but the
-last were freed, and 500 MB were still taken. `malloc_trim` gives whole pages back; so that takes up
-to 90 ms, during which other threads may wait for memory, it is called only when much was freed.
+glibc does not return freed memory that lies between blocks still in use: after all but the last of
+500 MB of results were freed, 500 MB were still taken. `malloc_trim` returns whole pages. It takes
+up to 90 ms, during which other threads may wait for memory, so it is called only when much was
+freed.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from concurrent.futures import Executor
 
 ARENAS = 2
 ENOUGH_BYTES = 32 << 20
-"""How much must have been freed before any is given back."""
+"""The number of bytes that must be freed before memory is returned to the system."""
 DELAY_S = 1.0
-"""How long after that: more may follow."""
+"""The delay before memory is returned, because more may be freed in the meantime."""
 _M_ARENA_MAX = -8  # of malloc.h
 
 
 def bound_arenas() -> bool:
-    """Limit this process to ARENAS arenas. Returns whether that worked: other C libraries have no
+    """Limit this process to ARENAS arenas. Return whether that worked: other C libraries have no
     arenas, or no such setting.
     """
     try:
@@ -38,16 +39,16 @@ def bound_arenas() -> bool:
 
 
 class GivingBack:
-    """Gives freed memory back to the system; see the module. Used on one event loop."""
+    """Returns freed memory to the system; see the module. Used on one event loop."""
 
     def __init__(self, executor: Executor) -> None:
-        """`executor`: has a thread for it."""
+        """`executor`: has a thread for the work."""
         self._executor = executor
         self._freed = 0
         self._is_due = False
 
     def freed(self, size: int) -> None:
-        """Note that about so many bytes were freed."""
+        """Record that about `size` bytes were freed."""
         self._freed += size
         if self._freed >= ENOUGH_BYTES and not self._is_due:
             self._is_due = True

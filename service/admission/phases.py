@@ -1,4 +1,4 @@
-"""The phases of the process, and those in which it takes no new work."""
+"""The phases of the process, and which of them accept no new work."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ NO_NEW_WORK = {
         "the server is shutting down and takes no new requests; use another one",
     ),
 }
-"""The phases in which no requests are accepted although the model was loaded, each with a reason
-and a message.
+"""The phases in which no requests are accepted although the model was loaded. Each has a reason and
+a message.
 """
 
 
@@ -37,9 +37,9 @@ class Drain:
     """A drain of the server.
 
     Attributes:
-        reason: the operator's; empty if a signal started it.
+        reason: the operator's reason; empty if a signal started the drain.
         since: wall-clock seconds.
-        timeout_s: after how many seconds live requests are cancelled.
+        timeout_s: the seconds after which live requests are cancelled.
     """
 
     reason: str

@@ -1,10 +1,10 @@
-"""Limits how many streams of a kind, which clients may keep open as long as they like, are open.
+"""Limits how many streams of one kind are open. Clients may keep these streams open indefinitely.
 
     take ──▶ (refused, or a place) ──▶ the call … ──▶ its done callback gives the place back
 
-While it is idle, a session, a health Watch or a WatchStatistics costs only about 30 KiB. It takes a
-place before that memory is allocated. Each caller has a share of the places
-(`engine.fairness.shares`). Requests have separate places (`service.admission.admission_control`).
+An idle session, health Watch or WatchStatistics costs only about 30 KiB. It takes a place before
+that memory is allocated. Each caller has a share of the places (`engine.fairness.shares`). Requests
+have separate places (`service.admission.admission_control`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Places:
         self._bound = bound_of(kind, clock, jitter)
 
     def change(self, kind: Kind) -> None:
-        """Have the limits of this kind from now on. Streams that are open stay open."""
+        """Replace the limits. Streams that are open stay open."""
         self._bound.change(kind)
 
     @property
     def taken(self) -> int:
-        """How many streams are open now."""
+        """The number of streams that are open now."""
         return self._bound.present
 
     @property
@@ -49,8 +49,8 @@ class Places:
 
         Args:
             context: the call's context.
-            account: whom it is charged to; None: the host that it comes from, because nothing else
-                is known.
+            account: the account that is charged. None charges the host that the call comes from,
+                because the caller is not known.
 
         Raises:
             LimitReachedError: no place is free.

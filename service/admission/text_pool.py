@@ -1,14 +1,14 @@
-"""Runs work on long texts outside the event loop: tokenizing, chat templates, long answers.
+"""Runs work on long texts outside the event loop: tokenization, chat templates, long answers.
 
     run(account, size, work) ──▶ its caller's queue ──▶ lane: short | long ──▶ a thread
     answer(account, size, work) ───────────────────────▶ lane: answers ──────▶ a thread
 
 Each lane has one thread, so short work never waits for work that takes seconds, and answers to
-admitted requests wait for no text. In a lane, the next turn goes to the caller that has had the
-fewest bytes processed for its weight, and to that caller's oldest work; so one caller's backlog
-does not affect the others. The waiting work is limited, and each caller has a share of that limit
-(`engine.fairness.shares`); beyond it new work is refused, with advice when to try again. If the
-calling task is cancelled, work that has not started is dropped. Work that has started cannot be
+admitted requests do not wait for input texts. Within a lane, the next turn goes to the caller that
+has had the fewest bytes processed for its weight, and to that caller's oldest work, so one caller's
+backlog does not affect the others. The waiting work is limited, and each caller has a share of that
+limit (`engine.fairness.shares`). Beyond it new work is refused, with advice when to try again. If
+the calling task is cancelled, work that has not started is dropped. Work that has started cannot be
 interrupted, so its submitter must bound its length and make sure that it does not hold the
 interpreter's lock for long.
 
@@ -33,19 +33,19 @@ from service.admission.bounds import Kind, bound_of
 from service.errors.call_errors import NotReadyError
 
 THREADS = 3
-"""How many threads the pool uses: one for each lane."""
+"""The number of threads that the pool uses: one for each lane."""
 INLINE_ANSWER_BYTES = 64 << 10
-"""Answers up to about this size are made at once, on the event loop, which takes some
+"""Answers up to about this size are made immediately on the event loop, which takes a few
 milliseconds.
 """
 SHORT_BYTES = 16 << 10
-"""Work on up to this many bytes is short: it takes some milliseconds."""
+"""The largest size of short work, which takes a few milliseconds."""
 MAX_WAITING = 4096
-"""How many pieces of work may wait, of all callers."""
+"""The number of work items of all callers that may wait."""
 MAX_WAITING_BYTES = 64 << 20
-"""How many bytes of texts may wait, of all callers; a single text is always accepted."""
+"""The number of bytes of text of all callers that may wait. A single text is always accepted."""
 _TURN_BYTES = 1 << 10
-"""What each turn counts in addition to its bytes, because no work is free."""
+"""The bytes that each turn counts in addition to its size, because no work is free."""
 _WHAT = "wait to be tokenized or made text, and this would be {amount} more"
 _REMEDY = "send less at the same time"
 _NUMBER = Kind(
@@ -76,9 +76,7 @@ class _Work:
 
 @dataclass(slots=True, eq=False)
 class _Caller:
-    """A caller with work waiting in a lane. `served`: its processed bytes, divided by its
-    weight.
-    """
+    """A caller with work waiting in a lane. `served`: processed bytes, divided by its weight."""
 
     account: Account
     served: float
@@ -86,14 +84,12 @@ class _Caller:
 
 
 class _Lane:
-    """One thread, and the callers whose work waits for it. O(log callers) for each piece of
-    work.
-    """
+    """One thread, and the callers whose work waits for it. O(log callers) per work item."""
 
     def __init__(
         self, executor: Executor, begun: Callable[[_Work], None] = lambda work: None
     ) -> None:
-        """`begun` is called when a piece of work gets its turn."""
+        """`begun`: called when a work item gets its turn."""
         self._executor = executor
         self._begun = begun
         self._callers: dict[str, _Caller] = {}
@@ -117,7 +113,7 @@ class _Lane:
             self._next()
 
     def drop(self, work: _Work) -> bool:
-        """Withdraw a piece of work; returns whether it had not started."""
+        """Withdraw a work item. Return whether it was still waiting."""
         caller = self._callers.get(work.account.key)
         if caller is None or work not in caller.queue:
             return False
@@ -143,7 +139,7 @@ class _Lane:
             del self._members[account.group]
 
     def take_all(self) -> list[_Work]:
-        """Remove and return everything that waits."""
+        """Remove and return all waiting work."""
         waiting = [work for caller in self._callers.values() for work in caller.queue]
         self._callers.clear()
         self._members.clear()
@@ -182,7 +178,7 @@ class _Lane:
 
 
 class TextPool:
-    """See the module."""
+    """Three lanes of threads for work on texts; see the module."""
 
     def __init__(
         self,
@@ -202,19 +198,19 @@ class TextPool:
 
     @property
     def waiting(self) -> int:
-        """How many texts wait."""
+        """The number of waiting texts."""
         return self._number.present
 
     async def run(self, account: Account, size: int, call: Callable[[], _T]) -> _T:
-        """Run `call` in a thread when it is its turn.
+        """Run `call` in a thread when its turn comes.
 
         Args:
-            account: whom it is charged to.
-            size: about how many bytes it holds and processes.
-            call: the work, bounded in length; this method raises what it raises.
+            account: the account that is charged.
+            size: the approximate number of bytes that the work holds and processes.
+            call: the work, bounded in length. Its exceptions propagate.
 
         Raises:
-            LimitReachedError: too much waits already.
+            LimitReachedError: too much work is waiting.
             NotReadyError: the pool is closed.
         """
         self._check_open()
@@ -232,12 +228,12 @@ class TextPool:
         return result
 
     async def answer(self, account: Account, size: int, call: Callable[[], _T]) -> _T:
-        """Make an answer for an admitted request: at once, or in a thread if it is long. Never
-        refused because too much waits.
+        """Make an answer for an admitted request: immediately, or in a thread if it is long. Never
+        refused because of waiting work.
 
         Args:
-            account: whom it is charged to.
-            size: about the answer's size, in bytes.
+            account: the account that is charged.
+            size: the answer's approximate size, in bytes.
             call: makes the answer.
 
         Raises:

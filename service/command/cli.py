@@ -1,8 +1,8 @@
 """The command `headrace-server`. Every option is also an environment variable and a key of a config
-file; a flag wins over its variable, that over the file.
+file. A flag takes precedence over its variable, and the variable over the file.
 
-Nothing heavy is imported before `serve` runs: `--help` and `--version` answer at once, without
-torch.
+Nothing heavy is imported before `serve` runs, so `--help` and `--version` answer immediately,
+without torch.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ def serve(given: flags.Given) -> None:
 
 
 def _rank(load: LoadConfig) -> int:
-    """This process's rank among those that share the model; rank 0 serves.
+    """Return this process's rank among those that share the model. Rank 0 serves.
 
     Raises:
-        ConfigError: torchrun started several processes, and they do not share a model.
+        ConfigError: torchrun started several processes, but they do not share a model.
     """
     place = RankPlace.read()
     if load.tensor_parallel != "none":
@@ -159,7 +159,7 @@ def main() -> None:
 
 
 def _check_command(arguments: list[str]) -> None:
-    """If an option of `serve` stands before the command, tell the user where it belongs."""
+    """If an option of `serve` precedes the subcommand, tell the user where it belongs."""
     name = arguments[0].split("=")[0] if arguments else ""
     if name.startswith("--") and name[2:] in {flag.name for flag in flags.flags().values()}:
         typer.echo(

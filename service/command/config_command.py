@@ -1,8 +1,8 @@
 """The command `headrace-server config`: prints a config file, or checks one for a server.
 
 flags and variables of `serve` ─┐
-a config file ──────────────────┴─▶ `config_file.filled` ─▶ the configs, the files that they name
-                                                         ─▶ what a reload would change, and leave
+a config file ──────────────────┴─▶ `config_file.filled` ─▶ the configs, and the files they name
+                                                         ─▶ what a reload would and would not change
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _config(given: flags.Given) -> None:
 
 
 def _check(given: flags.Given) -> int:
-    """Say what is wrong with a file, and what a reload could not do; returns the exit code."""
+    """Report what is wrong with a file and what a reload could not change. Return an exit code."""
     # Imported here, so that --help is fast.
     from service.server import credentials_of
 

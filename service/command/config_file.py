@@ -1,7 +1,7 @@
 """A config file: the options of `headrace-server serve` in TOML.
 
-    [network]                          # a heading of `serve --help`, in small letters with dashes
-    listen = ["0.0.0.0:50051"]         # a flag without its dashes; one that repeats is a list
+    [network]                          # a heading of `serve --help`, in lowercase with dashes
+    listen = ["0.0.0.0:50051"]         # a flag without its dashes; a repeatable flag is a list
     tls-cert = "/etc/headrace/cert.pem"
 
     [process]
@@ -12,8 +12,8 @@
                       `compare`  ◀── two of them: what SIGHUP changes, and what needs a restart
 
 The keys, their types and their bounds are those of the flags (`service.command.flags`). A file is
-checked key by key before anything is done with it, and all of its mistakes are told at once. It
-includes no other file.
+checked key by key before it is used, and all of its mistakes are reported together. A config file
+cannot include another.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ from service.command.flags import FILE, Flag, Given, flags, plain
 from service.door.watched_files import read as read_file
 
 MAX_FILE_BYTES = 64 << 10
-"""Of the file: four times what all options take with their meanings."""
+"""The largest size of the file: four times the size of all options with their descriptions."""
 MAX_LINE_BYTES = 1024
-"""Of a line. A parser's time grows with the square of a key's parts, a.b.c.…, and a key has one
-line: so it is at most about a second for a file, and not 20 s.
+"""The largest size of a line. The parser's time grows with the square of the number of parts of a
+dotted key (a.b.c.…), and a key is on one line. This limit reduces the longest time for a file from
+20 s to about one second.
 """
 _MAX_PROBLEMS = 10
 _MAX_SHOWN = 64
 _DOOR_HAS = ("tls_cert", "tls_key")
-"""What the HTTP door's process got when it was started."""
+"""The options that the HTTP door's process received when it was started."""
 _MAX_BITS = 64
 _BARE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _INCLUDES = (FILE, "include", "includes", "import", "extends")
@@ -60,18 +61,18 @@ _WIDTH = 98
 
 
 def filled(given: Given, path: str | None = None) -> Given:
-    """The options with what the config file sets, which is read here. `path`: of another file than
-    the one that they name.
+    """Read the config file and return the options with its values. `path`: read this file instead
+    of the one that the options name.
 
     Raises:
-        ConfigError: it cannot be read, or something in it is wrong.
+        ConfigError: the file cannot be read, or something in it is wrong.
     """
     path = given[FILE] if path is None else path
     return given if path is None else given.with_file(path, _read(path))
 
 
 def _read(path: str) -> dict[str, Any]:
-    """What a file sets, by field, in the form in which flags have it."""
+    """Return the values that a file sets, by field, in the same format as flags."""
     try:
         if not stat.S_ISREG(Path(path).stat().st_mode):
             raise ConfigError(path, "is not a file that SIGHUP could read again")
@@ -107,7 +108,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _entries(content: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
-    """Put what a file's content sets into `found`, by field; yields what is wrong."""
+    """Put the values that a file's content sets into `found`, by field. Yield each problem."""
     keys = {flag.name: flag for flag in flags().values() if flag.field != FILE}
     sections = list(dict.fromkeys(flag.section for flag in keys.values()))
     for section, entries in content.items():
@@ -128,7 +129,7 @@ def _entries(content: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
 
 
 def _outside(name: str, value: Any, keys: dict[str, Flag], sections: list[str]) -> str:
-    """What is wrong with something that is in none of the sections."""
+    """Return the problem with an entry that is in none of the sections."""
     if not isinstance(value, dict | list):
         return f"(outside of a section) {_unknown(name, keys)}"
     known = ", ".join(f"[{one}]" for one in sections)
@@ -138,7 +139,7 @@ def _outside(name: str, value: Any, keys: dict[str, Flag], sections: list[str]) 
 
 
 def _unknown(key: str, keys: dict[str, Flag]) -> str:
-    """What is wrong with a key that does not stand where it belongs, or nowhere does."""
+    """Return the problem with a key that is in the wrong section or does not exist."""
     if key in keys:
         return f"{key} belongs in the section [{keys[key].section}]"
     if key in _INCLUDES:
@@ -158,7 +159,7 @@ def _name(key: str) -> str:
 
 
 def _checked(flag: Flag, value: Any) -> Any:
-    """The value of a key, in the form in which the flag has it. Raises ConfigError."""
+    """Return the value of a key, in the same format as its flag. Raises ConfigError."""
     [kind] = [one for one in _kinds(flag) if one is not NoneType]
     octal = flag.option.base == 8
     if octal:
@@ -193,7 +194,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A value in words, cut to a length that can be shown."""
+    """Return a value in words, shortened for display."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, dict):
@@ -209,10 +210,11 @@ def _shown(value: Any) -> str:
 
 
 def document(given: Given) -> str:
-    """A config file with all options, their values and their meanings, which `filled` can read.
+    """Return a config file with all options, their values and their descriptions, which `filled`
+    can read.
 
     Raises:
-        ConfigError: a value is text that UTF-8 cannot have.
+        ConfigError: a value is text that UTF-8 cannot encode.
     """
     lines = _comment(
         "The options of `headrace-server serve --config FILE`. A flag wins over its variable, "
@@ -269,11 +271,11 @@ class _Values(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What differs between two readings of the options: the values before and after, by field.
+    """The differences between two readings of the options: the values before and after, by field.
 
     Attributes:
-        now: what a server can change while it serves.
-        later: what needs a restart.
+        now: the options that a server can change while it serves.
+        later: the options that need a restart.
     """
 
     now: Mapping[str, tuple[Any, Any]]
@@ -281,7 +283,7 @@ class Changes:
 
     @staticmethod
     def told(changes: Mapping[str, tuple[Any, Any]]) -> str:
-        """Some of these in words."""
+        """Return some of these changes in words."""
         return ", ".join(
             f"{flags()[field].name} ({_told(before)} → {_told(after)})"
             for field, (before, after) in changes.items()
@@ -289,8 +291,8 @@ class Changes:
 
 
 def compare(before: _Values, after: _Values) -> Changes:
-    """What differs between two readings of the options. A file is changed for another one, and a
-    limit of each identity for another one; that there is one, or none, needs a restart.
+    """Return the differences between two readings of the options. An option that is set in only one
+    of them needs a restart, as does a limit per identity that changes to or from 0.
     """
     now: dict[str, tuple[Any, Any]] = {}
     later: dict[str, tuple[Any, Any]] = {}

@@ -1,13 +1,13 @@
-"""The entry of the command `headrace-server`: what must be settled before the imports of
-`service.command.cli`, which take up to seconds on a cold machine.
+"""The entry point of the command `headrace-server`: setup that must happen before the imports of
+`service.command.cli`, which can take seconds on a cold machine.
 
-1. A signal in the first seconds of `serve` ends it as one that comes while the model loads does,
-   with code 0; SIGHUP has nothing to read again yet. `service.command.process` sets its own
-   handlers later.
-2. Process 1 of a container has two duties, which the server is not made for: the kernel drops
-   signals that process 1 has no handler for, and gives it every orphan to reap. So as process 1
-   this passes signals on to the server, its only child, reaps all others, and ends as the server
-   ends. Under another init (`docker run --init`) this is not process 1, and does nothing of it.
+1. A signal in the first seconds of `serve` ends it with code 0, like a signal while the model
+   loads. SIGHUP has no effect yet. `service.command.process` installs its signal handlers later.
+2. Process 1 of a container has two duties that the server does not perform. The kernel drops
+   signals that process 1 has no handler for, and makes it the parent of every orphan. So as process
+   1, this process forwards signals to the server, its only child, reaps all other children, and
+   exits when the server exits. Under another init (`docker run --init`) it is not process 1, and
+   does none of this.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import FrameType
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SI_KERNEL = 0x80
-"""The `si_code` of a terminal's signals, which all processes of the terminal's group get."""
+"""The `si_code` of signals from a terminal, which all processes of the terminal's group receive."""
 
 
 def main() -> None:
@@ -41,12 +41,12 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """A handler and not SIG_IGN, which the engine's process would inherit."""
+    """Ignore the signal. A handler is used because the engine's process would inherit SIG_IGN."""
 
 
 def _be_init() -> None:
-    """Fork. The child returns from here; process 1 stays as its init and ends with its exit code,
-    128 + the signal's number if a signal has ended it.
+    """Fork. The child returns from here. Process 1 stays as the init and exits with the child's
+    exit code, or 128 + the signal's number if a signal ended the child.
     """
     waited_for = {*_PASSED_ON, signal.SIGCHLD}
     # Blocked signals wait for `sigwaitinfo`: none is lost, as of here.
@@ -64,7 +64,7 @@ def _be_init() -> None:
 
 
 def _reap(server: int) -> None:
-    """Reap all children that have ended, and end with the server."""
+    """Reap all children that have ended, and exit if the server has."""
     while True:
         pid, status = os.waitpid(-1, os.WNOHANG)  # the server is there, until it is returned
         if pid == 0:

@@ -1,10 +1,10 @@
-"""Derives the options of `headrace-server serve`, and those that `plan` has too, from the config
+"""Derives the options of `headrace-server serve`, some of which `plan` shares, from the config
 fields that declare them.
 
     a field of a config (`option_fields`) ──▶ flag, variable, line of help     `command_of`
                                           ──▶ key of a config file             `config_file`
                                           ──▶ the configs, from what was given `Given.config`
-                                          ──▶ an error in the words of flags   `describe`
+                                          ──▶ an error in terms of flags       `describe`
                                           ──▶ tables in docs/                  `TABLES`
 
 `python -m service.command.flags` writes the tables.
@@ -37,9 +37,9 @@ CONFIGS: tuple[type[Any], ...] = (
     ContinuousBatchingConfig,
     LoadConfig,
 )
-"""The configs of which options with a group are flags."""
+"""The configs whose options with a group are flags."""
 FILE = "config"
-"""The field of the config file, which is no key of it."""
+"""The field that names the config file. It is not a key of the file."""
 _FIXED = ("COMMANDLINE", "ENVIRONMENT")
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
@@ -74,16 +74,16 @@ class Flag:
 
     @property
     def section(self) -> str:
-        """The section of a config file: the help's heading, in small letters with dashes."""
+        """The section of a config file: the heading in the help, in lowercase with dashes."""
         return self.option.group.lower().replace(" ", "-")
 
     @property
     def place(self) -> str:
-        """The section and the key of a config file."""
+        """The section and key in a config file."""
         return f"[{self.section}] {self.name}"
 
     def parameter(self) -> inspect.Parameter:
-        """The parameter from which typer makes the flag."""
+        """Return the parameter from which typer makes the flag."""
         kind, default = self.kind, self.default
         name = f"--{self.name}"
         if bool in (kind, *get_args(kind)):
@@ -110,7 +110,7 @@ class Flag:
         )
 
     def read(self, given: Any) -> Any:
-        """Convert the given value to the field's. Raises ConfigError."""
+        """Convert a given value to the field's type. Raises ConfigError."""
         if isinstance(given, list):
             return tuple(given)
         if self.option.base != 8:
@@ -124,17 +124,17 @@ class Flag:
             ) from error
 
     def told(self) -> str:
-        """Its help text, with its bounds; choices are already in the text."""
+        """Return the help text with the bounds. Choices are already in the text."""
         bounds = "" if self.option.choices else self.option.bounds(self.field)
         return f"{self.option.help} {bounds[:1].upper()}{bounds[1:]}.".removesuffix(" .")
 
     @property
     def absent(self) -> str:
-        """How to describe a flag that has no value."""
+        """The text to show for a flag that has no value."""
         return self.option.shown or "none"
 
     def row(self) -> str:
-        """Its row of the table."""
+        """Return the flag's row of the table."""
         option, default = self.option, self.default
         if option.shown or default is None:
             shown = self.absent
@@ -151,7 +151,7 @@ class Flag:
 
 @cache
 def flags() -> dict[str, Flag]:
-    """All flags by field name, in the order of the help's groups."""
+    """Return all flags by field name, in the order of the help's groups."""
     found: list[Flag] = []
     for config in CONFIGS:
         hints = get_type_hints(config)
@@ -166,7 +166,7 @@ def flags() -> dict[str, Flag]:
 
 
 def _simple(hint: Any) -> Any:
-    """A field's type for the command line: text instead of literals, no pairs."""
+    """Return a field's type for the command line: str instead of literals, and no pairs."""
     if get_origin(hint) is Literal:
         return str
     if get_origin(hint) in (UnionType, Union):
@@ -176,12 +176,12 @@ def _simple(hint: Any) -> Any:
 
 
 class Given:
-    """The values of the flags by field name, and where they come from: a flag wins over its
-    variable, that over the config file, and that over the default.
+    """The values of the flags by field name, and their sources. A flag takes precedence over its
+    variable, the variable over the config file, and the file over the default.
 
     Attributes:
-        path: the config file; None: there is none.
-        from_file: the fields whose values are the file's.
+        path: the config file, or None if there is none.
+        from_file: the fields whose values come from the file.
     """
 
     def __init__(
@@ -191,8 +191,8 @@ class Given:
         path: str | None = None,
         read: Mapping[str, Any] | None = None,
     ) -> None:
-        """`values`: from flags, variables and defaults. `fixed`: the fields that a flag or a
-        variable sets. `path`, `read`: the config file, and what it sets.
+        """`values`: from flags, variables and defaults. `fixed`: the fields that a flag or variable
+        sets. `path`, `read`: the config file, and the values that it sets.
         """
         self.path = path
         self.from_file = frozenset(read or ()) - fixed
@@ -203,11 +203,11 @@ class Given:
         return self._values[field]
 
     def is_fixed(self, field: str) -> bool:
-        """Whether a flag or a variable sets it, so that no file does."""
+        """Whether a flag or a variable sets the field, so that the file cannot."""
         return field in self._fixed
 
     def with_file(self, path: str, read: Mapping[str, Any]) -> Given:
-        """The same with what a config file sets, in the place of any other file's."""
+        """Return a copy with the values of a config file instead of those of any earlier file."""
         known = {name: value for name, value in read.items() if name in self._own}
         return Given(self._own, self._fixed, path, known)
 
@@ -229,7 +229,7 @@ class Given:
         return kind(**given, **more)
 
     def line(self) -> list[str]:
-        """The words of a command line for the flags whose values are not the server's defaults."""
+        """Return the command line of the flags whose values differ from the defaults."""
         words: list[str] = []
         for name, flag in flags().items():
             value = self._values.get(name, flag.default)
@@ -246,12 +246,12 @@ class Given:
 
 
 class BareFlags(TyperCommand):
-    """A command some of whose flags may be given without a value (`Option.bare`), which typer has
-    no way to declare.
+    """A command some of whose flags may be given without a value (`Option.bare`), which typer
+    cannot declare.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Give such flags their values."""
+        """Give bare flags their values."""
         bare = {f"--{flag.name}": flag.option.bare for flag in flags().values()}
         filled: list[str] = []
         for word, following in zip_longest(args, args[1:], fillvalue="-"):
@@ -270,9 +270,9 @@ def command_of(
     """Make a command for typer, with a parameter for each flag.
 
     Args:
-        run: what it runs.
-        only: the fields whose flags it has; empty: all.
-        more: its own parameters.
+        run: the function that the command runs.
+        only: the fields whose flags the command has; empty for all.
+        more: the command's additional parameters.
     """
     taken = [flag.parameter() for name, flag in flags().items() if not only or name in only]
     context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
@@ -291,9 +291,9 @@ def command_of(
 
 
 def describe(error: HeadraceError, given: Given | None = None) -> str:
-    """Describe a start-up error for the user of the command: the options that it declares to name
-    are replaced by flags, or by keys of the config file if that has `given` their values. The rest
-    of its text stays as it is.
+    """Describe a start-up error to the user of the command. Names of options are replaced by flags,
+    or by keys of the config file if `given` takes their values from it. The rest of the text is
+    unchanged.
     """
     names = _names()
     start, message = "", str(error)
@@ -309,7 +309,7 @@ def describe(error: HeadraceError, given: Given | None = None) -> str:
 
 
 def _names() -> dict[str, str]:
-    """The flags with dashes, by the names of the fields that they set."""
+    """Return the flags with dashes, by the names of the fields that they set."""
     names = {field: f"--{flag.name}" for field, flag in flags().items()}
     for config in CONFIGS:
         for field, one in options_of(config).items():
@@ -319,13 +319,13 @@ def _names() -> dict[str, str]:
 
 
 def table() -> str:
-    """The table of options, in Markdown."""
+    """Return the table of options, in Markdown."""
     head = "| flag | variable | default | meaning |\n|---|---|---|---|\n"
     return head + "".join(flag.row() for flag in flags().values())
 
 
 def reloads() -> str:
-    """The table of what SIGHUP changes, in Markdown."""
+    """Return the table of what SIGHUP changes, in Markdown."""
     head = "| section | key | what SIGHUP changes |\n|---|---|---|\n"
     return head + "".join(
         f"| `[{flag.section}]` | `{flag.name}` | {flag.option.reloads} |\n"
@@ -338,11 +338,11 @@ TABLES = {
     "operations.md": ("options", table),
     "configuration.md": ("what SIGHUP changes", reloads),
 }
-"""The documents in docs/ with a table, its name there, and its text."""
+"""The documents in docs/ that have a table, with the table's name and text."""
 
 
 def with_table(document: str, name: str, text: str) -> str:
-    """Replace the table of this name in a document by the present one."""
+    """Return the document with its table of this name replaced by `text`."""
     mark, end_mark = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
     before, begin, rest = document.partition(mark)
     _, end, after = rest.partition(end_mark)
@@ -352,12 +352,12 @@ def with_table(document: str, name: str, text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Markdown as plain text."""
+    """Return Markdown as plain text."""
     return _LINK.sub(r"\1", text).replace("`", "")
 
 
 def main() -> None:
-    """Write the tables into the documents."""
+    """Write the tables to the documents."""
     for document, (name, text) in TABLES.items():
         path = Path(__file__).resolve().parents[2] / "docs" / document
         path.write_text(with_table(path.read_text("utf-8"), name, text()), encoding="utf-8")

@@ -1,12 +1,12 @@
-"""Runs a process that torchrun started besides the server's: it has part of the model, and no
-port.
+"""Runs a process that torchrun started in addition to the server's. It holds a shard of the model
+and opens no port.
 
-It loads its part, computes for rank 0's engine, and ends when that ends. Once loaded, it ignores
+It loads its shard, computes for rank 0's engine, and ends when rank 0 ends. Once loaded, it ignores
 signals and leaves them to rank 0: a drain signals all processes, and requests need all of them to
-finish. Before that, a signal ends it, because rank 0 may never come. SIGHUP is ignored: there is
-nothing to read again.
+finish. Before that, a signal ends it, because rank 0 may never start. SIGHUP is ignored because
+there is nothing to read again.
 
-rank 0 ends in order                              exit 0
+rank 0 ends normally                              exit 0
 the model is refused, here or on another rank     a message, exit 1
 a rank dies, or fails in a step                   a message, exit 1
 """
@@ -26,7 +26,7 @@ from service.logs.output import Output
 
 
 def follow_to_the_end(model: str, load_config: LoadConfig, rank: int, output: Output) -> NoReturn:
-    """Follow rank 0, then end the process with the exit code. `rank`: this process's, for
+    """Follow rank 0, then end the process with the exit code. `rank`: this process's rank, for
     messages.
     """
     is_loaded = threading.Event()

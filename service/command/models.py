@@ -1,11 +1,11 @@
 """The commands `headrace-server pull`, `models` and `rm`: the models on this disk.
 
     pull ID    ─▶ engine.hub.fetching ─▶ progress on stderr, the model's directory on stdout
-    models     ─▶ engine.hub.cache, and what the loader says of each model without its weights
+    models     ─▶ engine.hub.cache, and the loader's verdict on each model without its weights
     rm ID      ─▶ engine.hub.cache
 
-Exit codes: 0: done; 1: it could not be done, and stderr says why; 2: a mistake in the command line;
-130: interrupted.
+Exit codes: 0 for success; 1 for a failure, explained on stderr; 2 for a mistake in the command
+line; 130 if interrupted.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def models() -> None:
 
 
 def _verdict(path: Path) -> str:
-    """Whether the loader would take it, by all that it sees before it reads weights."""
+    """Return whether the loader would accept the model, judging by what it checks before reading
+    weights.
+    """
     from engine.loading.checkpoint import read_checkpoint
 
     try:

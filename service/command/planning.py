@@ -1,10 +1,10 @@
-"""The command `headrace-server plan`: what a server of a model would take, before it is started.
+"""The command `headrace-server plan`: what a server of a model would need, before it is started.
 
     flags of `serve` that change the answer ─┐
     its own: memory, a request's length, …   ├─▶ engine.planning ─▶ a table, or JSON
     HEADRACE_… variables ────────────────────┘
 
-It runs in one process, reads no weights, and tells its progress on stderr.
+It runs in one process, reads no weights, and reports its progress on stderr.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _plan(given: flags.Given) -> None:
 
 
 def described(error: HeadraceError) -> str:
-    """An error in the words of flags, the command's own too."""
+    """Return an error in terms of flags, including the command's own flags."""
     own = {parameter.name: "--" + parameter.name.replace("_", "-") for parameter in _own()}
     text = flags.describe(error)
     if isinstance(error, ConfigError) and error.option in own:
@@ -157,10 +157,10 @@ def described(error: HeadraceError) -> str:
 
 
 def parse_size(text: str) -> int:
-    """A size in bytes: a number with a unit such as GiB, G or GB.
+    """Parse a size in bytes: a number with a unit such as GiB, G or GB.
 
     Raises:
-        ConfigError: it is not a size.
+        ConfigError: the text is not a size.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)", text.strip(), re.IGNORECASE)
     if found is None:
@@ -172,7 +172,7 @@ def parse_size(text: str) -> int:
 
 
 def serve_line(given: flags.Given, plan: Plan) -> str:
-    """The command line of the server that was planned."""
+    """Return the command line of the server that was planned."""
     words = ["headrace-server", "serve", *given.line()]
     if plan.config.max_requests_per_batch is not None and given["max_requests_per_batch"] is None:
         words += ["--max-requests-per-batch", str(plan.config.max_requests_per_batch)]
@@ -193,7 +193,7 @@ def _time(seconds: float) -> str:
 
 
 def table(plan: Plan, command: str) -> Iterator[str]:
-    """The lines for a person."""
+    """Return the lines of the human-readable output."""
     outline, memory, room = plan.outline, plan.memory, plan.room
     cache = memory.cache
     yield (
@@ -268,7 +268,7 @@ def _times(plan: Plan) -> Iterator[str]:
 
 
 def assumptions(plan: Plan) -> Iterator[str]:
-    """What the figures rest on."""
+    """Return the assumptions behind the figures."""
     outline = plan.outline
     if plan.times is not None:
         rates = plan.times.rates
@@ -297,7 +297,7 @@ def assumptions(plan: Plan) -> Iterator[str]:
 
 
 def as_json(plan: Plan, command: str) -> dict[str, Any]:
-    """The plan for programs: sizes in bytes, times in seconds."""
+    """Return the plan for programs: sizes in bytes, times in seconds."""
     outline, memory = plan.outline, plan.memory
     cache = memory.cache
     return {

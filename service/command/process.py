@@ -1,9 +1,9 @@
 """The server as a process: logging, signals, exit codes.
 
 SIGTERM or SIGINT once: drain (see `service.server`), exit 0
-                 twice: end at once, exit 128 + the signal's number
+                 twice: end immediately, exit 128 + the signal's number
 SIGHUP: read the config file, the callers' file and the TLS files again (`reloading`)
-an operator's Drain: as a first signal
+an operator's Drain: like a first signal
 the model cannot be loaded, a port is taken: a message, exit 1
 the engine dies for good, or nothing listens any more: live requests have failed; exit 1, for a
 supervisor to restart
@@ -51,13 +51,14 @@ def run(
     source: ConfigSource | None = None,
     notify: str | None = None,
 ) -> int:
-    """Serve until a signal comes; returns the exit code.
+    """Serve until a signal comes. Return the exit code.
 
     Args:
         config, client, telemetry_config, tokenizer_loader: see `service.server`.
-        output: where the process says what it does.
-        source: where the config comes from, to be read again; None: only the files that it names.
-        notify: systemd's socket; None: there is none.
+        output: where the process reports what it does.
+        source: where the config comes from, to be read again. None reads only the files that the
+            config names.
+        notify: systemd's socket, or None if there is none.
     """
     try:
         raise_limit()
@@ -81,8 +82,8 @@ def run_to_the_end(
     source: ConfigSource | None = None,
     notify: str | None = None,
 ) -> NoReturn:
-    """Serve until a signal comes, then end the process with the exit code. Everything that must be
-    closed has been closed by then; the interpreter's own clean-up is skipped, because it would take
+    """Serve until a signal comes, then end the process with the exit code. By then everything that
+    must be closed has been closed. The interpreter's clean-up is skipped, because it would take
     longer than the rest of a drain.
     """
     code = run(
@@ -232,7 +233,7 @@ class _Process:
         self._signalled.set()
 
     def _tell(self, state: str) -> None:
-        """Tell systemd what the server does (sd_notify(3)); it waits for nobody."""
+        """Report the server's state to systemd (sd_notify(3)), without blocking."""
         address = self._notify
         if address is None:
             return
@@ -245,6 +246,6 @@ class _Process:
             logger.warning("systemd was not told %s: NOTIFY_SOCKET: %s", state, error)
 
     def _exit(self, code: int) -> None:
-        """End at once, without waiting: threads that load or compute cannot be interrupted."""
+        """End immediately, without waiting: threads that load or compute cannot be interrupted."""
         self._server.sockets.unlink()
         end(code, self._output)

@@ -1,14 +1,14 @@
-"""SIGHUP: the options that a server can change while it serves are read again.
+"""On SIGHUP, reads again the options that can change while the server runs.
 
     SIGHUP ──▶ the config file, and the files that it names ──▶ a mistake: nothing changes
-                  └──▶ what differs from what runs
+                  └──▶ the differences from the running config
                          ├─ may change ──▶ HeadraceServer.apply
-                         └─ may not    ──▶ said, until a restart
+                         └─ may not    ──▶ reported, and left for a restart
 
-Which may change, their fields say (`Option.reloads`). Flags and variables stay what they were: they
-win over the file now as they did at the start. Without a config file, the callers' file and the TLS
-files alone are read again. Signals that come while files are read are one more reading, however
-many they are.
+Each option's field declares whether it may change (`Option.reloads`). Flags and variables keep
+their values, and take precedence over the file as they did at the start. Without a config file,
+only the callers' file and the TLS files are read again. Any number of signals that arrive while
+files are being read cause one more reading.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ConfigSource:
-    """Where a server's options come from. `config_of`: checks them all, and raises ConfigError."""
+    """The source of a server's options. `config_of`: checks all of them, and raises ConfigError."""
 
     given: Given
     config_of: Callable[[Given], ServiceConfig]
 
 
 class Reloading:
-    """See the module. All methods run on one event loop."""
+    """Handles SIGHUP; see the module. All methods run on one event loop."""
 
     def __init__(
         self, server: HeadraceServer, config: ServiceConfig, source: ConfigSource | None
     ) -> None:
-        """`config`: with which the server is started. `source`: where that comes from; None: from
-        no file.
+        """`config`: the config that the server was started with. `source`: where it comes from, or
+        None if it comes from no file.
         """
         self._server = server
         self._config = config
@@ -57,7 +57,7 @@ class Reloading:
         self._is_wanted = False
 
     def begin(self) -> None:
-        """Read again, once what is being read now is done."""
+        """Read the files again, after any reading that is in progress."""
         self._is_wanted = True
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._run())
@@ -107,11 +107,11 @@ class Reloading:
         )
 
     def _read(self, source: ConfigSource, given: Given) -> tuple[ServiceConfig, Changes]:
-        """Check what the file sets, read the files that it names, and use those if all is in order.
-        Runs in a thread.
+        """Check what the file sets, read the files that it names, and use their content if
+        everything is valid. Runs in a thread.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: something is not valid.
         """
         asked = source.config_of(given)
         changes = compare(self._running, given)

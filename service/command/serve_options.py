@@ -1,4 +1,4 @@
-"""What `serve` was given, as configs.
+"""The options given to `serve`, as configs.
 
 Given (flags, variables, a file) ─▶ options_of ─▶ Options: checked, with every default filled in
 """
@@ -14,7 +14,9 @@ from service.config import ProcessConfig, ServiceConfig
 
 
 def default_model() -> str:
-    """The path of the demo model: beside this package, in a checkout as where it is installed."""
+    """Return the path of the demo model. It is next to this package, both in a checkout and in an
+    installation.
+    """
     return str(Path(__file__).resolve().parents[2] / "models" / "demo")
 
 
@@ -29,7 +31,7 @@ class Options(NamedTuple):
 
 
 def options_of(given: flags.Given) -> Options:
-    """Check what was given.
+    """Check the given options.
 
     Raises:
         ConfigError: an option is out of bounds, or contradicts another.

@@ -1,5 +1,5 @@
-"""What the server prints when it is ready: its address, and commands to paste, each of which shows
-something else and works with this address and this model.
+"""What the server prints when it is ready: its address, and commands to paste. Each command shows
+a different feature and works with this address and this model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _SCHEMA = (
 
 @dataclass(frozen=True, slots=True)
 class _Example:
-    """What a command shows, in a line; what stands before `headrace`; its words behind it."""
+    """An example command: a one-line description, the words after `headrace`, and the text before
+    it.
+    """
 
     shows: str
     words: str
@@ -46,8 +48,8 @@ def welcome(
     capabilities: Container[str],
     http: Address | None = None,
 ) -> str:
-    """The lines to print. `health`: the separate health address. `capabilities`: the names that the
-    model card has. `http`: where the HTTP door answers.
+    """Return the text to print. `health`: the separate health address. `capabilities`: the names
+    listed in the model card. `http`: the HTTP door's address.
     """
     has_tokenizer = "structured_output" in capabilities  # a form is text
     name = config.served_name or info.name
@@ -79,7 +81,7 @@ def welcome(
 def _examples(
     capabilities: Container[str], options: str, *, has_tokenizer: bool
 ) -> Iterator[_Example]:
-    """The commands that work with this model. `options`: those that each of them has."""
+    """Yield the commands that work with this model. `options`: the options of each command."""
     if has_tokenizer:
         yield _Example("All that follows, in a few seconds, with what happens inside", "tour")
     prompt = '"Once upon a time"' if has_tokenizer else '--token-ids "1 2 3"'
@@ -119,7 +121,7 @@ def _http_lines(config: ServiceConfig, http: Address | None) -> list[str]:
 def _http_examples(
     config: ServiceConfig, http: Address, name: str, capabilities: Container[str]
 ) -> Iterator[tuple[str, str]]:
-    """What a command shows, and the command."""
+    """Yield a description and a command for each example."""
     url = _url(config, http)
     asked: dict[str, object] = {"model": name, "prompt": "Once upon a time"}
     path, text = "completions", "text"
@@ -153,8 +155,8 @@ def _weights(info: ModelInfo) -> str:
 
 
 def installed(program: str) -> str:
-    """How to call a program of this server's environment from a shell: by name if the PATH finds
-    it, else by its path, as when the environment is not activated.
+    """Return how to call a program of this server's environment from a shell: by name if the PATH
+    finds it, otherwise by its path (for example if the environment is not activated).
     """
     path = Path(sys.executable).with_name(program)
     found = shutil.which(program)
@@ -164,7 +166,7 @@ def installed(program: str) -> str:
 
 
 def _from_here(path: Path) -> str:
-    """A path as it is shortest to write here."""
+    """Return the path relative to the current directory if it is inside it."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
@@ -174,7 +176,7 @@ def _secure(config: ServiceConfig, address: Address) -> bool:
 
 
 def _options(config: ServiceConfig, address: Address) -> str:
-    """What a command needs to reach the server: empty where its defaults do."""
+    """Return the options that a command needs to reach the server. Defaults are left out."""
     target = address.reached.target
     options = "" if target == _DEFAULT_TARGET else f" --target {target}"
     if _secure(config, address):

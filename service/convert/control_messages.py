@@ -54,7 +54,7 @@ _RATES = (
 
 
 def interval_of(request: pb.WatchStatisticsRequest) -> float:
-    """The interval of a request, in seconds.
+    """Return the interval of a request, in seconds.
 
     Raises:
         FieldError: it is out of bounds.
@@ -65,7 +65,7 @@ def interval_of(request: pb.WatchStatisticsRequest) -> float:
 
 
 def drain_timeout_of(request: pb.DrainRequest) -> float | None:
-    """The timeout of a request, in seconds; None: the server's own.
+    """Return the timeout of a request in seconds, or None for the server's default.
 
     Raises:
         FieldError: it is out of bounds.
@@ -79,7 +79,7 @@ def drain_timeout_of(request: pb.DrainRequest) -> float | None:
 
 
 def check_reason(reason: str) -> str:
-    """The reason on one line, because it is logged.
+    """Return the reason on one line, because it is logged.
 
     Raises:
         FieldError: it is too long.
@@ -91,7 +91,7 @@ def check_reason(reason: str) -> str:
 
 
 def level_of(level: pb.LogLevel.ValueType) -> str:
-    """The level's name.
+    """Return the level's name.
 
     Raises:
         FieldError: it is missing, or unknown (from a newer client).
@@ -120,7 +120,7 @@ def check_names(names: Sequence[pb.RequestName]) -> None:
 
 
 def page_of(request: pb.ListRequestsRequest) -> tuple[int, int]:
-    """The page's size, and the serial after which it begins.
+    """Return the page's size, and the serial after which it begins.
 
     Raises:
         FieldError: the page token was not made by this server.
@@ -135,7 +135,7 @@ def page_of(request: pb.ListRequestsRequest) -> tuple[int, int]:
 
 
 def statistics_message(snapshot: Snapshot, before: Snapshot | None = None) -> pb.Statistics:
-    """The statistics; with rates, if there are earlier ones."""
+    """Return the message for the statistics, with rates if there are earlier statistics."""
     message = pb.Statistics(
         instance_id=snapshot.instance_id,
         server_version=server_version(),
@@ -201,7 +201,7 @@ def _engine(stats: EngineStats) -> pb.EngineStatistics:
 
 
 def _rates(before: Snapshot, now: Snapshot) -> pb.EngineRates | None:
-    """How fast the counters grew; None if that is unknown."""
+    """Return how fast the counters grew, or None if that is unknown."""
     window_s = now.moment - before.moment
     if (
         before.engine is None
@@ -219,7 +219,7 @@ def _rates(before: Snapshot, now: Snapshot) -> pb.EngineRates | None:
 
 
 def live_request(request: ServedRequest, now: float) -> pb.LiveRequest:
-    """A live request. `now`: monotonic seconds."""
+    """Return the message for a live request. `now`: monotonic seconds."""
     log = request.log
     output_tokens = log.output_tokens
     if request.cancel_wanted:
@@ -250,7 +250,7 @@ def live_request(request: ServedRequest, now: float) -> pb.LiveRequest:
 
 
 def cancellation(name: pb.RequestName, status: str) -> pb.RequestCancellation:
-    """The answer to a cancel."""
+    """Return the answer to a cancel."""
     result: generation_service_pb2.CancelResult = cancel_result(name.request_id, status)
     return pb.RequestCancellation(
         identity=name.identity, request_id=name.request_id, status=result.status
@@ -258,12 +258,12 @@ def cancellation(name: pb.RequestName, status: str) -> pb.RequestCancellation:
 
 
 def pause_message(pause: OperatorPause) -> pb.PauseState:
-    """A pause."""
+    """Return the message for a pause."""
     return pb.PauseState(reason=pause.reason, start_time=to_timestamp(pause.since))
 
 
 def drain_message(drain: Drain) -> pb.DrainState:
-    """A drain."""
+    """Return the message for a drain."""
     return pb.DrainState(
         reason=drain.reason,
         start_time=to_timestamp(drain.since),
@@ -272,12 +272,12 @@ def drain_message(drain: Drain) -> pb.DrainState:
 
 
 def level_number(level: str) -> pb.LogLevel.ValueType:
-    """A level by its name."""
+    """Return the number of a level."""
     return _LEVELS[level]
 
 
 def to_timestamp(wall: float) -> timestamp_pb2.Timestamp:
-    """Wall-clock seconds as a timestamp."""
+    """Return wall-clock seconds as a timestamp."""
     stamp = timestamp_pb2.Timestamp()
     stamp.FromNanoseconds(int(wall * 1e9))
     return stamp

@@ -1,6 +1,6 @@
-"""A GenerationSpec becomes a `delivery.Submission`: checked, with every default filled in.
+"""Converts a GenerationSpec to a `delivery.Submission`, checked and with every default filled in.
 
-Every field has an effect or is refused by name: in `unsupported`, here, or in `sampling`.
+Every field either has an effect or is refused by name: in `unsupported`, here, or in `sampling`.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """The service's own limits for a request.
+    """The service's limits for a request.
 
     Attributes:
         default_max_tokens: max_tokens of requests that do not set it.
-        default_time_limit_s: the time limit of requests that do not set one; None: none.
-        max_time_limit_s: the longest time limit that may be requested; None: any.
+        default_time_limit_s: the time limit of requests that do not set one, or None for no limit.
+        max_time_limit_s: the longest time limit that may be requested, or None for no maximum.
         max_choices: the most choices of one request.
         max_send_bytes: the largest message that can be sent.
-        whole: those of results that are kept, or sent in one piece.
+        whole: the limits for results that are kept or sent in one message.
     """
 
     default_max_tokens: int
@@ -81,7 +81,7 @@ def check_request_id(request_id: str, field: str = "request_id") -> None:
 
 
 def make_request_id() -> str:
-    """An id that cannot be guessed."""
+    """Return a request id that cannot be guessed."""
     return f"req-{secrets.token_urlsafe(18)}"
 
 
@@ -91,7 +91,7 @@ SpecMessage = (
     | generation_service_pb2.GenerateStreamRequest
     | generation_service_pb2.AddCommand
 )
-"""The messages that have a spec."""
+"""The messages that contain a spec."""
 _RETRIED = (generation_service_pb2.AddRequestRequest, generation_service_pb2.GenerateRequest)
 
 
@@ -100,12 +100,12 @@ class Draft:
     """A checked spec that has not been converted yet.
 
     Attributes:
-        spec: the caller's.
-        field: the spec's path in the caller's message; errors name its fields by the whole path.
-        request_id: the client's, or a new one.
-        labels: the caller's.
+        spec: the caller's spec.
+        field: the spec's path in the caller's message. Errors name its fields by the whole path.
+        request_id: the client's id, or a new one.
+        labels: the caller's labels.
         footprint: the memory that the message takes.
-        digest: the hash of the call's content, if it may be retried; else empty.
+        digest: the hash of the call's content if it may be retried, otherwise empty.
     """
 
     spec: generation_pb2.GenerationSpec
@@ -117,12 +117,12 @@ class Draft:
 
 
 def _digest(message: SpecMessage, spec: generation_pb2.GenerationSpec) -> bytes:
-    """A hash to tell whether a call is the same as an earlier one with the same request id; empty
-    for a kind of call that cannot be retried.
+    """Return a hash that tells whether a call repeats an earlier one with the same request id;
+    empty for calls that cannot be retried.
 
-    The spec counts as it was sent: setting a field to its default differs from leaving it out, and
-    fields that this server does not know count too. So nobody gets the answer to a different
-    request; a client that retries sends the same bytes.
+    The spec is hashed as it was sent: setting a field to its default differs from leaving it out,
+    and fields that this server does not know count too. So no caller gets the answer to a different
+    request. A client that retries sends the same bytes.
     """
     if not isinstance(message, _RETRIED):
         return b""
@@ -144,9 +144,9 @@ class Converter:
         lacking: Mapping[str, str],
     ) -> None:
         """`encoder`: None if the model has no tokenizer. `names`: the names by which requests may
-        call the model, its own first. `reply`: the format of its replies to conversations; None if
-        they are text. `lacking`: why there are no choices of tools or bounds for reasoning, by the
-        names of these capabilities.
+        refer to the model, starting with its own. `reply`: the format of its replies to
+        conversations, or None if they are plain text. `lacking`: why tool choices or reasoning
+        limits are unavailable, by capability name.
         """
         self._info = info
         self._encoder = encoder
@@ -166,7 +166,7 @@ class Converter:
         message.
 
         Raises:
-            FieldError: the spec is missing, or the request's id or labels are not valid.
+            FieldError: the spec is missing, or the request's id or labels are invalid.
             ModelNotFoundError: the spec names another model.
         """
         if not message.HasField("spec"):
@@ -198,15 +198,16 @@ class Converter:
         """Convert a spec. Cheap checks come before the input is tokenized.
 
         Args:
-            draft, account: the caller's, and whom it is charged to.
-            weight, max_priority: the account's present weight, and its highest priority.
-            engine_id: its name in the engine.
+            draft, account: the caller's draft, and the account that is charged.
+            weight, max_priority: the account's current weight, and its highest allowed priority.
+            engine_id: the request's id in the engine.
             lives_by: what the request needs in order not to be cancelled. Results for waiting calls
-                are delivered in one piece, whatever the spec says.
+                are delivered in one message, whatever the spec says.
 
         Raises:
-            FieldError: a field is wrong; named by its path in the spec.
-            InvalidRequestError, UnsupportedFeatureError: a field is wrong; named as in the engine.
+            FieldError: a field is wrong. The error names it by its path in the spec.
+            InvalidRequestError, UnsupportedFeatureError: a field is wrong. The error names it as in
+                the engine.
             ChatTemplateUnavailableError: the model has no template.
         """
         spec = draft.spec
@@ -274,7 +275,9 @@ class Converter:
         stop_strings: tuple[str, ...],
         skip_special: bool,
     ) -> Callable[..., TextStream] | None:
-        """What makes a choice's text, but for what depends on the prompt; None: none is wanted."""
+        """Return a factory for the text stream of a choice, or None if no text is wanted. Its
+        caller adds the arguments that depend on the prompt.
+        """
         if self._encoder is None or spec.output.omit_text:
             return None
         return partial(
@@ -295,7 +298,7 @@ class Converter:
         max_priority: int,
         engine_id: RequestId,
     ) -> GenerationRequest:
-        """The engine's request, without the prompt and everything that depends on its length."""
+        """Return the engine's request without the prompt and what depends on its length."""
         refuse_unsupported(
             spec,
             heeds_priorities=self._info.heeds_priorities,
@@ -326,8 +329,8 @@ class Converter:
     async def _prompt(
         self, account: Account, spec: generation_pb2.GenerationSpec, field: str, plan: ReplyPlan
     ) -> tuple[TokenIds, Rendered]:
-        """The token ids of the input, truncated as the spec asks, and checked for length; and the
-        whole input. `field`: the input's field.
+        """Return the token ids of the input, truncated as the spec asks and checked for length, and
+        the whole input. `field`: the input's field.
         """
         truncation = Truncation.of(spec)
         whole = truncation.most is None
@@ -409,7 +412,9 @@ class Converter:
 
 
 def _wrong_length(field: str, length: int, limit: int, alone: bool) -> FieldError:
-    """The error for a prompt with no tokens, or more than fit. `alone`: no output is requested."""
+    """Return the error for a prompt that has no tokens or too many. `alone`: whether no output is
+    requested.
+    """
     if length == 0:
         return FieldError(field, "comes to no token at all; at least one is needed")
     name = "max_context_tokens" if alone else "max_prompt_tokens"
@@ -421,7 +426,7 @@ def _wrong_length(field: str, length: int, limit: int, alone: bool) -> FieldErro
 
 
 def cache_salt(identity: str, salt: str) -> bytes:
-    """The key by which cached prefixes are shared: 32 bytes that are equal only for the same
+    """Return the key by which cached prefixes are shared: 32 bytes that are equal only for the same
     identity and the same salt.
 
     Raises:

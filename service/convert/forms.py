@@ -1,10 +1,10 @@
-"""What a reply is held to: a structured output, a choice of tools, a bound for its reasoning.
+"""Constraints on a reply: a structured output, a choice of tools, a limit for its reasoning.
 
-    spec ──▶ ReplyPlan ──▶ (the prompt is made; the tools' form with it) ──▶ GrammarParams
+    spec ──▶ ReplyPlan ──▶ (the prompt is made, with the tools' grammar) ──▶ GrammarParams
 
-A form holds for what comes after the reasoning, where the model reasons: how the prompt ends tells
-whether it has begun already. What cannot be held is refused here by name; schemas are checked by
-the engine when it compiles them.
+If the model reasons, a constraint applies to the text after the reasoning. The end of the prompt
+tells whether the reasoning has already begun. Constraints that cannot be enforced are refused here
+by name. The engine checks schemas when it compiles them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from service.errors.call_errors import FieldError, UnsupportedFieldError
 from service.replies import Context, ModelFormat, ToolMode, ToolSchema, fold
 
 MAX_STRICT_TOOLS = 128
-"""The most tools of a request whose calls have to satisfy their schemas."""
+"""The most tools of a request whose calls must satisfy their schemas."""
 _MAX_BLANKS = 16
-"""So many blanks may stand between reasoning and what follows it."""
+"""The most whitespace characters allowed between reasoning and the text that follows it."""
 _MODES = {
     generation_pb2.TOOL_CHOICE_MODE_UNSPECIFIED: ToolMode.AUTO,
     generation_pb2.TOOL_CHOICE_MODE_AUTO: ToolMode.AUTO,
@@ -47,9 +47,9 @@ class ToolPlan:
 
     Attributes:
         mode: whether the reply calls tools.
-        names: those that it may call; empty: all.
+        names: the tools that it may call; empty for all.
         parallel: whether it may have several calls.
-        is_strict: whether arguments satisfy the tools' schemas; otherwise any object will do.
+        is_strict: whether arguments must satisfy the tools' schemas. Otherwise any object is valid.
         field: the field that asks for it.
     """
 
@@ -62,15 +62,15 @@ class ToolPlan:
 
 @dataclass(frozen=True, slots=True)
 class ReplyPlan:
-    """What a spec holds its reply to, before the prompt is made.
+    """A spec's constraints on its reply, before the prompt is made.
 
     Attributes:
-        model: how the model writes replies to conversations; None: that is not known, or it is
-            none.
-        parser: takes the reply apart; None: it comes as the model writes it.
-        output: the structured output; None: none is asked for.
-        tools: the choice of tools; None: the reply is not held to one.
-        max_reasoning_tokens: the bound for reasoning; None: none.
+        model: how the model writes replies to conversations. None if that is unknown, or the input
+            is not a conversation.
+        parser: parses the reply. None if it is returned as the model writes it.
+        output: the structured output, or None if none is requested.
+        tools: the choice of tools, or None if the reply is not constrained to one.
+        max_reasoning_tokens: the limit for reasoning, or None for no limit.
     """
 
     model: ModelFormat | None
@@ -81,12 +81,12 @@ class ReplyPlan:
 
     @property
     def calls(self) -> bool:
-        """Whether what looks like a call is one."""
+        """Whether text in the format of a tool call counts as one."""
         return self.output is None and (self.tools is None or self.tools.mode is not ToolMode.NONE)
 
     @property
     def shown(self) -> Mapping[int, str]:
-        """The special tokens that the parser of the reply must be shown."""
+        """The special tokens that must be passed to the parser of the reply."""
         if self.parser is None:
             return {}
         if self.calls:
@@ -100,11 +100,11 @@ class ReplyPlan:
         }
 
     def tool_form(self, tools: Sequence[Mapping[str, object]]) -> str:
-        """The form of the reply with these tools, as templates see them; empty: there is none.
-        May take milliseconds.
+        """Return the structural tag for replies with these tools, given as templates see them;
+        empty if the reply is not constrained. May take milliseconds.
 
         Raises:
-            FieldError: a tool cannot be called, or none that was named is there.
+            FieldError: a tool cannot be called, or a named tool does not exist.
         """
         if self.tools is None or self.model is None or self.model.call_form is None:
             return ""
@@ -131,11 +131,11 @@ class ReplyPlan:
         return text
 
     def grammar(self, prompt_tail: str, tool_form: str) -> GrammarParams | None:
-        """The grammar that the engine holds the reply to; None: it is free.
+        """Return the grammar that constrains the reply, or None if it is unconstrained.
 
         Args:
-            prompt_tail: the last part of the prompt's text.
-            tool_form: what `tool_form` returned; empty: no tools were given.
+            prompt_tail: the end of the prompt's text.
+            tool_form: the result of `tool_form`; empty if no tools were given.
         """
         form = self.output
         if tool_form and self.tools is not None:
@@ -173,16 +173,16 @@ class ReplyPlan:
 def reply_plan(
     spec: generation_pb2.GenerationSpec, model: ModelFormat | None, lacking: Mapping[str, str]
 ) -> ReplyPlan:
-    """Read what a spec holds its reply to.
+    """Read a spec's constraints on its reply.
 
     Args:
-        spec: the caller's.
-        model: how the model writes; None: that is not known.
-        lacking: why the model's replies cannot be held, by the capability (`why_lacking`).
+        spec: the caller's spec.
+        model: how the model writes, or None if that is unknown.
+        lacking: why the model's replies cannot be constrained, by capability (`why_lacking`).
 
     Raises:
-        FieldError: fields contradict each other, or a form is wrong.
-        UnsupportedFieldError: the model's format is not known, or has no such thing.
+        FieldError: fields contradict each other, or a constraint is invalid.
+        UnsupportedFieldError: the model's format is unknown, or lacks the feature.
     """
     output = None
     if spec.HasField("structured_output"):
@@ -248,8 +248,8 @@ def _tool_plan(
 
 
 def _bounded(spec: generation_pb2.GenerationSpec, model: ModelFormat) -> ToolPlan | None:
-    """What follows bounded reasoning in a format in which any message may be reasoning: one other
-    message.
+    """Return the tool choice for the message that follows limited reasoning, in a format in which
+    any message may be reasoning: exactly one other message. None for other formats.
     """
     if not model.format.reasoning.then:
         return None
@@ -293,7 +293,7 @@ _ANY: dict[str, object] = {"type": "object"}
 
 
 def _schema(parameters: object, index: int) -> dict[str, object]:
-    """The schema of a tool's arguments, which are always an object."""
+    """Return the schema of a tool's arguments, which are always an object."""
     if parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, Mapping):
@@ -312,7 +312,7 @@ def _shown(name: str) -> str:
 
 
 def _after(text: str, form: GrammarParams) -> GrammarParams:
-    """A form behind a text that belongs to the model's format."""
+    """Return a grammar that matches a text of the model's format, followed by `form`."""
     before = json.dumps({"type": "const_string", "value": text})
     element = _element(form)
     tag = f'{{"type": "sequence", "elements": [{before}, {element}]}}'
@@ -326,8 +326,8 @@ def _after(text: str, form: GrammarParams) -> GrammarParams:
 
 
 def _element(form: GrammarParams) -> str:
-    """A form as an element of a structural tag. JSON stays the text that it was, so that no number
-    changes.
+    """Return a grammar as an element of a structural tag. JSON keeps its original text, so that no
+    number changes.
     """
     match form.kind:
         case GrammarKind.REGEX:

@@ -1,13 +1,13 @@
-"""The first checks of each message: how many parts it has, which capabilities it requires, and
-whether it has fields that this server does not know (from a newer client).
+"""The first checks of each message: how many nested messages it has, which capabilities it
+requires, and whether it has fields that this server does not know (from a newer client).
 
-A newer client lists by name what it needs from the server (`required_capabilities`), and is refused
-with the name of what is missing. So unknown fields that need no capability can be ignored; messages
-with such fields are counted, for the metrics.
+A newer client lists by name what it needs from the server (`required_capabilities`). The server
+refuses the message if it lacks one of them, and names it. So unknown fields that need no capability
+can be ignored. Messages with such fields are counted for the metrics.
 
-A message is cheap to send but expensive to walk: a megabyte can have half a million parts. So their
-number is limited, and each list is counted before it is walked; later code never has to handle
-more. Unknown fields are found by comparing sizes, without a walk.
+A message is cheap to send but expensive to traverse: a megabyte can have half a million nested
+messages. So their number is limited, and each list is counted before it is traversed. Later code
+never has to handle more. Unknown fields are found by comparing sizes, without a traversal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from service.errors.call_errors import CapabilityMissingError, FieldError
 
 MAX_PARTS = 16_384
 """The most messages within a message, at any depth: a chat's messages and their parts, tools and
-tool calls. Walking that many takes about 12 ms.
+tool calls. Traversing that many takes about 12 ms.
 """
 MAX_REQUIRED = 64
 """The most capabilities that one message may require."""
@@ -32,9 +32,11 @@ _REQUIRED = "required_capabilities"
 
 
 _SCALAR, _MESSAGE, _MESSAGES, _SCALAR_MAP, _MESSAGE_MAP = range(5)
-"""The kinds of fields. Integers, because they are compared for each part, and enums are slower."""
+"""The kinds of fields. They are integers because they are compared for each nested message, and
+comparing enums is slower.
+"""
 _Path = tuple[Any, FieldDescriptor] | None
-"""The path of a field: that of the message that contains it, and the field itself. None: the
+"""The path of a field: the path of the message that contains it, and the field itself. None for the
 outermost message.
 """
 
@@ -43,9 +45,10 @@ class IncomingCheck:
     """Checks each message of a client before any other code reads it.
 
     Attributes:
-        capabilities: the names that a message may require; none before the model is loaded.
-        lacking: why others are missing, where that depends on the model (`convert.lacking`).
-        unknown: how many messages had fields that this server does not know.
+        capabilities: the names that a message may require; empty before the model is loaded.
+        lacking: why other capabilities are missing, if that depends on the model
+            (`convert.lacking`).
+        unknown: the number of messages that had fields unknown to this server.
     """
 
     def __init__(self) -> None:
@@ -54,10 +57,11 @@ class IncomingCheck:
         self.unknown = 0
 
     def check(self, message: Message) -> None:
-        """Check the number of parts and the required capabilities; count unknown fields.
+        """Check the number of nested messages and the required capabilities, and count unknown
+        fields.
 
         Raises:
-            FieldError: there are too many parts, or too many capabilities.
+            FieldError: there are too many nested messages, or too many capabilities.
             CapabilityMissingError: this server lacks a required capability.
         """
         _check_parts(message)
@@ -78,8 +82,8 @@ class IncomingCheck:
 
 
 def _check_parts(message: Message) -> None:
-    """Walk the parts as fast as Python allows: the kind of each field is looked up once, and paths
-    are only built for a refusal.
+    """Traverse the nested messages as fast as Python allows. The kind of each field is looked up
+    once, and paths are only built for a refusal.
     """
     left = MAX_PARTS
     fields: dict[FieldDescriptor, int] = {}
@@ -113,7 +117,7 @@ def _check_parts(message: Message) -> None:
 
 
 def _kind_of(descriptor: FieldDescriptor, value: object) -> int:
-    """The kind of a field, determined from one of its values."""
+    """Return the kind of a field, determined from one of its values."""
     kind = descriptor.message_type
     if kind is None:
         return _SCALAR

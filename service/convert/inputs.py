@@ -1,14 +1,14 @@
 """Converts a request's input (text, tokens or a conversation) to token ids, and truncates it.
 
-Tokenizing takes about a second per megabyte, so only short texts are tokenized on the event loop;
-others go to `service.admission.text_pool`, which divides its time among the callers. A text is
-refused before it is tokenized if it could not fit the model's context even with the longest tokens
-of the vocabulary.
+Tokenization takes about a second per megabyte, so only short texts are tokenized on the event loop.
+Longer texts go to `service.admission.text_pool`, which divides its time among the callers. A text
+is refused before it is tokenized if it could not fit the model's context even with the longest
+tokens of the vocabulary.
 
-Tokenizing also takes memory: about 100 bytes for each byte of the text, and as much for each token.
-So all texts have a size limit derived from the model's context, and if a text could have far more
-tokens than the context, it is counted in parts first. Results are arrays of 4 bytes a token,
-because a list takes ten times as much.
+Tokenization also takes memory: about 100 bytes for each byte of the text, and as much for each
+token. So all texts have a size limit derived from the model's context. If a text could have far
+more tokens than the context, its tokens are first counted in chunks. Results are arrays of 4 bytes
+per token, because a list takes ten times as much.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from service.errors.call_errors import FieldError, UnsupportedFieldError
 from service.replies import ToolTypes, tool_types
 
 INLINE_CHARACTERS = 1024
-"""Texts up to this length are tokenized at once, on the event loop: at worst about 1 ms."""
+"""Texts up to this length are tokenized immediately on the event loop, in about 1 ms at most."""
 INLINE_IDS = 1024
-"""Up to this many ids are converted to text at once, on the event loop."""
+"""Up to this many ids are converted to text immediately on the event loop."""
 BYTES_OF_ID = 8
-"""How many bytes an id counts as in the pool."""
+"""The number of bytes that an id counts as in the pool."""
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 4096
 MIN_MOST_TEXT_BYTES = 128 << 10
-"""The most bytes of UTF-8 in a text; or TEXT_BYTES_OF_TOKEN for each token of the model's context,
-if that is more.
+"""The lowest limit on the bytes of UTF-8 in a text. The limit is TEXT_BYTES_OF_TOKEN for each token
+of the model's context if that is higher.
 """
 TEXT_BYTES_OF_TOKEN = 8
-"""Text in most languages has 2 to 6 bytes a token."""
+"""Text in most languages has 2 to 6 bytes per token."""
 MIN_MOST_TEXT_TOKENS = 128 << 10
-"""The most tokens in a text, or twice the model's context if that is more. Parts have slightly more
-tokens together than the whole text, and a text that fits must not be refused.
+"""The lowest limit on the tokens in a text. The limit is twice the model's context if that is
+higher: chunks have slightly more tokens together than the whole text, and a text that fits must not
+be refused.
 """
 _PART_CHARACTERS = 32 << 10
 
@@ -55,17 +56,17 @@ _ROLES = {
     generation_pb2.CHAT_ROLE_DEVELOPER: "developer",
 }
 _Reader = Callable[[str, str], JsonObject]
-"""Parses an object from JSON text; the second argument is the text's field."""
+"""Parses an object from JSON text. The second argument is the text's field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """An input as the model gets it.
+    """An input as the model receives it.
 
     Attributes:
         ids: its token ids.
         types: the types of its tools' parameters.
-        form: the form of the reply that its tools make; empty: none.
+        form: the structural tag for the reply, made from its tools; empty if there is none.
     """
 
     ids: Sequence[int]
@@ -78,7 +79,7 @@ class InputEncoder:
     `TextPool.run`.
 
     Attributes:
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
     """
 
     def __init__(
@@ -92,9 +93,9 @@ class InputEncoder:
         """Make an encoder for one loaded model.
 
         Args:
-            tokenizer: the model's.
+            tokenizer: the model's tokenizer.
             pool: processes long texts.
-            max_context_tokens: the model's; limits all texts.
+            max_context_tokens: the model's context length, which limits all texts.
             max_receive_bytes: the largest accepted message; also the limit for texts that templates
                 make.
         """
@@ -110,12 +111,12 @@ class InputEncoder:
     async def encode_text(
         self, account: Account, text: generation_pb2.TextInput, *, fits: bool = False
     ) -> Sequence[int]:
-        """The token ids of a text.
+        """Return the token ids of a text.
 
         Args:
-            account: whom the work is charged to.
-            text: what to tokenize.
-            fits: whether the whole text must fit the model's context; if it cannot, it is refused
+            account: the account that is charged for the work.
+            text: the text to tokenize.
+            fits: whether the whole text must fit the model's context. If it cannot, it is refused
                 before it is tokenized.
 
         Raises:
@@ -140,9 +141,9 @@ class InputEncoder:
         fits: bool = False,
         hold: Callable[[Sequence[Mapping[str, object]]], str] = lambda _: "",
     ) -> Rendered:
-        """The token ids of a conversation, formatted by the tokenizer's template, and what is known
-        of its tools. `hold`: makes the form of the reply of the tools, as the template sees them.
-        For the other arguments see `encode_text`.
+        """Return the token ids of a conversation, formatted by the tokenizer's template, and
+        information about its tools. `hold`: makes the reply's structural tag from the tools, given
+        as the template sees them. For the other arguments see `encode_text`.
 
         Raises:
             FieldError: a message, tool or argument is wrong, or the text is too long.
@@ -180,7 +181,7 @@ class InputEncoder:
         )
 
     async def decode(self, account: Account, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of token ids, the number of which was checked."""
+        """Return the text of token ids. Their number must have been checked."""
 
         def decode() -> str:
             return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -192,7 +193,7 @@ class InputEncoder:
     def _encode(
         self, field: str, text: str, size: int, *, add_special_tokens: bool
     ) -> Sequence[int]:
-        """The token ids of a text of `size` bytes, in a thread."""
+        """Return the token ids of a text of `size` bytes. Runs in a thread if the text is long."""
         if size > self._most_tokens:
             self._check_tokens(field, text)
         return array("I", self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
@@ -210,7 +211,11 @@ class InputEncoder:
                 )
 
     def _check_length(self, field: str, text: str, *, fits: bool) -> int:
-        """The text's length in UTF-8."""
+        """Check a text's length. Return its size in UTF-8.
+
+        Raises:
+            FieldError: the text is too long.
+        """
         if fits and len(text) > self._fitting:
             raise FieldError(
                 field,
@@ -233,8 +238,8 @@ class Truncation:
     """How an input that is too long is truncated.
 
     Attributes:
-        most: how many tokens are kept; None: all.
-        right: whether tokens are removed at the end; otherwise at the beginning.
+        most: the number of tokens that are kept, or None for all.
+        right: whether tokens are removed at the end. Otherwise they are removed at the beginning.
     """
 
     most: int | None
@@ -242,10 +247,10 @@ class Truncation:
 
     @classmethod
     def of(cls, spec: generation_pb2.GenerationSpec) -> Truncation:
-        """What a spec asks for.
+        """Return the truncation that a spec asks for.
 
         Raises:
-            FieldError: it is out of its bounds.
+            FieldError: it is out of bounds.
         """
         if not spec.HasField("truncation"):
             return cls(None, right=False)
@@ -258,7 +263,7 @@ class Truncation:
         )
 
     def kept(self, length: int) -> slice:
-        """Which of `length` tokens are kept."""
+        """Return which of `length` tokens are kept."""
         if self.most is None or length <= self.most:
             return slice(0, length)
         return slice(0, self.most) if self.right else slice(length - self.most, length)

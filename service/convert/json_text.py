@@ -1,10 +1,10 @@
-"""Parses JSON text in fields: schemas of tools, arguments of calls and of templates.
+"""Parses JSON text in fields: schemas of tools, and arguments of calls and of templates.
 
-It is sent as text so that nothing is lost: members keep their order, which a prompt shows, and
+JSON is sent as text so that nothing is lost: members keep their order, which a prompt shows, and
 integers keep their digits. It is parsed here, once, for the template.
 
-Parsing holds the interpreter's lock, and values take many times the memory of their text. So a
-text's length is limited, and its depth and number of values are checked before it is parsed. A
+Parsing holds the interpreter's lock, and values take many times the memory of their text. So the
+length of a text is limited, and its depth and number of values are checked before it is parsed. A
 conversation may have thousands of texts, so their total is limited too.
 """
 
@@ -21,7 +21,7 @@ from engine.text.conversation import MAX_DEPTH
 from service.errors.call_errors import FieldError
 
 MAX_JSON_BYTES = 256 << 10
-"""The longest text, in bytes of UTF-8: parsed in some milliseconds."""
+"""The longest text, in bytes of UTF-8. It is parsed in a few milliseconds."""
 MAX_JSON_VALUES = 16_384
 """The most values in one text, at any depth."""
 MAX_JSON_BYTES_TOGETHER = 4 * MAX_JSON_BYTES
@@ -41,7 +41,7 @@ class JsonReader:
         self._values = 0
 
     def object(self, text: str, field: str) -> JsonObject:
-        """The object in a JSON text; for an empty text, an empty object.
+        """Return the object in a JSON text, or an empty object for an empty text.
 
         Raises:
             FieldError: the text is too long, not JSON, or not an object.

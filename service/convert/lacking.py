@@ -1,10 +1,11 @@
-"""Why a server lacks what depends on its model and its options, in words for the caller: what is
-missing, and what its operator may do about it, or that no option gives it.
+"""Tells the caller why a server lacks a capability that depends on its model and its options. The
+text names what is missing, and what the operator may do about it, or says that no option provides
+it.
 
     tokenizer, format of replies ──▶ why_lacking ──▶ incoming (required_capabilities)
     --reply-parser                                ──▶ forms (the field that asks)
 
-What the caller may do instead is in `INSTEAD`.
+`INSTEAD` says what the caller may do instead.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ INSTEAD = {
     "tool_choice": "leave chat.tool_choice out",
     "reasoning_budget": "leave stop.max_reasoning_tokens out",
 }
-"""What a caller may do where a configuration of this server lacks a capability."""
+"""What a caller may do instead if this server's configuration lacks a capability."""
 
 
 def why_lacking(
     tokenizer: Tokenizer | None, reply: ModelFormat | None, option: str
 ) -> Mapping[str, str]:
-    """The reasons, by the name of the capability; only of those that are missing.
+    """Return the reasons by capability name, for missing capabilities only.
 
     Args:
-        tokenizer: the model's; None: it has none.
-        reply: the format of its replies; None: they are text.
+        tokenizer: the model's tokenizer, or None if it has none.
+        reply: the format of its replies, or None if they are plain text.
         option: the value of --reply-parser.
     """
     if tokenizer is None:
@@ -79,7 +80,7 @@ _OF_REPLIES = ("typed_replies", "tool_choice", "reasoning_budget")
 
 
 def _no_calls(reply: ModelFormat) -> str:
-    """Why calls cannot be held although the format of replies is known."""
+    """Return why tool calls cannot be constrained although the format of replies is known."""
     format = reply.format
     if format.marks <= {format.reasoning.opening, format.reasoning.closing}:
         return (

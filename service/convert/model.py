@@ -22,15 +22,15 @@ from service.convert.values import to_duration
 from service.replies import ModelFormat
 
 SCHEMA_REVISION = 11
-"""Grows with every change to the contract."""
+"""The revision of the contract. It grows with every change."""
 MINIMUM_CLIENT_REVISION = 7
-"""The oldest revision of clients that this server supports."""
+"""The oldest client revision that this server supports."""
 FORMS = ("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag")
 """The kinds of structured output, by their names in StructuredOutput."""
 
 
 def server_version() -> str:
-    """The version of the installed server."""
+    """Return the version of the installed server."""
     try:
         return version("headrace-server")
     except PackageNotFoundError:
@@ -44,8 +44,8 @@ def model_card(
     instance_id: str,
     reply: ModelFormat | None,
 ) -> model_service_pb2.ModelCard:
-    """Describe the model and the server's limits. `tokenizer`: None if the model has none.
-    `reply`: the format of its replies; None if they are text.
+    """Describe the model and the server's limits. `tokenizer`: None if the model has none. `reply`:
+    the format of its replies, or None if they are plain text.
     """
     name = config.served_name or info.name
     return model_service_pb2.ModelCard(
@@ -92,8 +92,8 @@ def _capabilities(
     config: ServiceConfig,
     reply: ModelFormat | None,
 ) -> model_service_pb2.Capabilities:
-    """What this server can do with its model. The names are those that fields of the contract are
-    marked with (capability.proto).
+    """Return what this server can do with its model. The names are those that mark fields of the
+    contract (capability.proto).
     """
     text = tokenizer is not None
     chat = tokenizer is not None and tokenizer.has_chat_template

@@ -1,4 +1,4 @@
-"""Which replies come apart, and what takes them apart."""
+"""Which replies are split into text, reasoning and tool calls, and the parsers that split them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from service.replies import Context, ModelFormat, ToolTypes
 from service.replies.reply_text import ReplyText
 
 PROMPT_TAIL = 16
-"""So many of a prompt's last tokens say how its output begins: in the middle of a character, or of
-reasoning.
+"""The number of tokens at the end of a prompt that determine how its output begins: in the middle
+of a character, or of reasoning.
 """
 
 
 def comes_apart(spec: generation_pb2.GenerationSpec) -> bool:
-    """Whether reasoning and tool calls come apart from the text, if the model marks them. With
-    `echo` the prompt and the output are one text.
+    """Return whether reasoning and tool calls are separated from the text, if the model marks them.
+    With `echo` the prompt and the output are one text.
     """
     output = spec.output
     return spec.HasField("chat") and not (output.raw_text or output.omit_text or output.echo)
@@ -30,8 +30,8 @@ def reply_texts(
     n: int,
     calls: bool,
 ) -> list[ReplyText]:
-    """What takes the reply of each of a request's n choices apart. `calls`: whether there may be
-    calls.
+    """Return a parser for the reply of each of a request's n choices. `calls`: whether the replies
+    may contain tool calls.
     """
     opened = reply.format.opens_reasoning(prompt_tail)
     special = frozenset(reply.special)

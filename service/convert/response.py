@@ -1,4 +1,4 @@
-"""Converts delivery's events and answers to messages.
+"""Converts the events and answers of `delivery` to messages.
 
 There is one `Responder` for each loaded model. Every token of a session passes through `batch`,
 which makes one message of everything that a stream took.
@@ -40,7 +40,7 @@ _CANCEL_STATUSES = {
 def sampling_message(
     params: SamplingParams, *, seed: bool = True
 ) -> generation_pb2.SamplingOptions:
-    """The effective parameters, every field set."""
+    """Return the effective parameters, with every field set."""
     scalars: dict[str, Any] = {name: getattr(params, name) for name in SCALARS}
     message = generation_pb2.SamplingOptions(
         **scalars,
@@ -112,8 +112,8 @@ class Responder:
     """Converts events to messages."""
 
     def __init__(self, tokenizer: Tokenizer | None, instance_id: str) -> None:
-        """Make the responder of this process. `tokenizer`: for the text of tokens; None: they have
-        no text.
+        """Make the responder of this process. `tokenizer`: provides the text of tokens, or None if
+        they have no text.
         """
         self._tokenizer = tokenizer
         self._instance_id = instance_id
@@ -121,8 +121,8 @@ class Responder:
     def batch(
         self, batch: Batch, instance_id: str = "", load: EngineStats | None = None
     ) -> generation_service_pb2.StreamResultResponse:
-        """One message with everything that a session took; the first one has the instance id.
-        `load`: the engine's load, if it is to be reported.
+        """Return one message with everything that a session took. A session's first message has the
+        instance id. `load`: the engine's load, if it is to be reported.
         """
         message = generation_service_pb2.StreamResultResponse(instance_id=instance_id)
         self.add_events(message.events, batch.events)
@@ -138,8 +138,8 @@ class Responder:
         """Add the events of several requests (by number) to `target`, a message's repeated
         ResultEvent.
 
-        They are filled in place: making a message and copying it into another costs three times as
-        much.
+        The events are filled in directly: making a message and copying it into another costs three
+        times as much.
         """
         add, is_delta = target.add, events.Delta
         for number, run in taken:
@@ -180,7 +180,7 @@ class Responder:
                 message.failed.CopyFrom(self.failed(event))
 
     def accepted(self, event: events.Accepted) -> generation_pb2.Accepted:
-        """The message of an accepted request."""
+        """Return the message for an accepted request."""
         at = timestamp_pb2.Timestamp()
         at.FromNanoseconds(int(event.accepted_at * 1e9))
         return generation_pb2.Accepted(
@@ -196,7 +196,7 @@ class Responder:
         )
 
     def prompt(self, event: events.PromptProcessed) -> generation_pb2.PromptProcessed:
-        """The message of a processed prompt."""
+        """Return the message for a processed prompt."""
         tokens = [self.token(token_id) for token_id in event.token_ids]
         # The first token has no context, so it has no probability.
         for info, logprobs in zip(tokens[1:], event.logprobs, strict=False):
@@ -206,7 +206,7 @@ class Responder:
         )
 
     def tokens(self, event: events.Delta) -> list[generation_pb2.TokenInfo]:
-        """The tokens of a delta, one by one."""
+        """Return the tokens of a delta."""
         infos = [self.token(token_id) for token_id in event.token_ids]
         for info, logprobs in zip(infos, event.logprobs or (), strict=False):
             self._add_logprobs(info, logprobs)
@@ -215,7 +215,7 @@ class Responder:
         return infos
 
     def token(self, token_id: int) -> generation_pb2.TokenInfo:
-        """One token with its text and bytes."""
+        """Return one token with its text and bytes."""
         raw = self._bytes(token_id)
         return generation_pb2.TokenInfo(id=token_id, text=raw.decode("utf-8", "replace"), bytes=raw)
 
@@ -235,7 +235,7 @@ class Responder:
             )
 
     def finished(self, event: events.Finished) -> generation_pb2.Finished:
-        """The message of a choice's normal end."""
+        """Return the message for the normal end of a choice."""
         message = generation_pb2.Finished(
             reason=(
                 generation_pb2.FINISH_REASON_TOOL_CALLS
@@ -252,7 +252,7 @@ class Responder:
         return message
 
     def failed(self, event: events.Failed) -> generation_pb2.Failed:
-        """The message of a failed request."""
+        """Return the message for a failed request."""
         finish = event.finish
         message = generation_pb2.Failed(
             usage=_usage(finish.usage, event.reasoning_tokens),
@@ -267,7 +267,7 @@ class Responder:
     def result(
         self, request_id: str, n: int, run: Iterable[events.NumberedEvent]
     ) -> generation_service_pb2.GenerateResponse:
-        """All events of a finished request with n choices, merged into one result."""
+        """Merge all events of a finished request with n choices into one result."""
         message = generation_service_pb2.GenerateResponse(
             request_id=request_id, instance_id=self._instance_id
         )
@@ -348,7 +348,7 @@ def _add_whole(choice: generation_service_pb2.GeneratedChoice, parts: Sequence[A
 def cancel_result(
     request_id: str, outcome: str, command_id: int = 0
 ) -> generation_service_pb2.CancelResult:
-    """The answer to one cancel."""
+    """Return the answer to one cancel."""
     return generation_service_pb2.CancelResult(
         request_id=request_id, status=_CANCEL_STATUSES[outcome], command_id=command_id
     )

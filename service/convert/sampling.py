@@ -37,8 +37,8 @@ _TEXT_FORMATS = {
 
 
 def sampling_params(options: generation_pb2.SamplingOptions, info: ModelInfo) -> SamplingParams:
-    """The effective parameters: each field's value, or else that of the model's generation
-    config.
+    """Return the effective parameters. A field that is not set takes its value from the model's
+    generation config.
 
     Raises:
         FieldError: a value is out of bounds, or no token could ever be chosen.
@@ -102,7 +102,7 @@ def check_min_tokens(sampling: SamplingParams, stop: StopParams) -> None:
     forbidden.
 
     Raises:
-        FieldError: none is.
+        FieldError: no token can be chosen.
     """
     if not stop.min_tokens:
         return
@@ -116,11 +116,11 @@ def check_min_tokens(sampling: SamplingParams, stop: StopParams) -> None:
 
 
 def grammar_params(output: generation_pb2.StructuredOutput) -> GrammarParams:
-    """The requested grammar. (The engine checks whether a schema, expression or grammar is
-    valid.)
+    """Return the requested grammar. The engine checks whether a schema, expression or grammar is
+    valid.
 
     Raises:
-        FieldError: none is set, or its text is empty or too long.
+        FieldError: no grammar is set, or its text is empty or too long.
     """
     kind = output.WhichOneof("format")
     if output.flexible_whitespace and kind not in ("json_schema", "json_object", "structural_tag"):

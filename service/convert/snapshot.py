@@ -1,4 +1,4 @@
-"""The server's figures at one moment, as ControlService tells them."""
+"""The server's figures at one moment, as ControlService reports them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Snapshot:
         taken_at, moment: wall-clock and monotonic seconds.
         uptime_s: how long the server has run.
         model: its name; empty while it loads.
-        engine: its statistics; None: it did not answer.
-        engine_restarts: how often it was restarted.
+        engine: the engine's statistics, or None if it did not answer.
+        engine_restarts: how often the engine was restarted.
         sessions, live_bytes, unknown_fields, refusals, startup: see Figures.
     """
 

@@ -1,7 +1,7 @@
 """Refuses fields of the contract that this server does not support yet, by name, with
 UNIMPLEMENTED.
 
-A field with its neutral value asks for nothing, and is accepted.
+A field with its neutral value requests nothing, and is accepted.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _NO_TOKENIZER = "the model has no tokenizer"
 def refuse_unsupported(
     spec: generation_pb2.GenerationSpec, *, heeds_priorities: bool, has_tokenizer: bool
 ) -> None:
-    """Refuse fields that are not supported yet, or not with this server's configuration or
+    """Refuse fields that are not supported yet, or not supported by this server's configuration or
     model.
 
     Raises:
-        UnsupportedFieldError: with the field's path in the spec.
+        UnsupportedFieldError: a field is not supported. The error has its path in the spec.
     """
     if spec.adapter:
         raise UnsupportedFieldError("adapter", _NOT_YET)

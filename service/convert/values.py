@@ -25,7 +25,7 @@ _NANO = 1_000_000_000
 
 
 def seconds(duration: duration_pb2.Duration, field: str) -> float:
-    """A duration in seconds.
+    """Return a duration in seconds.
 
     Raises:
         FieldError: it is negative, or not a valid duration.
@@ -38,7 +38,7 @@ def seconds(duration: duration_pb2.Duration, field: str) -> float:
 
 
 def interval_seconds(duration: duration_pb2.Duration, field: str) -> float:
-    """The interval of reports, in seconds.
+    """Return the interval of reports, in seconds.
 
     Raises:
         FieldError: it is out of bounds, or not a valid duration.
@@ -54,16 +54,16 @@ def interval_seconds(duration: duration_pb2.Duration, field: str) -> float:
 
 
 def to_duration(value: float) -> duration_pb2.Duration:
-    """Seconds as a duration; never negative."""
+    """Return seconds as a duration, never negative."""
     nanos = max(0, round(value * _NANO))
     return duration_pb2.Duration(seconds=nanos // _NANO, nanos=nanos % _NANO)
 
 
 def check_labels(labels: Sequence[generation_pb2.Label], field: str) -> dict[str, str]:
-    """A request's labels, by name.
+    """Return a request's labels, by name.
 
     Raises:
-        FieldError: there are too many, or a name or a value is not valid.
+        FieldError: there are too many, or a name or a value is invalid.
     """
     if len(labels) > MAX_LABELS:  # before they are looked at
         raise FieldError(field, f"has {len(labels)} labels; at most {MAX_LABELS} are allowed")
@@ -98,21 +98,21 @@ def check_ids(
     most: int | None = None,
     kept: slice | None = None,
 ) -> TokenIds:
-    """Check that token ids are in the vocabulary, and return them. There may be as many as the
-    context or the vocabulary has, and this runs on the event loop, so no id becomes a Python
+    """Check that token ids are in the vocabulary, and return them. There may be as many ids as the
+    context or the vocabulary has tokens, and this runs on the event loop, so no id becomes a Python
     object.
 
     Args:
-        ids: from a message, so not negative.
-        field: their field, for errors.
-        vocab_size: the model's.
-        most: how many there may be, checked first; None: at most the size of the vocabulary, for
-            lists in which a repeated id has no effect.
-        kept: which of them are checked and returned, from its start to its stop; None: all.
+        ids: the ids from a message, so not negative.
+        field: the field of the ids, for errors.
+        vocab_size: the model's vocabulary size.
+        most: the maximum number of ids, checked first. None allows as many as the vocabulary has,
+            for lists in which a repeated id has no effect.
+        kept: which ids are checked and returned, from its start to its stop, or None for all.
 
     Raises:
-        FieldError: there are too many, or one is not in the vocabulary; the message names the first
-            such id.
+        FieldError: there are too many ids, or one is not in the vocabulary. The message names the
+            first such id.
     """
     most = vocab_size if most is None else most
     if len(ids) > most:

@@ -1,8 +1,8 @@
 """Estimates how many bytes a request's message takes, as received and as parsed.
 
-The message exists while the request is converted; in an RPC with one request, gRPC keeps it until
-the end. A parsed message with many small parts is many times as large as received; the coefficients
-were measured (protobuf 7, upb).
+The message exists while the request is converted. In an RPC with one request, gRPC keeps it until
+the end. A parsed message with many small submessages is many times as large as received. The
+coefficients were measured (protobuf 7, upb).
 """
 
 from __future__ import annotations
@@ -14,30 +14,31 @@ from headrace.v1 import generation_pb2
 from service.admission.footprint import Footprint
 
 _ID = 9
-"""Each token id of the input, in addition to the message itself."""
+"""Bytes per token id of the input, in addition to the message itself."""
 _LISTED_ID = 14
-"""Each allowed or banned id; two lists that grow alternately waste more memory."""
+"""Bytes per allowed or banned id. Two lists that grow alternately waste more memory."""
 _ID_ON_THE_WIRE = 3
 _BIAS = 115
-"""Each bias, and each label."""
+"""Bytes per bias, and per label."""
 _MESSAGE = 480
-"""Each message of a chat: as parsed, as converted, and as passed to the template."""
+"""Bytes per message of a chat: as parsed, as converted, and as passed to the template."""
 _PART = 420
-"""The same for each part of its content."""
+"""Bytes per content part of a message, counted in the same way."""
 _CALL = 1_000
-"""The same for each tool and tool call, without their JSON."""
+"""Bytes per tool and tool call, counted in the same way, without their JSON."""
 _CHOICE = 45
 _JSON = 3
-"""Each byte of JSON, for the copies that Python keeps: the text, its strings, and the prompt."""
+"""Bytes per byte of JSON, for the copies that Python keeps: the text, its strings, and the prompt.
+"""
 _JSON_MARKS = (("{", 210), ("[", 165), (",", 30), (":", 150), ('"', 25))
-"""Each of these characters in JSON, which stand for objects, lists, further values, members and
-strings. These exist twice: as parsed, and as passed to the template. Characters inside strings are
-also counted, which overestimates.
+"""Bytes per occurrence of each of these characters in JSON. They stand for objects, lists, further
+values, members and strings, which exist twice: as parsed, and as passed to the template. Characters
+inside strings are also counted, so this is an overestimate.
 """
 
 
 def message_footprint(spec: generation_pb2.GenerationSpec) -> Footprint:
-    """The footprint of a spec's message. Takes less time than parsing it took."""
+    """Return the footprint of a spec's message. Takes less time than parsing the message."""
     size = spec.ByteSize()
     sampling = spec.sampling
     ids = len(spec.tokens.ids)
@@ -70,7 +71,7 @@ def _chat(chat: generation_pb2.ChatInput) -> int:
 
 
 def input_field(spec: generation_pb2.GenerationSpec) -> str:
-    """The field name of a spec's input."""
+    """Return the field name of a spec's input."""
     return {"tokens": "tokens.ids", "text": "text.text"}.get(
         spec.WhichOneof("input") or "", "chat.messages"
     )

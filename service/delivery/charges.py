@@ -1,11 +1,12 @@
-"""What results in memory are charged for: unread output of requests, messages that are being sent,
-answers that are one message.
+"""Charges for results in memory: unread output of requests, messages that are being sent, and
+answers of one message.
 
     a token comes ──▶ the request's charge ──▶ its account's unread bytes (`service.admission`)
     a stream takes it ──────▶ the stream's charge, until the message was sent
     GetResult, Generate ────▶ the answer's charge, until its call is over
 
-Charges are in whole units: a reader that keeps up has less than one unread, and costs nothing here.
+Charges are in whole units. A reader that keeps up has less than one unit unread, and is charged
+nothing here.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from service.admission.accounts import Account
 from service.admission.admission_control import AdmissionControl
 
 UNIT = 2 << 10
-"""The unit, in bytes; parts of it are not charged."""
+"""The unit of charges, in bytes. Fractions of a unit are not charged."""
 
 
 def in_units(size: int) -> int:
-    """The whole units in a number of bytes, in bytes."""
+    """Round a number of bytes down to whole units."""
     return size & -UNIT
 
 
 class RequestCharge:
-    """What one request is charged for its unread output.
+    """The charge for one request's unread output.
 
     Attributes:
-        size: how many bytes are charged.
+        size: the number of bytes that are charged.
     """
 
     __slots__ = ("_account", "_admission", "_beyond", "_leaves", "size")
 
     def __init__(self, admission: AdmissionControl, account: Account) -> None:
-        """`account`: whom it is charged to."""
+        """`account`: the account that is charged."""
         self._admission = admission
         self._account = account
         self._beyond = 0  # of the size, what came although there was no room
@@ -44,8 +45,8 @@ class RequestCharge:
         self.size = 0
 
     def set(self, size: int) -> None:
-        """Charge so many bytes from now on. What comes while the account has no room does not count
-        for others; see `AdmissionControl.exceed`.
+        """Set the charge to `size` bytes. Output that arrives while the account has no room does
+        not count against others; see `AdmissionControl.exceed`.
         """
         size = in_units(size)
         grown = size - self.size
@@ -59,24 +60,24 @@ class RequestCharge:
         self.size, self._beyond = size, beyond
 
     def leave(self) -> None:
-        """Note that the request was ended for lack of room; see `AdmissionControl.leave`."""
+        """Record that the request was ended for lack of room; see `AdmissionControl.leave`."""
         self._leaves = True
         self._admission.leave(self.size)
 
 
 class StreamCharge:
-    """What a stream's message is charged for while it is being sent."""
+    """The charge for a stream's message while it is being sent."""
 
     __slots__ = ("_account", "_admission", "_size")
 
     def __init__(self, admission: AdmissionControl, account: Account) -> None:
-        """`account`: whose stream it is."""
+        """`account`: the owner of the stream."""
         self._admission = admission
         self._account = account
         self._size = 0
 
     def set(self, size: int) -> None:
-        """Charge so many bytes from now on; 0: nothing is being sent."""
+        """Set the charge to `size` bytes, or to 0 if nothing is being sent."""
         size = in_units(size)
         if size != self._size:
             self._admission.charge_unread(self._account, size - self._size, leaves=True)
@@ -84,8 +85,8 @@ class StreamCharge:
 
 
 class AnswerCharges:
-    """What answers that are one message are charged for until their calls are over, since their
-    clients may not read them.
+    """The charges for answers of one message until their calls are over, since clients may not read
+    them.
     """
 
     def __init__(self, admission: AdmissionControl) -> None:
@@ -96,14 +97,15 @@ class AnswerCharges:
         """Charge an account for an answer.
 
         Args:
-            account: the caller's.
-            size: about how many bytes of memory it takes.
-            context: the RPC's.
-            may_wait: whether it can be asked for again, and may be refused. A caller's only one is
-                never refused: so it can always read what it has too much of.
+            account: the caller's account.
+            size: the approximate number of bytes of memory that the answer takes.
+            context: the RPC's context.
+            may_wait: whether the answer can be requested again, and so may be refused. A caller's
+                only answer is never refused, so that it can always read results when it has too
+                many unread.
 
         Raises:
-            LimitReachedError: unread results, other answers among them, leave no room for it.
+            LimitReachedError: unread results, including other answers, leave no room for it.
         """
         size, key, sent = in_units(size), account.key, self._sent
         if not size:

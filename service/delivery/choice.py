@@ -7,9 +7,9 @@ A request with n choices has n of these, which are independent: each has its own
 token offsets and end. Pending events have no number yet; `log.EventLog` numbers them when they are
 taken.
 
-Stop strings are found here, where the text is made. The tokens after one are dropped, and the
-choice ends with STOP whatever the engine's own reason was, because in the output that the client
-sees the choice had already ended.
+Stop strings are found here, where the text is made. The tokens after a stop string are dropped. The
+choice then ends with STOP regardless of the engine's reason, because the output that the client
+sees had already ended.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from service.replies.reply_text import Part, ReplyText, together
 
 
 class ChoiceLog:
-    """One choice's output that was not taken yet.
+    """One choice's output that has not been taken yet.
 
     Attributes:
-        index: which of the request's choices it is.
+        index: the choice's index in the request.
         queued: whether it is in its request's list of choices to take from. Set by the request's
             log.
         stop: the stop string that ended it, once it was found.
         finished: its end, once it has ended (taken or not).
-        arrival: when the request was accepted, in monotonic seconds; known before anything is
+        arrival: when the request was accepted, in monotonic seconds. Known before anything is
             taken.
     """
 
@@ -104,30 +104,32 @@ class ChoiceLog:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far, taken and pending."""
+        """The number of tokens so far, taken and pending."""
         return self._offset + len(self._ids)
 
     @property
     def num_pending(self) -> int:
-        """How many tokens were not taken yet."""
+        """The number of tokens that have not been taken yet."""
         return len(self._ids)
 
     @property
     def is_ready(self) -> bool:
-        """Whether its delivery options allow something to be taken now."""
+        """Whether the delivery options allow something to be taken now."""
         return len(self._ids) >= self._at_least or (
             self.finished is not None and not self._end_taken
         )
 
     @property
     def held_size(self) -> int:
-        """About how many bytes the pending output takes. O(1), however much there is."""
+        """The approximate number of bytes that the pending output takes. O(1), regardless of its
+        length.
+        """
         held = len(self._ids) * self._held_per_token + len(self._text) * HELD_TEXT_BYTES
         return held if self._reply is None else held + self._reply.size
 
     @property
     def reasoning_tokens(self) -> int:
-        """How many tokens so far were reasoning."""
+        """The number of reasoning tokens so far."""
         return 0 if self._reply is None else self._reply.reasoning_tokens
 
     # Filling
@@ -138,8 +140,8 @@ class ChoiceLog:
         logprobs: tuple[TokenLogprobs, ...] | None,
         now: float,
     ) -> StopMatch | None:
-        """Add one step's tokens to a choice that has not ended; returns the stop string if they
-        complete one. Called for every token, so kept short.
+        """Add one step's tokens to a choice that has not ended. Return the stop string if the
+        tokens complete one. Called for every token, so kept short.
         """
         found = None
         text = ""
@@ -171,8 +173,8 @@ class ChoiceLog:
 
     def flush(self) -> None:
         """Release text that was held back for an incomplete character or stop string, because no
-        more tokens will come. Only here can a stop string be completed by a part of a character
-        (U+FFFD).
+        more tokens will come. Only here can an incomplete character (U+FFFD) complete a stop
+        string.
         """
         if self._text_stream is None:
             return
@@ -190,8 +192,8 @@ class ChoiceLog:
         self._text_ends += [len(self._ids)] * len(parts)
 
     def end(self, finish: Finish) -> None:
-        """Record the engine's end of this choice; the text was flushed. If the reason is ERROR, its
-        stop string must have been found before.
+        """Record the engine's end of this choice, after its text was flushed. If the reason is
+        ERROR, the choice's stop string must already have been found.
         """
         stop = self.stop
         last_token = finish.timings.last_token
@@ -221,12 +223,12 @@ class ChoiceLog:
     def take(
         self, number: Callable[[Delta | Finished], None], *, ending: bool, room: int | None = None
     ) -> int:
-        """Pass pending output to `number`, as far as the delivery options allow; all of it if the
-        choice or the request (`ending`) has ended. At most `room` tokens (None: any number); the
-        end comes after the last token.
+        """Pass pending output to `number`, as far as the delivery options allow. If the choice or
+        the request (`ending`) has ended, pass all of it. Pass at most `room` tokens, or any number
+        if it is None. The end follows the last token.
 
         Returns:
-            How many tokens were taken.
+            The number of tokens that were taken.
         """
         count = len(self._ids)
         if count >= self._at_least or (
@@ -249,7 +251,7 @@ class ChoiceLog:
         return count - len(self._ids)
 
     def _take_in_parts(self, number: Callable[[Delta | Finished], None], count: int) -> None:
-        """Take some of the first tokens, in several deltas if one would be very large."""
+        """Take the first `count` tokens, in several deltas if one would be very large."""
         while count > 0:
             part = min(count, self._most)
             pieces = bisect_right(self._text_ends, part)
@@ -260,7 +262,7 @@ class ChoiceLog:
             count -= part
 
     def _delta(self, count: int, parts: list[Any]) -> Delta:
-        """Make a delta of the first pending tokens and of these parts."""
+        """Make a delta of the first `count` pending tokens and the given text or reply parts."""
         size = EVENT_BYTES
         apart = None
         if self._reply is None:

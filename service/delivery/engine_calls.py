@@ -1,5 +1,5 @@
-"""Calls to the engine that nobody waits for: each is a task, and the tasks start in the order of
-the calls. Errors are logged, except the engine's death, which ends the requests anyway.
+"""Calls to the engine whose result nothing waits for. Each is a task, and the tasks start in the
+order of the calls. Errors are logged, except the engine's death, which ends the requests anyway.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class EngineCalls:
 
     @property
     def num_open(self) -> int:
-        """How many calls are in progress."""
+        """The number of calls in progress."""
         return len(self._tasks)
 
     def cancel(self, request_id: RequestId) -> None:
@@ -33,16 +33,16 @@ class EngineCalls:
         self._tell("cancelling", request_id, self._client.cancel(request_id))
 
     def finish(self, request_id: RequestId, num_tokens: int, choice: int) -> None:
-        """End a choice as of its first tokens."""
+        """End a choice after its first tokens."""
         call = self._client.finish(request_id, num_tokens, choice)
         self._tell("finishing", request_id, call)
 
     def hold(self, request_id: RequestId) -> None:
-        """Leave a request out of all steps."""
+        """Exclude a request from all steps."""
         self._tell("holding", request_id, self._client.hold(request_id))
 
     def unhold(self, request_id: RequestId) -> None:
-        """Let a held request go on."""
+        """Let a held request continue."""
         self._tell("releasing", request_id, self._client.unhold(request_id))
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:

@@ -1,7 +1,7 @@
 """The events of a request and the answers to a session's commands, as plain data.
 
-`log.EventLog` makes the events, the command handler of `service.servicers` makes the answers;
-both are turned into messages by `service.convert.response`.
+`log.EventLog` makes the events, and the command handler of `service.servicers` makes the answers.
+`service.convert.response` converts both to messages.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from service.replies.reply_text import Apart
 MAX_DELTA_BYTES = 1 << 20
 """A delta larger than about this is split, so that clients can receive the messages."""
 EVENT_BYTES = 96
-"""About how many bytes an event takes in a message, without the parts that grow."""
+"""The approximate number of bytes that an event takes in a message, without the fields that grow.
+"""
 _TOKEN_BYTES = 6
 _TEXT_BYTES = 6
 _DETAIL_BYTES = 48
 
 HELD_EVENT_BYTES = 400
-"""About how many bytes an event takes in memory, without the parts that grow: see
+"""The approximate number of bytes that an event takes in memory, without the fields that grow; see
 `held_per_token`.
 """
 HELD_TEXT_BYTES = 100
-"""About how many bytes of memory a token's text takes while it is a separate piece."""
+"""The approximate number of bytes of memory that a token's text takes while it is a separate
+string.
+"""
 _HELD_TOKEN_BYTES = 48
 _HELD_TIME_BYTES = 32
 _HELD_LOGPROB_BYTES = 310
@@ -44,14 +47,14 @@ class DeliveryOptions:
     """How a request's results are delivered.
 
     Attributes:
-        final: everything at the end, in one delta.
+        final: whether everything is delivered at the end, in one delta.
         min_tokens_per_delta: a delta waits for this many tokens, or for the end. At least 1.
-        token_details: each token is described separately.
-        candidates: how many candidates come with each token; None: no log-probabilities. Only used
-            to estimate sizes.
+        token_details: whether each token is described separately.
+        candidates: the number of candidates that come with each token, or None for no
+            log-probabilities. Only used to estimate sizes.
         describe_prompt, prompt_candidates: whether the prompt's tokens are described too, and with
             how many candidates each.
-        record_times: each token carries when it was made.
+        record_times: whether each token carries the time when it was made.
         has_text: whether tokens come with text. Only used to estimate sizes.
     """
 
@@ -66,38 +69,39 @@ class DeliveryOptions:
 
     @property
     def bytes_per_token(self) -> int:
-        """About how many bytes one token takes in a message."""
+        """The approximate number of bytes that one token takes in a message."""
         if not self.token_details:
             return _TOKEN_BYTES
         return detail_bytes(self.candidates or 0)
 
     @property
     def sent_per_token(self) -> int:
-        """The same with its text."""
+        """The approximate number of bytes that one token with its text takes in a message."""
         return self.bytes_per_token + (_TEXT_BYTES if self.has_text else 0)
 
     @property
     def held_per_token(self) -> int:
-        """About how many bytes of memory one token takes until it is read, without its text. This
-        is not its size in a message: it counts Python's objects (CPython 3.11).
+        """The approximate number of bytes of memory that one token takes until it is read, without
+        its text. This differs from its size in a message: it counts Python's objects (CPython
+        3.11).
         """
         held = _HELD_TOKEN_BYTES + (_HELD_TIME_BYTES if self.record_times else 0)
         return held if self.candidates is None else held + held_logprobs(self.candidates)
 
     @property
     def unread_per_token(self) -> int:
-        """The most that it takes until it has been sent: with its text, while that is a separate
-        piece, or, if that is more, in its message.
+        """The most bytes that a token takes until it has been sent: in memory with its text as a
+        separate string, or in its message if that is more.
         """
         held = self.held_per_token + (HELD_TEXT_BYTES if self.has_text else 0)
         return max(held, self.sent_per_token)
 
     def check_prompt(self, tokens: int, max_send_bytes: int) -> None:
-        """Check that the PromptProcessed of a prompt of so many tokens, which cannot be split, fits
-        in one message, with room for other parts and for longer tokens than usual.
+        """Check that the PromptProcessed event of a prompt of `tokens` tokens fits in one message,
+        with room for other fields and for longer tokens than usual. This event cannot be split.
 
         Raises:
-            FieldError: it does not.
+            FieldError: it does not fit.
         """
         size, most = prompt_size(tokens, self), max_send_bytes // 2
         if size > most:
@@ -110,19 +114,19 @@ class DeliveryOptions:
 
 
 def detail_bytes(candidates: int) -> int:
-    """About how many bytes one described token takes in a message."""
+    """Return the approximate number of bytes that one described token takes in a message."""
     return _DETAIL_BYTES * (1 + candidates)
 
 
 def held_logprobs(candidates: int) -> int:
-    """About how many bytes of memory a token's log-probabilities take."""
+    """Return the approximate number of bytes of memory that a token's log-probabilities take."""
     return _HELD_LOGPROB_BYTES + _HELD_CANDIDATE_BYTES * candidates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """The request was accepted, with the effective parameters; accepted_at: wall-clock seconds;
-    notes: what is held otherwise than it was written.
+    """The request was accepted, with the effective parameters. `accepted_at`: wall-clock seconds.
+    `notes`: constraints that are enforced differently from how they were written.
     """
 
     request_id: str
@@ -140,7 +144,7 @@ class Accepted:
 
     @property
     def size(self) -> int:
-        """About how many bytes it takes in a message."""
+        """The approximate number of bytes that the event takes in a message."""
         sampling, stop = self.sampling, self.stop
         ids = (
             len(sampling.allowed_token_ids)
@@ -154,7 +158,7 @@ class Accepted:
 
     @property
     def held(self) -> int:
-        """About how much memory it takes."""
+        """The approximate number of bytes of memory that the event takes."""
         sampling, stop = self.sampling, self.stop
         biases = sampling.logit_bias
         packed = (
@@ -176,9 +180,10 @@ class PromptProcessed:
     Attributes:
         prompt_tokens, cached_tokens: its length, and how many of its tokens came from the prefix
             cache.
-        token_ids: its tokens if they are described separately; else empty.
-        logprobs: one entry for each of token_ids but the first.
-        size, held: about how many bytes it takes in a message, and in memory.
+        token_ids: its tokens if they are described separately, otherwise empty.
+        logprobs: one entry for each of token_ids except the first.
+        size, held: the approximate number of bytes that the event takes in a message, and in
+            memory.
     """
 
     prompt_tokens: int
@@ -190,17 +195,18 @@ class PromptProcessed:
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
-    """New output of one choice. A struct, like `NumberedEvent`, because both are made for every
-    token: a named tuple takes four times as long to make, a frozen dataclass ten times.
+    """New output of one choice. This is a struct, like `NumberedEvent`, because both are made for
+    every token. A named tuple takes four times as long to make, and a frozen dataclass ten times.
 
     Attributes:
         token_ids, text: the new tokens, and the new text (which may belong to earlier tokens).
         detailed: whether the tokens are described separately.
         logprobs: one entry per token, if requested.
         times: for each token, the seconds since the request was accepted, if requested.
-        size, held: about how many bytes it takes in a message, and in memory.
-        choice: which of the request's choices it belongs to.
-        apart: what there is besides text, where a reply is taken apart.
+        size, held: the approximate number of bytes that the event takes in a message, and in
+            memory.
+        choice: the index of the choice.
+        apart: the reasoning and tool calls, if the reply is parsed.
     """
 
     token_ids: tuple[TokenId, ...]
@@ -218,7 +224,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 class Finished:
     """The normal end of one choice. `reason` is never ERROR. `size`, `held`: see
     PromptProcessed. `calls_tools`: whether it ended by itself and calls tools.
-    `reasoning_tokens`: how many of its tokens were reasoning.
+    `reasoning_tokens`: the number of its tokens that were reasoning.
     """
 
     size: ClassVar[int] = EVENT_BYTES
@@ -236,9 +242,9 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The end of the whole request by a failure; `finish.failure` says why. `error`: set if the
-    front end ended it, not the engine. `size`, `held`: see PromptProcessed. `reasoning_tokens`: of
-    all choices that it ends.
+    """The end of the whole request by a failure, which `finish.failure` describes. `error`: set if
+    the front end ended the request, not the engine. `size`, `held`: see PromptProcessed.
+    `reasoning_tokens`: the number of reasoning tokens in all choices that the failure ends.
     """
 
     size: ClassVar[int] = EVENT_BYTES
@@ -253,14 +259,14 @@ Event = Accepted | PromptProcessed | Delta | Finished | Failed
 
 
 def in_flight(event: Event) -> int:
-    """About how many bytes of memory it takes while a message with it is sent: those of the message
-    once that is made, and before that its own.
+    """Return the approximate number of bytes of memory that an event takes while it is being sent:
+    the larger of its size in memory and its size in the message.
     """
     return max(event.held, event.size)
 
 
 def num_tokens(event: Event) -> int:
-    """How many output tokens an event has."""
+    """Return the number of output tokens in an event."""
     return len(event.token_ids) if isinstance(event, Delta) else 0
 
 
@@ -276,8 +282,8 @@ class ReadResult:
     """Some of a request's events, read by number.
 
     Attributes:
-        events: as many as fit one message.
-        next_seq: the number after them.
+        events: as many events as fit in one message.
+        next_seq: the number after the last of them.
         done: whether these are the last events.
     """
 
@@ -287,7 +293,7 @@ class ReadResult:
 
 
 def at_most(run: list[NumberedEvent], limit: int) -> list[NumberedEvent]:
-    """The first events that fit in a message of about this size; at least one."""
+    """Return the first events that fit in a message of about `limit` bytes, and at least one."""
     size = 0
     for index, numbered in enumerate(run):
         size += numbered.event.size
@@ -297,7 +303,7 @@ def at_most(run: list[NumberedEvent], limit: int) -> list[NumberedEvent]:
 
 
 def prompt_size(tokens: int, options: DeliveryOptions) -> int:
-    """About how many bytes a PromptProcessed with this many described tokens takes."""
+    """Return the approximate size of a PromptProcessed with this many described tokens."""
     return EVENT_BYTES + tokens * detail_bytes(options.prompt_candidates)
 
 

@@ -1,21 +1,21 @@
 """Flow control: limits the unread output of a request.
 
     untaken tokens ── at the bound ──────▶ the engine holds the request
-                   ── half of it taken ──▶ it goes on
+                   ── half of it taken ──▶ it continues
     nothing taken for max_hold ──────────▶ the request ends: RESULTS_NOT_READ
 
-A request may have a limited number of output tokens that its stream has not taken; up to the limit
-they are merged, and generation goes on. At the limit it is held (or ended at once, if the policy
-says so). A token counts as taken when the writer takes it; the writer stops while gRPC's flow
-control blocks it, and for a request that is out of credit.
+A request may have a limited number of output tokens that its stream has not taken. Up to the limit
+they are merged, and generation continues. At the limit the request is held (or ended immediately,
+if the policy says so). A token counts as taken when the writer takes it. The writer stops while
+gRPC's flow control blocks it, and for a request that is out of credit.
 
-A request is held likewise, at whatever it has untaken, while the unread results of all callers
+A request is also held, regardless of its untaken tokens, while the unread results of all callers
 leave no room (`admission.has_room`).
 
-Requests with output that is kept in any case are never held: those of AddRequest, and those that
-are delivered in one piece at their end. `WholeLimits` bounds their length, before they start; if
-others' results leave no room, they end. A leased request that has lost its stream is held like any
-other; while it has no stream, the lease's end applies instead of max_hold, and GetResult reads
+Requests whose output is kept in any case are never held: those of AddRequest, and those that are
+delivered in one delta at their end. `WholeLimits` bounds their length before they start. They end
+if the results of others leave no room. A leased request that has lost its stream is held like any
+other. While it has no stream, the lease's end applies instead of max_hold, and GetResult reads
 instead of the stream.
 
 If a request has ended and its stream is out of credit for it, the rest is sent without credit after
@@ -34,7 +34,8 @@ from service.delivery.submission import LivesBy
 from service.errors.call_errors import FieldError
 
 EVENTS_BYTES = 16 << 10
-"""About what a result takes besides its tokens: how it was accepted, the ends of its choices."""
+"""The approximate size of a result without its tokens: its acceptance, and the ends of its choices.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +43,8 @@ class FlowOptions:
     """How much output of a request may be unread, and what happens beyond that.
 
     Attributes:
-        max_unread_tokens, max_unread_bytes: the limits for all choices together; whichever is
-            reached first applies. Bytes are estimated from the details that the request asks for.
+        max_unread_tokens, max_unread_bytes: the limits for all choices together. The first one
+            reached applies. Bytes are estimated from the details that the request asks for.
         ends: whether a request at the limit ends instead of being held.
         max_hold_s: how long a request may be held while its stream takes nothing.
     """
@@ -54,8 +55,8 @@ class FlowOptions:
     max_hold_s: float
 
     def bounds(self, delivery: DeliveryOptions, n: int, *, is_kept: bool) -> tuple[int, int]:
-        """At how many untaken tokens a request of n choices is held, and at how many it goes on
-        again. `is_kept`: whether it came from AddRequest.
+        """Return the number of untaken tokens at which a request of n choices is held, and the
+        number at which it continues. `is_kept`: whether it came from AddRequest.
         """
         if is_kept or delivery.final:
             return sys.maxsize, 0
@@ -69,12 +70,13 @@ class FlowOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeLimit:
-    """How long a request's output may be, all choices together, whose whole result must have room.
+    """The maximum output length, over all choices, of a request whose whole result must fit in
+    memory.
 
     Attributes:
         tokens: the most tokens.
-        option: the name of the limit on bytes from which that follows.
-        bytes, bytes_per_token: that limit, and what counts for it.
+        option: the name of the limit in bytes that `tokens` is derived from.
+        bytes, bytes_per_token: the value of that limit, and the bytes that each token takes of it.
     """
 
     tokens: int
@@ -83,11 +85,11 @@ class WholeLimit:
     bytes_per_token: int
 
     def fitting(self, output_tokens: int, n: int, *, is_given: bool) -> int:
-        """How many of the output tokens of each of n choices have room. `is_given`: whether the
-        caller has asked for so many.
+        """Return how many of the output tokens of each of n choices fit. `is_given`: whether the
+        caller has asked for this number.
 
         Raises:
-            FieldError: not all that it has asked for, or none.
+            FieldError: fewer fit than the caller has asked for, or none.
         """
         fit = self.tokens // n
         if output_tokens <= fit or (fit and not is_given):
@@ -104,12 +106,12 @@ class WholeLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeLimits:
-    """The limits on a result that is kept, or sent in one piece, in bytes; see the module.
+    """The limits on a result that is kept, or sent in one message, in bytes; see the module.
 
     Attributes:
-        max_undelivered_bytes, max_kept_bytes: of unread and of kept results, in memory; None: any
-            number.
-        max_send_bytes: of a message.
+        max_undelivered_bytes, max_kept_bytes: the limits of unread and of kept results in memory.
+            The first may be None for no limit.
+        max_send_bytes: the limit of a message.
     """
 
     max_undelivered_bytes: int | None
@@ -117,7 +119,7 @@ class WholeLimits:
     max_send_bytes: int
 
     def limit(self, delivery: DeliveryOptions, lives_by: LivesBy) -> WholeLimit | None:
-        """The limit for a request; None: its output is read as it comes."""
+        """Return the limit for a request, or None if its output is read as it is generated."""
         held, sent = delivery.unread_per_token, delivery.sent_per_token
         limits = []
         if self.max_undelivered_bytes is not None:

@@ -1,4 +1,4 @@
-"""To wait for a task that goes on without whoever waits for it."""
+"""Waiting for a task that continues if its waiter is cancelled."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 async def join(task: asyncio.Task[T]) -> T:
-    """A task's result. If this wait is cancelled, the task goes on, and no one is left to be told
-    of its error: a refusal, or the engine's death, is then nothing to tell, and a defect is logged.
-    (asyncio would report either with a traceback, as an error that was lost.)
+    """Wait for a task and return its result. If the wait is cancelled, the task continues. Its
+    error then has no receiver: a refusal or the engine's death is ignored, and a defect is logged.
+    (asyncio would report all of them with a traceback, as exceptions that were never retrieved.)
     """
     try:
         await asyncio.wait([task])

@@ -1,17 +1,17 @@
-"""What is kept of results, limited in number and in bytes: those of ended requests, and what was
-read of live ones, which a stream that attaches may ask for again.
+"""Limits how many results are kept, in number and in bytes. They are the results of ended requests,
+and output of live requests that was read, which a stream that attaches may request again.
 
-Beyond a limit, something is dropped: from the group of accounts (`service.admission.accounts`) with
-the most requests or bytes, whichever limit it is; in that group, from the caller with the most. So
-a group or caller that keeps much pushes out its own results, never those of others that keep less.
-Of that caller's results go, in this order, each time the oldest:
+Beyond a limit, something is dropped from the group of accounts (`service.admission.accounts`) with
+the most requests or bytes, depending on the limit, and in that group from the caller with the most.
+So a group or caller that keeps much displaces its own results, never those of others that keep
+less. That caller's results are dropped in this order, oldest first:
 
-1. what a live request's reader has had, if more than LONG bytes of it are kept: down to half of
-   that, because the last of it may still be on its way to the client;
-2. an ended request's result;
-3. what a live request's reader has had, by halves, of one after the other.
+1. the read output of a live request, if more than LONG bytes of it are kept: down to half of that,
+   because the last of it may still be on its way to the client;
+2. the result of an ended request;
+3. the read output of live requests, halved, one request after the other.
 
-For the limit in number, 2 alone.
+For the limit in number, only the second applies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.contract.types import CallerKey
 from service.admission.accounts import Account
 
 LONG = 1 << 20
-"""Above this many bytes, what a live request's reader has had is dropped first."""
+"""Above this many bytes, the read output of a live request is dropped first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,9 @@ class Retention:
 
     Attributes:
         retention_s: how long results are kept after a request's end.
-        max_results, max_bytes: the most ended requests that are kept, and about how many bytes of
-            events in them and in what is kept of live ones.
+        max_results: the most ended requests that are kept.
+        max_bytes: the approximate number of bytes of events that are kept, of ended requests and of
+            live ones.
     """
 
     retention_s: float
@@ -54,8 +55,8 @@ Request = TypeVar("Request", bound=Charged)
 
 
 class _Share(Generic[Request]):
-    """What is kept for one caller: bytes by request, oldest first; those of `ended` requests, and
-    of live ones of which `much` or `little` is kept.
+    """The results kept for one caller, as bytes by request, oldest first: requests that have
+    `ended`, and live requests of which `much` or `little` is kept.
     """
 
     __slots__ = ("ended", "little", "much", "size")
@@ -72,7 +73,7 @@ class _Share(Generic[Request]):
 
 
 class _Group(Generic[Request]):
-    """What is kept for the callers of one group."""
+    """The results kept for the callers of one group."""
 
     __slots__ = ("callers", "count", "size")
 
@@ -83,13 +84,13 @@ class _Group(Generic[Request]):
 
 
 class KeptResults(Generic[Request]):
-    """See the module. O(1) to count what a request keeps, and O(groups + callers of one group) to
-    drop something.
+    """Counts kept results and chooses which to drop; see the module. Counting takes O(1), and
+    choosing takes O(groups + callers of one group).
 
     Attributes:
-        count: how many ended requests are kept.
-        size: about how many bytes of events, those of live requests too.
-        groups: what is kept for each group that has some.
+        count: the number of ended requests that are kept.
+        size: the approximate number of bytes of events, including those of live requests.
+        groups: the kept results of each group that has any.
     """
 
     def __init__(self, max_results: int, max_bytes: int) -> None:
@@ -106,14 +107,16 @@ class KeptResults(Generic[Request]):
         return share is not None and request in share.ended
 
     def add(self, request: Request, size: int) -> None:
-        """Keep an ended request; call `surplus` afterwards. `size`: about how many bytes."""
+        """Keep an ended request. Call `surplus` afterwards. `size`: its approximate number of
+        bytes.
+        """
         self.discard(request)
         share = self._share(request)
         share.ended[request] = size
         self._count(request, share, 1, size)
 
     def add_read(self, request: Request, size: int) -> None:
-        """Note how many bytes are kept now of what a live request's reader has had; call `surplus`
+        """Record how many bytes of a live request's read output are now kept. Call `surplus`
         afterwards.
         """
         if not size:
@@ -127,7 +130,7 @@ class KeptResults(Generic[Request]):
         self._count(request, share, 0, size - before)
 
     def discard(self, request: Request) -> None:
-        """Keep nothing of a request. Harmless if nothing is kept."""
+        """Stop keeping anything of a request. Has no effect if nothing is kept."""
         account = request.account
         group = self.groups.get(account.group)
         share = None if group is None else group.callers.get(account.key)
@@ -156,7 +159,7 @@ class KeptResults(Generic[Request]):
         self.size += size
 
     def surplus(self) -> Request | None:
-        """The request of which something is to be dropped next; None: all may stay."""
+        """Return the next request to drop something from, or None if everything fits."""
         if self.count > self._max_results:
             return next(iter(self._with_most(attrgetter("count")).ended))
         if self.size > self._max_bytes:

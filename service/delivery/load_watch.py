@@ -2,9 +2,9 @@
 
     engine ◀── stats, once a second at most ── LoadWatch ──▶ current ──▶ sessions that ask for it
 
-All sessions share one measurement, which is repeated while one of them is open, so a message costs
-the engine nothing. It is at most about a second old, or as old as the shortest interval that a
-session asked for. If the engine does not answer, no load is reported.
+All sessions share one measurement, which is repeated while any of them is open, so a message costs
+the engine nothing. The measurement is at most about a second old, or as old as the shortest
+interval that a session asked for. If the engine does not answer, no load is reported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.contract.stats import EngineStats
 logger = logging.getLogger(__name__)
 
 MAX_AGE_S = 1.0
-"""How often the engine is asked, if no session's interval is shorter."""
+"""The interval between questions to the engine, if no session's interval is shorter."""
 ANSWER_S = 2.0
 """If the engine has not answered after this time, its load is unknown."""
 
@@ -41,11 +41,11 @@ class LoadWatch:
     """Asks the engine for its load while a session wants reports.
 
     Attributes:
-        current: the last statistics; None: unknown.
+        current: the latest statistics, or None if they are unknown.
     """
 
     def __init__(self, client: EngineClient, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: monotonic seconds, for the intervals of sessions."""
+        """`clock`: returns monotonic seconds, for the intervals of sessions."""
         self.current: EngineStats | None = None
         self._client = client
         self._clock = clock
@@ -53,8 +53,8 @@ class LoadWatch:
         self._task: asyncio.Task[None] | None = None
 
     def follow(self, follower: LoadFollower, interval_s: float) -> LoadReport:
-        """Start to report the load to a session, at most once every `interval_s` seconds, until it
-        is over.
+        """Start to report the load to a session, at most once every `interval_s` seconds, until the
+        session ends.
         """
         self._followers[follower] = interval_s
         if self._task is None or self._task.done():
@@ -62,7 +62,7 @@ class LoadWatch:
         return LoadReport(self, interval_s, self._clock)
 
     async def close(self) -> None:
-        """Ask no more."""
+        """Stop asking."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -92,7 +92,9 @@ class LoadReport:
         self._due = clock()
 
     def take(self) -> EngineStats | None:
-        """The statistics for the next message; None: no report is due, or the load is unknown."""
+        """Return the statistics for the next message, or None if no report is due or the load is
+        unknown.
+        """
         stats = self._watch.current
         if stats is None or (now := self._clock()) < self._due:
             return None

@@ -3,13 +3,12 @@ and resent.
 
     outputs ──push──▶ choices (pending: `choice`) ──number──▶ events 1, 2, 3, … ──take──▶ readers
 
-Pending output has no number yet: it is merged while nobody takes it, so a slow reader costs one
-delta for each choice, not thousands. An event is numbered when it is first taken, and then never
-changes. Events are kept while `keep` is set; otherwise they are dropped once the stream has taken
-them.
+Pending output has no number yet. It is merged until it is taken, so a slow reader costs one delta
+for each choice, not thousands. An event is numbered when it is first taken, and then never changes.
+Events are kept while `keep` is set; otherwise they are dropped once the stream has taken them.
 
 A request ends with one Finished for each of its choices, or with one Failed. It has ended when the
-engine marks its last output (`ends_request`); after that, `push` and `fail` do nothing.
+engine marks its last output (`ends_request`). After that, `push` and `fail` do nothing.
 
 The log is only data: it has no access to streams, timers or the engine. It belongs to a
 `served_request.ServedRequest`, which acts on it.
@@ -56,21 +55,21 @@ class EventLog:
     """One request's events, and the position of its reader.
 
     Attributes:
-        cursor: the number of the next event for the reader, which is its stream, or GetResult if it
-            has none.
-        next_seq: the number that the next new event gets.
+        cursor: the number of the next event for the reader. The reader is the request's stream, or
+            GetResult if it has none.
+        next_seq: the number of the next new event.
         keep: whether events are kept after the reader took them.
         accepted: event number 1, once the engine has accepted the request.
         failure: the terminal event of a request that failed.
         ended: whether all terminal events exist (taken or not).
-        size: about how many bytes of memory its kept events take.
-        read_size: how many of them those take that the reader has taken.
-        untaken: how many output tokens the reader has not taken.
-        credit: how many tokens the stream may still take; None: any number. May be below zero,
-            because an event that already has a number is not split.
-        arrival: when the request was accepted; before that: when it was sent to the engine.
-            Monotonic seconds.
-        prompt_tokens: how many tokens its prompt has.
+        size: the approximate number of bytes of memory that the kept events take.
+        read_size: the share of `size` in events that the reader has taken.
+        untaken: the number of output tokens that the reader has not taken.
+        credit: the number of tokens that the stream may still take, or None for no limit. May be
+            negative, because an event that already has a number is not split.
+        arrival: when the request was accepted, or until then when it was sent to the engine, in
+            monotonic seconds.
+        prompt_tokens: the number of tokens in the prompt.
     """
 
     def __init__(
@@ -91,10 +90,10 @@ class EventLog:
             request_id: the request's id, for errors.
             options, keep, prompt: how the results are delivered, whether they are kept, and the
                 prompt.
-            text_streams: one for each choice; None if no text is wanted.
-            replies: one for each choice; empty if they are text.
-            ending_ids: stop and end-of-sequence ids in force.
-            now: monotonic seconds, until the engine tells when the request arrived.
+            text_streams: one for each choice, or None for each if no text is wanted.
+            replies: one for each choice; empty if the replies are plain text.
+            ending_ids: the stop and end-of-sequence ids in effect.
+            now: monotonic seconds, used until the engine reports when the request arrived.
         """
         self.cursor = 1
         self.keep = keep
@@ -132,12 +131,12 @@ class EventLog:
 
     @property
     def n(self) -> int:
-        """How many choices the request has."""
+        """The number of choices of the request."""
         return len(self._choices)
 
     @property
     def output_tokens(self) -> int:
-        """How many tokens all its choices have so far."""
+        """The number of tokens in all choices so far."""
         return sum(choice.num_tokens for choice in self._choices)
 
     @property
@@ -147,16 +146,17 @@ class EventLog:
 
     @property
     def held_size(self) -> int:
-        """About how many bytes of memory its events take, pending ones included; O(1) for each
-        choice.
+        """The approximate number of bytes of memory that the events take, including pending ones.
+        O(1) for each choice.
         """
         size = self.size + sum([choice.held_size for choice in self._choices])
         return size if self._prompt is None else size + self._prompt.held
 
     @property
     def unread_size(self) -> int:
-        """About how many bytes of memory the output takes that the reader has not taken: the most
-        that it can, since text takes less once it is merged. Runs for every token, so kept short.
+        """The approximate number of bytes of memory that untaken output takes. This is an upper
+        limit, because text takes less memory once it is merged. Runs for every token, so kept
+        short.
         """
         size = self.untaken * self._unread_per_token
         return size if self._prompt is None else size + self._prompt.held
@@ -164,8 +164,8 @@ class EventLog:
     # Filling
 
     def accept(self, accepted: Accepted, arrival: float) -> None:
-        """Record that the engine accepted the request at `arrival`, by its monotonic clock: event
-        number 1. Nothing can be taken before.
+        """Record as event number 1 that the engine accepted the request at `arrival`, by its
+        monotonic clock. Nothing can be taken before that.
         """
         self.accepted = accepted
         self._flows = not self._options.final
@@ -175,8 +175,8 @@ class EventLog:
         self._number(accepted)
 
     def push(self, output: RequestOutput, now: float) -> StopMatch | None:
-        """Add one step's output of one choice; returns its stop string if it was completed. Called
-        for every token, so kept short.
+        """Add one step's output of one choice. Return its stop string if the output completed one.
+        Called for every token, so kept short.
 
         Raises:
             RuntimeError: the engine ended the request but not all of its choices.
@@ -239,8 +239,8 @@ class EventLog:
             self.failure = Failed(finish, None, _reasoning_tokens(unfinished))
 
     def _counted(self, finish: Finish, unfinished: Sequence[ChoiceLog]) -> Finish:
-        """Add the delivered (or pending) tokens of the choices that a failure ends to its usage.
-        The engine and its counts may be gone.
+        """Return `finish` with the usage of the choices that a failure ends: their delivered (or
+        pending) tokens. The engine and its counts may be gone.
         """
         tokens = sum(choice.num_tokens for choice in unfinished)
         first, last = finish.timings.first_token, finish.timings.last_token
@@ -272,8 +272,8 @@ class EventLog:
                 choice.flush()
 
     def fail(self, failure: RequestFailure, now: float, error: HeadraceError | None = None) -> None:
-        """End the request with a failure because the front end does not continue it. `error`: the
-        caller's error, unless the server is at fault.
+        """End the request with a failure because the front end stops it. `error`: the caller's
+        error, unless the server is at fault.
         """
         if self.ended:
             return
@@ -289,7 +289,7 @@ class EventLog:
         self.ended = True
 
     def raise_failure(self) -> None:
-        """Raise the request's error, if it failed.
+        """Raise the request's error if it failed.
 
         Raises:
             HeadraceError: the request failed.
@@ -317,8 +317,8 @@ class EventLog:
         return self._prompt is not None or bool(self._ready)
 
     def _number_pending(self, room: int | None = None) -> None:
-        """Number pending output, as far as the delivery options allow, and at most `room` tokens of
-        it; None: any number.
+        """Number pending output as far as the delivery options allow, up to `room` tokens, or any
+        number if it is None.
         """
         if not (self._ready and self._flows) and not self._can_number():
             return
@@ -356,7 +356,7 @@ class EventLog:
             raise ResultGoneError(self._request_id, seq, earliest, self.next_seq)
 
     def take_from(self, seq: int) -> list[NumberedEvent]:
-        """Number pending output and return the events from `seq` on. `seq` was checked."""
+        """Number pending output and return the events from `seq` on. `seq` is already checked."""
         self._number_pending()
         if not self._kept:
             return []
@@ -381,8 +381,8 @@ class EventLog:
         return any(choice.is_ready and not choice.num_pending for choice in self._choices)
 
     def take_for_stream(self, limit: int) -> list[NumberedEvent]:
-        """Take events that the stream has not had yet, as far as its credit goes: about `limit`
-        bytes at most, but at least one event if there is any. Drop events that need not be kept.
+        """Take new events for the stream, as far as its credit allows: about `limit` bytes at most,
+        but at least one event if there is any. Drop events that need not be kept.
         """
         if self.credit is None:
             self._number_pending()
@@ -418,7 +418,7 @@ class EventLog:
         return events
 
     def _affordable(self, events: list[NumberedEvent]) -> list[NumberedEvent]:
-        """The first events, as far as the credit goes; none is split."""
+        """Return the first events that the credit covers. Events are not split."""
         left = self.credit or 0
         for index, numbered in enumerate(events):
             cost = num_tokens(numbered.event)
@@ -428,7 +428,7 @@ class EventLog:
         return events
 
     def move_to(self, seq: int, credit: int | None = None) -> None:
-        """Move the reader to `seq`, which was checked, with a new credit."""
+        """Move the reader to `seq`, which must have been checked, with a new credit."""
         self.cursor = seq
         self.credit = credit
         self.untaken = self._untaken_from(seq)
@@ -439,13 +439,13 @@ class EventLog:
         return sum([choice.num_pending for choice in self._choices])
 
     def _untaken_from(self, seq: int) -> int:
-        """How many output tokens are in the events from `seq` on, and pending."""
+        """Return the number of output tokens that are pending or in the events from `seq` on."""
         kept = [num_tokens(numbered.event) for numbered in self._kept if numbered.seq >= seq]
         return sum(kept) + self._num_pending
 
     def keep_all(self, keep: bool) -> None:
-        """Set whether events are kept after the reader took them. If not, those already taken are
-        dropped.
+        """Set whether events are kept after the reader took them. If not, events that were already
+        taken are dropped.
         """
         if self.keep and not keep:
             self._drop_taken()
@@ -457,8 +457,8 @@ class EventLog:
         self.read_size = 0
 
     def drop_read(self, most: int) -> None:
-        """Drop the oldest events that the reader has taken, until those left take at most `most`
-        bytes. They cannot be read again.
+        """Drop the oldest events that the reader has taken, until the remaining taken events use at
+        most `most` bytes. Dropped events cannot be read again.
         """
         count = 0
         while self.read_size > most:

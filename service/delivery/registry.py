@@ -41,11 +41,11 @@ from service.errors.result_errors import OtherContentError, ResultDroppedError
 logger = logging.getLogger(__name__)
 
 UNREAD_S = 300.0
-"""How long, in seconds, a stream may keep ended requests while its client reads nothing; twice
-`max_hold` if that is longer, because a stream without credit takes nothing for that long.
+"""The seconds that a stream may keep ended requests while its client reads nothing. If twice
+`max_hold` is longer, that applies, because a stream without credit takes nothing for that long.
 """
 MAX_DROPPED = 4096
-"""Of how many results that are no longer kept it is remembered why."""
+"""The number of dropped results whose reason for being dropped is remembered."""
 _EXPIRED = "the time for which it is kept (result_retention) has passed"
 _CROWDED = "later ones needed the room (max_kept_results, max_kept_bytes)"
 
@@ -58,8 +58,9 @@ class RegistryStats:
         live: requests that have not ended.
         streams: open streams.
         attached: requests on these streams, including ended ones with unread results.
-        kept, kept_bytes: ended requests whose results are kept, and about how many bytes, with what
-            is kept of live ones that was read.
+        kept: ended requests whose results are kept.
+        kept_bytes: the approximate size of kept results, including the read output that is kept of
+            live requests.
     """
 
     live: int
@@ -73,12 +74,12 @@ class Registry:
     """The requests of this process.
 
     Attributes:
-        requests: all requests, by identity and name.
+        requests: all requests, by identity and request id.
         streams: the open streams.
         kept: the ended requests whose results are kept.
         unread_s: how long a stream may keep ended requests while its client reads nothing.
-        clock: monotonic seconds.
-        answers: what answers that are one message are charged for.
+        clock: returns monotonic seconds.
+        answers: the charges for answers of one message.
         flow, engine, admission, leases, retentions, holds: used by the requests.
     """
 
@@ -117,16 +118,16 @@ class Registry:
 
     @property
     def live(self) -> int:
-        """How many requests have not ended."""
+        """The number of requests that have not ended."""
         return len(self._live)
 
     @property
     def under_way(self) -> int:
-        """How many calls to the engine are not answered yet."""
+        """The number of calls to the engine that are not answered yet."""
         return self.engine.num_open + len(self._admitting)
 
     def stats(self) -> RegistryStats:
-        """The counts now."""
+        """Return the current counts."""
         return RegistryStats(
             live=self.live,
             streams=len(self.streams),
@@ -136,15 +137,15 @@ class Registry:
         )
 
     def live_requests(self, identity: str | None = None) -> list[ServedRequest]:
-        """The requests that have not ended, of one identity or of all, sorted by serial."""
+        """Return the requests that have not ended, of one identity or of all, sorted by serial."""
         live = self._live.values()
         return [request for request in live if identity is None or request.identity == identity]
 
     def new_name(self, identity: str, request_id: str) -> RequestId:
-        """Make a request's name in the engine: it contains the identity and is never used twice.
+        """Make a request's name in the engine. It contains the identity and is never used twice.
 
         Raises:
-            DuplicateRequestError: there is a request with this id.
+            DuplicateRequestError: a request with this id exists.
         """
         if (identity, request_id) in self.requests:
             raise DuplicateRequestError(request_id)
@@ -152,7 +153,9 @@ class Registry:
 
     @contextlib.contextmanager
     def arriving(self) -> Iterator[None]:
-        """A block around the preparation and `start` of a request, for which `wait_idle` waits."""
+        """Return a context manager for the preparation and `start` of a request. `wait_idle` waits
+        for it to exit.
+        """
         self._arriving += 1
         self._idle.clear()
         try:
@@ -162,12 +165,12 @@ class Registry:
             self._check_idle()
 
     async def retried(self, identity: str, request_id: str, digest: bytes) -> ServedRequest | None:
-        """The request that the same call started before; None: no request has this id. If a request
-        with this id is being abandoned, wait for its end, so that there are never two with one id.
-        `digest`: the hash of the call's content.
+        """Return the request that an earlier, identical call started, or None if no request has
+        this id. If a request with this id is being abandoned, wait for its end, so that there are
+        never two with one id. `digest`: the hash of the call's content.
 
         Raises:
-            OtherContentError: the id belongs to a request of another call.
+            OtherContentError: the id belongs to a request of a different call.
             TooManyWaitError: too many calls already wait.
         """
         key = identity, request_id
@@ -193,16 +196,16 @@ class Registry:
     ) -> ServedRequest:
         """Submit a request to the engine, with its results going to `stream`. Without a stream, the
         calling RPC counts as waiting for the request until it calls `ServedRequest.left`.
-        `holding`: what the request takes from the limits; released at its end.
+        `holding`: what the request takes from the limits, released at its end.
 
         If the caller is cancelled meanwhile, the request ends too, unless another call waits for it
-        or its results are kept (AddRequest, or a lease): then the client may come back, and the
-        request goes on.
+        or its results are kept (AddRequest, or a lease). In that case the request continues,
+        because the client may come back.
 
         Raises:
-            DuplicateRequestError: its name is taken.
+            DuplicateRequestError: a request with this id exists.
             InvalidRequestError, UnsupportedFeatureError, QueueFullError, CompileQueueFullError,
-                EngineUnavailableError: the engine's refusals.
+                EngineUnavailableError: the engine refused the request.
         """
         key = submission.account.identity, submission.request_id
         if key in self.requests:  # it was started meanwhile
@@ -237,7 +240,9 @@ class Registry:
         return request
 
     def stop_admitting(self, request: ServedRequest) -> None:
-        """Note that no call waits for the engine's answer to this request any more."""
+        """Cancel the admission of this request, because no call waits for the engine's answer any
+        more.
+        """
         self._admitting[request.identity, request.request_id].cancel()
 
     async def _admit(
@@ -281,7 +286,7 @@ class Registry:
 
     async def settled(self, identity: str, request_id: str) -> None:
         """Wait for the engine's answer about a request with this id whose caller no longer waits
-        for it: until then it is neither accepted nor refused.
+        for it. Until then the request is neither accepted nor refused.
         """
         task = self._admitting.get((identity, request_id))
         if task is not None:
@@ -290,20 +295,22 @@ class Registry:
     # What a request tells of itself
 
     def has_ended(self, request: ServedRequest) -> None:
-        """Note that a request has ended."""
+        """Record that a request has ended."""
         del self._live[request.engine_id]
         served = request.log.accepted is not None
         request.holding.release(served=served, keeps_place=request.stream is not None)
         self._check_idle()
 
     def keep(self, request: ServedRequest) -> None:
-        """Keep a request's results; if there is no room, the oldest are dropped."""
+        """Keep a request's results. If there is no room, the oldest results are dropped."""
         self.retentions.start(request, self._retention.retention_s)
         self.kept.add(request, request.log.held_size + len(request.digest))
         self._drop_surplus()
 
     def keep_read(self, request: ServedRequest, size: int) -> None:
-        """Keep so many bytes of what a live request's reader has had; likewise."""
+        """Record that `size` bytes of a live request's read output are kept. If there is no room,
+        the oldest results are dropped.
+        """
         self.kept.add_read(request, size)
         self._drop_surplus()
 
@@ -317,7 +324,7 @@ class Registry:
                 self.kept.add_read(surplus, left)
 
     def _drop_kept(self, request: ServedRequest, why: str) -> None:
-        """Keep a request's results no more; readers that come later are told why."""
+        """Drop a request's kept results. Later readers are told why."""
         request.keep_no_more()
         if request.state is State.GONE:
             self._dropped[request.identity, request.request_id] = why
@@ -344,7 +351,7 @@ class Registry:
     # Results
 
     def on_step(self, step: StepOutputs) -> None:
-        """The engine's sink: deliver one step's outputs, and wake the streams concerned."""
+        """Deliver one step's outputs, and wake the streams concerned. The engine calls this."""
         live = self._live
         now = step.time
         for output in step.outputs:
@@ -353,10 +360,10 @@ class Registry:
                 request.push(output, now)
 
     def find(self, identity: str, request_id: str) -> ServedRequest:
-        """An accepted request.
+        """Return an accepted request.
 
         Raises:
-            RequestNotFoundError: no request of that name is here for this identity.
+            RequestNotFoundError: this identity has no request with this id.
         """
         request = self.requests.get((identity, request_id))
         if request is None and (why := self._dropped.get((identity, request_id))) is not None:
@@ -366,8 +373,8 @@ class Registry:
         return request
 
     def grant(self, identity: str, request_id: str, tokens: int, stream: ResultStream) -> None:
-        """Allow `tokens` more tokens of a request to be sent on its stream. Harmless if there is no
-        such request, or no longer.
+        """Allow `tokens` more tokens of a request to be sent on its stream. Has no effect if the
+        request does not exist (any more).
         """
         request = self.requests.get((identity, request_id))
         if request is not None:
@@ -376,11 +383,11 @@ class Registry:
     async def read(
         self, identity: str, request_id: str, from_seq: int, *, until_done: bool, wait_s: float
     ) -> ReadResult:
-        """A request's events from a number on; see `ServedRequest.read`.
+        """Return a request's events from a number on; see `ServedRequest.read`.
 
         Raises:
-            RequestNotFoundError: no request of that name is here for this identity.
-            ResultGoneError: the events from `from_seq` on are not all there (any more).
+            RequestNotFoundError: this identity has no request with this id.
+            ResultGoneError: not all events from `from_seq` on are available.
         """
         await self.settled(identity, request_id)
         request = self.find(identity, request_id)
@@ -390,7 +397,7 @@ class Registry:
 
     def open_stream(self, account: Account, *, is_session: bool = False) -> ResultStream:
         """Open a stream for a session, or for an RPC with one request and no commands. `account`:
-        whose it is.
+        the owner of the stream.
         """
         sending = StreamCharge(self.admission, account)
         stream = ResultStream(sending, is_session=is_session)
@@ -398,14 +405,14 @@ class Registry:
         return stream
 
     def complete(self, stream: ResultStream) -> None:
-        """Note that a stream's RPC ended normally."""
+        """Record that a stream's RPC ended normally."""
         stream.end()
         self._unread.stop(stream)
         self.streams.discard(stream)
 
     def lost(self, stream: ResultStream) -> None:
-        """Note that a stream's RPC is over. If it was not complete, its requests go on for the
-        lease, or are cancelled.
+        """Record that a stream's RPC is over. If it did not end normally, its requests continue for
+        the lease, or are cancelled.
         """
         if not stream.is_over:
             self.complete(stream)
@@ -413,7 +420,7 @@ class Registry:
                 request.lost(stream.lease_s)
 
     def expect_reader(self, stream: ResultStream, request: ServedRequest) -> None:
-        """Start to watch a stream's reader, because one of its requests has ended: if nothing is
+        """Start to watch a stream's reader, because one of its requests has ended. If nothing is
         taken within `unread_s` while ended requests wait, the client counts as not reading.
         """
         stream.ended_at[request] = self.clock()
@@ -421,7 +428,7 @@ class Registry:
             self._unread.start(stream, self.unread_s)
 
     def check_reader(self, stream: ResultStream) -> None:
-        """Drop a stream's ended requests if it is time; otherwise wait longer."""
+        """Drop a stream's ended requests if its time is over. Otherwise wait longer."""
         ended = stream.ended_at
         if not ended or stream.is_over:
             return
@@ -436,8 +443,8 @@ class Registry:
     # Ending
 
     def cancel(self, identity: str, request_id: str) -> str:
-        """End a request by its id; returns CANCELLED, ALREADY_FINISHED or NOT_FOUND. Does not
-        wait.
+        """End a request by its id, without waiting. Return CANCELLED, ALREADY_FINISHED or
+        NOT_FOUND.
         """
         request = self.requests.get((identity, request_id))
         if request is None:

@@ -3,17 +3,16 @@
     engine ──▶ push ──▶ EventLog ──take──▶ its stream (a mailbox), or `read` (GetResult)
                  └──▶ state (`states`), counts (admission), timers, calls to the engine
 
-Only `_become` sets `state`: it checks the table of `states`, and carries out what belongs to
-leaving one state and entering another. For every event there is a method named after it: `attach`,
-`lost`, `cancel`, `lease_over`, … So the callers (the registry, a stream, a timer) need not know the
-states.
+Only `_become` sets `state`. It checks the table of `states`, and performs the actions for leaving
+one state and entering another. Each event has a method named after it: `attach`, `lost`, `cancel`,
+`lease_over`, … So the callers (the registry, a stream, a timer) need not know the states.
 
-Besides its stream, calls may wait for a request (`joined`): those of Generate for its whole result,
-and retries of AddRequest for the engine's answer. If a request exists only for such calls, it is
-cancelled when the last of them has left.
+In addition to its stream, calls may wait for a request (`joined`): calls of Generate for its whole
+result, and retries of AddRequest for the engine's answer. If a request exists only for such calls,
+it is cancelled when the last of them has left.
 
-Whether the request is held in the engine because its output is not read (`flow`) is
-separate from the state: `is_held`.
+Whether the engine holds the request because its output is not read (`flow`) is separate from the
+state: `is_held`.
 """
 
 from __future__ import annotations
@@ -46,17 +45,18 @@ from service.errors.result_errors import OutputNotReadError, ResultsFullError, T
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_CALLS = 16
-"""How many calls may wait for one request; each gets its own copy of the whole result at the same
-moment. A caller that retries has one or two, because calls whose loss was not noticed yet also
-wait.
+"""The number of calls that may wait for one request. Each receives a copy of the whole result at
+the same moment. A caller that retries has one or two, because calls whose loss was not noticed yet
+also wait.
 """
 
 
 class RequestKeeper(Protocol):
-    """Who finds requests and counts them: the registry, as a request knows it.
+    """The registry's interface to its requests: it finds and counts them.
 
     Attributes:
-        admission, engine, flow: limits, the engine, and how much may wait to be read.
+        admission, engine, flow: the limits, the calls to the engine, and how much output may be
+            unread.
         leases, holds: the timers of requests.
     """
 
@@ -67,19 +67,19 @@ class RequestKeeper(Protocol):
     holds: Timer[ServedRequest]
 
     def has_ended(self, request: ServedRequest) -> None:
-        """Note that a request is no longer live."""
+        """Record that a request is no longer live."""
         ...
 
     def keep(self, request: ServedRequest) -> None:
-        """Keep an ended request's result; it may be dropped at once."""
+        """Keep an ended request's result. It may be dropped immediately."""
         ...
 
     def keep_read(self, request: ServedRequest, size: int) -> None:
-        """Note how many bytes are kept of what a live request's reader has had."""
+        """Record how many bytes of a live request's read output are kept."""
         ...
 
     def unkeep(self, request: ServedRequest) -> None:
-        """Keep nothing of a request."""
+        """Stop keeping a request's results."""
         ...
 
     def forget(self, request: ServedRequest) -> None:
@@ -96,27 +96,27 @@ class RequestKeeper(Protocol):
 
 
 class ServedRequest:
-    """See the module. All methods run on the event loop.
+    """One request and its state; see the module. All methods run on the event loop.
 
     Attributes:
-        account: whom it is charged to.
+        account: the account that is charged.
         identity, request_id: the owner of the request, and its id there.
         engine_id: its name in the engine, unique in this process.
         serial: its number among the process's requests, from 1.
         priority, time_limit_s: as given to the engine.
         holding: what it takes from admission's limits.
-        state: its present state.
+        state: its current state.
         log: its events.
         lives_by: what it needs in order not to be cancelled before its end.
-        digest: the hash of its call's content; the same call again gets this request. Empty: it
+        digest: the hash of its call's content. A repeated call gets this request. Empty if the call
             cannot be retried.
-        labels: as the caller gave them; none once it has ended.
-        waiting: how many calls wait for it.
-        stream: the stream of its results; None: they wait to be read.
+        labels: the caller's labels; empty once it has ended.
+        waiting: the number of calls that wait for it.
+        stream: the stream of its results, or None if they wait to be read.
         cancel_wanted: whether its cancellation was requested.
         is_held: whether the engine was told to hold it.
-        bound: at how many untaken tokens it is held.
-        readers: tasks that wait for its events without a stream; each event wakes them.
+        bound: the number of untaken tokens at which it is held.
+        readers: tasks that wait for its events without a stream. Each event wakes them.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class ServedRequest:
         serial: int,
         keep: bool,
     ) -> None:
-        """Make a request that the engine has not accepted yet. `keep`: whether its results are
-        kept, for now.
+        """Make a request that the engine has not accepted yet. `keep`: whether its results are kept
+        initially.
         """
         request = submission.request
         self.account = submission.account
@@ -192,8 +192,8 @@ class ServedRequest:
         self._watchers.wake()
 
     def accept(self, accepted: Accepted, arrival: float, stream: ResultStream | None) -> None:
-        """Record that the engine accepted it at `arrival`, by its monotonic clock; its results go
-        to this stream.
+        """Record that the engine accepted the request at `arrival`, by its monotonic clock. Its
+        results go to `stream`.
         """
         self.log.accept(accepted, arrival)
         if self.state is State.ADMITTING:
@@ -209,8 +209,8 @@ class ServedRequest:
         self.readers.wake()
 
     def abandon(self) -> None:
-        """End it, because nobody wants it any more. A stream that attaches before its end still
-        gets its events; a retry of the same call does not.
+        """End the request, because no client wants it any more. A stream that attaches before its
+        end still gets its events. A retry of the same call does not.
         """
         self.log.keep = False
         self.lives_by = LivesBy.STREAM
@@ -219,12 +219,12 @@ class ServedRequest:
             self._become(State.ABANDONED)
 
     def forget(self) -> None:
-        """Forget it: the engine does not have it, or the server closes."""
+        """Forget the request, because the engine does not have it or the server closes."""
         if self.state is not State.GONE:
             self._become(State.GONE)
 
     def keep_no_more(self) -> None:
-        """Stop keeping its results. If a stream still sends them, the request and its id stay until
+        """Stop keeping the results. If a stream still sends them, the request and its id stay until
         they are delivered.
         """
         if self.stream is None:
@@ -237,8 +237,8 @@ class ServedRequest:
     # Memory
 
     def _charge(self) -> None:
-        """Charge its account for its unread output as it is now, and count what is kept of the
-        rest. Of a kept request `registry.keep` counts everything.
+        """Charge the account for the current unread output, and count the read output that is kept.
+        For a kept request, `registry.keep` counts everything.
         """
         log, state = self.log, self.state
         has_reader = state is not State.KEPT and (state is not State.GONE or self.waiting > 0)
@@ -249,8 +249,8 @@ class ServedRequest:
             self._registry.keep_read(self, read)
 
     def drop_read(self) -> int:
-        """Drop what is kept of the output that was read, down to a half, or to half of LONG where
-        it is more; returns how many bytes are left.
+        """Drop kept output that was read, down to half of it or half of LONG, whichever is less.
+        Return the number of bytes that remain.
         """
         log = self.log
         log.drop_read(min(log.read_size, LONG) // 2)
@@ -258,7 +258,7 @@ class ServedRequest:
         return self._read
 
     def _lack_room(self) -> None:
-        """Hold it, or end it, because unread results leave no room for more of its output."""
+        """Hold or end the request, because unread results leave no room for more of its output."""
         log = self.log
         if self._can_be_held:
             self._reach_bound()
@@ -297,7 +297,7 @@ class ServedRequest:
             self._end()
 
     def _tell(self) -> None:
-        """Wake its stream and its readers, because it has new events."""
+        """Wake the stream and the readers, because there are new events."""
         if self.stream is not None and self.log.is_takeable:
             self.stream.mark(self)
         self.readers.wake()
@@ -305,7 +305,7 @@ class ServedRequest:
             self._end()
 
     def _break(self, now: float, error: Exception) -> None:
-        """End only this request, because the front end failed on it."""
+        """End only this request, because the front end failed to process it."""
         error_id = secrets.token_hex(8)
         logger.error("delivery of a request failed [error_id=%s]", error_id, exc_info=error)
         failure = RequestFailure("the request's output could not be delivered", error_id)
@@ -313,7 +313,7 @@ class ServedRequest:
         self._registry.engine.cancel(self.engine_id)
 
     def _end(self) -> None:
-        """Handle its terminal events."""
+        """Handle the request's terminal events."""
         if not self.state.is_live:
             return
         self._watch_hold()
@@ -334,9 +334,8 @@ class ServedRequest:
             self._become(State.ENDED)
 
     def _log_failure(self, failed: Failed) -> None:
-        """Log a failure for which the caller is not to blame. The cause is in the log of the failed
-        part, under the same error id. Requests that a dead engine has lost are not logged one by
-        one.
+        """Log a failure that is not the caller's fault. The log of the failed component has the
+        cause, under the same error id. Requests lost by a dead engine are not logged individually.
         """
         failure = failed.finish.failure
         if failed.error is not None or failure is None:
@@ -353,7 +352,7 @@ class ServedRequest:
             )
 
     def cancel(self) -> None:
-        """Cancel it: its terminal event follows within one step."""
+        """Cancel the request. Its terminal event follows within one step."""
         self.cancel_wanted = True
         if self.log.accepted is not None:  # else `accept` does it
             self._registry.engine.cancel(self.engine_id)
@@ -361,11 +360,11 @@ class ServedRequest:
     # Streams
 
     def attach(self, stream: ResultStream, from_seq: int) -> int:
-        """Send the events from `from_seq` on to this stream instead of the present one; returns the
-        request's number there.
+        """Send the events from `from_seq` on to this stream instead of the current one. Return the
+        request's number on the stream.
 
         Raises:
-            ResultGoneError: they are not all there.
+            ResultGoneError: not all of these events are available.
         """
         log = self.log
         log.check_from(from_seq)
@@ -398,7 +397,7 @@ class ServedRequest:
         return number
 
     def take(self, limit: int) -> list[NumberedEvent]:
-        """Take pending events for its stream, about `limit` bytes at most."""
+        """Take pending events for the stream, about `limit` bytes at most."""
         log = self.log
         events = log.take_for_stream(limit)
         self._charge()
@@ -413,7 +412,9 @@ class ServedRequest:
         return events
 
     def lost(self, lease_s: float) -> None:
-        """Handle the loss of its stream before it was delivered. It goes on for the lease."""
+        """Handle the loss of the stream before delivery was complete. The request continues for the
+        lease.
+        """
         self._leave()
         self.log.credit = None
         if self.state is State.ENDED:
@@ -427,15 +428,15 @@ class ServedRequest:
                 self._end_if_alone()
 
     def lease_over(self) -> None:
-        """Handle the end of its lease without a new stream."""
+        """Handle the end of the lease without a new stream."""
         if self.lives_by is LivesBy.CALLS and self.waiting:
             self._become(State.LIVE)
         else:
             self.cancel()
 
     def _end_if_alone(self) -> None:
-        """End it if nobody is left: its stream was lost without a lease, or the last waiting call
-        has left.
+        """End the request if nothing waits for it: its stream was lost without a lease, or the last
+        waiting call has left.
         """
         if self.lives_by is LivesBy.CALLS and self.waiting:
             return
@@ -443,7 +444,7 @@ class ServedRequest:
         self.cancel()
 
     def leave(self) -> None:
-        """Leave its stream, which has taken the last event or is not read."""
+        """Leave the stream, which has taken the last event or is not read."""
         self._leave()
         if self.state is State.ENDED:
             self._become(State.GONE)
@@ -459,8 +460,8 @@ class ServedRequest:
     # Flow control
 
     def grant(self, tokens: int, stream: ResultStream) -> None:
-        """Allow so many more of its tokens to be sent on this stream. Harmless if it is on another
-        one.
+        """Allow `tokens` more tokens to be sent on this stream. Has no effect if the request is on
+        another stream.
         """
         log = self.log
         if self.stream is stream and log.credit is not None:
@@ -470,7 +471,7 @@ class ServedRequest:
             self._watch_hold()
 
     def _reach_bound(self) -> None:
-        """Hold it, or end it, because its untaken output has reached the limit."""
+        """Hold or end the request, because its untaken output has reached the limit."""
         if self.is_held or self.log.ended or self.log.accepted is None:
             return
         if self._registry.flow.ends:
@@ -481,14 +482,14 @@ class ServedRequest:
         self._watch_hold()
 
     def _have_taken(self) -> None:
-        """Check whether it goes on, because some of its events were taken or its reader changed."""
+        """Let the request continue if possible, because events were taken or the reader changed."""
         if self.is_held and not self.log.ended and self.log.untaken <= self._low:
             self.is_held = False
             self._registry.engine.unhold(self.engine_id)
         self._watch_hold()
 
     def _watch_hold(self) -> None:
-        """Restart or stop the timer of its hold."""
+        """Restart or stop the timer for how long the request is held."""
         log = self.log
         if log.ended:
             waits = log.credit is not None and not log.delivered and not log.is_takeable
@@ -501,7 +502,7 @@ class ServedRequest:
             registry.holds.stop(self)
 
     def hold_over(self) -> None:
-        """Handle the end of its hold: its stream took nothing for max_hold, or no time is
+        """Handle the end of the hold: the stream took nothing for max_hold, or holding is not
         allowed.
         """
         self.log.credit = None  # its pending events are sent with its end
@@ -512,7 +513,9 @@ class ServedRequest:
             self.stream.mark(self)
 
     def _end_unread(self, error: HeadraceError) -> None:
-        """End only this request, because nobody reads its output, or too little of others'."""
+        """End only this request, because its output is not read, or unread results take too much
+        room.
+        """
         self.log.flush()
         failure = RequestFailure(str(error), secrets.token_hex(8))
         self.log.fail(failure, time.monotonic(), error)
@@ -522,12 +525,12 @@ class ServedRequest:
     # Reading without a stream
 
     async def read(self, from_seq: int, *, until_done: bool, wait_s: float) -> ReadResult:
-        """Its events from a number on, as many as fit in one message. If there are none, or
-        (`until_done`) it has not ended, wait up to `wait_s` seconds, then return what there is.
-        Nothing is consumed.
+        """Return the events from a number on, as many as fit in one message. If there are none, or
+        (with `until_done`) the request has not ended, wait up to `wait_s` seconds, then return the
+        available events. Nothing is consumed.
 
         Raises:
-            ResultGoneError: the events from `from_seq` on are not all there (any more).
+            ResultGoneError: not all events from `from_seq` on are available.
         """
         log = self.log
         log.check_from(from_seq)
@@ -558,10 +561,10 @@ class ServedRequest:
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
-        """A block in which a call waits for it.
+        """Return a context manager within which a call waits for the request.
 
         Raises:
-            TooManyWaitError: as many do as may.
+            TooManyWaitError: the maximum number of calls already wait.
         """
         if self.waiting >= MAX_WAITING_CALLS:
             raise TooManyWaitError(self.request_id, MAX_WAITING_CALLS)
@@ -572,7 +575,7 @@ class ServedRequest:
             self.left()
 
     def left(self) -> None:
-        """Note that a call no longer waits for it."""
+        """Record that a call no longer waits for the request."""
         self.waiting -= 1
         if self.waiting:
             return
@@ -586,12 +589,12 @@ class ServedRequest:
                 self._end_if_alone()
 
     async def whole(self) -> list[NumberedEvent]:
-        """Wait for its end and return all of its events. Only for an accepted request.
+        """Wait for the request's end and return all of its events. Only for an accepted request.
 
         Raises:
             RequestFailedError: it failed.
             ResultGoneError: some of its events are no longer kept.
-            EngineUnavailableError: the server closes.
+            EngineUnavailableError: the server is closing.
         """
         log = self.log
         while not log.ended:
@@ -603,5 +606,5 @@ class ServedRequest:
         return log.take_from(1)
 
     async def another_state(self) -> None:
-        """Wait until its state changes."""
+        """Wait until the state changes."""
         await self._watchers.wait()

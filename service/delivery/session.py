@@ -3,19 +3,19 @@
     request ──mark──▶ dirty requests ──take──▶ Batch ──▶ the RPC's writer (one message)
     answers ──reply─▶ replies ─────────────────┘
 
-The writer loops: `receive` a batch and send it, until it is `finished`. While
+The writer loops: it calls `receive` for a batch and sends it, until the stream is `finished`. While
 a send is blocked nothing is taken, so everything merges in the requests' logs. The reader of a
-session (StreamResult) adds requests and answers; GenerateStream has one request and no reader. The
+session (StreamResult) adds requests and answers. GenerateStream has one request and no reader. The
 stream is a mailbox: requests put themselves into it, and decide what is taken.
 
-How a stream ends:
+A stream ends in one of these ways:
 - `finished`: the client has half-closed (or the server drains), and all requests are delivered.
-- `given_up`: its client reads nothing for minutes while ended requests wait for it. These are
-  dropped, so that they do not fill the server; the RPC ends with an error once it can write.
-- refused: its client may not go on (`refuse`). The RPC ends with that error, after the answers.
-- lost: the RPC ended before that. Its requests go on for the lease, or are cancelled. A half-close
-  cannot be told from a lost connection when it is seen; only a normal end of the RPC shows that it
-  was one.
+- `given_up`: its client reads nothing for minutes while ended requests wait for it. These requests
+  are dropped, so that they do not fill the server. The RPC ends with an error once it can write.
+- refused: its client may not continue (`refuse`). The RPC ends with that error, after the answers.
+- lost: the RPC ended before that. Its requests continue for the lease, or are cancelled. A
+  half-close cannot be told from a lost connection when it is seen. Only a normal end of the RPC
+  shows that it was a half-close.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from service.delivery.log import EventLog
 from service.errors.result_errors import RequestMovedError, ResultsNotReadError
 
 MAX_BATCH_BYTES = 2 << 20
-"""About the largest message; the rest goes into the next one."""
+"""The approximate size of the largest message. The rest goes into the next one."""
 MAX_REPLIES = 512
 """With this many unread answers, no further command is read."""
 
 
 class AttachedRequest(Protocol):
-    """A request, as the stream of its results knows it.
+    """A request, as seen by the stream of its results.
 
     Attributes:
-        request_id: its id at its owner.
+        request_id: its id, as its owner knows it.
         log: its events.
     """
 
@@ -49,7 +49,9 @@ class AttachedRequest(Protocol):
     log: EventLog
 
     def take(self, limit: int) -> list[NumberedEvent]:
-        """Take its next events, of about `limit` bytes; the last one makes it leave the stream."""
+        """Take the next events, of about `limit` bytes. After the last event the request leaves the
+        stream.
+        """
         ...
 
     def leave(self) -> None:
@@ -57,14 +59,14 @@ class AttachedRequest(Protocol):
         ...
 
     def lost(self, lease_s: float) -> None:
-        """Go on without the stream for so many seconds, or be cancelled."""
+        """Continue without the stream for `lease_s` seconds, or be cancelled."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The content of one message. `events`: with their requests' numbers on the session; `size`:
-    about how many bytes they take.
+    """The content of one message. `events`: the events with their requests' numbers on the session.
+    `size`: the approximate number of bytes that they take.
     """
 
     replies: list[Reply]
@@ -73,24 +75,24 @@ class Batch:
 
 
 class ResultStream:
-    """The requests and answers of one RPC. Made by `Registry.open_stream`.
+    """The requests and answers of one RPC. Created by `Registry.open_stream`.
 
     Attributes:
-        lease_s: how long its requests go on after it is lost.
-        closing: whether nothing new is to come, because the client has half-closed or the server
+        lease_s: how long its requests continue after it is lost.
+        closing: whether nothing new will come, because the client has half-closed or the server
             drains.
-        busy: how many commands are being carried out; the stream is not finished before they are.
+        busy: the number of commands in progress. The stream is not finished before they are.
         requests: the requests that are attached and not fully delivered, with their numbers: 1, 2,
             3, … in a session, 0 in other streams.
-        ended_at: when those of them that have ended did so, in monotonic seconds.
+        ended_at: when each of these requests ended, if it has, in monotonic seconds.
         last_taken: when something was last taken.
         moved: the last request that another stream has taken over.
-        is_session: whether it accepts commands; otherwise it has one request.
-        initial_credit: how many tokens of each of its requests may be sent before more are granted;
-            None: credit is not used.
-        load: reports of the engine's load for the client; None: it did not ask for them.
-        has_room: set while answers are being read, so that a client that only writes is not read
-            from for ever.
+        is_session: whether it accepts commands. Otherwise it has one request.
+        initial_credit: the number of tokens of each request that may be sent before more are
+            granted, or None if credit is not used.
+        load: reports of the engine's load for the client, or None if it did not ask for them.
+        has_room: set while answers are being read, so that the server stops reading from a client
+            that only writes.
         given_up: whether ended requests were dropped because the client read nothing for minutes.
         is_over: whether the RPC has ended.
     """
@@ -124,13 +126,13 @@ class ResultStream:
     # The requests' and the reader's side
 
     def mark(self, request: AttachedRequest) -> None:
-        """Note that one of its requests has something to take."""
+        """Record that a request of this stream has something to take."""
         if not self._dirty:  # else the writer is awake
             self._wake.set()
         self._dirty[request] = None
 
     def add(self, request: AttachedRequest) -> None:
-        """Add a request, which gets a number."""
+        """Add a request, and assign it a number."""
         if self.is_session:
             self._numbers += 1
         self.requests[request] = self._numbers
@@ -157,7 +159,7 @@ class ResultStream:
 
     @property
     def unread_replies(self) -> int:
-        """How many answers were not taken yet."""
+        """The number of answers that have not been taken yet."""
         return len(self._replies)
 
     def close(self) -> None:
@@ -170,23 +172,23 @@ class ResultStream:
         self._wake.set()
 
     def refuse(self, error: BaseException) -> None:
-        """End the RPC with this error, after the present answers, because its client may not go on;
-        no effect if it is about to end anyway.
+        """End the RPC with this error after the pending answers, because its client may not
+        continue. Has no effect if the RPC is about to end anyway.
         """
         if not self.closing:
             self._refusal = error
         self._wake.set()
 
     def give_up(self) -> None:
-        """Note that its ended requests were dropped, because its client reads nothing."""
+        """Record that ended requests were dropped, because the client reads nothing."""
         self.given_up = True
         self._wake.set()
 
     # The writer's side
 
     def take(self) -> Batch | None:
-        """Take everything that is pending, once the last message was sent; None: there is
-        nothing.
+        """Take everything that is pending. Called once the last message was sent. Return None if
+        nothing is pending.
         """
         self._wake.clear()
         self._sending.set(0)
@@ -213,21 +215,21 @@ class ResultStream:
         return Batch(replies, events, size)
 
     def end(self) -> None:
-        """Note that the RPC has ended."""
+        """Record that the RPC has ended."""
         self.is_over = True
         self._sending.set(0)
 
     @property
     def finished(self) -> bool:
-        """Whether the RPC ends now: everything is delivered and nothing new is to come."""
+        """Whether the RPC ends now: everything is delivered and nothing new will come."""
         return self.closing and not (self.busy or self.requests or self._dirty or self._replies)
 
     async def receive(self) -> Batch | None:
-        """Wait for the content of the next message; None: the RPC ends normally.
+        """Wait for the content of the next message. Return None if the RPC ends normally.
 
         Raises:
-            ResultsNotReadError: results were dropped because nobody read them.
-            HeadraceError: the error given to `refuse`; the answers before it were received.
+            ResultsNotReadError: results were dropped because the client did not read them.
+            HeadraceError: the error given to `refuse`, after the answers before it were received.
         """
         while True:
             if self.given_up:
@@ -244,12 +246,12 @@ class ResultStream:
                 await self._wake.wait()
 
     def check_end(self, request: AttachedRequest) -> None:
-        """Check how a stream of a single request ends; called by its writer when nothing is left to
+        """Check how a stream of a single request ends. Called by its writer when nothing is left to
         send.
 
         Raises:
-            RequestMovedError: its results go to another stream.
-            HeadraceError: it failed.
+            RequestMovedError: the request's results go to another stream.
+            HeadraceError: the request failed.
         """
         if self.moved is request:
             raise RequestMovedError(request.request_id)

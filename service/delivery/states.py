@@ -64,4 +64,4 @@ TRANSITIONS: Mapping[State, Mapping[State, str]] = {
     },
     State.GONE: {},
 }
-"""For each state, the next ones, and when a request goes there."""
+"""The possible next states of each state, and when a request enters them."""

@@ -1,4 +1,4 @@
-"""A request as the servicers hand it to the registry."""
+"""A request as the servicers pass it to the registry."""
 
 from __future__ import annotations
 
@@ -30,18 +30,20 @@ class Submission:
     """A checked request, ready for the engine.
 
     Attributes:
-        account, request_id: whom it is charged to and who owns it, and its id there.
+        account: the account that is charged. Its identity owns the request.
+        request_id: the request's id, as its owner knows it.
         request: the request for the engine, with a name from `Registry.new_name`.
-        reserved_tokens: the tokens of its prompt and of the longest output of each choice.
-        footprint: about how many bytes it holds.
+        reserved_tokens: the number of tokens of its prompt and of the longest output of each
+            choice.
+        footprint: the approximate number of bytes that it takes.
         options: how its results are delivered.
-        texts: makes the text of each choice; None: no text is wanted.
-        replies: takes the reply of each choice apart; empty: replies are text.
+        texts: the text streams of the choices, or None for each if no text is wanted.
+        replies: the reply parsers of the choices; empty if the replies are plain text.
         stop_strings, include_stop, max_reasoning_tokens: as requested.
         lives_by: what it needs in order not to be cancelled.
-        labels: as the caller gave them.
-        digest: the hash of its call's content; the same call again gets the same request. Empty: it
-            cannot be retried.
+        labels: the caller's labels.
+        digest: the hash of its call's content. A repeated call gets the same request. Empty if the
+            call cannot be retried.
     """
 
     account: Account

@@ -1,12 +1,12 @@
-"""All timers of delivery. Each handles one kind of wait; an owner has at most one wait of each
+"""All timers of delivery. Each handles one kind of wait, and an owner has at most one wait of each
 kind.
 
 | kind | of | runs while | then |
 |---|---|---|---|
 | lease | a request | it is LEASED | it is cancelled |
-| retention | a request | it is KEPT | its results are kept no more |
+| retention | a request | it is KEPT | its results are no longer kept |
 | hold | a request | its stream takes nothing of it (`flow`) | it ends, or goes on without credit |
-| unread | a stream | ended requests wait on it | they are let go, if it took nothing meanwhile |
+| unread | a stream | ended requests wait on it | they are dropped, if it took nothing meanwhile |
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Timer(Generic[Owner]):
         self._handles[owner] = loop.call_later(delay_s, self._fire, owner)
 
     def stop(self, owner: Owner) -> None:
-        """Stop an owner's wait. Harmless if there is none."""
+        """Stop an owner's wait. Has no effect if there is none."""
         handle = self._handles.pop(owner, None)
         if handle is not None:
             handle.cancel()
 
     def is_running(self, owner: Owner) -> bool:
-        """Whether this owner waits."""
+        """Return whether this owner waits."""
         return owner in self._handles
 
     def _fire(self, owner: Owner) -> None:

@@ -1,4 +1,4 @@
-"""Tasks that wait for an event of a request: a list of futures, so that checking for waiters costs
+"""Tasks that wait for an event of a request. A list of futures, so that checking for waiters costs
 nothing if there are none.
 """
 
@@ -21,7 +21,7 @@ class Waiters(list["asyncio.Future[None]"]):
                 self.remove(future)
 
     def wake(self) -> None:
-        """Wake all tasks that wait now."""
+        """Wake all tasks that are waiting."""
         for future in self:
             if not future.done():
                 future.set_result(None)

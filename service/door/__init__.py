@@ -1,7 +1,8 @@
-"""From a socket to a servicer: addresses and TLS, who calls, what is read of a call, how it ends.
+"""The path from a socket to a servicer: addresses and TLS, the caller's identity, reading a call's
+messages, and ending the call.
 
     connection ─▶ listening, tls ─▶ Recovery ─▶ Entrance: caller, phase, message ─▶ servicer
 
-What a message asks for is not looked at here. Health and reflection are answered here; the HTTP
-door's process is started and supervised here. It knows neither the engine nor its requests.
+This package does not look at what a message asks for. It answers health and reflection calls, and
+starts and supervises the HTTP door's process. It depends on neither the engine nor its requests.
 """

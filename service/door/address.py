@@ -33,13 +33,13 @@ class Address:
 
     @property
     def reached(self) -> Address:
-        """Where a client on this machine reaches it."""
+        """The address at which a client on this machine reaches it."""
         return dataclasses.replace(self, host=_ANY_HOST.get(self.host, self.host))
 
     @property
     def target(self) -> str:
-        """The address as a gRPC target, for servers and clients. A path is part of a `unix:` URI,
-        so characters that are special in URIs are escaped.
+        """The address as a gRPC target, for servers and clients. A path becomes part of a `unix:`
+        URI, so characters that are special in URIs are escaped.
         """
         if self.path is not None:
             return f"unix:{quote(os.fsencode(self.path))}"
@@ -47,10 +47,10 @@ class Address:
 
 
 def parse_address(text: str, option: str = "listen") -> Address:
-    """Read an address.
+    """Parse an address.
 
     Raises:
-        ConfigError: it is not an address; the error names `option`.
+        ConfigError: the text is not an address. The error names `option`.
     """
     if text.startswith("unix:"):
         path = text.removeprefix("unix:")

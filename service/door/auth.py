@@ -1,18 +1,19 @@
-"""Who calls, and what they may call.
+"""Identifies callers, and decides what they may call.
 
     metadata `authorization: Bearer …` ─┐
     certificate of the client (mTLS) ───┴─▶ Authenticator ─▶ Permit(caller) ─▶ check, check, …
 
 Callers are listed in a file (`service.door.callers_file`), which is read again when it changes.
-Without a file everyone is "anonymous" and may call everything; with one, callers may only call what
-the file grants, and health checks. If a token is sent, it alone decides; the certificate counts
-only without one. `service.admission.accounts` decides whom a call is charged to.
+Without a file every caller is "anonymous" and may call everything. With a file, callers may only
+make the calls that it grants, and health checks. If a token is sent, it alone decides; the
+certificate counts only without a token. `service.admission.accounts` decides which account a call
+is charged to.
 
 `interceptors.Entrance` gets a permit here for every RPC and sets `current_permit` in the RPC's
-task; servicers read it once, at their start. Long RPCs check it again, against the present callers'
-file. If nothing has changed, this costs a look at the file's times and one comparison; if it has, a
-thread reads it, for which this call waits and no other that runs. Only the
-digest of a token is kept for this.
+task. Servicers read it once, at their start. Long RPCs check it again, against the current callers'
+file. If nothing has changed, a check costs a look at the file's timestamps and one comparison. If
+the file has changed, a thread reads it; the call that noticed waits for this, and other running
+calls do not. Only the digest of a token is kept for the check.
 """
 
 from __future__ import annotations
@@ -46,20 +47,20 @@ logger = logging.getLogger(__name__)
 
 DOOR_SECRET = "x-headrace-door"
 DOOR_PEER = "x-headrace-peer"
-"""The metadata keys of the HTTP door's secret, and of the IP address of its client."""
+"""The metadata keys of the HTTP door's secret, and of the IP address of the door's client."""
 
 _MISSING = "authorization is missing: send 'authorization: Bearer <token>'"
 
 current_permit: ContextVar[Permit] = ContextVar("permit")
-"""The permit of the RPC that this task serves."""
+"""The permit of the RPC that the current task serves."""
 
 
 class Permit:
-    """The permission of a caller to make an RPC, as long as the callers' file grants it.
+    """A caller's permission to make an RPC, valid as long as the callers' file grants it.
 
     Attributes:
         caller: the caller's entry in the callers' file at the last check.
-        account: whom the call is charged to, with the weight at that time.
+        account: the account that the call is charged to, with the weight at that time.
     """
 
     __slots__ = ("_find", "_name", "_table", "_tables", "account", "caller")
@@ -74,10 +75,10 @@ class Permit:
         """Make a permit.
 
         Args:
-            caller: who calls.
-            tables: the callers' file; None: everyone may call everything.
+            caller: the caller's entry.
+            tables: the callers' file, or None if every caller may call everything.
             table: the version of the file in which `caller` was found.
-            find: looks up the caller in another version; raises as `check`.
+            find: looks up the caller in another version. Raises the same errors as `check`.
         """
         self.caller = caller
         self.account = account_of(caller.identity, weight=caller.weight)
@@ -87,11 +88,11 @@ class Permit:
         self._find = find
 
     def of_call(self, metadata: Metadata, peer: str) -> Permit:
-        """The permit of one call, with the account it is charged to.
+        """Return the permit of one call, with the account it is charged to.
 
         Args:
             metadata: the call's metadata.
-            peer: where it comes from, as gRPC gives it.
+            peer: the call's origin, in gRPC's format.
 
         Raises:
             CallerNameError: the metadata name a user, and the name is malformed.
@@ -123,7 +124,7 @@ class Permit:
         self.account = account_of(caller.identity, self._name, caller.weight)
 
     async def check(self) -> None:
-        """Check the permit against the present callers' file, and update it from there.
+        """Check the permit against the current callers' file, and update it from there.
 
         Raises:
             UnknownCallerError: the token or certificate no longer belongs to that caller.
@@ -162,9 +163,9 @@ class Authenticator:
         """Read the callers' file.
 
         Args:
-            path: the file; None: everyone may call everything.
+            path: the file, or None if every caller may call everything.
             client_certificates: whether clients are asked for certificates.
-            door_secret: what the HTTP door knows; None: there is no door.
+            door_secret: the secret of the HTTP door, or None if there is no door.
 
         Raises:
             ConfigError: the file cannot be read, or an entry is wrong.
@@ -181,19 +182,20 @@ class Authenticator:
 
     @property
     def knows_callers(self) -> bool:
-        """Whether there is a file."""
+        """Whether there is a callers' file."""
         return self.tables is not None
 
     def peer_of(self, metadata: Metadata, peer: str) -> str:
-        """Where a call comes from, in gRPC's form. To gRPC all calls of the HTTP door come from one
-        Unix socket; it tells its client's address, and is believed if it knows the secret.
+        """Return the origin of a call in gRPC's format. gRPC sees all calls of the HTTP door as
+        coming from one Unix socket. The door sends its client's address, which is trusted if the
+        door also sends the secret.
 
         Args:
             metadata: the call's metadata.
-            peer: where its connection comes from.
+            peer: the origin of its connection.
 
         Raises:
-            NotGrantedError: it has another secret, which is not told.
+            NotGrantedError: the call has a wrong secret. The error does not reveal the right one.
         """
         given = [str(value) for key, value in metadata if key == DOOR_SECRET]
         if not given:
@@ -211,28 +213,28 @@ class Authenticator:
         return f"ipv{address.version}:[{address}]:0"
 
     def reload(self) -> None:
-        """Begin to read the file again, of which calls that come now wait for the end. If it cannot
-        be used, that is logged, and nothing changes.
+        """Start reading the file again. Calls that arrive now wait for this. If the file cannot be
+        used, this is logged, and nothing changes.
         """
         if self.tables is not None:
             self.tables.begin_reload()
 
     def become(self, other: Authenticator) -> None:
-        """Use another one's file from now on, for calls that run too."""
+        """Use another authenticator's file from now on, also for running calls."""
         if self.tables is not None and other.tables is not None:
             self.tables.become(other.tables)
 
     def by_token(self, method: str, metadata: Metadata) -> Permit | None:
-        """Identify the caller of a method by its token, as the file was read last; None: the
-        certificate decides.
+        """Identify the caller of a method by its token, according to the file's last reading.
+        Return None if the certificate decides.
 
         Args:
             method: /package.Service/Method.
             metadata: the call's metadata.
 
         Raises:
-            UnknownCallerError: the token is not known, or no token was sent and certificates are
-                not used.
+            UnknownCallerError: the token is unknown, or no token was sent and certificates are not
+                used.
             NotGrantedError: the caller may not call this service.
         """
         if self.tables is None:
@@ -264,10 +266,10 @@ class Authenticator:
 
         Args:
             method: /package.Service/Method.
-            names: those in the client's verified certificate; empty if it has none.
+            names: the names in the client's verified certificate; empty if it has none.
 
         Raises:
-            UnknownCallerError: the certificate is not known, or belongs to several callers.
+            UnknownCallerError: the certificate is unknown, or belongs to several callers.
             NotGrantedError: the caller may not call this service.
         """
         if self.tables is None:

@@ -5,14 +5,14 @@
     token_sha256 = "…64 hexadecimal digits…"     # or several: token_sha256 = ["…", "…"]
     services = ["GenerationService", "ModelService"]
 
-    weight = 2.0                                  # twice the service and room that others are due
-    max_priority = 10                             # no request of theirs may ask for more
+    weight = 2.0                                  # twice the usual share of service and room
+    max_priority = 10                             # the highest priority of its requests
 
     [[callers]]
     identity = "gateway"
     token_sha256 = "…"
     services = ["GenerationService"]
-    may_call_for_others = true                    # may name for whom it calls: `accounts`
+    may_call_for_others = true                    # may name the user of a call: `accounts`
 
     [[callers]]
     identity = "operators"
@@ -22,7 +22,7 @@
 Only digests of tokens are stored. Tokens are random (`headrace-server token` makes them), so a
 plain SHA-256 cannot be reversed, and needs no salt. An identity may have several entries, for
 example a second token with fewer services; all of them see the same requests. Grants (`services`,
-`may_call_for_others`) apply to their entry only. Limits (`weight`, `max_priority`) apply to the
+`may_call_for_others`) apply only to their entry. Limits (`weight`, `max_priority`) apply to the
 identity: one entry is enough, and entries that set them must agree.
 """
 
@@ -41,7 +41,7 @@ from engine.contract.request import MAX_PRIORITY, MAX_WEIGHT
 from service.admission.accounts import ANONYMOUS, USUAL_WEIGHT
 
 EVERYTHING = "*"
-"""Stands for all services."""
+"""The entry in `services` that stands for all services."""
 SERVICES = {
     "headrace.v1.GenerationService": "GenerationService",
     "headrace.v1.ModelService": "ModelService",
@@ -50,15 +50,15 @@ SERVICES = {
     "grpc.reflection.v1.ServerReflection": "ServerReflection",
     "grpc.reflection.v1alpha.ServerReflection": "ServerReflection",
 }
-"""The services that can be granted, by their names in the file. Health is open to everybody."""
+"""The services that can be granted, by their names in the file. Health is open to all callers."""
 MAX_TOKENS = 1024
-"""The most tokens; each call is compared with all of them."""
+"""The most tokens in the file. Each call is compared with all of them."""
 MAX_FILE_BYTES = 512 << 10
-"""Of the file: twice what entries for all tokens take. Reading it again stops all calls meanwhile,
-for about 2 s per MiB.
+"""The largest size of the file: twice what entries for all tokens take. Reading it again stops all
+calls for about 2 s per MiB.
 """
 MIN_WEIGHT = 0.01
-"""The lowest weight of a caller; its part for one user may be lower."""
+"""The lowest weight of a caller. The share of one of its users may be lower."""
 
 _IDENTITY = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
@@ -82,8 +82,8 @@ class CallerEntry:
 
     Attributes:
         identity: the owner of its requests.
-        services: the services that it may call, as the file names them; "*": all.
-        weight: how much of service and limits it is due relative to others.
+        services: the services that it may call, as the file names them. "*" stands for all.
+        weight: its share of service and limits relative to others.
         max_priority: the highest priority that its requests may have.
         may_call_for_others: whether it may name users to call for.
     """
@@ -95,7 +95,7 @@ class CallerEntry:
     may_call_for_others: bool = False
 
     def may_call(self, method: str) -> bool:
-        """Whether the caller may call a method, given as /package.Service/Method."""
+        """Return whether the caller may call a method, given as /package.Service/Method."""
         service = SERVICES.get(method.removeprefix("/").rpartition("/")[0])
         return EVERYTHING in self.services or service in self.services
 
@@ -111,8 +111,8 @@ class CallerTable:
     certificates: Mapping[str, CallerEntry]
 
     def by_digest(self, digest: bytes) -> CallerEntry | None:
-        """The caller whose token has this SHA-256. Takes the same time for every caller, and for
-        none.
+        """Return the caller whose token has this SHA-256. Takes the same time for every caller, and
+        if there is none.
         """
         found: CallerEntry | None = None
         for known, caller in self.tokens:
@@ -121,8 +121,8 @@ class CallerTable:
         return found
 
     def by_names(self, names: Iterable[str]) -> frozenset[CallerEntry]:
-        """The callers to whom a certificate with these names belongs, one for each identity. If
-        several entries of one identity match, the caller has what any of them grants.
+        """Return the callers to whom a certificate with these names belongs, one for each identity.
+        If several entries of one identity match, the caller has the grants of all of them.
         """
         found: dict[str, CallerEntry] = {}
         for name in names:
@@ -138,10 +138,10 @@ class CallerTable:
 
 
 def parse_callers(text: str) -> CallerTable:
-    """Read the file's text.
+    """Parse the file's text.
 
     Raises:
-        ConfigError: it is not TOML, or an entry is wrong; the message names the entry and contains
+        ConfigError: it is not TOML, or an entry is wrong. The message names the entry and contains
             no secret.
     """
     try:
@@ -174,7 +174,7 @@ def parse_callers(text: str) -> CallerTable:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One entry. `bounds`: the limits that it sets, by key; `where`: its name in messages."""
+    """One entry. `bounds`: the limits that it sets, by key. `where`: its name in messages."""
 
     where: str
     caller: CallerEntry
@@ -184,7 +184,7 @@ class _Entry:
 
 
 def _bounds(entries: Iterable[_Entry]) -> dict[str, dict[str, Any]]:
-    """The limits of each identity, from all of its entries."""
+    """Return the limits of each identity, from all of its entries."""
     found: dict[str, dict[str, Any]] = {}
     for entry in entries:
         known = found.setdefault(entry.caller.identity, {})

@@ -1,12 +1,12 @@
-"""grpc.health.v1: liveness and readiness, which are different things.
+"""grpc.health.v1: liveness and readiness, which are separate.
 
 The empty name stands for the process, which is SERVING as soon as it serves anything. A service's
 name stands for its readiness: NOT_SERVING while the model loads, when the engine has stopped and
 when the server drains. Services that need no model are always SERVING. Watches end when the server
-drains; otherwise an open one would delay the shutdown for its whole grace period. Anybody may
+drains; otherwise an open Watch would delay the shutdown for its whole grace period. Any client may
 watch, so the number of Watches is limited; Check and List need no place.
-`service.door.health_listener` answers health checks at a separate address. Why a service is not
-ready is in the trailing metadata of a Check.
+`service.door.health_listener` answers health checks at a separate address. The trailing metadata of
+a Check says why a service is not ready.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from service.admission.places import Places
 
 REASON = "headrace-reason"
-"""The key of trailing metadata that says why a service is not ready."""
+"""The trailing metadata key that says why a service is not ready."""
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -44,7 +44,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # u
             services: names of services that become ready with the model.
             watches: the places for Watches.
             always: names of services that need no model.
-            why: says in words why services are not ready; may be called from any thread.
+            why: returns in words why services are not ready. May be called from any thread.
         """
         self._ready = dict.fromkeys(services, False)
         self._why = why
@@ -77,19 +77,21 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # u
         return int(_SERVING if ready else _NOT_SERVING)
 
     def check(self, service: str) -> Any:
-        """The status of one service; None: no service has that name. May be called from any
-        thread.
+        """Return the status of one service, or None if no service has that name. May be called from
+        any thread.
         """
         status = self._status(service)
         return None if status == _UNKNOWN else health_pb2.HealthCheckResponse(status=status)
 
     def metadata(self, answer: Any) -> tuple[tuple[str, str], ...]:
-        """What goes with an answer of `check`: the reason, for which its message has no field."""
+        """Return the metadata for an answer of `check`: the reason, for which the message has no
+        field.
+        """
         reason = self._why() if answer.status == _NOT_SERVING else ""
         return ((REASON, reason),) if reason else ()
 
     def list(self) -> Any:
-        """The status of all services. May be called from any thread."""
+        """Return the status of all services. May be called from any thread."""
         return health_pb2.HealthListResponse(
             statuses={
                 name: health_pb2.HealthCheckResponse(status=self._status(name))
@@ -98,7 +100,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # u
         )
 
     async def Check(self, request: Any, context: Any) -> Any:
-        """The status of one service."""
+        """Return the status of one service."""
         answer = self.check(request.service)
         if answer is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
@@ -106,11 +108,11 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # u
         return answer
 
     async def List(self, request: Any, context: Any) -> Any:
-        """The status of all services."""
+        """Return the status of all services."""
         return self.list()
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        """The status of one service, now and whenever it changes, until the server drains."""
+        """Send the status of one service, now and whenever it changes, until the server drains."""
         self.watches.take(context)
         last = None
         while True:

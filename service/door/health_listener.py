@@ -1,15 +1,16 @@
-"""Serves only health checks at a separate address, with its own threads.
+"""Serves only health checks at a separate address, with separate threads.
 
-    probe ──▶ address of health ──▶ gRPC server of its own ──▶ what `HealthServicer` knows
+    probe ──▶ the health address ──▶ a separate gRPC server ──▶ what `HealthServicer` knows
     clients, strangers ──▶ the other addresses ──▶ event loop ──▶ the same
 
 The other addresses also answer health checks, but on the event loop, in turn with all other calls.
 Any client that can connect may open calls faster than they are refused, and a probe then waits
 behind them in gRPC's queue. So if untrusted clients can reach the server, operators give probes a
-separate address that these cannot reach. Calls elsewhere do not delay it, and a busy event loop
+separate address that these clients cannot reach. Calls elsewhere do not delay it. A busy event loop
 delays it only by a few of the interpreter's switch intervals of 5 ms.
 
-It uses no TLS, as orchestrators' probes expect, and reveals only statuses and why one is bad.
+It uses no TLS, as orchestrators' probes expect, and reveals only statuses and the reasons for bad
+ones.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class _Threaded(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untype
         self._health = health
 
     def Check(self, request: Any, context: Any) -> Any:
-        """The status of one service."""
+        """Return the status of one service."""
         answer = self._health.check(request.service)
         if answer is None:
             context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
@@ -51,7 +52,7 @@ class _Threaded(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untype
         return answer
 
     def List(self, request: Any, context: Any) -> Any:
-        """The status of all services."""
+        """Return the status of all services."""
         return self._health.list()
 
     def Watch(self, request: Any, context: Any) -> Any:

@@ -5,9 +5,9 @@ others).
              errors       if traces     who calls, is it served, its message
                           are on
 
-Servicers raise exceptions, and `Recovery` turns these into the RPC's status by
-`service.errors.status_table`. What stands between may keep an exception for it instead of letting
-it through (`CallOutcome.kept`). CancelledError is never caught: it must reach gRPC.
+Servicers raise exceptions, and `Recovery` converts them to the RPC's status by
+`service.errors.status_table`. Code between them may catch an exception and keep it for `Recovery`
+(`CallOutcome.kept`). CancelledError is never caught, because it must reach gRPC.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def wrap(
     unary: Callable[[Unary], Unary],
     stream: Callable[[Stream], Stream],
 ) -> Handler:
-    """Wrap a handler's behaviour, according to whether its response is unary or a stream."""
+    """Wrap a handler's behaviour. `unary` wraps one with a single response, `stream` one that
+    streams.
+    """
     if handler is None:  # an unknown method: gRPC answers UNIMPLEMENTED
         return None
     # A handler's attributes are untyped in grpcio.
@@ -84,22 +86,22 @@ def wrap(
 
 
 class Recovery(grpc.aio.ServerInterceptor):
-    """Turns exceptions into statuses. It is outermost, so that it sees exceptions of the other
-    interceptors too.
+    """Turns exceptions into statuses. It is outermost, so that it also sees exceptions of the other
+    interceptors.
 
     It also tracks the calls that have not ended, so that a drain can wait for them. When gRPC
     stops, it sends GOAWAY and a ping, and the ping's answer shows that the client has read
     everything before it. But after that it closes a connection with its last call. If the client is
     writing at that moment, it sees a broken connection and discards what it has not read, including
-    the end of its call. So the server is stopped only when its calls have ended; then all ends are
+    the end of its call. So the server is stopped only when its calls have ended. All ends are then
     sent before the ping.
 
-    It counts refused calls, and tells its watchers of each call.
+    It counts refused calls, and notifies its watchers of each call.
 
     Attributes:
-        open: a future for each call whose handler runs, or whose status is being sent; done when
-            the call has ended.
-        watchers: are told of each call.
+        open: a future for each call whose handler runs, or whose status is being sent. It is done
+            when the call has ended.
+        watchers: called for each call.
     """
 
     def __init__(self, refusals: Refusals) -> None:
@@ -119,8 +121,8 @@ class Recovery(grpc.aio.ServerInterceptor):
         )
 
     def begin(self, method: str, context: Any) -> CallOutcome:
-        """Track a new call; its context reports when its status was sent, or the call was cut
-        off.
+        """Track a new call. The context's done callback reports when the status was sent, or the
+        call was cut off.
         """
         ended = asyncio.get_running_loop().create_future()
         self.open.add(ended)
@@ -147,8 +149,8 @@ class Recovery(grpc.aio.ServerInterceptor):
         return status
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait until the calls that are open now have ended, at most `timeout_s` seconds. Later
-        calls are not waited for, because clients may retry for ever.
+        """Wait until the currently open calls have ended, at most `timeout_s` seconds. Later calls
+        are not waited for, because clients may retry for ever.
         """
         if self.open:
             await asyncio.wait(self.open, timeout=timeout_s)
@@ -196,14 +198,14 @@ class Recovery(grpc.aio.ServerInterceptor):
 
 
 class Serving(Protocol):
-    """What is served now: the server's state, as the entrance sees it."""
+    """The server's state, as the entrance sees it: what is currently served."""
 
     def enter(self, *, new_work: bool) -> None:
-        """Admit the RPC of this task, if this phase serves it. `new_work`: whether the RPC may
+        """Admit the current task's RPC if this phase serves it. `new_work`: whether the RPC may
         start requests.
 
         Raises:
-            NotReadyError: with the reason.
+            NotReadyError: this phase does not serve it. The error has the reason.
         """
         ...
 
@@ -211,20 +213,21 @@ class Serving(Protocol):
         """Check a message before any other code reads it.
 
         Raises:
-            FieldError, CapabilityMissingError: it has too many parts, or wants what is not there.
+            FieldError, CapabilityMissingError: it has too many nested messages, or requires a
+                missing capability.
         """
         ...
 
 
 class Entrance(grpc.aio.ServerInterceptor):
     """Runs before every servicer. It identifies the caller and checks its permission
-    (`service.door.auth`), checks that the method is served now (`Serving`), reads the message
+    (`service.door.auth`), checks that the method is currently served (`Serving`), reads the message
     of a unary request (`service.door.reading`), and checks it (`service.convert.incoming`). In this
     order, refused calls are not read, so untrusted clients cannot make the server hold megabytes.
-    It sets `current_permit` for the servicer. It also refuses a single answer
-    that is too large for a message, which gRPC would refuse without a reason.
+    It sets `current_permit` for the servicer. It also refuses a single answer that is too large for
+    a message, which gRPC would refuse without a reason.
 
-    Health checks are open to everybody. Health and reflection are always served; ControlService
+    Health checks are open to all callers. Health and reflection are always served; ControlService
     checks the phase itself.
     """
 
@@ -244,8 +247,8 @@ class Entrance(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
-        """Wrap one RPC's handler. It is registered as one that receives a stream, because gRPC
-        would read a single message before it calls any of our code.
+        """Wrap one RPC's handler. The handler is registered as if it received a stream, because
+        gRPC would read a single message before it calls any of our code.
         """
         # A handler's attributes are untyped in grpcio.
         source: Any = await continuation(handler_call_details)
@@ -315,8 +318,8 @@ class Entrance(grpc.aio.ServerInterceptor):
 
 
 def certificate_names(context: Any) -> tuple[str, ...]:
-    """The common name and the alternative names in the client's verified certificate; empty if it
-    has none.
+    """Return the common name and the alternative names in the client's verified certificate; empty
+    if it has none.
     """
     found = context.auth_context()
     keys = ("x509_common_name", "x509_subject_alternative_name")
@@ -325,7 +328,7 @@ def certificate_names(context: Any) -> tuple[str, ...]:
 
 
 class _RefusalLog:
-    """Logs refused callers, at most one line a second, so that untrusted clients cannot fill the
+    """Logs refused callers, at most one line per second, so that untrusted clients cannot fill the
     disk.
     """
 
@@ -334,7 +337,7 @@ class _RefusalLog:
         self._skipped = 0
 
     def add(self, method: str, context: Any, error: HeadraceError) -> None:
-        """One was refused."""
+        """Log or count one refused call."""
         now = time.monotonic()
         if now < self._quiet_until:
             self._skipped += 1

@@ -31,16 +31,16 @@ AnyServer = grpc.Server | grpc.aio.Server
 
 
 class ListeningError(HeadraceError):
-    """The server no longer listens."""
+    """The server is no longer listening."""
 
 
 class UnixSockets:
-    """The files of the Unix sockets that this server has bound, to be removed at its end.
+    """The files of the Unix sockets that this server has bound, to be removed when it ends.
 
-    gRPC removes a file when it stops listening, which may be long before the server ends; another
-    server may have bound its own socket there since. So a file is only removed if it is still the
-    one that was bound here. To tell, the file (not the socket) is kept open, so no other file can
-    get its inode number before `unlink`; changed permissions do not matter.
+    gRPC removes a file when it stops listening, which may be long before the server ends. Another
+    server may have bound a socket at the same path since. So a file is only removed if it is still
+    the one that was bound here. To check this, the file (not the socket) is kept open, so no other
+    file can get its inode number before `unlink`. Changed permissions do not matter.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class UnixSockets:
         self._folders: list[str] = []
 
     def make_folder(self) -> str:
-        """Make a folder for sockets that only this user may reach; removed with its files."""
+        """Make a folder for sockets that only this user may reach. It is removed with its files."""
         self._folders.append(tempfile.mkdtemp(prefix="headrace-"))
         return self._folders[-1]
 
@@ -77,18 +77,18 @@ def bind(
     health: grpc.Server | None,
     sockets: UnixSockets,
 ) -> tuple[tuple[Address, ...], Address | None]:
-    """Bind all addresses. Returns them, and the separate health address if there is one, with the
+    """Bind all addresses. Return them, and the separate health address if there is one, with the
     ports that were chosen.
 
     Args:
         config: the addresses.
         tls: the certificate, if there is one.
         server_of: returns the server for an address.
-        health: the server that serves only health, if there is one.
+        health: the server that serves only health checks, if there is one.
         sockets: remembers the files of Unix sockets.
 
     Raises:
-        ConfigError: an address is taken or cannot be used; socket files that were bound before it
+        ConfigError: an address is taken or cannot be used. Socket files that were bound before it
             are removed.
     """
     group = _group_id(config.unix_socket_group)
@@ -133,11 +133,11 @@ def _bind_one(
 
 
 def bind_door(text: str, server: grpc.aio.Server, sockets: UnixSockets) -> tuple[Address, Address]:
-    """Bind a Unix socket for the HTTP door, which only this user's processes can reach. Returns
-    where the door is to listen, with a free port in place of 0, and the socket.
+    """Bind a Unix socket for the HTTP door, which only this user's processes can reach. Return the
+    address where the door is to listen, with a free port in place of 0, and the socket.
 
     Raises:
-        ConfigError: the door's address is taken, or is none of this machine's.
+        ConfigError: the door's address is taken, or does not belong to this machine.
     """
     address = parse_address(text, "openai")
     try:
@@ -152,7 +152,7 @@ def bind_door(text: str, server: grpc.aio.Server, sockets: UnixSockets) -> tuple
 
 
 async def wait_ended(server: grpc.aio.Server) -> ListeningError:
-    """Wait until a server has ended: by `stop`, or because of a defect."""
+    """Wait until a server has ended, either by `stop` or because of a defect."""
     try:
         # If this wait is cancelled, the library's own task must not be.
         await asyncio.shield(server.wait_for_termination())
@@ -225,7 +225,7 @@ def _reason(address: Address, error: Exception) -> str:
 
 
 def _try_port(address: Address) -> int:
-    """Bind a plain socket for a moment; returns its port. Raises OSError."""
+    """Bind a plain socket briefly, and return its port. Raises OSError."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

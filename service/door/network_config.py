@@ -1,6 +1,6 @@
-"""The server's options of the network: addresses, TLS, callers, and the bounds of connections.
+"""The server's network options: addresses, TLS, callers, and limits on connections.
 
-`service.config.ServiceConfig` has them with its others; it is what everything is given.
+`service.config.ServiceConfig` combines them with the other options, and is passed to all code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NETWORK = "Network"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkOptions:
-    """Options of the network. Raises ConfigError for a value that contradicts another."""
+    """The network options. Raises ConfigError for a value that contradicts another."""
 
     listen: tuple[str, ...] = option(
         ("127.0.0.1:50051",),
@@ -265,8 +265,9 @@ class NetworkOptions:
         return self.tls_cert is not None
 
     def serves_control(self, address: Address) -> bool:
-        """Whether ControlService is served on an address. With a callers' file, its permissions
-        decide who may call it. Without one, only this machine may, unless configured otherwise.
+        """Return whether ControlService is served on an address. With a callers' file, its
+        permissions decide who may call it. Without one, only this machine may, unless configured
+        otherwise.
         """
         if self.control is not None:
             return self.control

@@ -1,4 +1,4 @@
-"""The limit on open files of the server's process; each connection is one."""
+"""The limit on open files of the server's process. Each connection is an open file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import resource
 logger = logging.getLogger(__name__)
 
 RESERVED = 64
-"""How many the server itself needs: for its log, its sockets, the start of an engine's process."""
+"""The number of files that the server itself needs: for its log, its sockets, and starting an
+engine's process.
+"""
 _MAX = 65_536
 
 
@@ -22,6 +24,6 @@ def raise_limit() -> None:
 
 
 def allowed() -> int:
-    """How many files may be open at present."""
+    """Return how many files may currently be open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX if soft == resource.RLIM_INFINITY else soft

@@ -1,12 +1,12 @@
-"""The HTTP door: the program `headrace openai` as a child of the server, which serves OpenAI's HTTP
+"""The HTTP door: the program `headrace openai` as a child of the server. It serves OpenAI's HTTP
 API as a client of this server's gRPC contract.
 
-    HTTP clients ──▶ child ── a Unix socket of its own ──▶ the server
+    HTTP clients ──▶ child ── a separate Unix socket ──▶ the server
     HttpDoor ── secret, by its stdin ──▶ child      child ── stderr, line by line ──▶ the log
 
-A defect of the child, or what HTTP clients send to it, ends no gRPC stream: it is started again.
-Its stdin stays open, and closes with this process, however that ends: so the child ends too.
-SIGTERM drains it: it accepts no more, and ends with its last request.
+A defect of the child, or anything that HTTP clients send to it, ends no gRPC stream: the child is
+restarted. Its stdin stays open until this process ends, for whatever reason, and then the child
+ends too. SIGTERM drains it: it accepts no more requests, and ends with its last request.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ _LEVELS = frozenset({"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"})
 _FIRST_PAUSE_S = 0.1
 _MAX_PAUSE_S = 5.0
 _PAUSE_AFTER_READY_S = 0.2
-"""At most so long its clients wait, besides its start, where it took requests before it ended."""
+"""The longest pause, in seconds, before the child is restarted if it had accepted requests."""
 _STABLE_S = 30.0
-"""After running this long, in seconds, the child is started again without a pause."""
+"""After running this long, in seconds, the child is restarted without a pause."""
 _LAST_WORDS_S = 0.5
 
 
 def check_packages() -> None:
-    """Look for what the child imports, without importing it here. Raises ConfigError."""
+    """Check that the packages that the child imports are installed, without importing them here.
+    Raises ConfigError.
+    """
     packages = ("starlette", "uvicorn", "httptools")
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
@@ -51,15 +53,15 @@ def check_packages() -> None:
 
 
 class HttpDoor:
-    """See the module. All methods run on one event loop.
+    """Supervises the child; see the module. All methods run on one event loop.
 
     Attributes:
         address: where the child listens.
-        restarts: how often it was started again.
+        restarts: how often it was restarted.
     """
 
     def __init__(self, config: NetworkOptions, address: Address, own: Address, secret: str) -> None:
-        """Start the child, which listens on `address` and calls `own`, with `secret`."""
+        """Start the child. It listens on `address`, and calls the server at `own` with `secret`."""
         self.address = address
         self.restarts = 0
         self._secret = secret
@@ -83,13 +85,13 @@ class HttpDoor:
         self._running = asyncio.create_task(self._run())
 
     async def answers(self, timeout_s: float) -> bool:
-        """Wait until the child takes requests, but no longer than `timeout_s`."""
+        """Wait at most `timeout_s` until the child accepts requests. Return whether it does."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._ready.wait(), timeout_s)
         return self._ready.is_set()
 
     def drain(self) -> None:
-        """Let the child end with its last request; it is not started again."""
+        """Let the child end with its last request. It is not restarted."""
         if not self._ending.is_set():  # a second signal would end what still runs
             self._ending.set()
             self._terminate()
@@ -100,7 +102,7 @@ class HttpDoor:
                 self._process.terminate()
 
     async def stop(self, grace_s: float) -> None:
-        """End the child, and wait for its end. It may go on for `grace_s`; then it is killed."""
+        """End the child, and wait for its end. If it still runs after `grace_s`, it is killed."""
         self.drain()
         await asyncio.wait({self._running}, timeout=grace_s)
         self._running.cancel()
@@ -129,7 +131,7 @@ class HttpDoor:
             pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _MAX_PAUSE_S)
 
     async def _run_once(self) -> str:
-        """Run the child to its end; returns how it ended."""
+        """Run the child to its end. Return how it ended."""
         reading, stderr = open_pipe()
         loop = asyncio.get_running_loop()
         lines = LineReader(
@@ -167,7 +169,7 @@ class HttpDoor:
 
 
 def _log(loop: asyncio.AbstractEventLoop, ready: Callable[[], None], line: str) -> None:
-    """Log a line of the child's: `LEVEL message`, or what did not come through its logging."""
+    """Log a line from the child: `LEVEL message`, or other output."""
     level, _, message = line.partition(" ")
     record = foreign(line, _CHILD)
     if level in _LEVELS:

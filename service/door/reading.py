@@ -10,18 +10,18 @@ authentication, and within a few seconds.
 
 Calls that need no authentication (health checks) are read in turns. Before a call's turn, HTTP/2's
 flow control keeps all but a few KiB of its message at the client. In its turn, gRPC lets the client
-send as much as the receive limit allows, and the size is only known afterwards. So few are read at
-a time. If the message has already arrived, the turn takes no time; if not, it ends after `TURN_S`
-if others wait.
+send as much as the receive limit allows, and the size is only known afterwards. So only a few are
+read at a time. If the message has already arrived, the turn takes no time. If not, it ends after
+`TURN_S` if others wait.
 
 Only a read can tell whether a message has arrived, so calls without one must not block those that
 have one. There are two queues, each with half of the places. The first has one call of each
-connection, unless the connection's last call there sent no message: so a client that opens calls
+connection, unless the connection's last call there sent no message. So a client that opens calls
 and sends nothing gets a place there only once, until `TURN_S` is over and another call comes. All
-other calls are in the second queue. In both, the newest call is next, and if too many wait, the
-oldest is refused: a health check sends its message with the call and is done at once, so calls that
-have waited long are probably part of a flood. (All connections to a Unix socket count as one,
-because gRPC does not distinguish them.)
+other calls are in the second queue. In both queues the newest call is next, and if too many wait,
+the oldest is refused. A health check sends its message with the call and is answered immediately,
+so calls that have waited long are probably part of a flood. (All connections to a Unix socket count
+as one, because gRPC does not distinguish them.)
 
 A read is never cancelled here: gRPC's core would write its result into freed memory. Instead the
 call is given its status, which ends the read.
@@ -50,25 +50,26 @@ from service.errors.call_errors import (
 from service.errors.status_table import abort, to_status
 
 LARGE_BYTES = 64 << 10
-"""Messages up to this size are parsed at once: at worst this takes some milliseconds."""
+"""Messages up to this size are parsed immediately, which takes a few milliseconds at most."""
 OPEN_TO_EVERYONE = "/grpc.health."  # probes have no token
 
 MAX_OPEN_MESSAGE_BYTES = 4096
-"""The largest message of a method that is open to everyone; it only has the name of a service."""
+"""The largest message of a method that is open to all callers. It only has the name of a service.
+"""
 OPEN_BYTES = 24 << 20
-"""How many bytes may be read at a time for such methods."""
+"""The number of bytes that may be read at a time for such methods."""
 MAX_TURNS = 16
 MAX_QUEUED = 1024
-"""How many calls of such methods may wait for their turn in each queue."""
+"""The number of calls of such methods that may wait for their turn in each queue."""
 TURN_S = 0.02
 _MAX_REMEMBERED = 8192
-"""For how many connections it is remembered that they sent no message."""
+"""The number of connections remembered because they sent no message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Stands for a message that could not be parsed. By itself, gRPC would answer UNKNOWN with the
-    parser's internal error, or for a stream end the reader without a reason.
+    """Stands for a message that could not be parsed. Without this, gRPC would answer UNKNOWN with
+    the parser's internal error, or end the reader of a stream without a reason.
     """
 
     error: HeadraceError
@@ -84,11 +85,11 @@ class Unparsed:
 
 
 async def parsed(message: Any) -> Any:
-    """Parse the message that a call has received. Large ones are parsed one at a time, with other
-    tasks in between, so a group of them blocks the event loop no longer than one does.
+    """Parse the message that a call has received. Large messages are parsed one at a time, with
+    other tasks in between, so several of them block the event loop no longer than one does.
 
     Raises:
-        MalformedMessageError, MessageTooLargeError: it cannot be read.
+        MalformedMessageError, MessageTooLargeError: the message cannot be read.
     """
     if isinstance(message, Unparsed):
         async with message.turn:
@@ -103,7 +104,7 @@ class _Patience:
     """Ends calls that have waited too long, with one timer for all of them.
 
     Attributes:
-        waiting: the contexts of the waiting calls and their deadlines, the oldest first.
+        waiting: the contexts of the waiting calls and their deadlines, oldest first.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -113,7 +114,7 @@ class _Patience:
         self._ending: set[asyncio.Task[None]] = set()
 
     def begin(self, context: Any) -> None:
-        """Start to time a call's wait."""
+        """Start timing a call's wait."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._seconds
         self.waiting[context] = until
@@ -121,7 +122,7 @@ class _Patience:
             self._timer = loop.call_at(until, self._look)
 
     def end(self, context: Any) -> None:
-        """Stop to time a call's wait."""
+        """Stop timing a call's wait."""
         self.waiting.pop(context, None)
 
     def _look(self) -> None:
@@ -135,9 +136,7 @@ class _Patience:
             self.give_up(context, self._seconds)
 
     def give_up(self, context: Any, seconds: float) -> None:
-        """End a call whose message did not arrive within so many seconds; this also ends its
-        read.
-        """
+        """End a call whose message did not arrive within `seconds`. This also ends its read."""
         task = asyncio.create_task(_refuse(context, MessageTimeoutError(seconds)))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
@@ -151,12 +150,13 @@ async def _refuse(context: Any, error: HeadraceError) -> None:
 
 
 class _Turns:
-    """Decides which calls of a queue may read: the newest first.
+    """Decides which calls of a queue may read, newest first.
 
     Attributes:
-        free: how many places are free.
-        reading: the contexts of calls that read, and since when, the oldest first.
-        waiting: the futures of calls that wait for a turn, the oldest first. False: refused.
+        free: the number of free places.
+        reading: the contexts of calls that read, and since when, oldest first.
+        waiting: the futures of calls that wait for a turn, oldest first. The result False means
+            that the call was refused.
     """
 
     def __init__(self, places: int, patience: _Patience) -> None:
@@ -168,7 +168,7 @@ class _Turns:
 
     @asynccontextmanager
     async def turn(self, context: Any) -> AsyncIterator[None]:
-        """Wait for a turn; the block is the turn.
+        """Return a context manager that waits for a turn. The turn lasts until its block exits.
 
         Raises:
             TooManyCallsError: too many newer calls wait.
@@ -242,7 +242,7 @@ class _Turns:
 
 
 class _Lines:
-    """The two queues of calls to methods that are open to everyone.
+    """The two queues of calls to methods that are open to all callers.
 
     Attributes:
         first, others: the queues.
@@ -257,8 +257,8 @@ class _Lines:
 
     @asynccontextmanager
     async def turn(self, context: Any) -> AsyncIterator[None]:
-        """Wait for a turn; the block is the turn. If it ends without an error, the message
-        has arrived.
+        """Return a context manager that waits for a turn. The turn lasts until its block exits. If
+        the block exits without an error, the message has arrived.
 
         Raises:
             TooManyCallsError: too many newer calls wait.
@@ -286,8 +286,8 @@ class Reading:
     """Reads the messages of unary requests, and parses those of all requests."""
 
     def __init__(self, patience_s: float, max_receive_bytes: int, most_received: int) -> None:
-        """`patience_s`: seconds within which a message must arrive; `max_receive_bytes`: how large
-        it may be; `most_received`: the largest message that gRPC itself accepts.
+        """`patience_s`: the seconds within which a message must arrive. `max_receive_bytes`: the
+        largest message allowed. `most_received`: the largest message that gRPC itself accepts.
         """
         self.patience = _Patience(patience_s)
         places = max(2, min(MAX_TURNS, OPEN_BYTES // most_received))
@@ -296,8 +296,8 @@ class Reading:
         self._turn = asyncio.Lock()
 
     def received(self, deserialize: Callable[[bytes], Any], is_open: bool, raw: bytes) -> Any:
-        """Prepare a message's bytes for `parsed`. `is_open`: whether the method is open to
-        everyone.
+        """Prepare a message's bytes for `parsed`. `is_open`: whether the method is open to all
+        callers.
         """
         most = MAX_OPEN_MESSAGE_BYTES if is_open else self._max_receive_bytes
         if len(raw) > most:  # it is not parsed
@@ -307,11 +307,11 @@ class Reading:
         return _parse(deserialize, raw)
 
     async def read(self, context: Any) -> Any:
-        """A call's message.
+        """Return a call's message.
 
         Raises:
             MessageMissingError: the client has ended its side without one.
-            MalformedMessageError, MessageTooLargeError: it cannot be read.
+            MalformedMessageError, MessageTooLargeError: the message cannot be read.
         """
         self.patience.begin(context)
         try:
@@ -323,7 +323,9 @@ class Reading:
         return await parsed(message)
 
     async def read_open(self, context: Any) -> Any:
-        """The same for a method that is open to everyone, in its turn."""
+        """Return the message of a call to a method that is open to all callers, when its turn
+        comes. Raises the errors of `read` and of `_Lines.turn`.
+        """
         async with self.lines.turn(context):
             return await self.read(context)
 

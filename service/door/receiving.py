@@ -1,8 +1,8 @@
 """The default for the largest message that the server accepts.
 
-A message is parsed in one piece on the event loop and blocks it meanwhile (at worst about 30 ms per
-MiB). So the limit is no larger than prompts need: 8 bytes for each token of the model's context,
-and at least 1 MiB. The port opens before the model is loaded, so the context is read from
+A message is parsed as a whole on the event loop and blocks it meanwhile (for at most about 30 ms
+per MiB). So the limit is no larger than prompts need: 8 bytes for each token of the model's
+context, and at least 1 MiB. The port opens before the model is loaded, so the context is read from
 config.json, which only takes a JSON parser.
 """
 
@@ -14,15 +14,17 @@ from pathlib import Path
 
 MIN_RECEIVE_BYTES = 1 << 20
 BYTES_OF_TOKEN = 8
-"""Text in most languages has 2 to 6 bytes a token; an id takes at most 5."""
+"""Text in most languages has 2 to 6 bytes per token, and an id takes at most 5."""
 UNKNOWN_RECEIVE_BYTES = 8 << 20
-"""For a model that is not on this machine yet: enough for a context of a million tokens."""
+"""The default for a model that is not on this machine yet: enough for a context of a million
+tokens.
+"""
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
 _MAX_CONFIG_BYTES = 16 << 20
 
 
 def default_receive_bytes(model: str) -> int:
-    """The default for a model, which is a directory or a hub id."""
+    """Return the default for a model, which is a directory or a hub id."""
     path = _config_of(model)
     if path is None:
         return UNKNOWN_RECEIVE_BYTES
@@ -30,7 +32,7 @@ def default_receive_bytes(model: str) -> int:
 
 
 def _config_of(model: str) -> Path | None:
-    """The path of its config.json; None: it is not in the hub's cache."""
+    """Return the path of the model's config.json, or None if it is not in the hub's cache."""
     directory = Path(model).expanduser()
     if directory.is_dir():
         return directory / "config.json"
@@ -45,8 +47,8 @@ def _config_of(model: str) -> Path | None:
 
 
 def _context_of(path: Path) -> int:
-    """The context that a config.json declares, in tokens; 0: it cannot be read. (Loading the model
-    reports what is wrong with it.)
+    """Return the context that a config.json declares, in tokens, or 0 if it cannot be read.
+    (Loading the model reports what is wrong with it.)
     """
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
@@ -58,7 +60,7 @@ def _context_of(path: Path) -> int:
 
 
 def _lengths(content: object) -> Iterator[int]:
-    """The lengths that a config declares, also in its parts (text_config, ...)."""
+    """Yield the lengths that a config declares, including its nested configs (text_config, ...)."""
     if not isinstance(content, dict):
         return
     for key in _CONTEXT_KEYS:

@@ -1,7 +1,7 @@
-"""Server reflection, so that grpcurl and its like need no proto files.
+"""Server reflection, so that tools such as grpcurl need no proto files.
 
-grpcio serves grpc.reflection.v1alpha only. v1 has the same messages under another name, so the
-same servicer answers both; v1 is not listed, because its descriptor is not there to be reflected.
+grpcio serves only grpc.reflection.v1alpha. v1 has the same messages under another name, so the
+same servicer answers both. v1 is not listed, because there is no descriptor of it to reflect.
 Protobuf's own pool does not find methods by name, which `grpcurl describe` asks for.
 """
 
@@ -28,7 +28,8 @@ class _Pool:
         return getattr(self._pool, name)
 
     def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:
-        """The file that defines the message, service, enum, field or method with this full name.
+        """Return the file that defines the message, service, enum, field or method with this full
+        name.
 
         Raises:
             KeyError: there is no such symbol.

@@ -1,8 +1,8 @@
-"""Pools whose threads are there from the start.
+"""Pools that start all their threads in advance.
 
-A pool of the standard library starts a thread when work comes. If the system then refuses one
-(a limit of processes or of memory), the work stays in the pool's queue though its caller is told
-that it failed, and whoever counted it as running waits for ever.
+A pool of the standard library starts a thread when work arrives. If the system then refuses one
+(because of a limit on processes or memory), the work stays in the pool's queue although its caller
+was told that it failed. Code that counts the work as running then waits for ever.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """A pool that never starts a thread later.
+    """Make a pool that never starts a thread later.
 
     Args:
-        threads: how many.
-        name: the first part of their names.
+        threads: the number of threads.
+        name: the prefix of their names.
 
     Raises:
-        RuntimeError: the system refuses a thread; none is left.
+        RuntimeError: the system refuses a thread. No threads remain in that case.
     """
     pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
     all_there = threading.Barrier(threads + 1)

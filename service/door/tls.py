@@ -1,7 +1,7 @@
 """The server's TLS credentials, from files that may be replaced while it runs.
 
 gRPC asks for new credentials before each handshake, so a renewed certificate is used for the next
-connection; open connections are not affected. A new pair is used only if the key matches the
+connection. Open connections are not affected. A new pair is used only if the key matches the
 certificate.
 """
 
@@ -79,18 +79,18 @@ class Tls:
         return self._watched is not None
 
     def reload(self) -> None:
-        """Read the files again now. If they cannot be used, that is logged, and nothing changes."""
+        """Read the files again now. If they cannot be used, this is logged, and nothing changes."""
         if self._watched is not None:
             self._watched.reload()
 
     def become(self, other: Tls) -> None:
-        """Use another one's files for the connections that come from now on."""
+        """Use the files of `other` for new connections from now on."""
         if self._watched is not None and other._watched is not None:
             self._watched.become(other._watched)
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """Credentials for one port; None: plain text. Each port needs its own, because a change is
-        reported to each only once.
+        """Return the credentials for one port, or None for plain text. Each port needs separate
+        credentials, because a change is reported to each only once.
         """
         watched = self._watched
         if watched is None:

@@ -1,13 +1,13 @@
-"""The limits that gRPC itself enforces: connections, the calls of each, and data that is received
-before a call is read.
+"""The limits that gRPC itself enforces: on connections, the calls of each, and data that is
+received before a call is read.
 
 These limits are for untrusted clients. Known callers are refused by admission, with a reason and a
-retry delay; gRPC closes, resets or delays calls without a reason.
+retry delay. gRPC closes, resets or delays calls without a reason.
 
-A connection can hold the headers of its calls (16 KiB each; larger ones are refused once they end:
-gRPC keeps headers that do not, see docs/promises.md) and, for each call that is not read yet, the
-first bytes of its message (`_UNREAD_BYTES`; HTTP/2's flow control keeps the rest at the client).
-Calls of unknown callers are refused, which ends them.
+A connection can hold the headers of its calls: 16 KiB each. Larger headers are refused once they
+end; gRPC keeps headers that do not end, see docs/promises.md. A connection can also hold the first
+bytes of the message of each call that is not read yet (`_UNREAD_BYTES`; HTTP/2's flow control keeps
+the rest at the client). Calls of unknown callers are refused, which ends them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _HANDSHAKE_MS = 10_000
 
 
 def most_received(config: NetworkOptions) -> int:
-    """The largest message that gRPC accepts, in bytes. Messages slightly above the allowed size are
-    read, so that they can be refused with details (`service.door.reading`); gRPC refuses much
-    larger ones by their length.
+    """Return the largest message that gRPC accepts, in bytes. Messages slightly above the allowed
+    size are read, so that they can be refused with details (`service.door.reading`). gRPC refuses
+    much larger ones by their length.
     """
     return config.max_receive_bytes + _READ_BEYOND
 
 
 def grpc_options(config: NetworkOptions, max_queue_size: int) -> list[tuple[str, int]]:
-    """The options of a gRPC server."""
+    """Return the options of a gRPC server."""
     pending = min(max(_MIN_PENDING, 2 * max_queue_size), 2**31 - 1)
     options = [
         ("grpc.max_receive_message_length", most_received(config)),
@@ -88,8 +88,8 @@ def grpc_options(config: NetworkOptions, max_queue_size: int) -> list[tuple[str,
 
 
 def _most_connections(config: NetworkOptions) -> int:
-    """How many connections an address may have: limited by the number of open files, so that idle
-    connections cannot use up the files that starting an engine's process needs.
+    """Return how many connections an address may have. The number of open files limits it, so that
+    idle connections cannot use up the files needed for starting an engine's process.
     """
     wanted, addresses = config.max_connections, len(config.listen)
     most = max(1, min(wanted, (open_files.allowed() - open_files.RESERVED) // addresses))

@@ -1,13 +1,13 @@
 """A gRPC server that survives any method name.
 
 grpcio's server decodes the method name of each call in its main loop, before any interceptor. A
-name that is not UTF-8 ends that loop: because of one request of any client, the server cancels all
-calls and stops listening. Only calls of unregistered methods can have such a name, and gRPC's core
+name that is not UTF-8 ends that loop, so one request of any client makes the server cancel all
+calls and stop listening. Only calls of unregistered methods can have such a name, and gRPC's core
 delivers them through a separate function. They are answered there: their names are not decoded,
-nothing is logged or traced, and their messages are not read. Whoever watches calls is told that one
-has ended, not its name.
+nothing is logged or traced, and their messages are not read. Watchers of calls are told that a call
+has ended, but not its name.
 
-Unauthenticated callers only learn that, not which methods exist.
+The answer to unauthenticated callers does not reveal which methods exist.
 
 (That function was seen in grpcio 1.85, and the project requires at least that version.)
 """
@@ -35,19 +35,19 @@ _UNKNOWN = "this server has no such method"
 
 
 Ended = Callable[[grpc.StatusCode, float], None]
-"""Is told how a call was answered, and how many seconds that took."""
+"""Called with how a call was answered, and how many seconds that took."""
 
 
 def make_server(
     authenticator: Authenticator, ended: Ended | None, **arguments: Any
 ) -> grpc.aio.Server:
-    """Make a server for handlers that are registered by method name (as generated code does); other
+    """Make a server for handlers that are registered by method name, as in generated code. Other
     handlers are never called.
 
     Args:
         authenticator: identifies callers.
-        ended: is told of each call of an unknown method; None: nobody is.
-        arguments: those of `grpc.aio.server`.
+        ended: called for each call of an unknown method, or None.
+        arguments: the arguments of `grpc.aio.server`.
     """
     plain: Any = _core.AioServer
     answering: set[asyncio.Task[None]] = set()
@@ -56,7 +56,7 @@ def make_server(
         """The class behind `grpc.aio.server`."""
 
         async def _request_call(self) -> Any:
-            """Wait for the next call of an unregistered method; grpcio never gets one, because they
+            """Wait for the next call of an unregistered method. grpcio never gets one, because they
             are answered here.
             """
             while True:

@@ -1,9 +1,9 @@
 """Reads files again when they change while the server runs: the callers' file, TLS files.
 
-Users call `current`, or `fresh` on the event loop; both first compare a few fields of `stat`, and
-nothing polls. `fresh` has a thread read what has changed: a file of 512 KiB takes half a second,
-for which only those wait who need its new content. If a changed file cannot be used, that is logged
-once and the last good content stays in use, so a mistake in an edited file neither locks anybody
+Users call `current`, or `fresh` on the event loop. Both first compare a few fields of `stat`;
+nothing polls. `fresh` reads changed files in a thread. A file of 512 KiB takes half a second, and
+only callers that need its new content wait for it. If a changed file cannot be used, this is logged
+once and the last good content stays in use. So a mistake in an edited file neither locks callers
 out nor lets anybody in.
 """
 
@@ -44,12 +44,12 @@ class WatchedFiles(Generic[T]):
         Args:
             what: the name for the log, in the plural.
             paths: the files.
-            load: reads them; raises ConfigError if they cannot be used.
-            private: the files that other users of the machine must not read; if their permissions
+            load: reads the files. Raises ConfigError if they cannot be used.
+            private: the files that other users of the machine must not read. If their permissions
                 allow it, a warning is logged.
 
         Raises:
-            ConfigError: they cannot be used.
+            ConfigError: the files cannot be used.
         """
         self._what = what
         self._paths = paths
@@ -64,12 +64,12 @@ class WatchedFiles(Generic[T]):
 
     @property
     def last(self) -> T:
-        """What the last good reading found; without a look at the files."""
+        """The result of the last good reading, without a look at the files."""
         return self._value
 
     def current(self) -> T:
-        """The files' present content, or the last good one; the same object as long as nothing has
-        changed.
+        """Return the files' current content, or the last good content. It is the same object as
+        long as nothing has changed.
         """
         with self._lock:
             stamp = self._stamps()
@@ -85,8 +85,8 @@ class WatchedFiles(Generic[T]):
             return self._value
 
     async def fresh(self) -> T:
-        """As `current`, but the files are read in a thread. If none can be started, that is logged,
-        and the last good content stays in use until one can.
+        """Like `current`, but read the files in a thread. If no thread can be started, this is
+        logged, and the last good content stays in use until one can.
         """
         if self._reading is None and self._stamps() != self._stamp:
             self.begin_reload()
@@ -95,14 +95,14 @@ class WatchedFiles(Generic[T]):
         return self._value
 
     def reload(self) -> None:
-        """Read the files again, even if they look unchanged; the result is logged."""
+        """Read the files again, even if they look unchanged. The result is logged."""
         with self._lock:
             self._stamp = ()
         self.current()
 
     def begin_reload(self) -> None:
-        """As `reload`, in a thread; to be called on the event loop. Files that are being read are
-        read once more after that: they may have changed since it began.
+        """Like `reload`, but in a thread. Call it on the event loop. Files that are being read are
+        then read once more, because they may have changed since that reading began.
         """
         if self._reading is not None:
             self._is_wanted = True
@@ -116,7 +116,7 @@ class WatchedFiles(Generic[T]):
             self._reading.add_done_callback(self._was_read)
 
     def become(self, other: WatchedFiles[T]) -> None:
-        """Have the files and the content of another one from now on."""
+        """Use the files and the content of `other` from now on."""
         with self._lock:
             self._paths, self._load, self._private = other._paths, other._load, other._private
             self._stamp, self._value = other._stamp, other._value
@@ -128,7 +128,9 @@ class WatchedFiles(Generic[T]):
             self.begin_reload()
 
     def _settled(self) -> T:
-        """A consistent state of the files: they are read again if one of them changed meanwhile."""
+        """Return a consistent state of the files. They are read again if one of them changed
+        meanwhile.
+        """
         for _ in range(_TRIES):
             before = self._stamp
             value = self._load()
@@ -149,7 +151,7 @@ class WatchedFiles(Generic[T]):
 
 
 def _stamp(path: str) -> tuple[int, ...] | None:
-    """A value that changes when a file is written or replaced; None: it does not exist."""
+    """Return a value that changes when a file is written or replaced; None if it is missing."""
     try:
         status = os.stat(path)
     except OSError:
@@ -164,10 +166,10 @@ def _stamp(path: str) -> tuple[int, ...] | None:
 
 
 def read(option: str, path: str, most_bytes: int | None = None) -> bytes:
-    """A file's content, of which no more than `most_bytes` are read.
+    """Return a file's content, reading only slightly beyond `most_bytes` if it is longer.
 
     Raises:
-        ConfigError: it cannot be read, or is longer; the message names the option.
+        ConfigError: the file cannot be read, or is longer. The message names the option.
     """
     try:
         with Path(path).open("rb") as file:

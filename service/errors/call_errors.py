@@ -1,5 +1,5 @@
-"""Errors of a call: a wrong message or field, or a wrong moment. `status_table` maps these classes
-to gRPC codes.
+"""Errors of a call: a wrong message or field, or a call at the wrong time. `status_table` maps
+these classes to gRPC codes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from engine.contract.errors import EngineUnavailableError, HeadraceError
 
 
 class NotReadyError(EngineUnavailableError):
-    """The server accepts no requests now.
+    """The server currently accepts no requests.
 
     `reason`: LOADING, DRAINING, ENGINE_RESTARTING or ENGINE_STOPPED.
     """
@@ -22,7 +22,7 @@ class NotReadyError(EngineUnavailableError):
 
 class FieldError(HeadraceError):
     """A field of a message is wrong. `path`: its path in the message; see `convert.fields` for
-    parts of messages.
+    nested messages.
     """
 
     def __init__(self, path: str, description: str) -> None:
@@ -38,8 +38,8 @@ class UnsupportedFieldError(FieldError):
 class CapabilityMissingError(HeadraceError):
     """A message requires a capability that this server does not have.
 
-    `available`: the capabilities it has; `why`: why it lacks this one, and what to do; empty if
-    that is not known.
+    `available`: the capabilities that it has. `why`: why it lacks this one, and what to do; empty
+    if that is not known.
     """
 
     def __init__(self, capability: str, available: Iterable[str], why: str) -> None:
@@ -55,8 +55,8 @@ class ModelNotFoundError(HeadraceError):
     """A request is for a model that this server does not have.
 
     Attributes:
-        model: the name that it gives.
-        served: the names of the one that is here.
+        model: the requested name.
+        served: the names of the served model.
     """
 
     def __init__(self, field: str, model: str, served: Sequence[str]) -> None:
@@ -69,7 +69,7 @@ class ModelNotFoundError(HeadraceError):
 
 
 class NoTokenizerError(HeadraceError):
-    """A call needs the model's tokenizer, and there is none."""
+    """A call needs the model's tokenizer, but the model has none."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -79,14 +79,16 @@ class NoTokenizerError(HeadraceError):
 
 
 class MethodNotServedError(HeadraceError):
-    """A method of a protocol that this server serves in part. `why`: the reason, or what to use."""
+    """A method of a protocol that this server serves only partly. `why`: the reason, or what to
+    use.
+    """
 
     def __init__(self, service: str, method: str, why: str) -> None:
         super().__init__(f"{service}/{method} is not served here: {why}")
 
 
 class WrongInstanceError(HeadraceError):
-    """A call names another server process as the one that has the request.
+    """A call names another server process as the owner of the request.
 
     Attributes:
         owner: the named process.
@@ -103,8 +105,8 @@ class WrongInstanceError(HeadraceError):
 
 
 class AnswerTooLargeError(HeadraceError):
-    """An answer that cannot be divided is larger than a message may be. Sizes in bytes; `remedy`:
-    how to get it all the same.
+    """An answer that cannot be divided is larger than a message may be. Sizes are in bytes.
+    `remedy`: how to get the answer in another way.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class AnswerTooLargeError(HeadraceError):
 
 
 class MessageTooLargeError(HeadraceError):
-    """A message is larger than the server accepts. Sizes in bytes."""
+    """A message is larger than the server accepts. Sizes are in bytes."""
 
     def __init__(self, size: int, limit: int) -> None:
         super().__init__(
@@ -132,7 +134,7 @@ class MessageTooLargeError(HeadraceError):
 
 
 class MessageTimeoutError(HeadraceError):
-    """A call's message has not arrived in time."""
+    """A call's message did not arrive in time."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(
@@ -141,14 +143,14 @@ class MessageTimeoutError(HeadraceError):
 
 
 class MessageMissingError(HeadraceError):
-    """A call has ended without its message."""
+    """A call ended without its message."""
 
     def __init__(self) -> None:
         super().__init__("the call has no message; it must have exactly one, which may be empty")
 
 
 class TooManyCallsError(HeadraceError):
-    """Too many calls wait for their message to be read."""
+    """Too many calls are waiting for their message to be read."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"{limit} calls of this kind wait to be read already; try again in 1 s")
@@ -167,7 +169,7 @@ class PreconditionError(HeadraceError):
 
 
 class UnknownCallerError(HeadraceError):
-    """The caller sent no credentials, or wrong ones. `reason`: for programs."""
+    """The caller sent no credentials, or wrong ones. `reason`: machine-readable."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -175,7 +177,7 @@ class UnknownCallerError(HeadraceError):
 
 
 class NotGrantedError(HeadraceError):
-    """The caller is known but may not do this. `reason`: for programs."""
+    """The caller is known but may not do this. `reason`: machine-readable."""
 
     def __init__(self, message: str, reason: str = "SERVICE_NOT_GRANTED") -> None:
         super().__init__(message)
@@ -187,15 +189,15 @@ class CallerNameError(HeadraceError):
 
 
 class LimitReachedError(HeadraceError):
-    """A limit is reached: that of all callers, that of an identity, or a caller's share of it.
+    """A limit is reached: the limit of all callers, that of an identity, or a caller's share.
 
     Attributes:
-        reason: for programs.
+        reason: the machine-readable reason.
         option, limit: the limit's name and value.
-        present: how much is in use now.
+        present: the amount in use now.
         retry_after_s: when to try again, in seconds.
-        held, share: how much the caller has, and its share while others want theirs; None: the
-            caller's share is not the reason.
+        held, share: the amount that the caller has, and its share while others want theirs. None if
+            the caller's share is not the reason.
     """
 
     def __init__(

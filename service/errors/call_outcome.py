@@ -1,4 +1,4 @@
-"""How a call ends: what those are told who count, log and trace calls."""
+"""How a call ends, as reported to the code that counts, logs and traces calls."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ SERVER_FAULTS: Final = frozenset(
 
 @dataclass(slots=True, eq=False)
 class CallOutcome:
-    """How a call ends. It does not hold the call: tasks that outlive the call hold this.
+    """How a call ends. It has no reference to the call, so tasks that outlive the call can keep it.
 
     Attributes:
-        began, deadline: monotonic seconds; None: it has no deadline.
-        code: what the handler ended it with; None: it has not ended it.
+        began, deadline: monotonic seconds. `deadline` is None if the call has none.
+        code: the code with which the handler ended the call, or None if it has not.
         kept: the handler's exception, if it was caught before `Recovery`, which treats it as if it
             had been raised there.
     """
@@ -46,12 +46,12 @@ class CallOutcome:
     kept: Exception | None = None
 
     def aborted(self, context: Any) -> None:
-        """Note that the handler ended it through its context, or found that it had ended."""
+        """Record that the handler ended the call through its context, or found it ended."""
         code = context.code()
         self.code = code if isinstance(code, grpc.StatusCode) else code_of_number(code)
 
     def raise_kept(self) -> None:
-        """Raise the kept exception, if there is one, and keep it no longer."""
+        """Raise the kept exception, if there is one, and stop keeping it."""
         error, self.kept = self.kept, None
         try:
             if error is not None:
@@ -60,7 +60,7 @@ class CallOutcome:
             del error  # it would keep itself alive by this frame
 
     def code_at_end(self) -> grpc.StatusCode:
-        """The code, once it has ended."""
+        """Return the code, once the call has ended."""
         if self.code is not None:
             return self.code
         if self.deadline is not None and time.monotonic() >= self.deadline:
@@ -68,14 +68,14 @@ class CallOutcome:
         return grpc.StatusCode.CANCELLED
 
     def seconds(self) -> float:
-        """How long it has taken."""
+        """Return how long the call has taken."""
         return time.monotonic() - self.began
 
 
 current_call: ContextVar[CallOutcome] = ContextVar("call")
-"""The call of this task."""
+"""The current task's call."""
 
 Watcher = Callable[[str, Any], Callable[[CallOutcome], None] | None]
-"""Called in a new call's task with its method and context; returns what is called at its end, if
-anything.
+"""Called in a new call's task with its method and context. Returns a function to call at the end of
+the call, or None.
 """

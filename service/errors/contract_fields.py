@@ -3,9 +3,9 @@
     engine    InvalidRequestError("cache_salt", …) ──▶ FieldError("add.spec.cache.salt", …)
     convert   FieldError("truncation.side", …) ──────▶ FieldError("add.spec.truncation.side", …)
 
-The engine uses its own field names; `CONTRACT_FIELDS`, and nothing else, maps them to the
-contract's. Errors of this package have the path in the message that was read; the caller adds the
-path of that message if it is a part of another.
+The engine uses its own field names. Only `CONTRACT_FIELDS` maps them to the contract's. Errors of
+the service have the path in the message that was read. The caller prefixes the path of that message
+if it is nested in another.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ CONTRACT_FIELDS: Mapping[str, str] = {
     "template_arguments": "chat.template_arguments_json",
     "continue_final_message": "chat.continue_final_message",
 }
-"""For prefixes of the engine's field paths, the contract's. The rest of a path (an index, a field
-with the same name) stays.
+"""The contract's field path for each prefix of the engine's field paths. The rest of a path (an
+index, or a field with the same name) is unchanged.
 """
 
 NamedError = FieldError | InvalidRequestError | UnsupportedFeatureError
@@ -51,8 +51,8 @@ NamedError = FieldError | InvalidRequestError | UnsupportedFeatureError
 
 
 def contract_path(field: str) -> str:
-    """The contract's path for a field of the engine. A field that the contract lacks is returned
-    unchanged; no caller can have set it.
+    """Return the contract's path for a field of the engine. A field that the contract lacks is
+    returned unchanged; no caller can have set it.
     """
     names = field.split("[")[0].split(".")
     for count in range(len(names), 0, -1):
@@ -63,9 +63,7 @@ def contract_path(field: str) -> str:
 
 
 def field_error(error: NamedError, prefix: str = "") -> FieldError:
-    """Convert an error to one with the contract's field path. `prefix` is put in front of the
-    path.
-    """
+    """Convert an error to one with the contract's field path, prefixed with `prefix`."""
     match error:
         case UnsupportedFieldError():
             return UnsupportedFieldError(prefix + error.path, error.description)

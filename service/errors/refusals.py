@@ -1,7 +1,7 @@
-"""Counts what was refused, by reason: calls that ended with an error, and commands of sessions.
+"""Counts refusals by reason: calls that ended with an error, and commands of sessions.
 
-Whoever turns an error into an answer counts it here, and whoever tells operators (metrics, the log)
-reads it. The keys are bounded: methods are those that the server has, and reasons are constants of
+The code that turns an error into an answer counts it here. The metrics and the log read the counts.
+The number of keys is bounded: methods are those that the server has, and reasons are constants of
 this code (`status_table`).
 """
 
@@ -18,7 +18,7 @@ class RefusalKind(NamedTuple):
 
     Attributes:
         method: the RPC, such as headrace.v1.GenerationService/Generate.
-        reason: ErrorInfo's.
+        reason: the reason in ErrorInfo.
         code: the name of the gRPC code.
     """
 
@@ -28,7 +28,7 @@ class RefusalKind(NamedTuple):
 
 
 class Refusals:
-    """See the module. Counted on the event loop, read from any thread."""
+    """Counts refusals; see the module. Counted on the event loop, read from any thread."""
 
     def __init__(self) -> None:
         self._counts: Counter[RefusalKind] = Counter()
@@ -39,10 +39,10 @@ class Refusals:
             self._counts[RefusalKind(method, reason_of(error), code_of(error).name)] += 1
 
     def counts(self) -> dict[RefusalKind, int]:
-        """How many of each there were since the start."""
+        """Return the number of refusals of each kind since the start."""
         return self._counts.copy()
 
     @property
     def total(self) -> int:
-        """How many there were since the start."""
+        """Return the number of refusals since the start."""
         return sum(self._counts.copy().values())

@@ -9,11 +9,11 @@ from engine.contract.outputs import RequestFailure
 from service.errors.call_errors import LimitReachedError
 
 _RETRY_S = 1.0
-"""The retry delay when a request's end must be waited for, which may come at any time."""
+"""The retry delay for waiting until a request ends, which may happen at any time."""
 
 
 class OtherContentError(DuplicateRequestError):
-    """The id belongs to a request of another call: its content or its kind differs."""
+    """The id belongs to a request of a different call: its content or its kind differs."""
 
     def __init__(self, request_id: str) -> None:
         HeadraceError.__init__(
@@ -26,7 +26,7 @@ class OtherContentError(DuplicateRequestError):
 
 
 class TooManyWaitError(LimitReachedError):
-    """Too many calls wait for a request."""
+    """Too many calls are waiting for a request."""
 
     def __init__(self, request_id: str, limit: int) -> None:
         super().__init__(
@@ -41,7 +41,7 @@ class TooManyWaitError(LimitReachedError):
 
 
 class ResultDroppedError(RequestNotFoundError):
-    """A request's result was kept, and no longer is. `why`: the reason."""
+    """A request's result is no longer kept. `why`: the reason."""
 
     def __init__(self, request_id: str, why: str) -> None:
         HeadraceError.__init__(
@@ -66,7 +66,7 @@ class ResultGoneError(HeadraceError):
 
 
 class ResultsNotReadError(HeadraceError):
-    """A stream's client read nothing for so long that the results were dropped."""
+    """A stream's client read nothing for so long that its results were dropped."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -77,7 +77,7 @@ class ResultsNotReadError(HeadraceError):
 
 class OutputNotReadError(HeadraceError):
     """A request was ended because its output was not read. `max_hold_s`: how long it was held
-    before; None: the policy is to end it at once.
+    before, or None if the policy is to end it immediately.
     """
 
     def __init__(self, unread_tokens: int, max_hold_s: float | None) -> None:
@@ -91,8 +91,9 @@ class OutputNotReadError(HeadraceError):
 
 
 class ResultsFullError(LimitReachedError):
-    """A request whose whole result must have room was ended, because unread results left none for
-    the rest of it. `cause`: which limit is reached. `tokens`: how many it has.
+    """A request whose whole result must fit in memory was ended, because unread results left no
+    room for the rest of it. `cause`: the limit that is reached. `tokens`: the number of tokens it
+    has.
     """
 
     def __init__(self, cause: LimitReachedError, tokens: int) -> None:

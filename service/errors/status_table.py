@@ -1,13 +1,13 @@
 """Every error that a caller may see: one table from exception classes to gRPC codes and google.rpc
 details.
 
-`to_status` makes the google.rpc.Status of any exception; RPCs send it as their status
+`to_status` makes the google.rpc.Status of any exception. RPCs send it as their status
 (`interceptors.Recovery`), and sessions in-band. The message and the details say what to change. An
 exception that is not in the table is a defect of the server: it is logged with an error id, and the
 caller gets INTERNAL with only that id.
 
-Text from callers is cut, so that the details stay below 4 KiB: with more than 8 KiB of trailers,
-clients see RESOURCE_EXHAUSTED instead of the real code.
+Text from callers is truncated, so that the details stay below 4 KiB. With more than 8 KiB of
+trailers, clients see RESOURCE_EXHAUSTED instead of the real code.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ def _as(
     reason: str = "",
     tell: Callable[[Any], Mapping[str, str]] = lambda _error: {},
 ) -> Callable[[Any], _Public]:
-    """Make a row for an error whose message is public as it is. `reason`: empty if the error has
-    its own; `tell`: returns further metadata for programs. If the error has a retry delay, it is
-    sent too.
+    """Make a row for an error whose message is made public unchanged. `reason`: empty to use the
+    error's `reason`. `tell`: returns further machine-readable metadata. If the error has a retry
+    delay, it is sent too.
     """
 
     def describe(error: Any) -> _Public:
@@ -142,12 +142,12 @@ def _events(error: ResultGoneError) -> dict[str, str]:
 
 
 def _limit(option: str, limit: int, present: int) -> dict[str, str]:
-    """The ErrorInfo metadata of a limit: its name, its value, and how much is in use."""
+    """Return the ErrorInfo metadata of a limit: its name, its value, and the amount in use."""
     return {"limit": option, option: str(limit), "present": str(present)}
 
 
 def _share(error: LimitReachedError | QueueFullError) -> dict[str, str]:
-    """The metadata of a caller's share of a limit, if the share is the reason."""
+    """Return the metadata of a caller's share of a limit, if the share is the reason."""
     if error.share is None:
         return {}
     return {"share": str(error.share), "held": str(error.held)}
@@ -281,22 +281,22 @@ _TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
 
 
 def to_status(error: BaseException) -> status_pb2.Status:
-    """The public status of an exception; a defect of the server is also logged."""
+    """Return the public status of an exception. A defect of the server is also logged."""
     return _to_message(_public(error))
 
 
 def failure_status(failure: RequestFailure) -> status_pb2.Status:
-    """The status of an accepted request that failed."""
+    """Return the status of an accepted request that failed."""
     return _to_message(_of_failure(failure))
 
 
 async def abort(context: Any, status: status_pb2.Status) -> None:
-    """End an RPC with a status and its details; always raises."""
+    """End an RPC with a status and its details. Always raises."""
     await context.abort(status_code(status), status.message, trailers(status))
 
 
 def code_of(error: BaseException) -> grpc.StatusCode:
-    """The gRPC code of an exception, without logging it."""
+    """Return the gRPC code of an exception, without logging it."""
     for kind, describe in _TABLE:
         if isinstance(error, kind):
             return describe(error).code
@@ -304,7 +304,7 @@ def code_of(error: BaseException) -> grpc.StatusCode:
 
 
 def reason_of(error: BaseException) -> str:
-    """ErrorInfo's reason for an exception, without logging it."""
+    """Return the ErrorInfo reason for an exception, without logging it."""
     for kind, describe in _TABLE:
         if isinstance(error, kind):
             return describe(error).reason
@@ -312,8 +312,8 @@ def reason_of(error: BaseException) -> str:
 
 
 def trailers(status: status_pb2.Status) -> tuple[tuple[str, str | bytes], ...]:
-    """The trailing metadata with a status, and with the retry delay where clients' retry policies
-    look for it.
+    """Return the trailing metadata with a status, and with the retry delay where clients' retry
+    policies look for it.
     """
     metadata: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status.SerializeToString())]
     if status.code == _number(_Code.RESOURCE_EXHAUSTED):
@@ -325,12 +325,12 @@ def trailers(status: status_pb2.Status) -> tuple[tuple[str, str | bytes], ...]:
 
 
 def status_code(status: status_pb2.Status) -> grpc.StatusCode:
-    """The gRPC code of a status."""
+    """Return the gRPC code of a status."""
     return _CODES[status.code]
 
 
 def code_of_number(number: int | None) -> grpc.StatusCode | None:
-    """The gRPC code with a number; None: there is none, or it means that all went well so far."""
+    """Return the gRPC code with a number, or None if there is none or it is 0 (no error)."""
     return _CODES.get(number) if number else None
 
 
@@ -377,7 +377,7 @@ def _add(status: status_pb2.Status, detail: Message) -> None:
 
 
 def _cut(text: str, limit: int) -> str:
-    """The text, cut to at most `limit` bytes of UTF-8 between characters."""
+    """Return the text, truncated between characters to at most `limit` bytes of UTF-8."""
     raw = text.encode("utf-8", "replace")
     if len(raw) <= limit:
         return raw.decode()
@@ -396,6 +396,6 @@ NOT_REFUSALS = (
     OutputNotReadError,
     ResultsFullError,
 )
-"""Errors of requests that had been accepted."""
+"""Errors of requests that had already been accepted."""
 
 _CODES = {_number(code): code for code in grpc.StatusCode}

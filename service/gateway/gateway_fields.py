@@ -1,4 +1,4 @@
-"""Translates field names in errors from our contract's to those of the gateway's protocol.
+"""Translates field names in errors from our contract to the gateway's protocol.
 
     FieldError("spec.sampling.top_p", …) ──▶ FieldError("sampling_params.top_p", …)
 
@@ -15,7 +15,7 @@ from service.errors.contract_fields import contract_path
 from service.errors.result_errors import AcceptedRequestFailedError
 
 SPEC = "spec"
-"""The path of the spec in the message of our contract."""
+"""The path of the spec in our contract's message."""
 _FIELDS: Mapping[str, str] = {
     "tokens.ids": "tokenized.input_ids",
     "text.text": "text",
@@ -28,11 +28,13 @@ _FIELDS: Mapping[str, str] = {
     "truncation.max_prompt_tokens": "sampling_params.truncate_prompt_tokens",
     "n": "sampling_params.n",
 }
-"""For prefixes of our contract's paths, the protocol's. The rest of a path stays."""
+"""Maps path prefixes in our contract to those in the protocol. The rest of a path is unchanged."""
 
 
 def gateway_path(path: str) -> str:
-    """The protocol's path for one of our contract; unchanged if the names are the same."""
+    """Return the protocol's path for a path in our contract; unchanged if the names are the
+    same.
+    """
     path = path.removeprefix(f"{SPEC}.")
     names = path.split("[")[0].split(".")
     for count in range(len(names), 0, -1):
@@ -44,7 +46,7 @@ def gateway_path(path: str) -> str:
 
 @contextmanager
 def named_for_gateway() -> Iterator[None]:
-    """Raise errors that name a field of our contract with the protocol's name for it."""
+    """Re-raise errors that name a field of our contract with the protocol's name for it."""
     try:
         yield
     except FieldError as error:

@@ -1,9 +1,9 @@
-"""Translates the gateway's `GenerateRequest` to a request of our own contract.
+"""Translates the gateway's `GenerateRequest` to a request in our own contract.
 
-What is left out keeps the model's own default, as in our contract: an absent temperature, and for
-fields that cannot be absent on this wire the value that means nothing (a top_p or a repetition
-penalty of 0). Everything else is checked where it always is (`service.convert`); here stand only
-the checks that must come before a list is copied, and those of fields that our contract lacks.
+As in our contract, an omitted field keeps the model's default. For fields that the protocol cannot
+leave absent, the meaningless value (0 for top_p or a repetition penalty) counts as omitted.
+`service.convert` checks everything as usual. This module only makes the checks that must come
+before a list is copied, and checks the fields that our contract lacks.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _NOT_HERE = (
 def generation(
     request: Any, max_context_tokens: int
 ) -> generation_service_pb2.GenerateStreamRequest:
-    """The same request in our contract.
+    """Convert a gateway request to our contract.
 
     Args:
         request: a `vllm.grpc.engine.GenerateRequest`.
-        max_context_tokens: the model's; no more token ids are copied.
+        max_context_tokens: the model's context length; at most this many token ids are copied.
 
     Raises:
-        FieldError: a field is wrong, or asks for something that is not supported; named as in the
-            gateway's protocol.
+        FieldError: a field is wrong or asks for something that is not supported. The error uses the
+            field's name in the gateway's protocol.
     """
     _refuse_unsupported(request)
     params = request.sampling_params
@@ -91,7 +91,7 @@ def _refuse_unsupported(request: Any) -> None:
 
 
 def _most_prompt_tokens(params: Any, max_context_tokens: int) -> int | None:
-    """How many of the prompt's last tokens are kept; None: all must fit."""
+    """Return how many of the prompt's last tokens to keep; None if the whole prompt must fit."""
     if not params.HasField("truncate_prompt_tokens"):
         return None
     most: int = params.truncate_prompt_tokens
@@ -184,6 +184,6 @@ def _set_output(request: Any, output: generation_pb2.OutputOptions) -> None:
 
 
 def _bound(field: str, listed: Sequence[object], most: int) -> None:
-    """Refuse a list that is too long, before it is copied."""
+    """Refuse a list that is too long before it is copied."""
     if len(listed) > most:
         raise FieldError(field, f"has {len(listed)} entries; at most {most} are allowed")

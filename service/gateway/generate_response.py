@@ -1,8 +1,8 @@
 """Translates a request's events to the gateway's `GenerateResponse`.
 
-A streamed request gets a chunk for each delta, with what is new, and for each choice a complete at
-its end. A request that is not streamed gets the completes alone. A complete has all token ids of
-its choice; of a streamed request, log-probabilities come with the chunks only.
+A streamed request gets a chunk with the new output for each delta, and a complete at the end of
+each choice. A request that is not streamed gets only the completes. A complete has all token ids of
+its choice. If the request is streamed, only the chunks have log-probabilities.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ TOO_LARGE = "set stream, which sends it in parts, or ask for less"
 
 
 class Answers:
-    """The responses of one request. It holds the completes as far as they are filled."""
+    """The responses of one request, including the completes built so far."""
 
     def __init__(self, request: Any, max_send_bytes: int) -> None:
-        """Start with nothing.
+        """Create the responses for a request.
 
         Args:
             request: the `GenerateRequest`; it is not kept.
@@ -51,7 +51,7 @@ class Answers:
         self._begun: set[int] = set()
 
     def of(self, taken: Iterable[tuple[int, list[events.NumberedEvent]]]) -> list[Any]:
-        """The responses for the events of one batch, in order.
+        """Return the responses for the events of one batch, in order.
 
         Raises:
             AnswerTooLargeError: a complete is larger than a message may be.
@@ -79,7 +79,7 @@ class Answers:
             self._input = _input_logprobs(event, self._prompt_candidates)
 
     def _take(self, event: events.Delta) -> Any:
-        """The chunk of a delta; None if the request is not streamed."""
+        """Record a delta and return its chunk; None if the request is not streamed."""
         complete = self._complete(event.choice)
         complete.output_ids.extend(event.token_ids)
         logprobs = None
@@ -145,7 +145,7 @@ def _output_logprobs(
 
 
 def _input_logprobs(event: events.PromptProcessed, candidates: int) -> Any:
-    """The prompt's; its first token has no context, so it has no probability."""
+    """Return the prompt's log-probabilities. The first token has no context, so it has none."""
     message = pb.InputLogProbs(token_ids=event.token_ids)
     message.token_logprobs.add()
     if candidates:

@@ -1,9 +1,9 @@
-"""Answers `vllm.grpc.engine.VllmEngine`; see the package.
+"""Implements `vllm.grpc.engine.VllmEngine`; see the package.
 
-What a gateway (smg 1.13) calls: HealthCheck at every interval of its own; GetModelInfo,
-GetServerInfo and GetTokenizer once, when it gets to know the server; GetLoads every few seconds;
-Generate for each request, and Abort where it lets go of a stream. Abort and the loss of the call
-may both come, in either order.
+A gateway (smg 1.13) calls HealthCheck at an interval of its choice; GetModelInfo, GetServerInfo and
+GetTokenizer once, when it registers the server; GetLoads every few seconds; Generate for each
+request; and Abort when it drops a stream. Abort and the cancellation of the call may both arrive,
+in either order.
 """
 
 from __future__ import annotations
@@ -39,25 +39,26 @@ from service.state import FrontEnd, current_front
 NAME: str = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 MAX_ABORT_IDS = 1024
 NO_TOKENIZER_PATH = "/dev/null"
-"""Where a gateway is told to look for the tokenizer first. smg takes it for a path and, where there
-is nothing, for a name on the Hugging Face hub (the model's name if it is empty). So it would use
-the tokenizer of whatever model has that name there. Here it finds none, and calls GetTokenizer.
+"""The tokenizer path reported to gateways, which look there first. smg treats it as a path. If
+nothing exists there, smg treats it as a name on the Hugging Face hub (the model's name if it is
+empty), and could load the tokenizer of an unrelated model. With this value it finds none, and calls
+GetTokenizer.
 """
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""The parameters whose defaults a gateway is told."""
+"""The parameters whose defaults are reported to gateways."""
 
 
 def add_gateway(server: grpc.aio.Server, control: Control) -> str:
-    """Serve VllmEngine too; returns the service's name."""
+    """Add VllmEngine to the server and return the service's name."""
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(control), server)
     return NAME
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]  # untyped
-    """See the module."""
+    """The implementation of VllmEngine; see the module."""
 
     def __init__(self, control: Control) -> None:
-        """`control`: tells the server's figures."""
+        """Create the servicer. `control` provides the server's metrics."""
         self._control = control
         self._archive = TokenizerArchive()
         self._throughput = Throughput()
@@ -66,7 +67,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     # Requests
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        """Run one request: chunks and completes, or completes alone."""
+        """Run one request and send chunks and completes, or only completes."""
         front, permit = current_front.get(), current_permit.get()
         registry = front.registry
         with named_for_gateway():
@@ -91,7 +92,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             registry.lost(stream)
 
     async def Abort(self, request: Any, context: Any) -> Any:
-        """End requests by their ids; ids of none are ignored."""
+        """Cancel requests by their ids; unknown ids are ignored."""
         registry, identity = current_front.get().registry, current_permit.get().caller.identity
         ids = request.request_ids
         if len(ids) > MAX_ABORT_IDS:
@@ -105,11 +106,13 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     # About the server
 
     async def HealthCheck(self, request: Any, context: Any) -> Any:
-        """Healthy: in every other phase the call was refused before, with the reason."""
+        """Report that the server is healthy. In any other phase the call is refused before it gets
+        here.
+        """
         return pb.HealthCheckResponse(healthy=True, message="serving")
 
     async def GetModelInfo(self, request: Any, context: Any) -> Any:
-        """Describe the model. Its paths on this machine are not told."""
+        """Describe the model. Its paths on this machine are not disclosed."""
         front = current_front.get()
         info, name = front.info, front.card.name
         sampling = info.default_sampling
@@ -144,7 +147,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         )
 
     async def GetLoads(self, request: Any, context: Any) -> Any:
-        """The engine's load; of one rank, and in one section, whatever is asked for."""
+        """Return the engine's load, always for one rank and in one section."""
         front, snapshot = current_front.get(), await self._snapshot()
         if snapshot.engine is None:
             raise EngineUnavailableError("the engine did not tell its load in time; ask again")
@@ -158,7 +161,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         )
 
     async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        """Send the tokenizer's files as a zip archive, in parts."""
+        """Send the tokenizer's files as a zip archive, in chunks."""
         front = current_front.get()
         if front.encoder is None:
             raise NoTokenizerError
@@ -167,7 +170,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             yield common_pb2.GetTokenizerChunk(data=data, sha256=sha256)
 
     async def _snapshot(self) -> Snapshot:
-        """The figures now. Callers of one moment share the question to the engine."""
+        """Return the current metrics. Concurrent callers share one query to the engine."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._control.snapshot())
         return await join(self._asking)
@@ -200,7 +203,9 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 
 
 def _special(front: FrontEnd, name: str) -> int:
-    """The id of a special token; 0 if there is none, for which the protocol has no other word."""
+    """Return the id of a special token. Return 0 if there is none, because the protocol cannot
+    express that.
+    """
     if front.encoder is None:
         return 0
     tokenizer = front.encoder.tokenizer

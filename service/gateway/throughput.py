@@ -1,25 +1,25 @@
-"""How many tokens a second the engine generates, from its counter at the times it was read."""
+"""Computes the engine's token throughput from readings of its counter."""
 
 from __future__ import annotations
 
 WINDOW_S = 2.0
-"""The shortest time that is averaged over."""
+"""The shortest time to average over."""
 
 
 class Throughput:
-    """Tokens a second since the reading before, or over `WINDOW_S` if readings come faster."""
+    """Tokens per second since the previous reading, or over `WINDOW_S` if readings come faster."""
 
     def __init__(self) -> None:
         self._start: tuple[float, int] | None = None
         self._rate = 0.0
 
     def of(self, moment: float, tokens: int) -> float:
-        """The rate at a moment.
+        """Return the throughput at a given time.
 
         Args:
             moment: monotonic seconds.
-            tokens: how many were generated since the engine's start; less than before if it was
-                started again.
+            tokens: how many tokens were generated since the engine started. A smaller number than
+                before means that the engine was restarted.
         """
         if self._start is None or tokens < self._start[1]:
             self._start = (moment, tokens)

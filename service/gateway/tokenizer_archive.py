@@ -1,7 +1,7 @@
-"""The tokenizer's files in one zip archive, from which a gateway makes the same tokenizer.
+"""Packs the tokenizer's files in one zip archive, from which a gateway builds the same tokenizer.
 
-The archive depends on the files alone (their times are left out), so that servers of one model give
-the same one, whose digest gateways compare.
+The archive depends only on the files' contents, not on their times. Servers of the same model
+therefore produce the same archive, whose digest gateways compare.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from service.delivery.joining import join
 
 CHUNK_BYTES = 64 << 10
-"""How much of the archive one message carries."""
+"""How many bytes of the archive one message carries."""
 _NAMES = frozenset(
     {
         "added_tokens.json",
@@ -43,8 +43,8 @@ class Archive:
     sha256: str
 
     def chunks(self) -> Iterator[tuple[bytes, str]]:
-        """The archive's parts in order; the last one comes with the digest, the others with an
-        empty text.
+        """Yield the archive's chunks in order. The last one comes with the digest, the others with
+        an empty string.
         """
         for start in range(0, len(self.data), CHUNK_BYTES):
             part = self.data[start : start + CHUNK_BYTES]
@@ -52,8 +52,8 @@ class Archive:
 
 
 def make_archive(folder: Path) -> Archive:
-    """Pack the tokenizer's files, and the model's configurations, of a model's folder. Takes a
-    second for each 30 MB or so.
+    """Pack the tokenizer's files and the model's configuration files from a model's folder. This
+    takes about a second per 30 MB.
     """
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
@@ -67,14 +67,16 @@ def make_archive(folder: Path) -> Archive:
 
 
 class TokenizerArchive:
-    """Packs a folder's files once, in a thread, when the archive is first wanted, and keeps it."""
+    """Packs a folder's files in a thread when the archive is first needed, and caches the
+    result.
+    """
 
     def __init__(self) -> None:
         self._folder: Path | None = None
         self._packing: asyncio.Task[Archive] | None = None
 
     async def of(self, folder: Path) -> Archive:
-        """The archive of a model's folder.
+        """Return the archive of a model's folder.
 
         Raises:
             OSError: a file cannot be read; the next call tries again.

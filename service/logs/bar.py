@@ -1,4 +1,4 @@
-"""How a person sees bytes come: on a terminal in one line that is drawn again, elsewhere by a line
+"""Shows the progress of a download. On a terminal one line is redrawn; otherwise a line is printed
 every few seconds (`engine.contract.startup`).
 """
 
@@ -19,24 +19,30 @@ def sink_for(
     draw: Callable[[str], None],
     columns: Callable[[], int],
 ) -> Callable[[str], None]:
-    """A sink of progress.
+    """Return a sink for progress messages.
 
     Args:
         say: prints a line.
-        is_terminal: whether `draw` works.
-        draw: writes without an end of the line.
-        columns: how wide the terminal is now.
+        is_terminal: whether `draw` can be used.
+        draw: writes text without a newline.
+        columns: returns the current width of the terminal.
     """
     return TransferBar(say, draw, columns) if is_terminal else Paced(say)
 
 
 class TransferBar:
-    """A sink that draws `Transfer`s in one place. Used by one thread."""
+    """A sink that redraws `Transfer`s on one line. Not thread-safe."""
 
     def __init__(
         self, say: Callable[[str], None], draw: Callable[[str], None], columns: Callable[[], int]
     ) -> None:
-        """`say` takes lines, `draw` what stays on a line; `columns`: the terminal's width now."""
+        """Create the bar.
+
+        Args:
+            say: prints a line.
+            draw: writes text without a newline.
+            columns: returns the current width of the terminal.
+        """
         self._say = say
         self._draw = draw
         self._columns = columns
@@ -56,7 +62,7 @@ class TransferBar:
 
 
 def columns_of(fd: int) -> int:
-    """How many columns the terminal of a file descriptor has."""
+    """Return how many columns the terminal of a file descriptor has."""
     try:
         return os.get_terminal_size(fd).columns or _USUAL_COLUMNS
     except OSError:

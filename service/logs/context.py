@@ -1,5 +1,5 @@
-"""What a log record belongs to: set by whoever begins a call or a request, in its task; read when a
-record of that task is formatted.
+"""The call or request that a log record belongs to. The code that begins a call or a request sets
+it in its task; it is read when a record of that task is formatted.
 """
 
 from __future__ import annotations
@@ -7,6 +7,6 @@ from __future__ import annotations
 from contextvars import ContextVar
 
 current_trace: ContextVar[tuple[str, str]] = ContextVar("trace", default=("", ""))
-"""The ids of the trace and of the span, in hexadecimal; empty: there is none."""
+"""The ids of the trace and the span, in hexadecimal; empty if there is no trace."""
 current_request: ContextVar[str] = ContextVar("request", default="")
-"""The id of the request that is being started; empty: none is."""
+"""The id of the request that is being started; empty if there is none."""

@@ -1,8 +1,8 @@
-"""The formats of the output: for people ("console"), or as one JSON object per line.
+"""The output formats: plain text for people ("console"), or one JSON object per line.
 
-Text from callers cannot look like a separate line, control a terminal, or exceed the limits of
+Text from callers cannot imitate a separate line, control a terminal, or exceed the limits of
 `engine.logs.records`. Records of gRPC and asyncio about a call may contain data that the caller
-sent, even tokens; of these, only the kind of event and its place are logged.
+sent, including credentials. For these, only the kind of event and its source location are logged.
 """
 
 from __future__ import annotations
@@ -36,27 +36,28 @@ LOG_FORMATS = ("console", "json")
 
 
 class Form(Protocol):
-    """Makes lines."""
+    """Formats output as lines."""
 
     def said(self, text: str) -> str:
-        """Format text of the server itself; it may have several lines."""
+        """Format the server's own text, which may have several lines."""
 
     def record(self, record: logging.LogRecord, skipped: int) -> str:
         """Format a log record.
 
         Args:
             record: the record.
-            skipped: how many like it were left out before it.
+            skipped: how many similar records were left out before it.
         """
 
 
 class Console:
-    """`time LEVEL logger: message`, with the process before the logger if it is not the server's;
-    then ` [request=… trace=…]` if the record belongs to one; a traceback follows, indented.
+    """`time LEVEL logger: message`, with the process before the logger if it is not the server's.
+    If the record belongs to a request, ` [request=… trace=…]` follows. A traceback comes last,
+    indented.
     """
 
     def said(self, text: str) -> str:
-        """Format text of the server itself."""
+        """Format the server's own text."""
         return "\n".join(line.translate(_STEERS) for line in text.split("\n"))
 
     def record(self, record: logging.LogRecord, skipped: int) -> str:
@@ -73,12 +74,12 @@ class Console:
 
 
 class Json:
-    """One object a line: time (UTC), level, process, logger, message; if there are some, the ids of
-    the request, trace and span, and a traceback.
+    """One JSON object per line: time (UTC), level, process, logger and message, with the ids of the
+    request, trace and span and a traceback if there are any.
     """
 
     def said(self, text: str) -> str:
-        """Format text of the server itself."""
+        """Format the server's own text."""
         return _object(time.time(), "info", "server", "headrace-server", text)
 
     def record(self, record: logging.LogRecord, skipped: int) -> str:
@@ -95,7 +96,7 @@ class Json:
 
 
 def form(name: str) -> Form:
-    """The format with this name, one of LOG_FORMATS."""
+    """Return the format with this name, which is one of LOG_FORMATS."""
     return Json() if name == "json" else Console()
 
 
@@ -123,8 +124,8 @@ def _object(
 
 
 def _ids(record: logging.LogRecord) -> dict[str, str]:
-    """The ids of what a record belongs to: its own `request_id`, if it was given one, else what its
-    task works for. Records of the engine's process belong to nothing here.
+    """Return the ids of what a record belongs to: its own `request_id` if it has one, otherwise the
+    request of its task. Records of the engine's process have none.
     """
     if _process(record):
         return {}
@@ -166,8 +167,8 @@ def _tells_values(record: logging.LogRecord) -> bool:
 
 
 def _fact(record: logging.LogRecord) -> str:
-    """A message without the values in it, which are arguments or, with asyncio, follow the first
-    line, a colon or a bracket.
+    """Return a message without its values. These are the arguments or, in asyncio's messages, what
+    follows the first newline, colon or bracket.
     """
     if record.args:
         return _DIRECTIVE.sub("…", str(record.msg))

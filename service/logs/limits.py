@@ -1,11 +1,10 @@
-"""Limits what is logged, and how often: clients that can cause a line must not be able to fill a
-disk, or to crowd out other lines.
+"""Limits what is logged and how often, so that clients cannot fill a disk or crowd out other lines.
 
-That a caller has gone is no line. gRPC reports as an error, with a traceback, that it could not
-send to one whose going it notices a moment later.
+A client that disconnects is not logged. When gRPC fails to send to a client that has just
+disconnected, it logs an error with a traceback, which is dropped.
 
-Each place in the code that logs may log BURST lines at once and then one a second; the next line
-tells how many were left out. The debug level is exempt, because its users want everything.
+Each source location may log BURST lines in a burst, and then one per second. The next line reports
+how many were left out. Debug records are exempt because their users want everything.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _MAX_PLACES = 4096
 
 @dataclass(slots=True)
 class _Place:
-    """How much a place in the code may still log; `left` counts lines and grows with time."""
+    """The log budget of one source location; `left` counts lines and grows with time."""
 
     left: float
     as_of: float
@@ -30,16 +29,19 @@ class _Place:
 
 
 class LogLimits:
-    """Counts lines by the place that logs them. Not safe to use from several threads at once."""
+    """Counts lines by the source location that logs them. Not thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: monotonic seconds."""
+        """Create the limits. `clock` returns monotonic seconds."""
         self._clock = clock
         self._places: dict[tuple[str | None, str, int], _Place] = {}
 
     def admit(self, record: logging.LogRecord) -> int | None:
-        """Check whether a record may be logged. None: no; otherwise how many from the same place
-        were left out since the last one.
+        """Check whether a record may be logged.
+
+        Returns:
+            None if the record may not be logged. Otherwise, how many records from the same source
+            location were left out since the last one that was logged.
         """
         if record.levelno < logging.INFO:
             return 0
@@ -63,8 +65,8 @@ class LogLimits:
 
 
 def _tells_that_a_caller_has_gone(record: logging.LogRecord) -> bool:
-    """Whether gRPC tells of a batch of operations that failed: on a server's side that is so once
-    the call is over.
+    """Whether gRPC reports a failed batch of operations. On a server, this happens only after the
+    call is over.
     """
     kind = record.exc_info[0] if record.exc_info else None
     name = record.name.partition(".")[0]

@@ -1,4 +1,4 @@
-"""Redirects all output of the process until its end."""
+"""Redirects all output of the process until it ends."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from service.logs.limits import LogLimits
 
 _STDERR = 2
 _FLUSH_S = 1.0
-"""How long the process waits at its end for stderr to accept the remaining output."""
+"""How long the process waits at exit for stderr to accept the remaining output."""
 _LAST_WORDS_S = 0.2
 
 
 class Output:
-    """The output of the process: `say` and, from `__enter__` to `__exit__`, the root logger,
-    sys.stderr and file descriptor 2. None of it raises or waits.
+    """The output of the process: `say`, and from `__enter__` to `__exit__` the root logger,
+    sys.stderr and file descriptor 2. None of these raises or blocks.
 
     Attributes:
-        began: when this was made, in monotonic seconds: what a start took is counted from here.
+        began: when the object was created, in monotonic seconds. Start-up times are measured from
+            it.
     """
 
     def __init__(self, log_format: str, level: str, level_of: Sequence[str] = ()) -> None:
-        """Prepare.
+        """Prepare the output without redirecting anything yet.
 
         Args:
             log_format: one of LOG_FORMATS.
@@ -52,27 +53,27 @@ class Output:
         self._undo = ExitStack()
 
     def say(self, text: str) -> None:
-        """Print something for the user who started the process: one or several lines that belong
+        """Print a message for the user who started the process: one line, or several that belong
         together.
         """
         self._queue.put(self._form.said(text))
 
     def draw(self, text: str) -> None:
-        """Write on a terminal, without an end of the line. `text`: the server's own."""
+        """Write to a terminal without a newline. `text` must be the server's own."""
         self._queue.put(text, end="")
 
     @property
     def is_terminal(self) -> bool:
-        """Whether a person reads, to whom lines can be drawn again."""
+        """Whether the output is a terminal, where lines can be redrawn."""
         return isinstance(self._form, Console) and os.isatty(self._stderr)
 
     @property
     def columns(self) -> int:
-        """How many columns the terminal has."""
+        """Return how many columns the terminal has."""
         return columns_of(self._stderr)
 
     def __enter__(self) -> Output:
-        """Begin."""
+        """Start redirecting output."""
         root = logging.getLogger()
         handler = _Handler(self._queue, self._form)
         self._undo.callback(root.setLevel, root.level)
@@ -91,17 +92,19 @@ class Output:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End."""
+        """Stop redirecting output."""
         self.close()
 
     def close(self) -> None:
-        """Finish within about a second. Later output is still written if the process lives on."""
+        """Finish within about a second. Later output is still written if the process keeps
+        running.
+        """
         self._undo.close()
         self._queue.flush(_FLUSH_S)
 
     def _capture(self) -> None:
         """Replace stderr, to which native code writes, by our own pipe. Native code then never
-        waits, and its output is limited like all other.
+        blocks, and its output is limited like all other output.
         """
         reading, writing = open_pipe()
         os.dup2(writing, _STDERR)
@@ -136,7 +139,7 @@ class _Handler(logging.Handler):
         self._limits = LogLimits()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Put one in."""
+        """Put one record in the queue."""
         try:
             skipped = self._limits.admit(record)
             if skipped is not None:
@@ -152,8 +155,8 @@ def _log_foreign(line: str) -> None:
 
 
 def open_standard_files() -> None:
-    """Open those of the files 0, 1 and 2 that are closed at the start of the process: otherwise the
-    next opened file, such as a caller's connection, would be used as stderr.
+    """Open any of the files 0, 1 and 2 that are closed when the process starts. Otherwise the next
+    opened file, such as a caller's connection, would be used as stderr.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         os.set_inheritable(fd, True)

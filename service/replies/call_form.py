@@ -1,11 +1,11 @@
-"""How a format writes tool calls, so that a reply can be held to a choice of tools.
+"""How a format writes tool calls, so that a reply can be constrained to a choice of tools.
 
     tools, choice ──▶ CallGrammar ──▶ a structural tag (JSON) ──▶ the engine's grammar
 
-A form is texts alone: those around a call's arguments, and those around all calls. `structural_tag`
-makes of it the description that the engine compiles (`engine.structured`): its strings may have the
-text of special tokens, which then are these tokens. What it allows is what the format's parser
-reads as calls of these tools, with arguments that satisfy their schemas.
+A grammar here consists only of texts: those around a call's arguments and those around all calls.
+`structural_tag` converts them to the description that the engine compiles (`engine.structured`).
+Where a string there spells a special token, it means that token. The result allows exactly
+what the format's parser reads as calls of these tools, with arguments that satisfy their schemas.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 _JSON: Mapping[str, object] = MappingProxyType({"type": "json_schema"})
 _Node = dict[str, object]
-"""A part of a structural tag."""
+"""A node of a structural tag."""
 
 
 class ToolMode(enum.Enum):
@@ -31,7 +31,7 @@ class ToolMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolSchema:
-    """A tool that may be called, and what its arguments have to be.
+    """A tool that may be called.
 
     Attributes:
         name: its name.
@@ -47,20 +47,20 @@ class CallGrammar:
     """How a family of models writes calls.
 
     Attributes:
-        before, after: the texts around a tool's name; its arguments follow.
+        before, after: the texts around a tool's name; the arguments follow.
         end: the text after the arguments.
-        marks: the marks that begin a call or the list of calls, the one that this form writes
-            first. Where no call is meant they do not occur.
+        marks: the marks that begin a call or the list of calls, starting with the one that this
+            grammar writes. They do not occur where no call is intended.
         opening, closing: the texts around all calls of a reply.
-        separator: the text between two calls; None: a reply has one call.
-        content: what the arguments are: the content of a structural tag, without its schema.
-        plain: marks within arguments that are written as text: a model that has one of them as a
-            special token cannot be held.
-        name_in_json: whether the name stands in a JSON string.
-        bare: the bracket at the reply's beginning that tells calls without a mark; empty: they have
-            one.
+        separator: the text between two calls; None if a reply has at most one call.
+        content: the content of a structural tag for the arguments, without its schema.
+        plain: marks within arguments that are written as text. A model that has one of them as a
+            special token cannot be constrained.
+        name_in_json: whether the name is in a JSON string.
+        bare: the bracket at the beginning of a reply that indicates calls without a mark; empty if
+            calls have a mark.
         text: the text before an answer in words.
-        preamble: the texts around what may be said before a call, if there are any.
+        preamble: the texts around any words before a call; None if there cannot be any.
     """
 
     before: str
@@ -78,12 +78,12 @@ class CallGrammar:
     preamble: tuple[str, str] | None = None
 
     def written(self, name: str) -> str:
-        """A reply of one call without arguments, for a parser to read."""
+        """Return a reply with one call without arguments, for a parser to read."""
         arguments = "{}" if self.content is _JSON else ""
         return self.begun(name) + arguments + self.end + self.closing
 
     def begun(self, name: str) -> str:
-        """The beginning of such a reply, up to the arguments."""
+        """Return the beginning of such a reply, up to the arguments."""
         return self.opening + self._begin(name)
 
     def structural_tag(
@@ -94,13 +94,14 @@ class CallGrammar:
         parallel: bool,
         reasoning: str = "",
     ) -> str:
-        """The form of a reply.
+        """Return the structural tag of a reply, as JSON.
 
         Args:
-            mode: whether it calls tools.
-            tools: those that it may call; at least one, unless the mode is NONE.
+            mode: whether the reply calls tools.
+            tools: the tools that it may call; at least one, unless the mode is NONE.
             parallel: whether it may have several calls.
-            reasoning: the mark that opens reasoning, which may not stand in words; empty: none.
+            reasoning: the mark that opens reasoning, which may not occur in words; empty if there
+                is none.
         """
         barred = [*self.marks, reasoning] if reasoning else list(self.marks)
         parallel = parallel and self.separator is not None
@@ -127,7 +128,7 @@ class CallGrammar:
         }
 
     def _calls(self, tools: Sequence[ToolSchema], *, parallel: bool) -> _Node:
-        """One or several calls, and nothing else."""
+        """Return a node for one or several calls and nothing else."""
         calls: _Node = {
             "type": "tags_with_separator",
             "tags": [self._tag(tool) for tool in tools],
@@ -140,7 +141,7 @@ class CallGrammar:
         return {"type": "tag", "begin": self.opening, "content": calls, "end": self.closing}
 
     def _words(self, barred: list[str]) -> _Node:
-        """An answer in words, without these texts."""
+        """Return a node for an answer in words that contains none of the barred texts."""
         if self.bare:
             words: _Node = {"type": "grammar", "grammar": _no_bracket(self.bare, barred)}
         else:
@@ -175,7 +176,7 @@ class CallGrammar:
 
 
 def _no_bracket(bracket: str, barred: Sequence[str]) -> str:
-    """A grammar of text that does not begin with a bracket, and has none of these texts."""
+    """Return a grammar for text that does not begin with a bracket and contains no barred text."""
     texts = "|".join(map(_quoted, barred))
     words = rf"/[ \n\r\t]*([^\{bracket} \n\r\t](.|\n)*)?/"
     return f"start: WORDS\nWORDS: {words} & ~/(.|\\n)*({texts})(.|\\n)*/"

@@ -1,13 +1,13 @@
-"""What a format declares of its calls: in which texts they stand, and what is between these.
+"""Data structures that declare how a format writes calls: the texts around them and between them.
 
     JsonCalls     <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>, or a list of such
     NamedCalls    <function=f>{"a": 1}</function>
     TaggedCalls   <function=f><parameter=a>1</parameter></function>
     PythonCalls   [f(a=1)]
 
-Each is data, and reads the calls that it describes. A family of models is a row of such data
-(`families`); what a tokenizer declares becomes one, too (`response_template`). A closing text may
-be missing everywhere: what tells that a call is whole are its arguments.
+Each structure is data, and reads the calls that it describes. A family of models is a row of such
+data (`families`), and so is what a tokenizer declares (`response_template`). A closing text may
+always be missing: a call is complete when its arguments are.
 """
 
 from __future__ import annotations
@@ -48,16 +48,19 @@ class JsonCalls:
     """Calls that are JSON objects with a name and arguments, or a list of them.
 
     Attributes:
-        marks: each begins a call or a list; it may include the opening bracket.
-        closing: the texts that may end it.
-        first: what follows the mark: "{" an object, "[" a list, or either.
-        name: the member with the tool's name; empty: the only member's key is the name.
-        between: the characters that may stand between objects; None: there is one object.
-        fence: what stands between mark and JSON.
-        bare: whether there may be no mark: an object at the beginning of the reply, in a block of
-            code, or at the beginning of a line where a tool has that name; it needs arguments.
-        arguments: the member with the arguments, as it is written; both usual ones are read.
-        written: what is written around an object or a list; None: the first mark and closing text.
+        marks: each begins a call or a list; a mark may include the opening bracket.
+        closing: the texts that may end a call or a list.
+        first: what follows the mark: "{" for an object, "[" for a list, or both.
+        name: the member with the tool's name; if empty, the key of the only member is the name.
+        between: the characters that may separate objects; None if there is only one object.
+        fence: the text between the mark and the JSON.
+        bare: whether the mark may be missing. The object is then at the beginning of the reply, or,
+            if a tool has its name, in a code block or at the beginning of a line. It needs
+            arguments.
+        arguments: the name of the member with the arguments when writing; both usual names are
+            read.
+        written: the texts written around an object or a list; None for the first mark and closing
+            text.
     """
 
     marks: tuple[str, ...]
@@ -72,7 +75,7 @@ class JsonCalls:
 
     @property
     def forms(self) -> tuple[CallGrammar, ...]:
-        """The forms by which a grammar holds calls."""
+        """The grammars that constrain calls."""
         around = [(mark, "".join(self.closing[:1])) for mark in self.marks if mark[-1] != "["]
         return tuple(map(self._form, (self.written or around[0], *around[1:]), self.marks))
 
@@ -99,7 +102,7 @@ class JsonCalls:
 
     @property
     def readers(self) -> Mapping[str, ReadCall]:
-        """How to read what follows each mark that may stand in text."""
+        """How to read what follows each mark that may occur in text."""
         return {mark: self._read_items if mark.endswith("[") else self._read for mark in self.marks}
 
     @property
@@ -109,12 +112,12 @@ class JsonCalls:
 
     @property
     def bare_readers(self) -> Mapping[str, ReadCall]:
-        """How to read calls without a mark: see `marked`."""
+        """How to read calls without a mark; see `marked`."""
         return {"{": self._read_bare} if self.bare else {}
 
     @property
     def line_readers(self) -> Mapping[str, ReadCall]:
-        """How to read calls that begin a line: see `marked`."""
+        """How to read calls that begin a line; see `marked`."""
         return {_NAMED: self._read_line, _FENCE: self._read_block} if self.bare else {}
 
     def _read(self, reader: ReplyReader, out: PieceWriter, context: Context) -> Steps:
@@ -148,7 +151,7 @@ class JsonCalls:
         yield from reader.past(_FENCE)
 
     def _objects(self, reader: ReplyReader, out: PieceWriter, names: Set[str] | None) -> Steps:
-        """Read the objects that come next. `names`: those that tools may have; None: any."""
+        """Read the objects that come next. `names` are the allowed tool names; None allows any."""
         if "{" not in self.first:
             raise MalformedError
         while True:
@@ -173,17 +176,18 @@ class JsonCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedCalls:
-    """Calls that are a name and a JSON object of arguments, between texts.
+    """Calls that consist of a name and a JSON object of arguments, with texts around them.
 
     Attributes:
-        section, section_end: the texts around all calls, if there are any.
-        call, name_end, call_end: what stands before the name, behind it, and behind the arguments.
-        id: what stands between a name and the call's id.
-        name_in_id: finds the name in what stands in its place, which is then the id.
-        fence: what stands between the name, which is only the call's kind then, and the arguments:
-            the name itself, and the beginning of a block of code.
+        section, section_end: the texts around all calls, if any.
+        call, name_end, call_end: the texts before the name, after the name, and after the
+            arguments.
+        id: the text between a name and the call's id.
+        name_in_id: extracts the name from the id, which is then written instead of the name.
+        fence: the text between the name and the arguments, which begins a code block. If it is
+            used, the kind of call and `name_end` come before the name.
         or_list: whether a list of objects may follow the mark instead.
-        written: what is written around a name, besides.
+        written: additional texts that are written around a name.
     """
 
     call: str
@@ -199,7 +203,7 @@ class NamedCalls:
 
     @property
     def forms(self) -> tuple[CallGrammar, ...]:
-        """The forms by which a grammar holds calls."""
+        """The grammars that constrain calls."""
         before, after = self.written
         form = CallGrammar(
             before=self.call + before,
@@ -226,7 +230,7 @@ class NamedCalls:
 
     @property
     def readers(self) -> Mapping[str, ReadCall]:
-        """How to read what follows each mark that may stand in text."""
+        """How to read what follows each mark that may occur in text."""
         sections = {self.section: self._read_section} if self.section else {}
         return {**sections, self.call: self._read}
 
@@ -288,13 +292,13 @@ class NamedCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonCalls:
-    """Calls as in Python, in a list or one a line; see `python_calls`.
+    """Calls in Python syntax, in a list or one per line; see `python_calls`.
 
     Attributes:
         marks: each begins a call or a list.
-        closing: the text that may end it.
-        in_list: whether they are in a list, which may also be one of JSON objects.
-        bare: whether the reply may be such a list of declared tools, without a mark.
+        closing: the text that may end a call or a list.
+        in_list: whether the calls are in a list, which may also be a list of JSON objects.
+        bare: whether the reply may be such a list without a mark, if its tools are declared.
     """
 
     marks: tuple[str, ...]
@@ -304,7 +308,7 @@ class PythonCalls:
 
     @property
     def forms(self) -> tuple[CallGrammar, ...]:
-        """The forms by which a grammar holds calls."""
+        """The grammars that constrain calls."""
         opening, closing = ("", "") if self.bare else (self.marks[0], self.closing)
         form = CallGrammar(
             before="",
@@ -322,7 +326,7 @@ class PythonCalls:
 
     @property
     def readers(self) -> Mapping[str, ReadCall]:
-        """How to read what follows each mark that may stand in text."""
+        """How to read what follows each mark that may occur in text."""
         return dict.fromkeys(self.marks, self._read)
 
     @property
@@ -332,7 +336,7 @@ class PythonCalls:
 
     @property
     def bare_readers(self) -> Mapping[str, ReadCall]:
-        """How to read calls without a mark: see `marked`."""
+        """How to read calls without a mark; see `marked`."""
         return {"[": self._read_bare} if self.bare else {}
 
     def _read_bare(self, reader: ReplyReader, out: PieceWriter, context: Context) -> Steps:
@@ -376,8 +380,8 @@ def declared(
     ends_reasoning: tuple[str, ...] = (),
     forms: tuple[CallGrammar, ...] | None = None,
 ) -> Format:
-    """A format of calls that are declared; see `marked` for the arguments. `forms`: instead of the
-    structures' own.
+    """Build a format from declared calls; see `marked` for the arguments. `forms` overrides the
+    grammars of the structures.
     """
     readers: dict[str, ReadCall] = {}
     bare: dict[str, ReadCall] = {}

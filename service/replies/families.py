@@ -1,8 +1,8 @@
-"""The formats by name: a row for each family of models, of what is declared about its calls.
+"""The formats by name. Each row declares how a family of models writes calls.
 
-A new format is a row here; nothing else lists it. What a structure of `declared` does not hold has
-a module of its own (`harmony`, `gemma4`, `functionary`). Which row a model's is, is proved by its
-chat template (`proof`), so no row says how to tell its templates.
+To add a format, add a row here; nothing else lists formats. Formats that no structure of `declared`
+can express have their own modules (`harmony`, `gemma4`, `functionary`). The chat template proves
+which row applies to a model (`proof`), so rows do not say how to recognise templates.
 """
 
 from __future__ import annotations

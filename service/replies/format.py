@@ -2,7 +2,7 @@
 
 Most formats are text with marks: reasoning is between two marks at the beginning, and a call
 follows another mark. Such a format only defines its marks and how to read a call (`marked`); the
-rest is common to all. A format may also read everything by itself (harmony).
+rest is common to all. A format may also do all of its own reading (harmony).
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ class Context:
     """What is known about a request before its reply begins.
 
     Attributes:
-        tools: the tools given to the model: the types of their parameters.
+        tools: the tools given to the model, with the types of their parameters.
         in_reasoning: whether the prompt ends within reasoning that the template opened.
-        seed: the calls' ids are derived from it; a different one for each reply.
-        calls: whether there are calls; otherwise what looks like one is text.
-        special: special tokens that are marks, or are in one: their text counts only where the
-            parser was told that the token stands (`ReplyParser.told`), so that text cannot spell
-            them.
+        seed: the seed of the calls' ids; different for each reply.
+        calls: whether calls are recognised; if not, what looks like one is text.
+        special: the special tokens that are marks or occur in one. Their text counts only at
+            the positions given to `ReplyParser.told`, so that ordinary text cannot imitate them.
     """
 
     tools: ToolTypes = field(default_factory=dict)
@@ -41,12 +40,12 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """What stands around reasoning.
+    """The marks around reasoning.
 
     Attributes:
         opening, closing: the marks.
         then: what follows the closing mark before anything else.
-        in_prompt: whether a template may open the reasoning, at the prompt's end.
+        in_prompt: whether a template may open the reasoning at the end of the prompt.
     """
 
     opening: str
@@ -61,12 +60,12 @@ class Format:
 
     Attributes:
         name: its name in flags.
-        marks: all of its marks. Those that are special tokens must be in the parsed text, even if
+        marks: all of its marks. Marks that are special tokens must be in the parsed text, even if
             other special tokens are left out.
         reasoning: the marks of reasoning.
         read: reads a reply.
-        forms: how calls are written; where models of the format write them in several ways, the one
-            that a model's chat template writes is taken (`proof`). None: calls cannot be held.
+        forms: how calls are written; empty if calls cannot be constrained. If models of the format
+            write calls in several ways, the model's chat template decides which is used (`proof`).
     """
 
     name: str
@@ -77,17 +76,17 @@ class Format:
 
     @property
     def form(self) -> CallGrammar | None:
-        """The form in which calls are held where no template says another."""
+        """The grammar that constrains calls unless a template requires another one."""
         return next(iter(self.forms), None)
 
     def opens_reasoning(self, prompt: str) -> bool:
-        """Whether a prompt ends within reasoning; its last part is enough to tell."""
+        """Whether a prompt ends within reasoning. The end of the prompt is enough to decide."""
         marks = self.reasoning
         return marks.in_prompt and prompt.rstrip(BLANKS).endswith(marks.opening)
 
     def closes_reasoning(self, prompt: str) -> bool:
-        """Whether a prompt ends with reasoning that is over, perhaps empty; its last part is enough
-        to tell.
+        """Whether a prompt ends with finished reasoning, which may be empty. The end of the prompt
+        is enough to decide.
         """
         marks = self.reasoning
         return marks.in_prompt and prompt.rstrip(BLANKS).endswith(marks.closing)
@@ -98,7 +97,7 @@ class Format:
 
 
 class ReplyParser:
-    """Parses one reply's text into pieces. Used by one thread at a time."""
+    """Parses one reply's text into pieces. Not thread-safe."""
 
     __slots__ = ("_out", "_over", "_reader", "_steps")
 
@@ -110,22 +109,22 @@ class ReplyParser:
 
     @property
     def size(self) -> int:
-        """How many characters are held back; at most MAX_HELD and a mark with its blanks."""
+        """How many characters are held back; at most MAX_HELD plus a mark with its blanks."""
         return self._reader.size
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether what comes next is reasoning, as far as is certain."""
+        """Whether the next text is reasoning, as far as is certain."""
         return self._out.in_reasoning
 
     def told(self, places: Iterable[int]) -> None:
-        """Say where special tokens stand: the indices of their first characters in the reply's
-        text, before that text is pushed.
+        """Set where special tokens are, before their text is pushed. `places` are the indices of
+        their first characters in the reply's text.
         """
         self._reader.told(places)
 
     def push(self, text: str) -> list[Piece]:
-        """Add text; returns the pieces that are now certain, if any."""
+        """Add text and return the pieces that are now certain, if any."""
         if not text:
             return []
         self._reader.add(text)
@@ -133,7 +132,7 @@ class ReplyParser:
         return self._out.drain()
 
     def finish(self) -> list[Piece]:
-        """End the output; returns the remaining pieces. A second call returns nothing."""
+        """End the output and return the remaining pieces. A second call returns nothing."""
         if self._over:
             return []
         self._over = True
@@ -144,8 +143,8 @@ class ReplyParser:
 
 
 ReadCall = Callable[[ReplyReader, PieceWriter, Context], Steps]
-"""Reads one or several calls after a mark, which is held. Raises MalformedError if there is none;
-the held text then becomes text of the reply.
+"""Reads one or several calls after a mark, which is held. Raises MalformedError if there is no
+call; the held text then becomes text of the reply.
 """
 
 
@@ -164,16 +163,16 @@ def marked(
     """Make a format of text with marks.
 
     Args:
-        name: the format's.
-        calls: how to read what follows a mark.
+        name: the format's name.
+        calls: how to read what follows each mark.
         reasoning: the marks around reasoning. Reasoning is recognised only before any text.
-        bare: how to read a call without a mark, by the character with which it begins. It stands at
-            the beginning of the reply, if there are tools.
-        lines: further marks, which begin a call at the beginning of a line alone, if there are
-            tools.
-        marks: further marks, within calls.
+        bare: how to read a call without a mark, by its first character. Such a call is recognised
+            only at the beginning of the reply and if there are tools.
+        lines: further marks that begin a call only at the beginning of a line, and only if there
+            are tools.
+        marks: further marks within calls.
         silent: marks that only divide text, and are left out.
-        ends_reasoning: marks of calls that end reasoning, too, where they are special tokens.
+        ends_reasoning: marks of calls that also end reasoning if they are special tokens.
         forms: see Format.
     """
     opening, closing = reasoning

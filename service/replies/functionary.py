@@ -1,11 +1,11 @@
-"""Functionary 3.2: each part of a reply says to whom it goes.
+"""Functionary 3.2: each section of a reply names its recipient.
 
-    all                     text; the prompt ends with the first part's >>>
+    all                     text; the prompt ends with the first section's >>>
     I look.>>>name          a call
     {"key": 1}>>>other
     {}
 
-A part to nobody that is known is text, and so is a reply that names nobody.
+A section for an unknown recipient is text, and so is a reply that names no recipient.
 """
 
 from __future__ import annotations

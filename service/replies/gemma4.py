@@ -1,9 +1,9 @@
-"""Gemma 4: an object with bare keys, and strings between tokens of their own.
+"""Gemma 4: an object with bare keys, and strings between special tokens.
 
     <|tool_call>call:name{key:<|"|>text<|"|>,n:3,list:[1,{k:true}]}<tool_call|>
 
-Strings have no escapes, so only the token ends one. A word that is no value of JSON, as where the
-tokens were left out, is a string.
+Strings have no escapes; only the token ends one. A word that is not a JSON value is a string, for
+example where the tokens were left out.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _read(reader: ReplyReader, out: PieceWriter, context: Context) -> Steps:
 
 
 def _arguments(reader: ReplyReader, out: PieceWriter) -> Steps:
-    """Read keys and values, and the closing brace."""
+    """Read the keys and values and the closing brace."""
     keys: set[str] = set()
     while (yield from _more(reader, "}", bool(keys))):
         key = yield from _key(reader)
@@ -69,7 +69,9 @@ def _arguments(reader: ReplyReader, out: PieceWriter) -> Steps:
 
 
 def _more(reader: ReplyReader, closing: str, begun: bool) -> Generator[None, None, bool]:
-    """Read the comma before the next value, or the closing bracket: False."""
+    """Read the comma before the next value and return True, or read the closing bracket and return
+    False.
+    """
     yield from reader.blanks()
     if (yield from reader.peek()) == closing:
         reader.pos += 1
@@ -92,7 +94,7 @@ def _key(reader: ReplyReader) -> Generator[None, None, str]:
 
 
 def _value(reader: ReplyReader, depth: int) -> Generator[None, None, str]:
-    """Read a value within so many containers, which is held; returns its JSON text."""
+    """Read and hold a value that is nested `depth` containers deep, and return its JSON text."""
     if (yield from reader.literal(_QUOTE)):
         text: list[str] = []
         while not (yield from reader.literal(_QUOTE)):

@@ -6,11 +6,11 @@ special tokens.
         <|message|>{…}<|call|>                                                    a call
     <|start|>assistant<|channel|>final<|message|>…<|return|>                      text
 
-The prompt ends with `<|start|>assistant`, so the first header is there without its beginning. A
-commentary to nobody is text: it is meant for the user. Only functions are called: a message to a
-tool that the model brings along is what its channel's other messages are. A header that is none, or
-of a channel that is not known, comes as text. Nothing is trimmed: the tokens say where a message
-begins and ends.
+The prompt ends with `<|start|>assistant`, so the first header lacks its beginning. A commentary
+message without a recipient is text, because it is meant for the user. Only functions count as
+calls: a message to one of the model's built-in tools is treated like any other message of its
+channel. An invalid header, or one with an unknown channel, is passed on as text. Nothing is
+trimmed: the tokens say where a message begins and ends.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _read(reader: ReplyReader, out: PieceWriter, context: Context) -> Steps:
 
 
 def _header(reader: ReplyReader, before: str) -> Generator[None, None, tuple[str, str | None]]:
-    """Read the rest of a header: its channel, and the tool that it calls."""
+    """Read the rest of a header: its channel and the tool that it calls."""
     found = [before]
     size = 0
     while True:
@@ -101,8 +101,8 @@ def _header(reader: ReplyReader, before: str) -> Generator[None, None, tuple[str
 def _message(
     reader: ReplyReader, out: PieceWriter, channel: str, recipient: str | None
 ) -> Generator[None, None, str]:
-    """Read a message after its header, up to the mark that ends it. Returns the mark if it begins
-    the next header; it is then held.
+    """Read a message after its header, up to the mark that ends it. Return the mark, still held, if
+    it begins the next header.
     """
     if recipient is not None:
         begin(reader, out, recipient)
@@ -120,8 +120,8 @@ def _message(
 
 
 def _arguments(reader: ReplyReader, out: PieceWriter) -> Steps:
-    """Read a call's arguments, and the blanks around them. If the message is closed without any,
-    they are an empty object.
+    """Read a call's arguments and the blanks around them. If the message is closed without
+    arguments, they are an empty object.
     """
     ahead = yield from reader.behind_blanks()
     yield from reader.blanks(MAX_BLANKS)

@@ -1,7 +1,7 @@
-"""Tool calls that are JSON: an object with a name and arguments, or the arguments alone.
+"""Tool calls in JSON: an object with a name and arguments, or the arguments alone.
 
-The arguments are passed on as they come, exactly as the model wrote them. They are checked
-meanwhile: if they stop being JSON, the call ends as incomplete, and the rest is text.
+The arguments are passed on as they arrive, exactly as the model wrote them, and are checked at the
+same time. If they stop being JSON, the call ends as incomplete, and the rest is text.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from service.replies.pieces import PieceWriter
 from service.replies.reader import MalformedError, ReplyReader, Steps, checked_name
 
 MAX_CALLS = 128
-"""The most calls in a reply; further ones are text."""
+"""The most calls in a reply; further calls are text."""
 MAX_PARAMETERS = 256
-"""The most arguments of a call that are made one by one; with more it is not complete, and the rest
-is text.
+"""The most arguments in a call that is assembled argument by argument. With more, the call is
+incomplete, and the rest is text.
 """
 _MAX_ID = 64
 _ARGUMENTS = ("arguments", "parameters")
 
 
 def begin(reader: ReplyReader, out: PieceWriter, name: str, id: str | None = None) -> None:
-    """Begin a call with everything that is held.
+    """Begin a call. All held text belongs to it.
 
     Raises:
         MalformedError: the reply has too many calls.
@@ -35,7 +35,7 @@ def begin(reader: ReplyReader, out: PieceWriter, name: str, id: str | None = Non
 
 
 def arguments(reader: ReplyReader, out: PieceWriter) -> Steps:
-    """Read the arguments of the call that has begun, which come next.
+    """Read the arguments of the current call, which come next.
 
     Raises:
         MalformedError: they stopped being JSON, or the output ended. The call has been ended.
@@ -49,14 +49,14 @@ def arguments(reader: ReplyReader, out: PieceWriter) -> Steps:
 def json_value(
     reader: ReplyReader, out: PieceWriter, *, around: int = 0
 ) -> Generator[None, None, bool]:
-    """Read a JSON value that comes next, as a part of the arguments of the call that has begun.
+    """Read a JSON value that comes next, as a fragment of the current call's arguments.
 
     Args:
-        reader, out: what to read from, and where the value goes.
-        around: how many containers of the arguments are around the value.
+        reader, out: where to read from and where to write the value.
+        around: how many containers of the arguments enclose the value.
 
     Returns:
-        Whether it is complete; if not, it stopped being JSON, or the output ended.
+        Whether the value is complete. If not, it stopped being JSON, or the output ended.
     """
     scanner = JsonScanner(around)
     while True:
@@ -71,9 +71,9 @@ def json_value(
 
 
 def call_items(reader: ReplyReader, out: PieceWriter, *, name: str = "name") -> Steps:
-    """Read a list of calls, behind its opening bracket: {"name": …, "arguments": {…}}, …]; it may
-    be empty. `name`: see `call_object`. What stands behind a call that is not followed by another
-    is left to be read.
+    """Read a list of calls after its opening bracket: {"name": …, "arguments": {…}}, …]. The list
+    may be empty. See `call_object` for `name`. What follows a call is left unread unless it is
+    another call.
 
     Raises:
         MalformedError: it is not such a list. Text that was read but not passed on is held.
@@ -100,10 +100,10 @@ def call_object(
     needs_arguments: bool = False,
     names: Container[str] | None = None,
 ) -> Generator[None, None, bool]:
-    """Read a call as an object: {"name": …, "arguments": {…}}, or "parameters"; in any order. Other
-    members are skipped, and so are repeated ones. Arguments may also be a string with the object's
-    text, null, or (unless `needs_arguments`) missing. `name`: the member that has the tool's name,
-    which must be one of the `names`, if there are any.
+    """Read a call as an object: {"name": …, "arguments": {…}}, or "parameters". The members may be
+    in any order. Other members are skipped, and so are repeated ones. Arguments may also be a
+    string with the object's text, null, or (unless `needs_arguments`) missing. `name` is the member
+    that has the tool's name, which must be one of `names` unless that is None.
 
     Returns:
         Whether the object was complete. If the call was complete but the rest of the object was
@@ -120,8 +120,8 @@ def call_object(
 
 
 def keyed_object(reader: ReplyReader, out: PieceWriter) -> Generator[None, None, bool]:
-    """Read a call as an object with one member: {"tool's name": {…arguments…}}. See `call_object`
-    for what it returns and raises.
+    """Read a call as an object with one member: {"tool's name": {…arguments…}}. It returns and
+    raises the same as `call_object`.
     """
     yield from reader.expect("{")
     name = checked_name((yield from _key(reader)))
@@ -133,7 +133,7 @@ def keyed_object(reader: ReplyReader, out: PieceWriter) -> Generator[None, None,
 
 
 def _rest(reader: ReplyReader, out: PieceWriter) -> Generator[None, None, bool]:
-    """Read what follows the arguments in a call's object; see `call_object` for what it returns."""
+    """Read what follows the arguments in a call's object. It returns the same as `call_object`."""
     try:
         while (yield from _separator(reader)) != "}":
             yield from _key(reader)
@@ -153,8 +153,8 @@ def _as_far_as_arguments(
     needs_arguments: bool,
     names: Container[str] | None,
 ) -> Generator[None, None, bool]:
-    """Read an object up to its arguments if these can be passed on as they come (True), or to its
-    end.
+    """Read an object up to its arguments and return True if these can be passed on as they arrive.
+    Otherwise read it to its end and return False.
     """
     name: str | None = None
     id: str | None = None
@@ -202,7 +202,7 @@ def _separator(reader: ReplyReader) -> Generator[None, None, str]:
 
 
 def _held_arguments(reader: ReplyReader, kind: str) -> Generator[None, None, str]:
-    """Arguments that cannot be passed on yet."""
+    """Read arguments that cannot be passed on yet."""
     text = yield from reader.value()
     if kind == "n":
         return "{}"

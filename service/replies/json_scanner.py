@@ -1,8 +1,8 @@
-"""Finds the end of a JSON value in text that comes in parts, and checks that the text so far is
+"""Finds the end of a JSON value in text that arrives in chunks, and checks that the text so far is
 JSON.
 
-Strict: it accepts only JSON as in RFC 8259. The text itself is not changed or kept; each character
-is read once.
+The scanner is strict: it accepts only JSON as in RFC 8259. It neither changes nor keeps the text,
+and reads each character once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from enum import Enum, auto
 
 MAX_DEPTH = 64
-"""The deepest nesting; the same as for arguments of a call that are sent back as a part of a
+"""The deepest nesting. The same limit applies to arguments of a call that are sent back in a
 conversation.
 """
 
@@ -64,17 +64,19 @@ _WHOLE_NUMBER = frozenset({_At.ZERO, _At.INTEGER, _At.FRACTION, _At.EXPONENT})
 
 
 class JsonScanner:
-    """Looks for the end of one value, which begins with its first character.
+    """Finds the end of one value, which begins with the first character.
 
     Attributes:
-        done: the value is complete.
-        failed: the next character cannot follow, or it would be nested too deeply.
+        done: whether the value is complete.
+        failed: whether the next character is invalid or would nest too deeply.
     """
 
     __slots__ = ("_at", "_deepest", "_is_key", "_left", "_literal", "_stack", "done", "failed")
 
     def __init__(self, around: int = 0) -> None:
-        """`around`: how many containers the value is to be in, which count as nesting."""
+        """Create a scanner. `around` is how many containers enclose the value; they count as
+        nesting.
+        """
         self._deepest = MAX_DEPTH - around
         self._at = _At.VALUE
         self._stack: list[str] = []  # the closing bracket of each container around
@@ -86,16 +88,16 @@ class JsonScanner:
 
     @property
     def container(self) -> str | None:
-        """Within a string: the type of the value of which it is a part; None: the text so far does
-        not end there.
+        """The type of the value that contains the string in which the text so far ends; None if the
+        text does not end in a string.
         """
         if self.failed or not self._stack or self._at not in (_At.STRING, _At.ESCAPE, _At.HEX):
             return None
         return "object" if self._stack[0] == "}" else "array"
 
     def feed(self, text: str, start: int, end: int) -> int:
-        """Scan text[start:end]; returns the index after the last accepted character. It stops early
-        only if the value is complete, or before a character that cannot follow.
+        """Scan text[start:end] and return the index after the last accepted character. It stops
+        early only if the value is complete or the next character is invalid.
         """
         place = start
         while place < end and not self.done and not self.failed:
@@ -106,8 +108,8 @@ class JsonScanner:
         return place
 
     def finish(self) -> bool:
-        """End the text; returns whether the value is complete. Only now is the end of a number
-        known.
+        """End the text and return whether the value is complete. The end of a number is known only
+        now.
         """
         if not self.failed and not self._stack and self._at in _WHOLE_NUMBER:
             self.done = True
@@ -132,7 +134,9 @@ class JsonScanner:
         return place + 1
 
     def _take(self, character: str) -> bool:
-        """Scan one character outside of a string's plain text; returns whether it was accepted."""
+        """Scan one character other than a string's plain text, and return whether it was
+        accepted.
+        """
         at = self._at
         if (following := _NUMBER.get(at)) is not None:
             if (then := following.get(character)) is not None:
@@ -218,6 +222,8 @@ class JsonScanner:
 
 
 def is_json(text: str, around: int = 0) -> bool:
-    """Whether a text is one JSON value, without blanks around it. `around`: see `JsonScanner`."""
+    """Whether a text is exactly one JSON value, without surrounding blanks. See `JsonScanner` for
+    `around`.
+    """
     scanner = JsonScanner(around)
     return scanner.feed(text, 0, len(text)) == len(text) and scanner.finish()

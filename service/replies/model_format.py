@@ -1,8 +1,8 @@
-"""How a model writes: the format that its chat template is proved to write, or that is named.
+"""Chooses a model's format: the one that its chat template is proved to write, or a named one.
 
-    --reply-parser, tokenizer ──▶ format_option ──▶ ModelFormat, and in words why it is that one
+    --reply-parser, tokenizer ──▶ format_option ──▶ ModelFormat, and the reason for the choice
 
-A format from outside the tree is named as package.module:NAME, and is never found by a template.
+A format from outside the tree is named as package.module:NAME, and is never chosen by a template.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class ModelFormat:
     """How a model writes.
 
     Attributes:
-        format: its format.
-        shown: the special tokens that the parser must be shown, by id.
-        special: the special tokens that are marks, or are in one, in order. Text that spells such a
-            token is no mark.
-        reasons: whether the model knows the marks of reasoning: its template or its vocabulary has
-            one.
-        call_form: how it writes calls; None: they cannot be held.
-        proof: in words, what shows that the model writes this format.
+        format: the format.
+        shown: the special tokens that the parser must see, by id.
+        special: the special tokens that are marks or occur in one, in order. Text that merely
+            spells such a token is not a mark.
+        reasons: whether the model knows the marks of reasoning, because its template or its
+            vocabulary has one.
+        call_form: how the model writes calls; None if calls cannot be constrained.
+        proof: in words, why this format was chosen.
     """
 
     format: Format
@@ -52,19 +52,19 @@ class ModelFormat:
 
 
 FormatOfModel = Callable[["Tokenizer | None"], ModelFormat | None]
-"""The format of the model with this tokenizer. None: replies are text, as they are without a
-tokenizer.
+"""Returns the format of the model with a given tokenizer. None means that replies are text, as they
+are without a tokenizer.
 """
 
 
 def format_option(name: str) -> FormatOfModel:
     """Read the value of --reply-parser: a format's name, "response_template" (the one that the
     tokenizer declares), "auto" (the one that the chat template is proved to write, or the declared
-    one, or reasoning alone), "none", or package.module:NAME.
+    one, or only reasoning), "none", or package.module:NAME.
 
     Raises:
-        ConfigError: there is no such format outside the tree. What is returned raises it where the
-            tokenizer declares no format that can be read.
+        ConfigError: there is no such format outside the tree. The returned function raises it if
+            the tokenizer declares no format that can be read.
     """
     if name == "none":
         return lambda _: None
@@ -86,8 +86,9 @@ def format_option(name: str) -> FormatOfModel:
 
 
 def choose(writings: Writings, also: Iterable[Format] = ()) -> tuple[Format, Proof] | None:
-    """The format that a template is proved to write, of ours and these; None: no parser reads what
-    it writes. Of several the one is taken that leaves the least as text, then the first by name.
+    """Return the format that a template is proved to write, from our formats and those in `also`;
+    None if no parser reads what it writes. If several do, the one that leaves the least as text is
+    chosen, then the first by name.
     """
     proved = [
         (proof.rank, format.name, format, proof)
@@ -130,7 +131,7 @@ def _found(tokenizer: Tokenizer, writings: Writings) -> ModelFormat | None:
 
 
 def _reasoning_alone(source: str) -> Format | None:
-    """The format of replies without calls whose marks of reasoning are in a template."""
+    """Return a format for reasoning without calls, if its marks occur in a template."""
     opening, closing = _THINK.reasoning.opening, _THINK.reasoning.closing
     if opening in source or closing in source:
         return _THINK
@@ -196,7 +197,7 @@ def _of_model(
 
 
 def special_marks(format: Format, tokenizer: Tokenizer) -> dict[int, str]:
-    """The special tokens that are marks of a format, or parts of one, by id."""
+    """Return the special tokens that are marks of a format or occur in one, by id."""
     special = _special_texts(tokenizer)
     return {id: text for id, text in special.items() if any(text in mark for mark in format.marks)}
 

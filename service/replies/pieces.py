@@ -1,10 +1,10 @@
-"""The parts of a reply: text, reasoning and tool calls, in pieces, as they come.
+r"""The pieces of a reply, as they arrive: text, reasoning and tool calls.
 
-    raw      Let me see.\\n<tool_call>\\n{"name": "f", "arguments": {"a": 1}}\\n</tool_call>
+    raw      Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>
     pieces   Text        Mark, CallBegin               Arguments, CallEnd  Mark
 
-Each piece keeps its raw text, so that the pieces' `raw` texts together are the reply as the model
-wrote it, whatever was recognised in it. `fold` joins pieces.
+Each piece keeps its raw text. Together, the pieces' `raw` texts are the reply as the model wrote
+it, whatever was recognised in it. `fold` joins pieces.
 """
 
 from __future__ import annotations
@@ -15,28 +15,27 @@ from dataclasses import dataclass
 
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH = 9
-"""Templates of the Mistral family refuse an id that is not 9 letters and digits; others accept
-any.
+"""Templates of the Mistral family require an id of exactly 9 letters and digits; others accept any.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A part of the answer itself."""
+    """A fragment of the answer itself."""
 
     raw: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """A part of what the model thought before it answered."""
+    """A fragment of the reasoning before the answer."""
 
     raw: str
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Text that belongs only to the format: marks, the blanks around them, a call's other
+    """Text that belongs only to the format: marks, the blanks around them, and a call's other
     members.
     """
 
@@ -45,11 +44,11 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A tool is called; its arguments follow.
+    """The beginning of a call; its arguments follow.
 
     Attributes:
         raw: all text that was held back until the call was certain.
-        index: which of the reply's calls it is, from 0.
+        index: the index of the call in the reply, from 0.
         id: 9 letters and digits, or the id that the model wrote if the format has ids; unique in
             the reply.
         name: the tool's name.
@@ -63,7 +62,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A fragment of a call's arguments. A call's fragments concatenate to the text of a JSON
+    """A fragment of a call's arguments. Concatenated, the fragments are the text of a JSON
     object.
     """
 
@@ -74,8 +73,8 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The end of a call's arguments. `complete`: whether they are a whole JSON object; False if the
-    output ended, or stopped being JSON, before that.
+    """The end of a call's arguments. `complete` says whether they are a whole JSON object. It is
+    False if the output ended or stopped being JSON before that.
     """
 
     index: int
@@ -151,7 +150,7 @@ class PieceWriter:
     __slots__ = ("_ids", "_pieces", "_seed", "has_text", "in_reasoning", "num_calls")
 
     def __init__(self, seed: str, *, in_reasoning: bool = False) -> None:
-        """`seed`: the calls' ids are derived from it; a different one for each reply."""
+        """Create a writer. `seed` is the seed of the calls' ids; it differs for each reply."""
         self._seed = seed
         self._ids: set[str] = set()
         self._pieces: list[Piece] = []
@@ -160,28 +159,28 @@ class PieceWriter:
         self.num_calls = 0
 
     def drain(self) -> list[Piece]:
-        """Take the pieces since the last call."""
+        """Return the pieces since the last `drain` and remove them."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def text(self, raw: str) -> None:
-        """Add text of the answer; may be empty."""
+        """Add text of the answer, which may be empty."""
         if raw:
             self._pieces.append(Text(raw))
             self.has_text = self.has_text or not raw.isspace()
 
     def reasoning(self, raw: str) -> None:
-        """Add reasoning; may be empty."""
+        """Add reasoning, which may be empty."""
         if raw:
             self._pieces.append(Reasoning(raw))
 
     def mark(self, raw: str) -> None:
-        """Add text that belongs only to the format; may be empty."""
+        """Add text that belongs only to the format, which may be empty."""
         if raw:
             self._pieces.append(Mark(raw))
 
     def begin(self, raw: str, name: str, id: str | None = None) -> None:
-        """Begin a call. `id`: the model's own, used if no other call has it."""
+        """Begin a call. `id` is the model's own id, which is used if no other call has it."""
         index = self.num_calls
         self.num_calls += 1
         if id is None or id in self._ids:

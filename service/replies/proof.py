@@ -1,12 +1,12 @@
-"""Proves which format a chat template writes: one is taken only if its parser reads back the tool
-calls that the template itself writes.
+"""Proves which format a chat template writes. A format is accepted only if its parser reads back
+the tool calls that the template itself writes.
 
     template, messages with calls ──▶ text ──▶ each format's parser ──▶ the same calls?
 
-The messages (`_PROBES`) have no call, one, two, one with nested and other than ASCII arguments, one
-behind reasoning and one behind text. What a template refuses or does not print proves nothing; all
-that it prints must be read back. Marks that merely occur in a template's source prove nothing
-either: templates speak of other families' marks, and put marks together of parts.
+The messages (`_PROBES`) have no call, one, two, one with nested and non-ASCII arguments, one after
+reasoning, and one after text. A message that a template refuses or does not print proves nothing;
+everything that it prints must be read back. Marks that merely occur in a template's source prove
+nothing either: templates mention the marks of other families and assemble marks from fragments.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from service.replies.pieces import Reply, fold
 from service.replies.tool_types import tool_types
 
 MAX_WRITTEN = 65_536
-"""The longest text of a probe; a template that writes more proves nothing, and costs no more."""
+"""The longest text of a probe. A longer text proves nothing and is not parsed."""
 _TEXT = "It is said by headrace."
 _THOUGHT = "This was thought by headrace."
 _USER: Mapping[str, Any] = {"role": "user", "content": "What does headrace ask?"}
@@ -55,12 +55,12 @@ _TOOLS = [
 ]
 _TYPES = tool_types(_TOOLS)
 _IDS = ("abcDE123{index}", "functions.{name}:{index}")
-"""Forms of a call's id: some templates write nothing else where the name belongs."""
+"""Formats of a call's id. Some templates write only the id where the name belongs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Probe:
-    """A message of the assistant: what it is called, and what is in it."""
+    """A message of the assistant: its description and its contents."""
 
     title: str
     calls: tuple[tuple[str, Mapping[str, object]], ...] = ()
@@ -68,7 +68,7 @@ class _Probe:
     thought: str = ""
 
     def message(self, ids: str) -> dict[str, object]:
-        """It, as templates see it."""
+        """The message as templates see it."""
         message: dict[str, object] = {"role": "assistant", "content": self.text or None}
         if self.thought:
             message["reasoning_content"] = self.thought
@@ -102,14 +102,14 @@ _PROBES = (
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What a format's parser read back of what a template wrote.
+    """What a format's parser read back from a template's output.
 
     Attributes:
-        read: which messages, in words.
-        reasoning: whether reasoning that the template printed came apart; None: it printed none.
-        left: characters of what ends a turn that came as text; the fewer, the better it fits.
-        is_foreign: whether its marks of reasoning are a family's own, and not in what was written.
-        form: how the template writes calls; None: they cannot be held.
+        read: which messages were read, in words.
+        reasoning: whether printed reasoning was separated from the text; None if none was printed.
+        left: how many characters of the end of a turn came as text; the fewer, the better the fit.
+        is_foreign: whether its marks of reasoning are specific to a family and were not written.
+        form: how the template writes calls; None if calls cannot be constrained.
     """
 
     read: tuple[str, ...]
@@ -120,7 +120,7 @@ class Proof:
 
     @property
     def rank(self) -> tuple[bool, int, bool]:
-        """The least is the best."""
+        """The sort key of a proof; the smallest is the best."""
         return self.reasoning is False, self.left, self.is_foreign
 
 
@@ -128,11 +128,13 @@ class Writings:
     """What a template writes for the probes.
 
     Attributes:
-        has_calls: whether it prints tool calls at all.
+        has_calls: whether it prints any tool calls.
     """
 
     def __init__(self, templates: ChatTemplates, special: Iterable[str] = ()) -> None:
-        """Let a template write. `special`: the texts of the model's special tokens."""
+        """Render the probes with a template. `special` has the texts of the model's special
+        tokens.
+        """
         self._special = tuple(special)
         for ids, tools in product(_IDS, (_TOOLS, None)):  # some fail on what tools may be
             self._let_write(templates, ids, tools)
@@ -161,12 +163,14 @@ class Writings:
         self._header = header if told else before
 
     def _printed(self, probe: _Probe) -> list[tuple[str, Mapping[str, object]]]:
-        """The calls of a probe that the template prints."""
+        """Return the calls of a probe that the template prints."""
         printed = [call for call in probe.calls if call[0] in self._turns[probe]]
         return printed if printed[:1] == [*probe.calls[:1]] else []
 
     def prove(self, format: Format) -> Proof | None:
-        """The proof that the template writes this format; None: it does not, or prints no calls."""
+        """Return the proof that the template writes this format; None if it does not or prints no
+        calls.
+        """
         titles: list[str] = []
         reasoning: bool | None = None
         left = 0
@@ -194,8 +198,9 @@ class Writings:
         return Proof(tuple(titles), reasoning, left, is_foreign, self._form(format, every))
 
     def _replies(self, format: Format, text: str) -> Iterator[Reply]:
-        """What a parser reads, where the reply may begin: behind the prompt that asks for it, or
-        behind the header of a turn, perhaps within reasoning that the prompt opens.
+        """Yield what a parser reads from each position where the reply may begin: after the
+        generation prompt, or after the header of a turn, possibly within reasoning that the prompt
+        opens.
         """
         opened = format.opens_reasoning(self._prompt)
         opening = format.reasoning.opening
@@ -213,8 +218,8 @@ class Writings:
     def _left(
         self, probe: _Probe, calls: Sequence[tuple[str, Mapping[str, object]]], reply: Reply
     ) -> int | None:
-        """How much came as text besides the message's, which may only be what ends a turn; None:
-        the reply is not the message.
+        """Return how many characters came as text after the message's own, which may only be the
+        end of a turn; None if the reply is not the message.
         """
         read = [(call.name, json.loads(call.arguments)) for call in reply.calls if call.complete]
         text = reply.text
@@ -232,8 +237,8 @@ class Writings:
         return len(left) if self._end.rstrip().endswith(rest.strip()) else None
 
     def _form(self, format: Format, written: str) -> CallGrammar | None:
-        """The form that the template writes, of those that a format has; None: it writes the marks
-        of none, to which a model must not be held.
+        """Return which of a format's grammars the template writes. None if it writes the marks of
+        none; the model must then not be constrained to one.
         """
 
         def fits(form: CallGrammar) -> tuple[bool, bool]:

@@ -1,13 +1,13 @@
-"""Calls as in Python: `name(key="value", other=[1, 2])`, of which the arguments are made here.
+"""Calls in Python syntax: `name(key="value", other=[1, 2])`. The arguments are converted to JSON.
 
-Text between double quotes, numbers and words are handed on as they come if they are JSON. What
-Python writes in another way becomes JSON: `True`, `False`, `None`, text between single quotes, and
-lists, tuples and dictionaries of these. They are held until they end, so one of more than MAX_HELD
-characters is no value. Anything else, such as an expression, is no value either: the call ends as
-incomplete, and the rest is text.
+Double-quoted text, numbers and words are passed on as they arrive if they are JSON. What Python
+writes differently is converted: `True`, `False`, `None`, single-quoted text, and lists, tuples and
+dictionaries of these. Such a value is held until it ends, so one of more than MAX_HELD characters
+is invalid. Anything else, such as an expression, is also invalid: the call ends as incomplete, and
+the rest is text.
 
-Models write quotes within single quotes without escaping them. A single quote ends a text only
-where something follows that can stand behind a value.
+Models write quotes within single quotes without escaping them. A single quote ends a text only if
+what follows can come after a value.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _BEHIND_VALUES = ",)]}:"
 def python_call(
     reader: ReplyReader, out: PieceWriter, names: Container[str] | None = None
 ) -> Steps:
-    """Read a call that comes next. `names`: those that its tool may have; None: any.
+    """Read a call that comes next. `names` are the allowed tool names; None allows any.
 
     Raises:
-        MalformedError: it is none, or not a complete one. Text that was read but not passed on is
-            held.
+        MalformedError: it is not a call, or not a complete one. Text that was read but not passed
+            on is held.
     """
     name = yield from reader.name(_NO_NAME)
     if names is not None and name not in names:
@@ -60,7 +60,7 @@ def python_call(
 
 
 def _arguments(reader: ReplyReader, out: PieceWriter, key: str) -> Steps:
-    """Read values and names, after the first name and up to the closing bracket."""
+    """Read values and names after the first name, up to the closing bracket."""
     keys: set[str] = set()
     while True:
         if key in keys or len(keys) >= MAX_PARAMETERS:
@@ -76,8 +76,8 @@ def _arguments(reader: ReplyReader, out: PieceWriter, key: str) -> Steps:
 
 
 def _next(reader: ReplyReader, closing: str) -> Generator[None, None, bool]:
-    """Read the comma after a value; False if the closing bracket comes instead, or behind it. It is
-    not read.
+    """Read the comma after a value. Return False if the closing bracket comes next, with or without
+    a comma before it; the bracket is not read.
     """
     yield from reader.blanks()
     if (yield from reader.peek()) == closing:
@@ -94,7 +94,7 @@ def _key(reader: ReplyReader) -> Generator[None, None, str]:
 
 
 def _argument(reader: ReplyReader, out: PieceWriter) -> Steps:
-    """Read a value, and hand it on."""
+    """Read a value and pass it on."""
     if (yield from reader.peek()) in "TFN'[({":
         value = yield from _value(reader, 1)
         raw = reader.take()
@@ -104,7 +104,7 @@ def _argument(reader: ReplyReader, out: PieceWriter) -> Steps:
 
 
 def python_value(text: str) -> str | None:
-    """The JSON text of a list, a tuple or a dictionary as in Python; None: it is none."""
+    """Convert a list, tuple or dictionary in Python syntax to JSON text; None if it is not one."""
     reader = ReplyReader()
     reader.add(text)
     reader.close()
@@ -119,7 +119,7 @@ def python_value(text: str) -> str | None:
 
 
 def _value(reader: ReplyReader, depth: int) -> Generator[None, None, str]:
-    """Read a value within so many containers, which is held; returns its JSON text."""
+    """Read and hold a value that is nested `depth` containers deep, and return its JSON text."""
     for word, value in _WORDS.items():
         if (yield from reader.literal(word)):
             return value

@@ -1,19 +1,19 @@
-"""Lets a format's generator read a reply's text as it comes.
+"""Lets a format's generator read a reply's text as it arrives.
 
-A format is written as if the whole text were there. If it needs more text, it yields (in `more`),
-and goes on when the next text has come:
+A format is written as if the whole text were available. If it needs more text, it yields (in
+`more`) and continues when more text arrives:
 
     push(text) ──▶ ReplyReader.add ──▶ the generator goes on ──▶ pieces
 
 The result depends only on the characters, not on how they were divided: a reply gives the same
-whether it is added as a whole, by token or by character. Text that was read but not passed on yet
-(`take`) is held, up to MAX_HELD characters; text that was looked at but not read (`literal`,
-`until`) is shorter than a mark and the blanks before it. So every character is read once and looked
-at a bounded number of times, and a reply takes bounded memory.
+result whether it is added as a whole, by token or by character. Text that was read but not yet
+passed on (`take`) is held, up to MAX_HELD characters. Text that was looked at but not read
+(`literal`, `until`) is shorter than a mark and the blanks before it. Each character is therefore
+read once and looked at a bounded number of times, and a reply takes bounded memory.
 
-A mark that is a special token of the model is one only where that token stands, which the reader is
-told. The same text, spelled by other tokens, is text: what a user wrote, or what a model quotes,
-calls no tool.
+If a mark is a special token of the model, it counts only at the positions of that token, which
+`told` sets. The same text spelled by other tokens is ordinary text, so what a user wrote or
+what a model quotes calls no tool.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ MAX_BLANKS = 64
 MAX_NAME = 256
 """The longest name of a tool, in characters; a call with a longer one is text."""
 _FEW_PLACES = 64
-"""So many places of special tokens are kept before those that were passed are dropped."""
+"""How many positions of special tokens are kept before those that were passed are dropped."""
 
 Steps = Generator[None, None, None]
-"""A running format: yields when it needs more text."""
+"""A running format; it yields when it needs more text."""
 
 
 class MalformedError(Exception):
@@ -45,10 +45,10 @@ class ReplyReader:
     """The text of one reply, to read from.
 
     Attributes:
-        text: the text from the first character that was not read.
+        text: the text from the first character that was not passed on.
         pos: the next character's index in it.
-        end: how far it may be read before something must be taken.
-        places: where special tokens stand in the reply, as far as it was not passed.
+        end: how far the text may be read before something must be taken.
+        places: where the special tokens ahead are in the reply.
     """
 
     __slots__ = (
@@ -68,7 +68,9 @@ class ReplyReader:
     )
 
     def __init__(self, special: frozenset[str] = frozenset()) -> None:
-        """`special`: texts of special tokens, which stand only where `told` says so."""
+        """Create a reader. `special` has the texts of special tokens, which count only where `told`
+        says.
+        """
         self._special = sorted(special, key=len, reverse=True)
         self._inside: dict[str, tuple[int, ...]] = {}
         self.places: set[int] = set()
@@ -94,15 +96,15 @@ class ReplyReader:
         return self._num_aside + len(self.text) - self._begin
 
     def told(self, places: Iterable[int]) -> None:
-        """Say where special tokens begin in the reply's text, which is added later."""
+        """Set where special tokens begin in the reply's text, which is added later."""
         self.places.update(places)
         if len(self.places) > self._many_places:
             self.places = {place for place in self.places if place >= self._base}
             self._many_places = max(_FEW_PLACES, 2 * len(self.places))
 
     def _stands(self, mark: str, start: int) -> bool:
-        """Whether this text, found at an index of the text, is a mark: the special tokens that are
-        in it stand there.
+        """Whether the text found at an index is a mark, because its special tokens really are
+        there.
         """
         if not self._special:
             return True
@@ -127,7 +129,7 @@ class ReplyReader:
         self._over = True
 
     def take(self) -> str:
-        """Return the held text, and hold nothing."""
+        """Return the held text and release it."""
         taken = self.text[self._begin : self.pos]
         if self._aside:
             taken = "".join([*self._aside, taken])
@@ -138,7 +140,7 @@ class ReplyReader:
         return taken
 
     def back(self, text: str) -> None:
-        """Unread this text, with which the mark that `until` has just found ends."""
+        """Unread this text, which is the end of the mark that `until` has just found."""
         self.pos -= len(text)
 
     @property
@@ -148,7 +150,7 @@ class ReplyReader:
         return held[: len(held) - len(held.lstrip(BLANKS))]
 
     def more(self) -> Generator[None, None, bool]:
-        """Wait for more text; False: there is none.
+        """Wait for more text and return whether there is any.
 
         Raises:
             MalformedError: too much text is held.
@@ -162,7 +164,7 @@ class ReplyReader:
         return self._num_added > size
 
     def peek(self) -> Generator[None, None, str]:
-        """The next character, which is not read; empty at the text's end."""
+        """Return the next character without reading it; empty at the end of the text."""
         while self.pos >= self.end:
             if not (yield from self.more()):
                 return ""
@@ -172,7 +174,7 @@ class ReplyReader:
         """Read one of these characters.
 
         Raises:
-            MalformedError: another character comes next, or none.
+            MalformedError: the next character is not one of them, or the text ends.
         """
         found = yield from self.peek()
         if not found or found not in characters:
@@ -181,7 +183,7 @@ class ReplyReader:
         return found
 
     def blanks(self, most: int = MAX_HELD) -> Steps:
-        """Read blanks, up to this many."""
+        """Read at most this many blanks."""
         for _ in range(most):
             found = yield from self.peek()
             if not found or found not in BLANKS:
@@ -189,8 +191,8 @@ class ReplyReader:
             self.pos += 1
 
     def behind_blanks(self) -> Generator[None, None, str]:
-        """The first character after at most MAX_BLANKS blanks; reads nothing. Empty: there is
-        none.
+        """Return the first character after at most MAX_BLANKS blanks, without reading it; empty if
+        there is none.
         """
         place = 0
         while place <= MAX_BLANKS:
@@ -204,7 +206,9 @@ class ReplyReader:
         return ""
 
     def ahead(self, end: str, most: int) -> Generator[None, None, str]:
-        """The text before this one, if that stands within so many characters; reads nothing."""
+        """Return the text before the given one if that is within this many characters, without
+        reading it.
+        """
         most += len(end)
         while (place := self.text.find(end, self.pos, self.pos + most)) < 0:
             if len(self.text) - self.pos >= most or not (yield from self.more()):
@@ -212,8 +216,8 @@ class ReplyReader:
         return self.text[self.pos : place]
 
     def literal(self, literal: str) -> Generator[None, None, bool]:
-        """Read this text if it comes next, and nothing if not. A special token's text must be that
-        token.
+        """Read this text if it comes next; otherwise read nothing. A special token's text must be
+        that token.
         """
         while not self.text.startswith(literal, self.pos):
             ahead = self.text[self.pos : self.pos + len(literal)]
@@ -227,20 +231,23 @@ class ReplyReader:
         return True
 
     def past(self, literal: str) -> Generator[None, None, bool]:
-        """Read blanks and this text, if they come next. If only blanks do, they may be read."""
+        """Read blanks and then this text, if they come next. The blanks may be read even if the
+        text does not follow.
+        """
         if (yield from self.behind_blanks()) != literal[0]:
             return False
         yield from self.blanks()
         return (yield from self.literal(literal))
 
     def past_any(self, *literals: str) -> Steps:
-        """Read blanks and one of these texts, if one comes next; an empty one never does."""
+        """Read blanks and then one of these texts, if one comes next; empty texts are ignored."""
         for literal in literals:
             if literal and (yield from self.past(literal)):
                 return
 
     def name(self, stop: str) -> Generator[None, None, str]:
-        """Read up to one of these characters: a tool's name, without the blanks around it.
+        """Read up to one of these characters and return the tool's name, without the blanks around
+        it.
 
         Raises:
             MalformedError: it is not a valid name, or the text ends.
@@ -254,7 +261,7 @@ class ReplyReader:
         return checked_name("".join(found).strip(BLANKS))
 
     def value(self) -> Generator[None, None, str]:
-        """Read a JSON value; returns its text.
+        """Read a JSON value and return its text.
 
         Raises:
             MalformedError: it is not JSON, it is too long to be held, or the text ends.
@@ -271,7 +278,7 @@ class ReplyReader:
                 raise MalformedError
 
     def string(self) -> Generator[None, None, str]:
-        """Read a JSON string; returns its value.
+        """Read a JSON string and return its value.
 
         Raises:
             MalformedError: see `value`; or it is not a string.
@@ -288,11 +295,11 @@ class ReplyReader:
         blanks: str = BLANKS,
         most: int = MAX_BLANKS,
     ) -> Generator[None, None, str]:
-        """Pass the text on up to the first of these marks, which is then held with the blanks
-        before it (a limited number of the given characters). Nothing may be held before.
+        """Pass the text on up to the first of these marks. The mark is then held, with the blanks
+        before it (a limited number of the given characters). No text may be held before the call.
 
         Returns:
-            The mark; empty at the text's end, when everything was passed on.
+            The mark; empty at the end of the text, when everything was passed on.
         """
         while True:
             found = marks.find.search(self.text, self.pos)
@@ -321,11 +328,11 @@ class ReplyReader:
 
 
 class ReplyMarks:
-    """Literal marks to look for, compiled.
+    """A set of literal marks to look for, compiled.
 
     Attributes:
         find: finds a mark.
-        find_partial: finds the beginning of one at a text's end.
+        find_partial: finds the beginning of a mark at the end of a text.
     """
 
     __slots__ = ("find", "find_partial")
@@ -334,8 +341,8 @@ class ReplyMarks:
         """Compile marks.
 
         Raises:
-            ValueError: a mark ends within another; the first complete mark need not be the first
-                to begin then.
+            ValueError: a mark ends within another one. The first mark to be complete would then not
+                always be the first to begin.
         """
         listed = sorted(marks)
         if any(mark in other[:-1] for mark in listed for other in listed):
@@ -345,7 +352,7 @@ class ReplyMarks:
 
 
 def _tokens_in(mark: str, special: Iterable[str]) -> Iterator[int]:
-    """Where special tokens begin in a mark; the longest one first."""
+    """Return where special tokens begin in a mark, the longest one first."""
     place = 0
     while place < len(mark):
         found = next((text for text in special if mark.startswith(text, place)), "")
@@ -355,7 +362,7 @@ def _tokens_in(mark: str, special: Iterable[str]) -> Iterator[int]:
 
 
 def _beginnings(mark: str) -> str:
-    """A pattern for a mark's proper beginnings, at least one character long."""
+    """Return a pattern for the proper prefixes of a mark, at least one character long."""
     pattern = ""
     for character in reversed(mark[1:-1]):
         pattern = f"(?:{re.escape(character)}{pattern})?"
@@ -366,7 +373,7 @@ def checked_name(name: str) -> str:
     """Check a tool's name as it was read.
 
     Raises:
-        MalformedError: it is empty, too long, or has characters that cannot be printed.
+        MalformedError: it is empty, too long, or has unprintable characters.
     """
     if not name or len(name) > MAX_NAME or not name.isprintable():
         raise MalformedError

@@ -1,8 +1,8 @@
-"""One choice's reply, taken apart as it comes: text, reasoning and tool calls.
+"""Splits one choice's reply, as it arrives, into text, reasoning and tool calls.
 
     TextStream ──▶ text with marks ──▶ ReplyParser ──▶ parts that wait for their delta ──▶ Apart
 
-The text of a part is what its reader is shown; marks go no further.
+The text of a part is what the client sees; marks are not passed on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CALL_BYTES = 16
 
 
 class CallPart(msgspec.Struct, frozen=True, gc=False):
-    """A part of a tool call. `id`, `name`: in the call's first one."""
+    """A fragment of a tool call. Only the call's first fragment has `id` and `name`."""
 
     index: int
     id: str
@@ -29,12 +29,12 @@ class CallPart(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def size(self) -> int:
-        """About how many bytes it takes in a message."""
+        """The approximate number of bytes that the fragment takes in a message."""
         return _CALL_BYTES + len(self.id) + len(self.name) + len(self.arguments)
 
 
 class Apart(msgspec.Struct, frozen=True, gc=False):
-    """What a delta has besides text."""
+    """What a delta has in addition to text."""
 
     reasoning: str
     calls: tuple[CallPart, ...]
@@ -42,11 +42,11 @@ class Apart(msgspec.Struct, frozen=True, gc=False):
 
 
 Part = str | Reasoning | CallPart
-"""Text, reasoning, or a part of a call."""
+"""Text, reasoning, or a fragment of a call."""
 
 
 def together(parts: Iterable[Part]) -> tuple[str, Apart | None]:
-    """What one delta has of these parts: the text, and what else there is."""
+    """Combine the parts of one delta into its text and everything else."""
     text: list[str] = []
     reasoning: list[str] = []
     calls: dict[int, list[CallPart]] = {}
@@ -73,10 +73,10 @@ def _joined(parts: Sequence[CallPart]) -> CallPart:
 
 
 class ReplyText:
-    """Takes one reply apart.
+    """Splits one reply into text, reasoning and tool calls.
 
     Attributes:
-        reasoning_tokens: tokens that were reasoning, with those that complete its marks.
+        reasoning_tokens: how many tokens were reasoning, including those that complete its marks.
     """
 
     __slots__ = ("_num_calls", "_num_whole", "_parser", "reasoning_tokens")
@@ -89,18 +89,18 @@ class ReplyText:
 
     @property
     def size(self) -> int:
-        """Characters that are held back."""
+        """How many characters are held back."""
         return self._parser.size
 
     @property
     def calls_tools(self) -> bool:
-        """Whether there are calls, and the arguments of all of them are whole."""
+        """Whether the reply has calls, all with complete arguments."""
         return 0 < self._num_calls == self._num_whole
 
     def push(
         self, stream: TextStream, ids: Sequence[TokenId], *, ends_with_stop_token: bool
     ) -> list[Part]:
-        """Take one step's ids, as far as no stop string ends them."""
+        """Add one step's token ids, up to any stop string that ends them."""
         parts: list[Part] = []
         last = len(ids) - 1
         for index, token_id in enumerate(ids):
@@ -120,7 +120,7 @@ class ReplyText:
         return parts
 
     def finish(self, rest: str) -> list[Part]:
-        """The output is over, with this text. May be called once more, for nothing."""
+        """End the output with this text. A second call does nothing."""
         parts: list[Part] = []
         self._add(self._parser.push(rest), parts)
         self._add(self._parser.finish(), parts)

@@ -1,6 +1,6 @@
-"""The format that a tokenizer declares: the `response_template` of transformers, in its files.
+r"""The format that a tokenizer declares in its files: the `response_template` of transformers.
 
-    {"start_anchor": "<|im_start|>assistant\\n",
+    {"start_anchor": "<|im_start|>assistant\n",
      "fields": {
         "thinking": {"open": "<think>", "close": "</think>"},
         "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "repeats": true,
@@ -9,11 +9,11 @@
         "content": {"close": "<|im_end|>"}}}
 
 Such a template becomes a `Format` like any other, and its replies are read with the same care. Only
-what is plain text and JSON is taken: a template with a regular expression (`open_pattern`,
-`close_pattern`, `xml-inline`), with JSON that is none, with other fields, or with calls that are
-put together in another way declares nothing here. Where it says nothing of reasoning, that is
-between `<think>` and `</think>`. A regular expression is a stranger's program: its
-time has no bound, and it cannot be read as the text comes.
+plain text and JSON are supported. A template is ignored if it has a regular expression
+(`open_pattern`, `close_pattern`, `xml-inline`), invalid JSON, other fields, or calls that are
+assembled in another way. If it does not mention reasoning, reasoning is between `<think>` and
+`</think>`. Regular expressions are not supported because they are untrusted code: their running
+time is unbounded, and they cannot read text as it arrives.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _MEMBER_OF_EACH = re.compile(r"\{(\w+)\}")
 
 
 class _UnknownError(Exception):
-    """The template has something that is not read here."""
+    """The template has something that is not supported."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Calls:
-    """How calls are declared: the literals around them, what an object's members are called, and
+    """How calls are declared: the literals around them, the names of an object's members, and
     whether the objects are in a list.
     """
 
@@ -56,7 +56,7 @@ class _Calls:
 
 
 def declared_format(template: object) -> Format | None:
-    """The format of a response template; None: there is none, or it has parts that are not read."""
+    """Return the format of a response template; None if there is none or it is not supported."""
     if not isinstance(template, Mapping):
         return None
     try:
@@ -114,7 +114,7 @@ def _stripped(marks: Iterable[str]) -> tuple[str, ...]:
 
 
 def _literals(field: Mapping[str, object], key: str) -> tuple[str, ...]:
-    """The literals of a field's member."""
+    """Return the literals of a field's member."""
     value = field.get(key, [])
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, list) or not all(
@@ -125,7 +125,7 @@ def _literals(field: Mapping[str, object], key: str) -> tuple[str, ...]:
 
 
 def _text(field: Mapping[str, object], key: str) -> tuple[str, ...]:
-    """The literals at one side of a field of text."""
+    """Return the literals on one side of a text field."""
     is_text = field.get("content", "text") == "text" and not field.get("content_args")
     if not field.keys() <= _FIELD_KEYS or not is_text:
         raise _UnknownError

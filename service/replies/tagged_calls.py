@@ -1,4 +1,4 @@
-"""Calls of which the arguments are keys and values between marks, as data; see `declared`."""
+"""Calls whose arguments are keys and values between marks, declared as data; see `declared`."""
 
 from __future__ import annotations
 
@@ -22,26 +22,28 @@ _OTHERS = frozenset({"number", "integer", "boolean", "null", "object", "array"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedCalls:
-    """Calls that are a name, keys and values between texts. The values have no types: see
-    `typed_values`.
+    """Calls that consist of a name, keys and values with texts around them. The values have no
+    types; see `typed_values`.
 
     Attributes:
-        section, section_end: the texts around calls, if there are any.
-        call, name_end, call_end: what stands before the name, behind it, and behind the arguments.
-        key, key_end: what stands around a key.
-        value: what stands between key and value, behind blanks.
-        value_end: what stands behind a value.
-        attributes_end: what ends the attributes behind a name or a key; empty: there are none.
-        attributes: the attribute of a key, by the type of its value, or "other"; a value is text
-            where it has that of "string", and else JSON.
+        section, section_end: the texts around calls, if any.
+        call, name_end, call_end: the texts before the name, after the name, and after the
+            arguments.
+        key, key_end: the texts around a key.
+        value: the text between a key and its value, after any blanks.
+        value_end: the text after a value.
+        attributes_end: the text that ends the attributes after a name or a key; empty if there are
+            none.
+        attributes: the attribute of a key, by the type of its value, or "other". A value whose key
+            has the attribute of "string" is text; any other value is JSON.
         name_attributes: the attributes of a name, as they are written.
-        each: whether each call is written in a section of its own.
-        may_begin: whether a call may stand without a section.
+        each: whether each call is written in its own section.
+        may_begin: whether a call may be outside of a section.
         trimmed: a character that is left out at both ends of a value.
-        key_again: whether the key stands once more behind value_end, and `>`.
+        key_again: whether the key is repeated after value_end, followed by `>`.
         nests: whether values may be objects and lists of such tags.
-        gaps: what is written between all these; several where models differ in it.
-        plain: whether the marks of keys and values are written as text, even where they are special
+        gaps: the text written between all these; several if models differ.
+        plain: whether the marks of keys and values are written as text, even if they are special
             tokens.
     """
 
@@ -67,7 +69,9 @@ class TaggedCalls:
 
     @property
     def forms(self) -> tuple[CallGrammar, ...]:
-        """How calls are held; values that nest are held to JSON, which is read there."""
+        """The grammars that constrain calls. Values that nest are constrained to JSON, which the
+        reader accepts.
+        """
         return tuple(
             self._form(gap, section, end)
             for gap in self.gaps
@@ -106,7 +110,7 @@ class TaggedCalls:
 
     @property
     def readers(self) -> Mapping[str, ReadCall]:
-        """How to read what follows each mark that may stand in text."""
+        """How to read what follows each mark that may occur in text."""
         sections: dict[str, ReadCall] = dict.fromkeys(self.section, self._read_section)
         return sections if sections and not self.may_begin else {**sections, self.call: self._read}
 
@@ -159,7 +163,9 @@ class TaggedCalls:
         types: Mapping[str, frozenset[str]],
         more: bool | None,
     ) -> Steps:
-        """Read keys and values, and the call's end. `more`: whether a key's mark has been read."""
+        """Read the keys and values and the end of the call. `more` says whether a key's mark has
+        been read; None if nothing has been read yet.
+        """
         keys: set[str] = set()
         if more is None:
             more = yield from self._more(reader)
@@ -186,7 +192,9 @@ class TaggedCalls:
             more = ended == self.key or (yield from self._more(reader))
 
     def _more(self, reader: ReplyReader) -> Generator[None, None, bool]:
-        """Read the mark of the next key, or the call's end: False."""
+        """Read the mark of the next key and return True, or read the end of the call and return
+        False.
+        """
         yield from reader.blanks()
         if (yield from reader.literal(self.call_end)):
             return False
@@ -195,7 +203,7 @@ class TaggedCalls:
         return True
 
     def _text(self, reader: ReplyReader, end: str) -> Generator[None, None, str]:
-        """Read a name or a key, and what stands behind it."""
+        """Read a name or a key, and the text after it."""
         found = yield from reader.name(end[0] if end[0] == "<" else end[0] + "\n")
         if not (yield from reader.literal(end)):
             raise MalformedError
@@ -218,8 +226,8 @@ class TaggedCalls:
         types: frozenset[str],
         others: Set[str],
     ) -> Generator[None, None, str]:
-        """Read a value up to the mark that ends it: its own, or that of the next key (one of the
-        `others` that the tool has) if its own was forgotten.
+        """Read a value up to the mark that ends it. This is the value's own mark or, if that was
+        forgotten, the mark of the next key (one of the tool's `others`).
         """
         if self.trimmed:
             yield from reader.literal(self.trimmed)
@@ -241,7 +249,7 @@ class TaggedCalls:
             return mark
 
     def _tree(self, reader: ReplyReader, depth: int) -> Generator[None, None, str]:
-        """Read a value with tags in it, which is held, and what ends it; returns its JSON."""
+        """Read and hold a value that contains tags, and its end; return its JSON."""
         text: list[str] = []
         members: dict[str, list[str]] = {}
         while not (yield from reader.literal(self.value_end)):

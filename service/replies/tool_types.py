@@ -1,5 +1,5 @@
-"""What the parameters of a request's tools may be: what is kept of their schemas for formats that
-have no types.
+"""The types of the parameters of a request's tools, kept from their schemas for formats that have
+no types.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from engine.contract.json_types import allowed_types, referred
 
 ToolTypes = Mapping[str, Mapping[str, frozenset[str]]]
-"""Tool → parameter → the types that its schema allows, by JSON's names; none if it says none."""
+"""Tool → parameter → the types that its schema allows, by their JSON names; empty if it does not
+say.
+"""
 
 MAX_TYPED = 4_096
-"""The most parameters, of all tools of a request, whose types are kept; others are strings."""
+"""The most parameters, over all tools of a request, whose types are kept; others are strings."""
 
 
 def tool_types(tools: Iterable[Mapping[str, object]]) -> ToolTypes:
-    """The types of these tools' parameters; tools as templates see them ({"type": "function",
-    "function": {"name", "parameters"}}, or the function alone).
+    """Return the types of the parameters of these tools. Tools are given as templates see them
+    ({"type": "function", "function": {"name", "parameters"}}, or only the function).
     """
     left = MAX_TYPED
     seen: dict[frozenset[str], frozenset[str]] = {}  # one of a kind is enough

@@ -1,16 +1,16 @@
-"""Values without types, which some formats have: they become JSON by the tool's schema.
+"""Converts the untyped values of some formats to JSON, according to the tool's schema.
 
 A value becomes
 
-- a string, where the schema says so, says nothing, or the tool is unknown: it is handed on as it
-  comes;
-- for another type, the JSON that the model wrote, as it wrote it, if it is a value of that type.
-  A word for a boolean may be in any case, an integer may end with `.0`, and `None`, lists and
-  dictionaries as in Python become JSON. Else it is a string. A value of more than MAX_HELD
-  characters is a string.
+- a string, if the schema says so, says nothing, or the tool is unknown. It is passed on as it
+  arrives.
+- for another type, the JSON exactly as the model wrote it, if it is a value of that type. A boolean
+  may be in any case, an integer may end with `.0`, and `None`, lists and dictionaries in Python
+  syntax are converted to JSON. Otherwise it is a string. A value of more than MAX_HELD characters
+  is a string.
 
-Where a schema allows strings and something else, what can be the other is. What a schema allows is
-told by `engine.contract.json_types`.
+If a schema allows both strings and another type, a value that fits the other type has that type.
+`engine.contract.json_types` determines what a schema allows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _KINDS = {
 
 
 class TypedValue:
-    """One parameter's value: held back if its type matters, else passed on as a string."""
+    """One parameter's value. It is held back if its type matters; otherwise it is passed on as a
+    string.
+    """
 
     def __init__(self, out: PieceWriter, types: frozenset[str]) -> None:
         self._out = out
@@ -52,15 +54,15 @@ class TypedValue:
     def read(
         self, reader: ReplyReader, ends: ReplyMarks, *, trimmed: str = ""
     ) -> Generator[None, None, tuple[str, str]]:
-        """Read it up to one of these marks, or go on where one did not end it.
+        """Read the value up to one of these marks, or continue after a mark that did not end it.
 
         Args:
-            reader: what to read from. What is held stands before the value.
-            ends: the marks that may end it.
+            reader: what to read from. The held text comes before the value.
+            ends: the marks that may end the value.
             trimmed: one of these characters is left out at the value's end.
 
         Returns:
-            The mark, and it with what is left out before it, for `close` or `add`.
+            The mark, and the mark including what is left out before it, for `close` or `add`.
 
         Raises:
             MalformedError: the output ended.
@@ -78,14 +80,14 @@ class TypedValue:
         raise MalformedError
 
     def _is_within(self, raw: str) -> bool:
-        """Whether a mark is a part of a string of an object or a list: these strings have no line
-        breaks, so one before the mark tells that it ends the value.
+        """Whether a mark is inside a string of an object or a list. These strings have no line
+        breaks, so a line break before the mark means that the mark ends the value.
         """
         within = self._json.container
         return within is not None and within in self._types and not raw[:1].isspace()
 
     def add(self, text: str) -> None:
-        """Add text to it."""
+        """Add text to the value."""
         if self._is_string:
             self._out.arguments(_escaped(text), text)
             return
@@ -98,7 +100,7 @@ class TypedValue:
             self._out.arguments('"' + _escaped(whole), whole)
 
     def close(self, raw: str) -> None:
-        """End it. `raw`: the mark."""
+        """End the value. `raw` is the mark."""
         if self._is_string:
             self._out.arguments('"', raw)
             return
@@ -106,8 +108,8 @@ class TypedValue:
         self._out.arguments(_converted(whole, self._types), whole + raw)
 
     def _abandon(self) -> None:
-        """Pass a value on as it was written, so that nothing is lost, because the output ended
-        within it.
+        """Pass on a value as it was written, because the output ended within it. Nothing is lost
+        this way.
         """
         if not self._is_string:
             whole = "".join(self._parts)
@@ -119,7 +121,7 @@ def _escaped(text: str) -> str:
 
 
 def _converted(value: str, types: frozenset[str]) -> str:
-    """A value's JSON text."""
+    """Return the JSON text of a value."""
     text = value.strip(BLANKS)
     text = _PYTHON.get(text, text)
     if "string" not in types and text.lower() in _BOOLEANS and "boolean" in types:
@@ -137,8 +139,8 @@ def _converted(value: str, types: frozenset[str]) -> str:
 
 
 def as_json(value: str) -> str:
-    """The JSON text of a value of which no type is known: itself if it is JSON and no string, or a
-    string.
+    """Return the JSON text of a value of unknown type: the value itself if it is JSON other than a
+    string, otherwise a string.
     """
     text = value.strip(BLANKS)
     if text[:1] not in ("", '"') and is_json(text, around=1):

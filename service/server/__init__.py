@@ -1,12 +1,12 @@
-"""The wiring: how the rooms of the service are put together, from a socket to the engine.
+"""The wiring: connects the packages of the service, from a socket to the engine.
 
     server         HeadraceServer: its start, its shutdown, what goes on in between
-    server_limits  what its options let callers have
+    server_limits  the limits on callers, from the server's options
     grpc_servers   a call's way to the servicers, and who may call (`service.door`)
     model_text     what is read of a model for the front end
     front_end      a message's way to the engine and back (`service.convert`, `service.delivery`)
 
-Nothing is decided here: the other rooms do not know each other by more than they are handed here.
+There is no logic here. The other packages know each other only by the objects passed to them here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Makes the front end of a loaded model: what requests need, from a message to its answer.
+"""Makes the front end of a loaded model: everything that takes a request from a message to its
+answer.
 
 InputEncoder ─▶ Converter ─▶ Registry ─▶ Responder          ModelCard, and why it lacks what
 """
@@ -34,13 +35,14 @@ def make_front_end(
     text_pool: TextPool,
     telemetry: ServerTelemetry,
 ) -> FrontEnd:
-    """The front end of a model that the engine has loaded.
+    """Make the front end of a model that the engine has loaded.
 
     Args:
         config: the server's options.
-        info, tokenizer, reply: the model, as the engine and `ModelText` tell of it.
-        instance_id, registry, loads, text_pool: what the server has, whichever model.
-        telemetry: is told the model's name; its spans and metrics are the front end's.
+        info, tokenizer, reply: the model, as described by the engine and `ModelText`.
+        instance_id, registry, loads, text_pool: the parts of the server that do not depend on the
+            model.
+        telemetry: receives the model's name; the front end uses its spans and metrics.
     """
     encoder = None
     if tokenizer is not None:

@@ -3,8 +3,8 @@
     a call ─▶ Recovery ─▶ spans ─▶ Entrance ─▶ servicer
 
 If only some addresses serve ControlService, the process has two gRPC servers with otherwise the
-same servicers. So the socket that a call came through decides what it may reach, not an address
-that it claims. The HTTP door's process has a third one.
+same servicers. What a call may reach therefore depends on the socket that it came through, not on
+an address that it claims. The HTTP door's process connects to a third server.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ CONTROL = control_service_pb2.DESCRIPTOR.services_by_name["ControlService"].full
 GATEWAY = "vllm.grpc.engine.VllmEngine"
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _DOOR_STREAMS = 4096
-"""Most calls of the HTTP door's connection, which carries all its clients."""
+"""The most concurrent calls on the HTTP door's connection, which carries all of its clients."""
 
 
 def credentials_of(
     config: ServiceConfig, door_secret: str | None = None
 ) -> tuple[Authenticator, Tls]:
-    """Read the callers' file and the TLS files. `door_secret`: what the HTTP door knows.
+    """Read the callers' file and the TLS files. `door_secret` is the secret of the HTTP door.
 
     Raises:
         ConfigError: one of them cannot be used.
@@ -84,7 +84,7 @@ class GrpcServers:
     """Makes the gRPC servers, each once.
 
     Attributes:
-        made: the servers, by whether they serve ControlService; None: that of the door.
+        made: the servers, by whether they serve ControlService; the key None is the door's server.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class GrpcServers:
         self._telemetry = telemetry
 
     def at(self, address: Address) -> grpc.aio.Server:
-        """The server that listens at an address."""
+        """Return the server that listens at an address."""
         has_control = self._config.serves_control(address)
         if has_control not in self.made:
             self.made[has_control] = self._make(has_control, self._config)
         return self.made[has_control]
 
     def for_door(self) -> grpc.aio.Server:
-        """The server of the HTTP door's process."""
+        """Return the server for the HTTP door's process."""
         config = replace(self._config, max_streams_per_connection=_DOOR_STREAMS)
         self.made[None] = server = self._make(False, config)
         return server
@@ -144,7 +144,7 @@ class GrpcServers:
 
 
 def _add_gateway(server: grpc.aio.Server, control: Control) -> str:
-    """Serve the gateways' protocol too; returns the service's name.
+    """Add the gateways' protocol to the server and return the service's name.
 
     Raises:
         ConfigError: its stubs are not installed.

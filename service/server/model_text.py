@@ -1,5 +1,5 @@
-"""What the front end reads of a model once the engine has it: its tokenizer, its chat template, and
-the format of its replies.
+"""What the front end reads from a model that the engine has loaded: its tokenizer, its chat
+template, and the format of its replies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ TokenizerLoader = Callable[[ModelInfo], Tokenizer | None]
 
 
 def load_tokenizer(info: ModelInfo) -> Tokenizer | None:
-    """Load the tokenizer of the loaded model; None: it has none, and token ids alone are served.
+    """Load the tokenizer of the loaded model; None if it has none, so that only token ids are
+    served.
 
     Raises:
         TokenizerError: it has one that cannot be read.
@@ -33,12 +34,12 @@ def load_tokenizer(info: ModelInfo) -> Tokenizer | None:
 
 
 class ModelText:
-    """Reads the texts of the models that the engine loads, as the options say. Made at the start of
-    the server, before there is a model.
+    """Reads the tokenizers and chat templates of the models that the engine loads, according to the
+    options. Created when the server starts, before a model is loaded.
     """
 
     def __init__(self, config: ServiceConfig, load: TokenizerLoader) -> None:
-        """Check the options. `load`: loads a model's tokenizer.
+        """Check the options. `load` loads a model's tokenizer.
 
         Raises:
             ConfigError: a format of replies from outside the tree, or the chat template's file,
@@ -50,12 +51,12 @@ class ModelText:
         self._chat_template = None if template is None else read_chat_template(template)
 
     def read(self, info: ModelInfo) -> tuple[Tokenizer | None, ModelFormat | None]:
-        """The tokenizer of a model, and how the model writes; its chat template, a stranger's
-        program, is tried for that. Takes long; runs in any thread.
+        """Read a model's tokenizer and determine how the model writes. This runs its chat template,
+        which is untrusted code. It is slow and may be called from any thread.
 
         Raises:
             TokenizerError: the tokenizer cannot be read.
-            ConfigError: there is a chat template, and no tokenizer.
+            ConfigError: there is a chat template, but no tokenizer.
         """
         tokenizer = self._load(info)
         if self._chat_template is not None:

@@ -7,13 +7,13 @@ become ready.
 
 Shutdown (`drain`):
 1. the server is no longer ready: health says NOT_SERVING, Watches end, new work is refused with
-    UNAVAILABLE; an operator's pause ends; the HTTP door accepts no more;
+    UNAVAILABLE; an operator's pause ends; the HTTP door accepts no new connections;
 2. streams accept nothing new: idle sessions end now, others with their last request;
 3. live requests finish; after the timeout they are cancelled, and their streams still get the end
   events;
 4. the gRPC servers stop: first all calls end, with everything that their clients are still to read;
     then clients get a GOAWAY, and their connections close when they have read it (after a few
-    seconds at most, if they do not read: `interceptors.Recovery`); so long the HTTP door may take;
+    seconds at most, if they do not read: `interceptors.Recovery`); the HTTP door has the same time;
 5. the engine is closed, then the threads, the Unix sockets' files and telemetry.
 """
 
@@ -91,7 +91,7 @@ class HeadraceServer:
         servers: the gRPC servers.
         health, supervisor: report its readiness, and restart the engine.
         bound, health_bound, sockets: the addresses on which it listens.
-        door: the process that serves OpenAI's HTTP API; None: it is off, or not started yet.
+        door: the process that serves OpenAI's HTTP API; None if it is off or not started yet.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class HeadraceServer:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """Wire the server; `start` opens the ports.
+        """Create the server; `start` opens the ports.
 
         Args:
             config: the service's options.
@@ -115,8 +115,8 @@ class HeadraceServer:
             progress: called with lines of start-up progress; by default they are logged.
             tokenizer_loader: loads the model's tokenizer, in a thread.
             restart_delay_s: the delay before the first restart of a dead engine.
-            clock, jitter: monotonic seconds, and random numbers from 0 to 1, for the advice when
-                refused callers may try again.
+            clock, jitter: return monotonic seconds and random numbers from 0 to 1, which determine
+                when refused callers are advised to retry.
         """
         self._config = config
         self._client = client
@@ -219,7 +219,7 @@ class HeadraceServer:
         return tuple(address.target for address in self.bound)
 
     async def start(self) -> None:
-        """Open the ports and start to load the model; `ready` waits for it.
+        """Open the ports and start loading the model; `ready` waits for it.
 
         Raises:
             ConfigError: for example, an address is taken, or a TLS file, the callers' file or a
@@ -330,7 +330,7 @@ class HeadraceServer:
         self._progress(line)
 
     def _on_step(self, step: StepOutputs) -> None:
-        """The engine's sink. Clients come first."""
+        """Handle a step of the engine. Clients are served before telemetry."""
         self.registry.on_step(step)
         if self._telemetry.metrics is not None:
             self._telemetry.metrics.on_step(step)
@@ -347,8 +347,8 @@ class HeadraceServer:
             await asyncio.shield(self._loading)
 
     async def failed(self) -> Exception:
-        """Wait until the engine is dead for good, or the server no longer listens (ListeningError);
-        returns why. Call it after `ready`.
+        """Wait until the engine is dead for good or the server no longer listens (ListeningError),
+        and return the reason. Call it after `ready`.
         """
         ends: set[asyncio.Task[Exception]] = {
             asyncio.create_task(self._engine_failed()),
@@ -368,7 +368,7 @@ class HeadraceServer:
 
     def reload(self) -> None:
         """Read the callers' file and the TLS files again now, and log the result. If a file cannot
-        be used, its last good content stays in use.
+        be used, its last valid content stays in use.
         """
         tls = self._tls
         if self._authenticator.knows_callers:
@@ -379,9 +379,9 @@ class HeadraceServer:
             logger.info("nothing to read again: there is neither a callers' file nor TLS")
 
     def read_credentials(self, config: ServiceConfig) -> None:
-        """Use the callers' file and the TLS files of a config from now on, if all can be used. Only
-        those that the server has may be others. Takes long; runs in any thread, once the server has
-        been started.
+        """Use the callers' file and the TLS files of a new config, if all of them can be used. Only
+        files that the server already uses may change. This is slow, and may be called from any
+        thread after the server was started.
 
         Raises:
             ConfigError: one of them cannot be used; nothing has changed.
@@ -392,8 +392,8 @@ class HeadraceServer:
             self._tls.become(tls)
 
     async def apply(self, config: ServiceConfig) -> None:
-        """Have the limits, the drain's time and the log levels of a config from now on; the rest of
-        it must be that of the present one. What runs goes on.
+        """Apply the limits, the drain timeout and the log levels of a new config. The rest of it
+        must be the same as in the current one. Running requests continue.
         """
         before, self._config = self._config, config
         self.limits.change(config)
@@ -405,13 +405,15 @@ class HeadraceServer:
             await self.control.set_log_levels(level, replaced(*level_of))
 
     async def drain(self, timeout_s: float | None = None) -> None:
-        """Finish live requests, then stop. After `timeout_s` (default: the configured one) the rest
-        is cancelled. If a drain has already begun, it goes on unchanged.
+        """Finish live requests, then stop. After `timeout_s` (default: the configured timeout) the
+        remaining requests are cancelled. If a drain has already begun, it continues unchanged.
         """
         await asyncio.shield(self.begin_drain(timeout_s))
 
     def begin_drain(self, timeout_s: float | None = None, reason: str = "") -> asyncio.Task[None]:
-        """Start a drain, unless there is one already; the task ends when the server has ended."""
+        """Start a drain unless one is running. The returned task ends when the server has
+        stopped.
+        """
         if self._draining is None:
             timeout_s = self._config.drain_timeout_s if timeout_s is None else timeout_s
             self.state.drain = Drain(reason, time.time(), timeout_s)
@@ -442,7 +444,7 @@ class HeadraceServer:
         await self._shut_down(_CALLS_GRACE_S, _CONNECTIONS_GRACE_S)
 
     async def stop(self) -> None:
-        """Stop at once; live requests are lost."""
+        """Stop immediately; live requests are lost."""
         self._enter_drain()
         await self._shut_down(0, 0)
         if self._draining is not None:
@@ -467,8 +469,8 @@ class HeadraceServer:
         return True
 
     async def _shut_down(self, calls_grace_s: float, connections_grace_s: float) -> None:
-        """End everything. Grace periods in seconds: how long calls may go on, and how long clients
-        then have to read what was sent.
+        """Shut everything down. The grace periods, in seconds, are how long calls may continue and
+        how long clients then have to read what was sent.
         """
         if self._closed:
             return

@@ -1,4 +1,4 @@
-"""The server's limits, as its options say: what may be open, held, kept, and wait to be read."""
+"""The server's limits, from its options: what may be open, held, kept, and unread."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ServerLimits:
     """What callers may have at the same time. All methods run on one event loop.
 
     Attributes:
-        admission: of requests, their tokens and bytes.
-        sessions, watches, health_watches: the places of streams that may stay open.
+        admission: limits requests, their tokens and bytes.
+        sessions, watches, health_watches: limit the streams that may stay open.
     """
 
     def __init__(
@@ -28,14 +28,19 @@ class ServerLimits:
         jitter: Callable[[], float],
         freed: Callable[[int], None],
     ) -> None:
-        """`clock`, `jitter`: see DrainRate. `freed`: is told how many bytes were given back."""
+        """Create the limits.
+
+        Args:
+            clock, jitter: see DrainRate.
+            freed: called with the number of bytes that were released.
+        """
         self.admission = AdmissionControl(_of_requests(config), clock, jitter, freed)
         self.sessions = Places(_of_sessions(config), clock, jitter)
         self.watches = Places(_of_watches(config, "WatchStatistics"), clock, jitter)
         self.health_watches = Places(_of_watches(config, "health Watches"), clock, jitter)
 
     def change(self, config: ServiceConfig) -> None:
-        """Have the limits of another config from now on. What is held beyond them stays held."""
+        """Apply the limits of another config. What already exceeds them is kept."""
         self.admission.change(_of_requests(config))
         self.sessions.change(_of_sessions(config))
         self.watches.change(_of_watches(config, "WatchStatistics"))
@@ -54,7 +59,7 @@ def _of_requests(config: ServiceConfig) -> AdmissionBounds:
 
 
 def retention_of(config: ServiceConfig) -> Retention:
-    """How much of results is kept, and how long."""
+    """Return how many results are kept, and for how long."""
     return Retention(
         retention_s=config.result_retention_s,
         max_results=config.max_kept_results,
@@ -63,7 +68,7 @@ def retention_of(config: ServiceConfig) -> Retention:
 
 
 def flow_of(config: ServiceConfig) -> FlowOptions:
-    """How much of a request may wait to be read, and what becomes of it then."""
+    """Return how much of a request's output may wait to be read, and what happens beyond that."""
     return FlowOptions(
         max_unread_tokens=config.max_unread_tokens,
         max_unread_bytes=config.max_unread_bytes,
@@ -96,7 +101,7 @@ def _of_watches(config: ServiceConfig, name: str) -> Kind:
 
 
 def request_limits_of(config: ServiceConfig) -> RequestLimits:
-    """What one request may ask for, and what it has where it asks for nothing."""
+    """Return what one request may ask for, and its defaults."""
     return RequestLimits(
         default_max_tokens=config.default_max_tokens,
         default_time_limit_s=config.default_time_limit_s or None,

@@ -1,17 +1,20 @@
-"""The commands of a session: they are read one after another, carried out, and answered in-band.
+"""The commands of a session: they are read in order, carried out, and answered in-band.
 
-    commands ──▶ open, cancel, credit: at once ───────────────────▶ answers
+    commands ──▶ open, cancel, credit: immediately ───────────────▶ answers
              └─▶ add, attach: a task each, which may wait ────────▶ answers
 
-A refused command is answered by a CommandRejection and affects nothing else, with one exception: a
-session may be open for days, and its caller's permission may be revoked meanwhile. So the permit is
-checked with each command, and if it is no longer valid, the session ends with that status, after
-the rejection. An add may take long: its prompt is tokenized and its grammar compiled. Commands for
-other requests do not wait for it; all commands for the same request do, so that a cancel after an
-add finds the request. Commands that need not wait start in order.
+A refused command is answered by a CommandRejection and affects nothing else, with one exception. A
+session may be open for days, and its caller's permission may be revoked meanwhile. The permit is
+therefore checked with each command. If it is no longer valid, the session ends with that status
+after the rejection.
 
-The reader waits while too many answers are unread, so that a client that only writes is not read
-from for ever, and while MAX_WAITING commands, or MAX_WAITING_BYTES of them, are in progress.
+An add may take long, because its prompt is tokenized and its grammar compiled. Commands for other
+requests do not wait for it. Commands for the same request do, so that a cancel after an add finds
+the request. Commands that need not wait start in order.
+
+The reader pauses while too many answers are unread, so that a client that only writes cannot be
+read from indefinitely. It also pauses while MAX_WAITING commands, or MAX_WAITING_BYTES of them,
+are in progress.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ Command = generation_service_pb2.StreamResultRequest
 
 _METHOD = "headrace.v1.GenerationService/StreamResult"
 MAX_WAITING = 64
-"""With this many unanswered commands of a session, no further one is read."""
+"""When a session has this many unanswered commands, no further one is read."""
 MAX_WAITING_BYTES = 4 << 20
 """The same limit in bytes: a few of the largest commands."""
 
@@ -49,8 +52,8 @@ MAX_WAITING_BYTES = 4 << 20
 async def read_commands(
     commands: Any, state: ServerState, permit: Permit, stream: ResultStream
 ) -> None:
-    """Read a session's commands, and carry them out; see `CommandReader.run`. `permit`: that of the
-    caller who opened it.
+    """Read a session's commands and carry them out; see `CommandReader.run`. `permit` belongs to
+    the caller who opened the session.
     """
     await CommandReader(state, permit, stream).run(commands)
 
@@ -70,8 +73,8 @@ class CommandReader:
         self._last_of: dict[str, asyncio.Task[None]] = {}  # by request: the last waiting one
 
     async def run(self, commands: Any) -> None:
-        """Read until the client half-closes (or the connection is lost, which looks the same here),
-        and until all commands are carried out.
+        """Read until the client half-closes and all commands are carried out. A lost connection
+        looks the same as a half-close here.
 
         Raises:
             UnknownCallerError, NotGrantedError: the caller no longer has permission.
@@ -106,7 +109,7 @@ class CommandReader:
                 task.cancel()
 
     def _begin(self, command: Command, draft: Draft | None) -> None:
-        """Carry out a command, at once if it need not wait."""
+        """Carry out a command, immediately if it need not wait."""
         request_id = _request_id(command)
         before = self._last_of.get(request_id) if request_id else None
         if before is None and command.WhichOneof("command") not in ("add", "attach"):

@@ -1,5 +1,5 @@
-"""ControlService: what operators see and control. Served in every phase; without an engine,
-`service.servicers.operator_control` refuses the operations that need it.
+"""ControlService: what operators see and control. It is served in every phase. Without an engine,
+`service.servicers.operator_control` refuses the operations that need one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
-    """Answers ControlService."""
+    """Implements ControlService."""
 
     def __init__(self, control: Control, watches: Places) -> None:
-        """`watches`: the places for open WatchStatistics calls."""
+        """Create the servicer. `watches` limits the open WatchStatistics calls."""
         self._control = control
         self._watches = watches
 
@@ -36,7 +36,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
     async def GetStatistics(
         self, request: pb.GetStatisticsRequest, context: Any
     ) -> pb.GetStatisticsResponse:
-        """The current figures."""
+        """Return the current statistics."""
         return pb.GetStatisticsResponse(
             statistics=convert.statistics_message(await self._control.snapshot())
         )
@@ -87,7 +87,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
     async def CancelRequests(
         self, request: pb.CancelRequestsRequest, context: Any
     ) -> pb.CancelRequestsResponse:
-        """End requests of any identity. All of them are ended before anything is awaited."""
+        """Cancel requests of any identity. All of them are cancelled before anything is awaited."""
         convert.check_names(request.requests)
         cancel = self._control.registry.cancel
         return pb.CancelRequestsResponse(
@@ -107,7 +107,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         return pb.ResumeResponse(was_paused=await self._control.resume())
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
-        """Start to drain the server."""
+        """Start draining the server."""
         timeout_s = convert.drain_timeout_of(request)
         drain, was_draining = self._control.drain(timeout_s, convert.check_reason(request.reason))
         return pb.DrainResponse(
@@ -119,7 +119,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
     async def ResetPrefixCache(
         self, request: pb.ResetPrefixCacheRequest, context: Any
     ) -> pb.ResetPrefixCacheResponse:
-        """Forget all cached prefixes."""
+        """Drop all cached prefixes."""
         await self._control.engine().reset_prefix_cache()
         logger.warning("the prefix cache was reset")
         return pb.ResetPrefixCacheResponse()
@@ -127,6 +127,6 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
     async def SetLogLevel(
         self, request: pb.SetLogLevelRequest, context: Any
     ) -> pb.SetLogLevelResponse:
-        """Set how much is logged."""
+        """Set the log level."""
         previous = await self._control.set_log_level(convert.level_of(request.level))
         return pb.SetLogLevelResponse(previous_level=convert.level_number(previous))

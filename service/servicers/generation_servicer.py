@@ -6,7 +6,7 @@ AddRequest are read later, and Generate waits for the end). AddRequest and Gener
 (`called_request`). Streaming methods are async generators that take batches and yield messages.
 
 A stream tells delivery that it is over in two ways, whichever comes first: the generator's
-`finally`, and the RPC's done callback. The second is needed because a generator that is suspended
+`finally`, and the RPC's done callback. The callback is needed because a generator that is suspended
 in a `yield` (its message is being written) learns of the RPC's end only when it is collected.
 """
 
@@ -40,10 +40,10 @@ MOST_OVERESTIMATED = 4
 
 
 class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
-    """Answers GenerationService."""
+    """Implements GenerationService."""
 
     def __init__(self, state: ServerState, sessions: Places) -> None:
-        """`sessions`: the places for sessions."""
+        """Create the servicer. `sessions` limits the open sessions."""
         self._state = state
         self._sessions = sessions
 
@@ -106,7 +106,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     async def StreamResult(
         self, request_iterator: Any, context: Any
     ) -> AsyncIterator[generation_service_pb2.StreamResultResponse]:
-        """A session: the reader carries out commands, and this method sends the results."""
+        """Run a session: the reader carries out commands, and this method sends the results."""
         front, permit = current_front.get(), current_permit.get()
         self._sessions.take(context, permit.account)
         registry = front.registry
@@ -132,7 +132,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     async def Cancel(
         self, request: generation_service_pb2.CancelRequest, context: Any
     ) -> generation_service_pb2.CancelResponse:
-        """End requests by their ids. All of them are ended before anything is awaited."""
+        """Cancel requests by their ids. All of them are cancelled before anything is awaited."""
         registry, identity = current_front.get().registry, current_permit.get().caller.identity
         self._state.check_instance(request.instance_id)
         ids = request.request_ids
@@ -151,7 +151,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     async def GetResult(
         self, request: generation_service_pb2.GetResultRequest, context: Any
     ) -> generation_service_pb2.GetResultResponse:
-        """Read a request's events from a number on."""
+        """Read a request's events, starting at a given number."""
         front, account = current_front.get(), current_permit.get().account
         self._state.check_instance(request.instance_id)
         wait_s = _check_read(request)
@@ -177,7 +177,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
 
 
 def _check_read(request: generation_service_pb2.GetResultRequest) -> float:
-    """Check a GetResult request; returns how many seconds it waits at most."""
+    """Check a GetResult request and return how many seconds it waits at most."""
     wait_s = seconds(request.wait, "wait")
     check_request_id(request.request_id)
     if wait_s > MAX_WAIT_S:
@@ -194,8 +194,8 @@ def _streamed(
 
 
 def _reader_ended(stream: ResultStream, reader: asyncio.Task[None]) -> None:
-    """End the session if its reader ended with an error; without one, it ended at the
-    half-close.
+    """End the session if its reader ended with an error. A reader that ends without one has ended
+    at the half-close.
     """
     if reader.cancelled():
         stream.refuse(asyncio.CancelledError())

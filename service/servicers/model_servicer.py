@@ -16,14 +16,15 @@ from service.errors.call_errors import FieldError, NoTokenizerError
 from service.state import FrontEnd, current_front
 
 MIN_MOST_TOKENS = 1 << 17
-"""The most token ids that one call may convert to text; or the model's context, if that is more.
+"""The most token ids that one call may convert to text, or the model's context length if that is
+larger.
 """
 MIN_MOST_DETAILS = 1 << 14
-"""The same for tokens with details; one takes about 200 bytes."""
+"""The same limit for tokens with details; one takes about 200 bytes."""
 
 
 class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
-    """Answers ModelService."""
+    """Implements ModelService."""
 
     async def GetModel(
         self, request: model_service_pb2.GetModelRequest, context: Any

@@ -5,8 +5,8 @@ The wiring is in `service.server`, the messages are in `convert.control_messages
                            └──────▶ Registry        live requests, kept results
                            └──────▶ HeadraceServer  begin_drain
 
-There is one pause and one drain, not one for each operator. If an operator's call is cancelled, the
-operation that it started is still completed.
+All operators share one pause and one drain. If an operator's call is cancelled, the operation that
+it started is still completed.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ T = TypeVar("T")
 
 
 class Control:
-    """See the module. All methods run on one event loop.
+    """Implements the operations of operators; see the module. All methods run on one event loop.
 
     Attributes:
         ending: set when the server stops, so that watchers send their last update.
-        log_level: the present one.
+        log_level: the current log level.
         tasks: the operations in progress, whether or not their callers wait.
     """
 
@@ -55,12 +55,12 @@ class Control:
         figures: Figures,
         begin_drain: Callable[[float | None, str], object],
     ) -> None:
-        """Wire it.
+        """Create the controls.
 
         Args:
             client, state, registry: the objects to observe and control.
-            log_level: the one with which the server was started.
-            figures: where the other figures are read.
+            log_level: the log level with which the server was started.
+            figures: the source of the other metrics.
             begin_drain: starts a drain, with a timeout in seconds or None (the configured one), and
                 a reason.
         """
@@ -79,7 +79,7 @@ class Control:
     # Looking
 
     async def snapshot(self) -> Snapshot:
-        """The figures now."""
+        """Return the current statistics."""
         engine = await self._engine_stats()
         state, figures = self._state, self._figures
         return Snapshot(
@@ -114,8 +114,7 @@ class Control:
     # Steering
 
     async def pause(self, reason: str) -> tuple[OperatorPause, bool]:
-        """Pause the engine between two steps. Returns the pause, and whether there was one
-        already.
+        """Pause the engine between two steps. Return the pause, and whether there was one already.
 
         Raises:
             NotReadyError, EngineUnavailableError: the server loads, drains or has no engine.
@@ -139,7 +138,7 @@ class Control:
         return pause, before is not None
 
     async def resume(self) -> bool:
-        """End the pause; returns whether there was one.
+        """End the pause and return whether there was one.
 
         Raises:
             NotReadyError, EngineUnavailableError: the server loads or has no engine.
@@ -157,7 +156,7 @@ class Control:
         return was_paused
 
     async def end_pause(self) -> None:
-        """End a pause, if there is one and the engine is there, because the server drains."""
+        """End any pause because the server drains, whether or not the engine is running."""
         async with self._steering:
             if self._pause is None:
                 return
@@ -168,12 +167,12 @@ class Control:
             self._pause = None
 
     async def engine_started(self) -> None:
-        """Pause the engine that was just started, if there is a pause."""
+        """Pause the engine that has just started, if there is a pause."""
         if self._pause is not None:
             await self._client.pause()
 
     async def set_log_level(self, level: str) -> str:
-        """Set the log level of the server's processes; returns the previous one."""
+        """Set the log level of the server's processes and return the previous one."""
         before = self.log_level
         logging.getLogger().setLevel(level.upper())
         logger.warning("the log level is %s; it was %s", level, before)
@@ -181,14 +180,14 @@ class Control:
         return before
 
     async def set_log_levels(self, level: str, level_of: tuple[str, ...] = ()) -> None:
-        """Set the log level of the server's processes, and those of modules."""
+        """Set the log level of the server's processes, and the levels of modules."""
         self.log_level = level
         logging.getLogger().setLevel(level.upper())
         set_levels(level_of)
         await self._client.set_log_level(level, level_of)
 
     def drain(self, timeout_s: float | None, reason: str) -> tuple[Drain, bool]:
-        """Start a drain; returns it, and whether it had already begun."""
+        """Start a drain. Return it, and whether it had already begun."""
         before = self._state.drain
         if before is not None:
             return before, True
@@ -199,7 +198,7 @@ class Control:
         return drain, False
 
     def engine(self) -> EngineVerbs:
-        """The engine's verbs.
+        """Return the engine's operations.
 
         Raises:
             NotReadyError, EngineUnavailableError: the server loads or has no engine.
@@ -209,7 +208,7 @@ class Control:
         return self._client
 
     async def _carry_out(self, call: Coroutine[Any, Any, T]) -> T:
-        """Wait for a call that is completed even if the waiting task is cancelled."""
+        """Wait for an operation that is completed even if the waiting task is cancelled."""
         task = asyncio.create_task(call)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)

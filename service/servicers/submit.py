@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 async def called_request(
     front: FrontEnd, permit: Permit, draft: Draft, lives_by: LivesBy
 ) -> AsyncIterator[ServedRequest]:
-    """The accepted request of a call that may be retried: the one that the same call started
-    before, if it still exists, or else a new one. The call counts as waiting for it until the end
-    of the block.
+    """Yield the accepted request of a call that may be retried. This is the request that the same
+    call started before, if it still exists; otherwise a new one. The call counts as waiting for it
+    until the end of the block.
 
     A call that finds its request costs only the memory of its message.
 
@@ -80,14 +80,14 @@ async def start_request(
     lives_by: LivesBy = LivesBy.STREAM,
     command_id: int = 0,
 ) -> ServedRequest:
-    """Convert a caller's spec and start the request. Its id is checked before any work is done for
-    it, and a drain that starts meanwhile waits for it.
+    """Convert a caller's spec and start the request. Its id is checked before any other work is
+    done, and a drain that starts meanwhile waits for it.
 
     Args:
-        front: what requests need.
-        permit: the caller's.
-        draft: what is to be generated.
-        stream: the stream for the results; None: they are kept.
+        front: the front end.
+        permit: the caller's permit.
+        draft: what to generate.
+        stream: the stream for the results; None if the results are kept.
         lives_by: what the request needs in order not to be cancelled.
         command_id: see `Registry.start`.
 
@@ -140,7 +140,7 @@ async def start_request(
 def _refused(
     front: FrontEnd, span: ServedSpan | None, engine_id: RequestId | None, error: BaseException
 ) -> None:
-    """Tell the telemetry that there is no such request."""
+    """Tell telemetry that the request was refused."""
     if span is not None:
         span.refused(error)
     if front.metrics is not None and engine_id is not None:

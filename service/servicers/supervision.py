@@ -1,7 +1,7 @@
-"""Watches the engine, and restarts it when it has died, if its client supports that.
+"""Watches the engine, and restarts it when it dies, if its client supports that.
 
 serving ──engine dies──▶ restarting ──▶ serving     live requests have failed with "try again";
-             │               │ ▲                    readiness is gone meanwhile
+             │               │ ▲                    the server is not ready meanwhile
              │               └─┘ back-off: 0.5 s, doubled up to 30 s
              └──▶ failed     an engine of this process: only a new process helps
 """
@@ -24,11 +24,11 @@ RESTART_DELAY_S = 0.5
 """The delay before the first restart of an engine, in seconds."""
 _MAX_DELAY_S = 30.0
 _STABLE_S = 60.0
-"""After serving this long, in seconds, an engine is restarted with the first delay again."""
+"""After an engine has served this long, in seconds, the restart delay is reset to the first one."""
 
 
 class Supervisor:
-    """See the module. Runs as one task, once the engine serves for the first time."""
+    """Supervises the engine; see the module. Runs as one task after the engine first serves."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Supervisor:
         *,
         first_delay_s: float = RESTART_DELAY_S,
     ) -> None:
-        """Wire a supervisor.
+        """Create a supervisor.
 
         Args:
             client: the engine.
@@ -55,7 +55,7 @@ class Supervisor:
         self.restarts = 0
 
     async def run(self) -> Exception:
-        """Watch the engine; returns the cause when it is dead for good."""
+        """Watch the engine; return the cause when it is dead for good."""
         loop = asyncio.get_running_loop()
         delay = self._first_delay_s
         while True:
@@ -74,7 +74,7 @@ class Supervisor:
             logger.warning("the engine serves again (restart %d)", self.restarts)
 
     async def _restart(self, delay: float) -> float:
-        """Start the engine, with as many attempts as it takes; returns the delay for the next
+        """Start the engine, retrying until it succeeds, and return the delay for the next
         restart.
         """
         while True:

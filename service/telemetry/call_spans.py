@@ -3,14 +3,15 @@
     Recovery ──▶ the library's coroutine ──▶ ours ────────────────▶ Entrance ──▶ servicer
                  begins and ends the span    says how it ended
 
-The library knows nothing of how gRPC calls end: it records cancelled, timed-out and failed ones as
-OK, and puts a traceback on the span for each error that it sees, also for a refusal. So no error
-passes through it: ours sets the status and keeps the error, and `Recovery` takes it from there.
+The library does not know how gRPC calls end. It records cancelled, timed-out and failed calls as
+OK, and adds a traceback to the span for each error that it sees, including refusals. Therefore no
+error passes through it: our coroutine sets the status and keeps the error, and `Recovery` takes it
+from there.
 
-Streams pass through it as coroutines too, which write to gRPC's own context, so that their messages
-do not pass through the library. gRPC abandons a generator whose caller leaves while a message is
-being written: it would be closed later, by another task, where the library can neither restore the
-context that was current nor learn of the end.
+Streams also pass through it as coroutines, which write to gRPC's own context, so that their
+messages do not pass through the library. gRPC abandons a generator if its caller leaves while a
+message is being written. The generator would be closed later, by another task, where the library
+can neither restore the previous context nor learn of the end.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _HEALTH: Final = "/grpc.health."
 
 
 class CallSpans(grpc.aio.ServerInterceptor):
-    """Makes a span for each RPC but health checks. It stands between `Recovery` and `Entrance`."""
+    """Makes a span for each RPC except health checks. It is between `Recovery` and `Entrance`."""
 
     def __init__(self, spans: Spans) -> None:
         self._spans = spans

@@ -1,9 +1,9 @@
-"""Where the front end's figures are read, by whoever tells operators: metrics, ControlService.
+"""The source of the front end's metrics, for everything that reports to operators.
 
     admission, places, refusals, supervisor, … ──▶ Figures ─┬─▶ telemetry.metrics
                                                             └─▶ operator_control ──▶ `headrace top`
 
-So both tell the same.
+Both therefore report the same values.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from service.errors.refusals import RefusalKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """All may be called from any thread.
+    """Functions that read the front end's metrics. All may be called from any thread.
 
     Attributes:
         live_bytes: how many bytes the requests hold now, as admission counts them.
         unknown_fields: how many messages had fields that this server does not know.
         refusals: how many refusals there were of each kind.
         phase: the phase of the server.
-        restarts: how often the engine was started again.
-        door_restarts: how often the HTTP door was started again.
+        restarts: how often the engine was restarted.
+        door_restarts: how often the HTTP door was restarted.
         sessions: how many sessions are open.
-        startup: how many seconds the phases of the last start took, in their order; empty: it has
-            not ended.
-        transfer: how far the download of the model is, or was; None: nothing was downloaded.
+        startup: how many seconds each phase of the last start took, in order; empty if it has not
+            ended.
+        transfer: the progress of the model's download, even after its end; None if nothing was
+            downloaded.
     """
 
     live_bytes: Callable[[], int]

@@ -3,14 +3,15 @@ and the engine's statistics.
 
     engine ── StepOutputs ──▶ Metrics.on_step ──▶ histograms of steps and requests
     engine ◀── stats ──────── Metrics.poll ─────▶ gauges and counters, read when they are exported
-    front end ── Figures ───────────────────────▶ likewise
+    front end ── Figures ───────────────────────▶ gauges and counters, too
     calls ── their ends ────▶ Metrics.watch ─────▶ a histogram
 
-The instruments of the engine's part are `engine.telemetry.instruments`. Names that begin with
-`rpc.` come from OpenTelemetry's semantic conventions for RPCs. docs/operations.md lists all.
+The engine's instruments are in `engine.telemetry.instruments`. Names that begin with `rpc.` come
+from OpenTelemetry's semantic conventions for RPCs. docs/operations.md lists all metrics.
 
-Attributes are names of this code, the name of the served model, and names of callers: of these at
-most MAX_CALLERS of one process, because every series is kept, here and by who collects them.
+Attributes are names from this code, the name of the served model, and names of callers. At most
+MAX_CALLERS callers are named per process, because every series is kept, both here and by the
+collector.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ POLL_S = 1.0
 """How often the engine is asked for its statistics, in seconds."""
 
 MAX_CALLERS = 256
-"""How many callers of one process are named; the others are summed."""
+"""How many callers are named per process; the others are summed."""
 
 _CALL: Final = (
     0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 40.0, 160.0,
@@ -52,9 +53,9 @@ _CALLER_GAUGES: Final[tuple[tuple[str, str, Callable[[CallerStats], int]], ...]]
     ("headrace.callers.waiting", "In the queue, by caller.", lambda c: c.waiting),
 )
 _OTHER: Final = "_OTHER"
-"""The conventions' name of methods that the server does not know."""
+"""The conventions' name for methods that the server does not know."""
 _OTHERS: Final = {"headrace.callers": "other"}
-"""The attribute for the callers that the engine sums up."""
+"""The attribute for the callers that the engine sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,9 @@ class _Figures:
     Attributes:
         before: the sums of the counters of earlier engines, by the counter's name.
         service_before: the service that earlier engines gave to all callers.
-        stats: the last statistics of this engine; None: there are none yet. Callers beyond
-            MAX_CALLERS are among the others.
-        is_there: whether it answered when it was last asked.
+        stats: the latest statistics of this engine; None if there are none yet. Callers beyond
+            MAX_CALLERS are summed with the others.
+        is_there: whether the engine answered when it was last asked.
     """
 
     before: Mapping[str, int] = field(default_factory=dict)
@@ -75,14 +76,16 @@ class _Figures:
     is_there: bool = False
 
     def totals(self) -> Mapping[str, int]:
-        """The values of all counters; empty if no engine has given statistics yet."""
+        """Return the values of all counters; empty if no engine has given statistics yet."""
         stats = self.stats
         if stats is None:
             return self.before
         return {name: self.before.get(name, 0) + count for name, count in counts(stats).items()}
 
     def callers(self) -> Iterator[tuple[CallerStats, Mapping[str, str]]]:
-        """The callers of this engine, each with its attribute; the engine only names a few."""
+        """Return the callers of this engine, each with its attribute. The engine names only a
+        few.
+        """
         if self.stats is not None:
             for caller in self.stats.callers:
                 yield caller, {"headrace.caller": caller.caller}
@@ -90,8 +93,8 @@ class _Figures:
                 yield self.stats.other_callers, _OTHERS
 
     def services(self) -> Iterator[tuple[int, Mapping[str, str]]]:
-        """The service that each caller was given; that of earlier engines is counted for
-        "other".
+        """Return the service that each caller was given. Service given by earlier engines is
+        counted as "other".
         """
         others = self.service_before
         for caller, attributes in self.callers():
@@ -104,14 +107,14 @@ class _Figures:
 
 
 class Metrics:
-    """All instruments. Its methods run on the event loop; exporters read from a thread."""
+    """All instruments. The methods run on the event loop; exporters read from a thread."""
 
     def __init__(self, meter: Meter, figures: Figures) -> None:
         """Make the instruments.
 
         Args:
             meter: the exporting provider's meter.
-            figures: where the front end's figures are read.
+            figures: the source of the front end's metrics.
         """
         self._figures = _Figures()  # replaced as a whole: exporters read it from their own thread
         self._named: set[CallerKey] = set()
@@ -226,8 +229,8 @@ class Metrics:
         )
 
     def engine_starts(self) -> None:
-        """Note that an engine is being started, the first one or a new one. It counts from 0, so
-        its counts are added to those of earlier engines.
+        """Record that an engine is being started, either the first one or a restart. It counts from
+        0, so its counts are added to those of earlier engines.
         """
         figures = self._figures
         self._figures = _Figures(
@@ -236,11 +239,11 @@ class Metrics:
         self._chats.clear()
 
     def loaded(self, model: str) -> None:
-        """Note that the model is loaded, under this name."""
+        """Record that the model is loaded under this name."""
         self._steps.model = model
 
     def model_and_stats(self) -> tuple[str, EngineStats | None]:
-        """The model's name, and the engine's statistics; None: they are not known now."""
+        """Return the model's name and the engine's statistics; None if they are not known now."""
         return self._steps.model, self._present()
 
     def _present(self) -> EngineStats | None:
@@ -248,14 +251,16 @@ class Metrics:
         return figures.stats if figures.is_there else None
 
     def watch(self, method: str, _context: object) -> Callable[[CallOutcome], None] | None:
-        """Watch a call; returns what records its end. `method`: one of this server's."""
+        """Watch a call and return a function that records its end. `method` is one of this
+        server's.
+        """
         return None if method.startswith("grpc.health.") else partial(self._call_ended, method)
 
     def _call_ended(self, method: str, call: CallOutcome) -> None:
         self._record_call(method, call.code_at_end(), call.seconds())
 
     def unknown_call_ended(self, code: grpc.StatusCode, seconds: float) -> None:
-        """Record a call of a method that this server does not have: all such methods are one."""
+        """Record a call of an unknown method. All such methods share one name."""
         self._record_call(_OTHER, code, seconds)
 
     def _record_call(self, method: str, code: grpc.StatusCode, seconds: float) -> None:
@@ -278,12 +283,12 @@ class Metrics:
                     chats.discard(output.request_id)
 
     def submitting(self, request_id: RequestId, *, is_chat: bool) -> None:
-        """Note that a request goes to the engine."""
+        """Record that a request goes to the engine."""
         if is_chat:
             self._chats.add(request_id)
 
     def refused(self, request_id: RequestId) -> None:
-        """Note that the engine refused the request."""
+        """Record that the engine refused the request."""
         self._chats.discard(request_id)
 
     async def poll(self, client: EngineClient) -> None:
@@ -298,7 +303,7 @@ class Metrics:
             await asyncio.sleep(POLL_S)
 
     def _with_few_names(self, stats: EngineStats) -> EngineStats:
-        """The statistics with at most MAX_CALLERS callers named since the start."""
+        """Return the statistics with at most MAX_CALLERS callers named since the start."""
         for caller in stats.callers:
             if len(self._named) < MAX_CALLERS:
                 self._named.add(caller.caller)

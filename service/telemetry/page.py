@@ -1,16 +1,16 @@
-"""Prometheus' page: the metrics, pulled by HTTP from an address of their own.
+"""Prometheus' page: the metrics, pulled by HTTP from a separate address.
 
     Prometheus ──GET /metrics──▶ a thread ──▶ the OpenTelemetry reader ──▶ text
 
-It is served by threads, so a busy event loop delays it only by some switches of the interpreter.
-It is for the operator's network: it has no TLS and knows no callers, and by default only this
-machine reaches it. What a stranger can make it hold is bounded all the same: connections are served
-PLACES at a time, each has PATIENCE_S seconds for all of its request and its page, and one page is
+Threads serve the page, so a busy event loop delays it only by a few thread switches. It is for the
+operator's network: it has no TLS and no authentication, and by default it is reachable only from
+this machine. Even so, the resources that a client can use are bounded. PLACES connections are
+served at a time, each has PATIENCE_S seconds for its whole request and page, and only one page is
 made at a time.
 
-The endpoint picker of the Gateway API Inference Extension has a small page of its own: it reads a
-few figures, twenty times a second, by names that are vLLM's unless it is told others. They are not
-valid names in OpenTelemetry, and Prometheus' own linter rejects them.
+The endpoint picker of the Gateway API Inference Extension has its own small page, because it reads
+a few metrics twenty times a second. Their names are vLLM's unless it is configured otherwise. These
+are not valid names in OpenTelemetry, and Prometheus' own linter rejects them.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class Page:
         """Bind the address; `start` serves.
 
         Args:
-            host, port: where; port 0 takes a free one.
-            stats: returns the model's name and the engine's statistics; None: not known now.
+            host, port: the address; port 0 takes a free port.
+            stats: returns the model's name and the engine's statistics, or None if they are not
+                known now.
 
         Raises:
             ConfigError: the address cannot be used.
@@ -93,24 +94,24 @@ class Page:
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """The URL of the page."""
         host, port = self._server.server_address[:2]
         shown = f"[{host!s}]" if ":" in str(host) else str(host)
         return f"http://{shown}:{port}{PATH}"
 
     def start(self) -> None:
-        """Serve."""
+        """Start serving."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop to listen."""
+        """Stop listening."""
         if self._thread.is_alive():
             self._server.shutdown()
         self._server.server_close()
 
     def _made(self, path: str, accepted: str) -> tuple[str, bytes] | None:
-        """A page, and its content type; None: there is none. `accepted`: the types that the reader
-        takes.
+        """Return a page and its content type; None if there is none. `accepted` has the types that
+        the client accepts.
         """
         registry = self._pages.get(path)
         if registry is None:
@@ -127,7 +128,7 @@ class _PickerNames:
         self._stats = stats
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Their values now."""
+        """Return their current values."""
         model, stats = self._stats()
         if stats is None:
             return
@@ -191,7 +192,7 @@ class _Server(ThreadingHTTPServer):
             del self._open[request]
 
     def service_actions(self) -> None:
-        """Several times a second: end the connections that have had their time."""
+        """Several times per second: close the connections whose time is up."""
         latest = time.monotonic() - PATIENCE_S
         for request, began in list(self._open.items()):
             if began < latest:
@@ -222,4 +223,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(page)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: anybody who reaches the address may cause it."""
+        """Log nothing, because anybody who reaches the address could trigger it."""

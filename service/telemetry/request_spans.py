@@ -3,15 +3,15 @@
     the caller's span ─┬─▶ the RPC's span     from its arrival to its end
                        └─▶ a request's span   from its start to its last token; linked to the RPC's
 
-A session is one RPC that may last for days, so its requests are not its span's children: they
-belong to whoever wanted them. Their parent is the context that came with the RPC, or the one that
-the request itself brings in the labels `traceparent` and `tracestate`.
+A session is one RPC that may last for days, so its requests' spans are not children of its span.
+Their parent is the context that came with the RPC, or the one that the request itself brings in the
+labels `traceparent` and `tracestate`.
 
-A request's span is ended by `engine.telemetry.spans`, which adds its phases. What callers do wrong
-is no error of a server: only the codes that the conventions name mark a span as an error, and no
-span carries a traceback. Prompts and outputs are on spans only if the operator opts in.
+`engine.telemetry.spans` ends a request's span and adds its phases. A caller's mistake is not a
+server error: only the codes that the conventions name mark a span as an error, and no span carries
+a traceback. Spans contain prompts and outputs only if the operator opts in.
 
-The spans of RPCs are begun and ended by `service.telemetry.call_spans`.
+`service.telemetry.call_spans` begins and ends the spans of RPCs.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _current: ContextVar[_Rpc | None] = ContextVar("rpc", default=None)
 
 
 class Spans:
-    """Makes all spans. Its methods run on the event loop."""
+    """Makes all spans. The methods run on the event loop."""
 
     def __init__(self, provider: TracerProvider, *, content: bool = False) -> None:
-        """`content`: whether prompts and outputs are on spans."""
+        """Create the spans. `content` says whether they contain prompts and outputs."""
         self.provider = provider
         self._tracer = provider.get_tracer("headrace")
         self._content = content
@@ -60,14 +60,14 @@ class Spans:
         self.model = ""
 
     def loaded(self, model: str, decode: Decode | None) -> None:
-        """Note that the model is loaded, under this name. `decode`: turns token ids into text."""
+        """Record that the model is loaded under this name. `decode` converts token ids to text."""
         self.model = model
         self._live.decode = decode if self._content else None
 
     # RPCs
 
     def enter(self, context: Any) -> None:
-        """Note the RPC of this task, whose span is the current one."""
+        """Record the RPC of this task, whose span is the current one."""
         metadata = {
             str(key): value
             for key, value in context.invocation_metadata() or ()
@@ -79,7 +79,7 @@ class Spans:
         current_trace.set((trace.format_trace_id(ids.trace_id), trace.format_span_id(ids.span_id)))
 
     def leave(self, code: grpc.StatusCode, reason: str = "") -> None:
-        """Set on the span how the RPC of this task ends. `reason`: ErrorInfo's, or empty."""
+        """Set on the span how the RPC of this task ended. `reason` is ErrorInfo's, or empty."""
         span = trace.get_current_span()
         span.set_attribute("rpc.grpc.status_code", code.value[0])
         _set_refusal(span, reason)
@@ -112,7 +112,7 @@ class Spans:
         return ServedSpan(span, self._live)
 
     def on_step(self, step: StepOutputs) -> None:
-        """Note a step's outputs: the ends of requests, and tokens where content is wanted."""
+        """Record a step's outputs: the ends of requests, and the tokens if content is enabled."""
         self._live.on_step(step)
 
     def close(self) -> None:
@@ -121,12 +121,12 @@ class Spans:
 
 
 class ServedSpan(RequestSpan):
-    """The span of one request of a caller."""
+    """The span of a caller's request."""
 
     __slots__ = ()
 
     def refused(self, error: BaseException) -> None:
-        """End it: the request was not accepted, or its caller left meanwhile."""
+        """End the span, because the request was not accepted or its caller left meanwhile."""
         self.forget()
         if isinstance(error, Exception):
             _set_refusal(self.span, reason_of(error))

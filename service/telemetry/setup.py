@@ -1,4 +1,4 @@
-"""Makes the providers of metrics and spans that the config asks for, and ends them.
+"""Creates the providers of metrics and spans that the config asks for, and shuts them down.
 
 The SDK reads OTEL_EXPORTER_OTLP_ENDPOINT and other variables itself.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LAST_EXPORT_S = 5.0
-"""How long, in seconds, the server waits at its end for the last export."""
+"""How long, in seconds, the server waits at shutdown for the last export."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class ServerTelemetry:
     """What telemetry adds to the server.
 
     Attributes:
-        spans: makes spans; None: there are none.
-        metrics: records measurements; None: metrics are off.
-        provider, meter_provider: made here and to be shut down at the end; None: made elsewhere, or
-            off.
-        page: Prometheus' page, bound and not started; None: there is none.
+        spans: makes spans; None if there are none.
+        metrics: records measurements; None if metrics are off.
+        provider, meter_provider: made here and to be shut down at the end; None if made elsewhere
+            or off.
+        page: Prometheus' page, bound but not started; None if there is none.
     """
 
     spans: Spans | None = None
@@ -56,12 +56,12 @@ class ServerTelemetry:
 
     @property
     def watchers(self) -> tuple[Watcher, ...]:
-        """What is told of each call."""
+        """The watchers that are notified of each call."""
         return () if self.metrics is None else (self.metrics.watch,)
 
     @property
     def interceptors(self) -> tuple[grpc.aio.ServerInterceptor, ...]:
-        """What stands between `Recovery` and `Entrance`."""
+        """The interceptors between `Recovery` and `Entrance`."""
         if self.spans is None:
             return ()
         # Not needed by those who do not trace.
@@ -70,7 +70,7 @@ class ServerTelemetry:
         return (CallSpans(self.spans),)
 
     async def shutdown(self) -> None:
-        """Export the rest, for at most LAST_EXPORT_S. The event loop is not blocked, so that a
+        """Export the remaining data, for at most LAST_EXPORT_S. The event loop is not blocked, so a
         collector that does not answer cannot delay the handling of a second signal.
         """
         if self.spans is not None:
@@ -108,7 +108,7 @@ def _shut_down(provider: Any, loop: asyncio.AbstractEventLoop, ended: asyncio.Ev
 
 
 def set_up(config: TelemetryConfig, figures: Figures) -> ServerTelemetry:
-    """Set up what the config asks for. `figures`: see `Metrics`.
+    """Set up what the config asks for. See `Metrics` for `figures`.
 
     Raises:
         ConfigError: the page's address cannot be used.
@@ -130,7 +130,7 @@ def set_up(config: TelemetryConfig, figures: Figures) -> ServerTelemetry:
 
 
 class _Later:
-    """The engine's statistics, from metrics that are made after what asks for them."""
+    """The engine's statistics, from metrics that are created later than their reader."""
 
     metrics: Metrics | None = None
 

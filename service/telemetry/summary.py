@@ -1,9 +1,9 @@
-"""One line in the log every few seconds, as long as there is work: what an operator looks at first.
+"""Logs one line every few seconds while there is work: what an operator looks at first.
 
     engine ── statistics ──┐
     refusals ──────────────┴─▶ Summary ──▶ "12 running, 3 waiting; 1841 tokens/s, …"
 
-Rates are those since the line before. While the server is idle, nothing is logged.
+Rates cover the time since the previous line. While the server is idle, nothing is logged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_REASONS = 3
 
 
 class Summary:
-    """Logs the line. Runs as one task while the server serves."""
+    """Logs the summary line. Runs as one task while the server serves."""
 
     def __init__(
         self,
@@ -34,7 +34,9 @@ class Summary:
         interval_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`interval_s`: seconds between lines. `clock`: monotonic seconds."""
+        """Create the summary. `interval_s` is the seconds between lines; `clock` returns monotonic
+        seconds.
+        """
         self._client = client
         self._refusals = refusals
         self._interval_s = interval_s
@@ -58,7 +60,7 @@ class Summary:
                     logger.info("%s", line)
 
     def line(self, stats: EngineStats) -> str:
-        """The line for the time since the last one; empty if there was no work."""
+        """Return the line for the time since the last one; empty if there was no work."""
         now = self._clock()
         seconds, self._at = max(now - self._at, 1e-9), now
         before, self._before = self._before, stats

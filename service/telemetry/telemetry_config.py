@@ -1,8 +1,8 @@
-"""What the standard variables of OpenTelemetry ask for.
+"""Reads the standard variables of OpenTelemetry.
 
-The SDK reads most of them itself: endpoints, headers, certificates, intervals, queues. But where
-it does not know a value, it logs a line and takes another one, and metrics go elsewhere than their
-operator looks for them. Here such a value is an error at the start.
+The SDK reads most of them itself: endpoints, headers, certificates, intervals, queues. If it does
+not know a value, however, it only logs a line and uses another value, and metrics do not go where
+their operator expects them. Here such a value is an error at start-up.
 """
 
 from __future__ import annotations
@@ -53,15 +53,16 @@ _CONTENT_OF = {"": False, "false": False, "no_content": False, "true": True, "sp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetryConfig:
-    """What telemetry there is; nothing by default.
+    """Which telemetry is enabled; none by default.
 
     Attributes:
-        traces: where spans go: OTLP or CONSOLE; none: there are no spans.
+        traces: where spans go: OTLP or CONSOLE; empty if there are no spans.
         metrics: where metrics go: some of OTLP, PROMETHEUS, CONSOLE.
         traces_protocol, metrics_protocol: one of PROTOCOLS, for OTLP.
-        prometheus_host, prometheus_port: where Prometheus' page is served; port 0 takes a free one.
-        content: whether spans carry prompts and outputs.
-        has_own_name: whether the environment names the service.
+        prometheus_host, prometheus_port: where Prometheus' page is served; port 0 takes a free
+            port.
+        content: whether spans contain prompts and outputs.
+        has_own_name: whether the environment sets the service's name.
     """
 
     traces: tuple[str, ...] = ()
@@ -78,7 +79,7 @@ class TelemetryConfig:
         """Read the environment.
 
         Raises:
-            ConfigError: it asks for something that is not offered.
+            ConfigError: it asks for something that is not supported.
         """
         if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
             return cls()
@@ -100,7 +101,7 @@ class TelemetryConfig:
 
 
 def _exporters(environ: Mapping[str, str], signal: str) -> tuple[str, ...]:
-    """Where a signal goes. A list of exporters, as the specification has it."""
+    """Return the exporters of a signal, which are a list, as in the specification."""
     name = f"OTEL_{signal}_EXPORTER"
     offered = _EXPORTERS[signal]
     wanted = [part.strip().lower() for part in environ.get(name, "").split(",") if part.strip()]
@@ -131,7 +132,7 @@ def _protocol(environ: Mapping[str, str], signal: str, exporters: tuple[str, ...
 
 
 def _check_values(environ: Mapping[str, str]) -> None:
-    """Refuse what the SDK would replace."""
+    """Refuse values that the SDK would replace."""
     for name in _FILES:
         if environ.get(name):
             raise ConfigError(name, "is set, and files of this kind are not read; set variables")
@@ -183,7 +184,7 @@ def _content(environ: Mapping[str, str]) -> bool:
 def _one_of(
     environ: Mapping[str, str], names: tuple[str, ...], offered: tuple[str, ...], default: str
 ) -> str:
-    """The value of the first of these variables that is set."""
+    """Return the value of the first of these variables that is set."""
     for name in names:
         text = environ.get(name, "").strip().lower()
         if text and text not in offered:

@@ -1,10 +1,10 @@
-"""What decode and prefill have in common: rows of queries attend to a run of a context's keys.
+"""The code shared by decode and prefill: rows of queries attend to a range of a context's keys.
 
-    attend          keys that only some rows see ─▶ keys that all see ─▶ keys that only some see
+    attend          keys visible to some rows ─▶ keys visible to all ─▶ keys visible to some rows
     _attend_tiles   block table ─▶ slots ─▶ keys ─▶ scores ─▶ weights, their sum, weighted values
 
-A tile's keys and values are copied by the hardware while earlier ones are computed; in parts
-(IN_PARTS, see `prefill`) they are loaded into registers instead.
+The hardware copies a tile's keys and values while earlier tiles are computed. With IN_PARTS (see
+`prefill`), they are loaded into registers instead.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ STEP_ARRAYS = [
 def _slots(
     table, start, end, MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Where the keys from `start` on are in the cache, [BLOCK_N]. MASKED: those from `end` on are
-    anywhere.
+    """Return the cache slots of the keys from position `start`, [BLOCK_N].
+
+    With MASKED, the slots of positions from `end` on are arbitrary.
     """
     offsets = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:  # a tile is within one block
@@ -55,8 +56,9 @@ def _load(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A head's keys, or values, at `slots` [N]: [N, BLOCK], 0 beyond DIM. MASKED: 0 also where not
-    `there` [N], and not read.
+    """Load one head's keys or values at `slots` [N] as [N, BLOCK], with 0 beyond DIM.
+
+    With MASKED, rows for which `there` [N] is false are not read; they are 0.
     """
     dims = tl.arange(0, BLOCK)[None, :]
     places = cache + slots[:, None] * (KV_HEADS * DIM) + dims
@@ -80,9 +82,10 @@ def _load_ahead(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """As `_load`, for elements of 16 bits from part * BLOCK on, as bits. A product's operand is put
-    in shared memory where it is made; bits become one only where they are cast, so they can arrive
-    in registers while something else is multiplied.
+    """Load the elements from part * BLOCK on like `_load`, as the bits of 16-bit elements.
+
+    The compiler puts a product's operand in shared memory where it is created. Bits only become an
+    operand when they are cast, so they can arrive in registers during another product.
     """
     dims = part * BLOCK + tl.arange(0, BLOCK)[None, :]
     places = cache.to(tl.pointer_type(tl.int16), bitcast=True)
@@ -112,8 +115,11 @@ def _multiply_parts(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Products of queries, in four parts [M, BLOCK_D], with keys whose first part is `ahead`:
-    [M, N]; and values, as bits [N, BLOCK_V]. Each next part is read while one is multiplied.
+    """Multiply queries with keys in four parts.
+
+    `query` is four parts [M, BLOCK_D], and `ahead` is the first part of the keys. Each part is
+    loaded while the previous one is multiplied. Returns the products [M, N], and the values as bits
+    [N, BLOCK_V].
     """
     T: tl.constexpr = query[0].dtype
     second = _load_ahead(keys, slots, there, 1, MASKED, KV_HEADS, DIM, BLOCK_D)
@@ -139,8 +145,10 @@ def _weigh(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """The weights of keys at `places` [N], from scores [M, N]; by how much earlier weights shrink,
-    [M]; and the highest score and the sum of weights, these included.
+    """Convert the scores [M, N] of keys at positions `places` [N] to weights.
+
+    Returns the weights, the factor [M] by which earlier weights shrink, and the highest score and
+    the sum of weights, both including these keys.
     """
     if SOFTCAP:
         # tanh: exact at both ends, where 2^x is 0 or infinite.
@@ -186,12 +194,12 @@ def _attend_tiles(
     BLOCK_N: tl.constexpr,
     IN_PARTS: tl.constexpr,
 ):
-    """Accumulate a run of keys, from `begin`, a multiple of BLOCK_N, to `end`.
+    """Accumulate the keys from `begin`, a multiple of BLOCK_N, to `end`.
 
     acc [M, BLOCK_V], highest [M] and total [M] are the weighted values, the highest score and the
-    sum of weights so far. query [M, BLOCK_D] is at positions [M]. MASKED: some rows do not attend
-    to all of these keys, and keys before `low` and from `end` on are not read. Otherwise all rows
-    attend to all keys. IN_PARTS: see `attend`.
+    sum of weights so far. query [M, BLOCK_D] holds the queries at `positions` [M]. With MASKED,
+    some rows do not attend to all of these keys, and keys before `low` or from `end` on are not
+    read. Otherwise, all rows attend to all keys. For IN_PARTS, see `attend`.
     """
     offsets = tl.arange(0, BLOCK_N)
     if IN_PARTS:
@@ -255,11 +263,13 @@ def attend(
     newest,
     IN_PARTS: tl.constexpr,
 ):
-    """Attend for rows at positions [M], from `lowest` to `newest`, over the keys from `begin`, a
-    multiple of BLOCK_N, to `end`. Returns acc [M, BLOCK_V], highest score [M], sum of weights [M].
+    """Attend to the keys from `begin`, a multiple of BLOCK_N, to `end`.
 
-    The keys in the middle, to which all rows attend, need no mask. IN_PARTS: query is four parts
-    [M, BLOCK_D], and acc is made of the values from value_part * BLOCK_V on; see `prefill`.
+    The rows are at positions [M], from `lowest` to `newest`. All rows attend to the keys in the
+    middle, which therefore need no mask. With IN_PARTS, `query` is four parts [M, BLOCK_D], and acc
+    covers the values from value_part * BLOCK_V on; see `prefill`.
+
+    Returns acc [M, BLOCK_V], the highest scores [M], and the sums of weights [M].
     """
     acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
     highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -294,7 +304,10 @@ def attend(
 
 @triton.jit
 def add_sink(acc, highest, total, sink):
-    """Add a sink, which takes part in the softmax without a value. acc [M, V], the others [M]."""
+    """Add a sink, which takes part in the softmax without a value.
+
+    acc is [M, V]; the other arguments are [M].
+    """
     sink = sink.to(tl.float32) * _LOG2E
     base = tl.maximum(highest, sink)
     shrunk = tl.exp2(highest - base)

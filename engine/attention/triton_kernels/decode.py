@@ -1,8 +1,10 @@
-"""Requests with one token: their contexts are cut, each program attends to an equal share of all
-cuts, and a context's cuts are merged in order.
+"""Requests with one token.
 
-    _share         which cuts are this program's
-    attend         a cut ─▶ the output, if it is its context's only one; or partial results
+Their contexts are divided into cuts, and each program attends to an equal share of all cuts. The
+results of a context's cuts are merged in order.
+
+    _share         find the cuts of this program
+    attend         a cut ─▶ the output, if the context has no other cut, or partial results
     merge_kernel   partial results ─▶ the output
 """
 
@@ -15,17 +17,18 @@ from engine.attention.triton_kernels.attend import STEP_ARRAYS, add_sink, attend
 from engine.attention.triton_kernels.overlap import follow, let_next_start, wait_for_last
 
 CUT = tl.constexpr(256)
-"""Tokens in the shortest cut; longer ones are multiples of it. Itself a multiple of BLOCK_N."""
+"""Tokens in the shortest cut, a multiple of BLOCK_N. Longer cuts are multiples of this."""
 MERGED = tl.constexpr(16)
-"""How many cuts are merged at a time."""
+"""The number of cuts that are merged at a time."""
 SCANNED = tl.constexpr(128)
-"""How many requests' cuts are counted at a time."""
+"""The number of requests whose cuts are counted at a time."""
 
 
 @triton.jit
 def _cuts(last, WINDOW: tl.constexpr, MAX_CUTS: tl.constexpr):
-    """The cuts of the context of a token at position `last`: where the first one begins, how long
-    each is, and how many there are.
+    """Divide the context of a token at position `last` into cuts.
+
+    Returns the start of the first cut, the length of each cut, and the number of cuts.
     """
     first = last * 0
     if WINDOW > 0:
@@ -36,7 +39,10 @@ def _cuts(last, WINDOW: tl.constexpr, MAX_CUTS: tl.constexpr):
 
 @triton.jit
 def _cuts_of_rows(starts, counts, base, num_rows, WINDOW: tl.constexpr, MAX_CUTS: tl.constexpr):
-    """How many cuts each of the SCANNED rows from `base` on has; 0 if it is not decoded."""
+    """Return the number of cuts of each of the SCANNED rows from `base` on.
+
+    It is 0 for rows that are not decoded.
+    """
     rows = base + tl.arange(0, SCANNED)
     there = rows < num_rows
     last = tl.load(starts + rows, mask=there, other=0).to(tl.int32)
@@ -49,9 +55,10 @@ def _cuts_of_rows(starts, counts, base, num_rows, WINDOW: tl.constexpr, MAX_CUTS
 def _share(
     starts, counts, num_rows, ROWS: tl.constexpr, WINDOW: tl.constexpr, MAX_CUTS: tl.constexpr
 ):
-    """This program's share of the cuts of all rows, numbered one row after the other: the first of
-    them, the end, the row of the first, and how many cuts come before that row. ROWS: see
-    `decode_kernel`.
+    """Find this program's share of the cuts of all rows, which are numbered row by row.
+
+    Returns the first cut, the end, the row of the first cut, and the number of cuts before that
+    row. For ROWS, see `decode_kernel`.
     """
     place = tl.program_id(0).to(tl.int64)
     row = num_rows * 0
@@ -89,8 +96,9 @@ def _share(
 
 @triton.jit
 def _clear(places, stored, row_size, extent, num_tokens):
-    """Set the output of padding tokens to 0, this program's share of them. places, stored: [M, V],
-    of the first token.
+    """Set the output of this program's share of the padding tokens to 0.
+
+    places and stored, both [M, V], are the output addresses and the mask for the first token.
     """
     zeros = tl.zeros(places.shape, dtype=places.dtype.element_ty)
     padding = tl.load(extent + 2).to(tl.int32) + tl.program_id(0)
@@ -117,8 +125,10 @@ def _store_cut(
     BLOCK_M: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Store what `attend` found in a cut. is_whole: it is its context's only one, so this is the
-    result, stored at `written` [M, V]; otherwise partial results are, as number `part`.
+    """Store the result of `attend` for one cut.
+
+    If is_whole, the context has no other cut, and the final result is stored at `written` [M, V].
+    Otherwise, partial results are stored at index `part`.
     """
     members = tl.arange(0, BLOCK_M)
     if is_whole:
@@ -172,14 +182,16 @@ def decode_kernel(
     ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Grid [places, Hkv]: the requests with one token among the first `num_rows`. Also sets the
-    output of padding tokens to 0, because no other kernel writes it.
+    """Compute the requests with one token among the first `num_rows`. Grid [programs, Hkv].
 
-    ROWS: 1: there is one; SCANNED: so many at most; 0: any number. The fewer there can be, the
-    sooner a program knows its share. No kernel writes what that is computed from.
+    This kernel also sets the output of padding tokens to 0, because no other kernel writes it.
+
+    ROWS limits the number of rows: 1 is a single row, SCANNED is up to that many, and 0 is any
+    number. The lower the limit, the sooner a program knows its share. No kernel writes the data
+    from which the share is computed.
 
     partials: float32 [rows, Hkv, MAX_CUTS, G, Dv]; highests, totals: [rows, Hkv, MAX_CUTS, G].
-    The result of a context with a single cut goes to the output directly.
+    The result of a context with a single cut is written directly to the output.
     """
     let_next_start(OVERLAPS)
     begin, end, row, before = _share(starts, counts, num_rows, ROWS, WINDOW, MAX_CUTS)
@@ -242,7 +254,7 @@ def merge_kernel(
     MAX_CUTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Grid [rows, Hq]. Merges cuts in order, MERGED at a time."""
+    """Merge the results of cuts in order, MERGED at a time. Grid [rows, Hq]."""
     follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)

@@ -1,28 +1,30 @@
-"""Requests with more tokens than one: each tile of a request's tokens is a program.
+"""Requests with more than one token: each tile of a request's tokens is a program.
 
-    _find_tile   which request and which of its tokens are this program's
-    attend       their queries to the keys that they see ─▶ the output
+    _find_tile   find the request and the tokens of this program
+    attend       the tokens' queries to the keys that are visible to them ─▶ the output
 
-Heads of 257 to 512 in 16-bit types are computed in parts (IN_PARTS), where shared memory has room
-for 128 rows of queries. A product should be 64 keys wide: for 64 x N x 16 elements tensor cores
-need N / 2 cycles, and shared memory 16 + N / 4 to give 128 bytes a cycle. Registers hold the sums
-of 64 rows and 512 values, and shared memory then two tiles of 16 keys and their values, of which
-each half of the warps multiplies 8. Instead two programs compute a tile of 128 rows, each for half
-of the values; both compute the scores. Cycles of a multiprocessor of an H100 for 64 rows and 64
-keys, by arithmetic, not measured:
+16-bit heads of 257 to 512 elements are computed in parts (IN_PARTS) if shared memory has room for
+128 rows of queries. A product should be 64 keys wide: for 64 x N x 16 elements, tensor cores need
+N / 2 cycles, and shared memory needs 16 + N / 4 cycles at 128 bytes per cycle. Without parts,
+registers hold the sums of 64 rows and 512 values, shared memory holds two tiles of 16 keys and
+their values, and each half of the warps multiplies 8 keys of a tile. With parts, two programs
+compute a tile of 128 rows, each for half of the values; both compute the scores. The cycles of an
+H100 multiprocessor for 64 rows and 64 keys, calculated rather than measured, are:
 
                               tensor cores   shared memory   read from L2
     64 x 16, all values              2,048           6,144         128 KB
     64 x 64, a quarter               5,120           7,168         320 KB
     128 x 64, half of them           3,072           3,328          96 KB
 
-Two tiles of 64 keys do not fit beside 128 rows, so none is copied asynchronously. Each quarter of
-the keys is loaded into registers while the one before is multiplied, and so are the values, and the
-first quarter of the next tile. Compiled for compute capability 9.0, a program has 160 KB of shared
-memory and up to 255 registers a thread, none spilled; with a window or a softcap, or for heads of
-320, which no model that we know has, 8 to 88 bytes are. Without parts 304 bytes are; with all
-values 80 (64 x 32, whose products are 16 wide) and 1,024 (64 x 64: 32 wide). Halves of 64 rows,
-copied asynchronously, need 257 KB.
+Two tiles of 64 keys do not fit in shared memory along with 128 rows, so none is copied
+asynchronously. Instead, each quarter of the keys is loaded into registers while the previous one is
+multiplied. The same applies to the values and to the first quarter of the next tile.
+
+Compiled for compute capability 9.0, a program uses 160 KB of shared memory and up to 255 registers
+per thread, and spills none. It spills 8 to 88 bytes with a window or a softcap, or for heads of 320
+(which no model known to us has). Without parts, 304 bytes are spilled. A program with all values
+spills 80 bytes for 64 x 32 (products 16 keys wide) and 1,024 bytes for 64 x 64 (32 keys wide).
+Tiles of 64 rows with half of the values, copied asynchronously, need 257 KB.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ from engine.attention.triton_kernels.overlap import follow
 
 @triton.jit
 def _find_tile(tile, cu_seqlens, extent, BLOCK_Q: tl.constexpr):
-    """Where a tile is: the row of its request, the request's first token in the flat row, and the
-    tile's first token in the request, which may not be one of its tokens.
+    """Return the row of a tile's request, the request's first token, and the tile's offset.
 
-    The first tile of request r of those with more tokens is (their tokens before it) // BLOCK_Q +
-    r. From there it has at least as many tiles as it needs, and the index is computed without
-    looking at earlier requests.
+    The first token is an index in the flat row. The offset is the tile's first token in the
+    request, and may lie outside the request. Among the requests with several tokens, the first tile
+    of request r is (their tokens before it) // BLOCK_Q + r. This gives each request at least as
+    many tiles as it needs, and the index is computed without looking at earlier requests.
     """
     first_row = tl.load(extent)  # also the number of tokens before that request
     left = first_row
@@ -60,8 +62,9 @@ def _find_tile(tile, cu_seqlens, extent, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def _load_queries(places, ours, part, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows at `places` [M, 1] of which `ours` [M] are there, from element part * BLOCK_D on:
-    [M, BLOCK_D].
+    """Load the rows at addresses `places` [M, 1] from element part * BLOCK_D on, as [M, BLOCK_D].
+
+    Rows for which `ours` [M] is false are 0.
     """
     dims = part * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     return tl.load(places + dims, mask=ours[:, None] & (dims < DIM), other=0.0)
@@ -69,7 +72,7 @@ def _load_queries(places, ours, part, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _load_parts(places, ours, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The same in four parts."""
+    """Load the rows like `_load_queries`, in four parts."""
     return (
         _load_queries(places, ours, 0, DIM, BLOCK_D),
         _load_queries(places, ours, 1, DIM, BLOCK_D),
@@ -111,9 +114,9 @@ def prefill_kernel(
     IN_PARTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Grid [tiles, Hkv, parts]: the requests with more tokens than one, in tiles of BLOCK_Q tokens.
+    """Compute the requests with several tokens, in tiles of BLOCK_Q. Grid [tiles, Hkv, parts].
 
-    IN_PARTS: see the module. Keys are four parts of BLOCK_D, and values parts of BLOCK_V.
+    With IN_PARTS (see the module), keys are four parts of BLOCK_D, and values are parts of BLOCK_V.
     """
     follow(OVERLAPS)
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)  # the longest contexts first

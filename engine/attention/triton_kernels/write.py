@@ -1,4 +1,4 @@
-"""A step's keys and values, into the cache."""
+"""Writes a step's keys and values to the cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_kernel(
     BLOCK_V: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Grid [T]."""
+    """Write the key and value of one token to the cache. Grid [T]."""
     follow(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)

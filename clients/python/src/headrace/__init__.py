@@ -5,8 +5,8 @@
     with headrace.Client() as client:
         print(client.generate("Once upon a time", max_tokens=32).text)
 
-`Client` is for threads, `AsyncClient` for asyncio. `headrace.v1` has the contract's messages and
-stubs.
+Use `Client` with threads and `AsyncClient` with asyncio. `headrace.v1` has the contract's messages
+and stubs.
 """
 
 from headrace._batch import BatchItem

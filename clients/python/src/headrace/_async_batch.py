@@ -1,4 +1,4 @@
-"""`AsyncClient.batch`: the window of `_batch` over an `AsyncSession`."""
+"""The implementation of `AsyncClient.batch`: the window of `_batch` over an `AsyncSession`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run_batch(
     options: GenerationOptions,
     timeout: float | None = None,
 ) -> AsyncIterator[BatchItem]:
-    """`AsyncClient.batch`."""
+    """Implements `AsyncClient.batch`."""
     window = BatchWindow(requests, options, max_in_flight=max_in_flight, ordered=ordered)
     return _run(open_session, window, progress, timeout)
 
@@ -61,7 +61,7 @@ async def _run(
 async def _take_ended(
     window: BatchWindow, ended: asyncio.Queue[tuple[Item, AsyncRequestHandle]]
 ) -> None:
-    """Waits until a request ends, or one may be sent again."""
+    """Waits until a request ends or a refused one may be sent again."""
     try:
         async with asyncio.timeout(window.wait_seconds(time.monotonic())):
             item, handle = await ended.get()
@@ -78,7 +78,10 @@ def _send(
     ended: asyncio.Queue[tuple[Item, AsyncRequestHandle]],
     timeout: float | None,
 ) -> None:
-    """Submits a request; its end is put on the queue. Raises only if the session has ended."""
+    """Submits a request and arranges for its outcome to be queued.
+
+    Raises only if the session has ended.
+    """
     error = item.error
     if error is None:
         try:

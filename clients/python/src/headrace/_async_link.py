@@ -27,11 +27,12 @@ Method: TypeAlias = "aio.UnaryUnaryMultiCallable[Q, A]"
 
 
 class AsyncLink:
-    """The channel to one server, and its stubs. It belongs to the event loop that runs when it is
-    made.
+    """The channel to one server, and its stubs.
+
+    It belongs to the event loop that is running when it is created.
 
     Raises:
-        FailedPreconditionError: gRPC cannot connect in this process, which was forked.
+        FailedPreconditionError: gRPC cannot connect because this process was forked.
     """
 
     is_asyncio = True
@@ -52,21 +53,21 @@ class AsyncLink:
 
     @property
     def open_calls(self) -> list[Any]:
-        """None that a child could let go of: the event loop has them."""
+        """Always empty: the event loop holds the calls, so a forked child has none to release."""
         return []
 
     async def close(self) -> None:
-        """Closes the connection; calls that still run on it are cancelled."""
+        """Closes the connection and cancels the calls still running on it."""
         await self.channel.close()
         _forks.forget(self)
 
     async def call(
         self, method: Method[Q, A], request: Q, seconds: float | None, request_id: str = ""
     ) -> A:
-        """One unary call; a task that is cancelled while it waits cancels the call.
+        """Makes one unary call. Cancelling the waiting task cancels the call.
 
         Raises:
-            HeadraceError: it failed.
+            HeadraceError: the call failed.
         """
         metadata = with_trace(self._settings.metadata)
         try:
@@ -84,11 +85,12 @@ class AsyncLink:
 
 
 def is_for_task(cancelled: asyncio.CancelledError) -> bool:
-    """Whether the running task is cancelled, not only the call that it waited for.
+    """Whether the running task itself is cancelled, not only the call it was waiting for.
 
-    The error forgets where it was raised. Those frames have the call, a cancelled task keeps its
-    error, and gRPC keeps a closed channel's connection while a call is kept. Nor may a frame that
-    the error passes have the task: the two would keep each other.
+    Clears the error's traceback. Its frames refer to the call, a cancelled task keeps its error,
+    and gRPC keeps a closed channel's connection as long as a call is referenced. For the same
+    reason, no frame that the error passes through may refer to the task: that would create a
+    reference cycle.
     """
     cancelled.__traceback__ = None
     current = asyncio.current_task()

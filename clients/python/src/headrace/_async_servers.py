@@ -1,4 +1,4 @@
-"""A client's servers, for asyncio: the only one, or several that it chooses among."""
+"""A client's servers, for asyncio: a single server, or several to choose among."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from headrace.v1.generation_service_pb2 import (
 
 
 class AsyncServers(Protocol):
-    """What a client needs of its server or servers."""
+    """What a client needs from its server or servers."""
 
     async def call(
         self, pick: Callable[[AsyncLink], Method[Q, A]], request: Q, seconds: float | None
     ) -> A:
-        """A unary call that any server may answer."""
+        """Makes a unary call that any server may answer."""
 
     async def start(
         self,
@@ -48,15 +48,15 @@ class AsyncServers(Protocol):
         seconds: float | None,
         spec: GenerationSpec,
     ) -> A:
-        """A unary call that starts a request."""
+        """Makes a unary call that starts a request."""
 
     async def get_result(
         self, request: GetResultRequest, seconds: float | None
     ) -> GetResultResponse:
-        """Reads a request's results, at the server that has it."""
+        """Reads a request's results from the server that has it."""
 
     async def cancel(self, request: CancelRequest, seconds: float | None) -> CancelResponse:
-        """Ends requests, at the servers that have them."""
+        """Ends requests on the servers that have them."""
 
     def stream(
         self, request: GenerateStreamRequest, fold: Fold, deadline: Deadline
@@ -69,15 +69,17 @@ class AsyncServers(Protocol):
         """Opens a session."""
 
     def batch_session(self, room_timeout: float | None = 0) -> AsyncSession:
-        """Opens a session for a batch, of which only ends count."""
+        """Opens a session for a batch, where only final results count."""
 
     async def close(self) -> None:
-        """Closes all connections; calls that still run are cancelled."""
+        """Closes all connections and cancels the calls still running on them."""
 
 
 class AsyncOneServer:
-    """The only server of a client. Its sessions with a lease are those of a fleet of one server,
-    over the same connection: what is lost goes on by itself.
+    """The server of a client that has only one.
+
+    Sessions with a lease run as those of a one-server fleet, over the same connection, so that lost
+    streams resume automatically.
     """
 
     def __init__(self, settings: ChannelSettings) -> None:
@@ -89,7 +91,7 @@ class AsyncOneServer:
 
     @property
     def link(self) -> AsyncLink:
-        """The connection, opened at its first use: it belongs to the event loop that runs then.
+        """The connection. It is opened on first use and belongs to the event loop running then.
 
         Raises:
             UnavailableError: the client is closed.
@@ -103,7 +105,7 @@ class AsyncOneServer:
     async def call(
         self, pick: Callable[[AsyncLink], Method[Q, A]], request: Q, seconds: float | None
     ) -> A:
-        """A unary call."""
+        """Makes a unary call."""
         return await self.link.call(pick(self.link), request, seconds)
 
     async def start(
@@ -113,7 +115,7 @@ class AsyncOneServer:
         seconds: float | None,
         spec: GenerationSpec,
     ) -> A:
-        """A unary call that starts a request."""
+        """Makes a unary call that starts a request."""
         return await self.link.call(pick(self.link), request, seconds, spec.request_id)
 
     async def get_result(
@@ -177,7 +179,7 @@ class AsyncManyServers(AsyncFleet):
         self._streams: weakref.WeakSet[AsyncFleetEvents] = weakref.WeakSet()
 
     async def close(self) -> None:
-        """Closes all connections; calls that still run are cancelled."""
+        """Closes all connections and cancels the calls still running on them."""
         for events in list(self._streams):
             events.cancel()  # what nobody reads any more would keep the connection
         await super().close()

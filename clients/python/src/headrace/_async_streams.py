@@ -1,7 +1,7 @@
-"""The calls of sessions under asyncio: their sending queues and reading tasks.
+"""The streams of asyncio sessions: their send queues and reader tasks.
 
-An `AsyncWire` is one StreamResult call. `AsyncOneStream` is all that a session with one server
-needs.
+An `AsyncWire` is one StreamResult call. A session with a single server needs only an
+`AsyncOneStream`.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ _log = logging.getLogger("headrace")
 
 
 class AsyncReader(Protocol):
-    """Who is told what a wire reads. `place`: as the wire was given it."""
+    """Receives what an `AsyncWire` reads. `place` is the value that the wire was created with."""
 
     def received(self, place: Any, response: StreamResultResponse) -> bool:
-        """A message has come; whether to read on."""
+        """Handles a received message. Returns whether to continue reading."""
 
     def lost(self, place: Any, error: HeadraceError | None) -> None:
-        """The call has ended, with this reason; None: in order."""
+        """Handles the end of the call. `error` is None if the call ended normally."""
 
 
 class AsyncWire:
-    """One call: commands go out from a queue, a task reads what comes in. The task keeps neither
-    the wire nor its reader.
+    """One call: commands are sent from a queue, and a task reads the responses.
+
+    The task holds no strong reference to the wire or its reader.
 
     Args:
         link: the connection to the server.
         metadata: sent with the call.
-        core: whose commands are sent.
-        reader: who is told what comes.
-        place: told to the reader.
+        core: the source of the commands to send.
+        reader: notified of messages and of the call's end.
+        place: passed to the reader with each notification.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class AsyncWire:
         self._task = asyncio.create_task(_read(self._call, weakref.ref(self)))
 
     def flush(self) -> None:
-        """Sends what the core wants sent."""
+        """Sends the core's pending commands."""
         if not self._half_closed:
             for command in self._core.outbox:
                 self._outgoing.put_nowait(command)
@@ -71,7 +72,7 @@ class AsyncWire:
         self._core.outbox.clear()
 
     async def finish(self, seconds: float | None) -> None:
-        """Waits for the call's end, at most so many seconds, then cancels it."""
+        """Waits up to `seconds` for the call to end, then cancels it."""
         try:
             await asyncio.wait([self._task], timeout=seconds)
         finally:
@@ -80,18 +81,18 @@ class AsyncWire:
             await asyncio.wait([self._task])
 
     def drop(self) -> None:
-        """Ends the call, of which nobody wants to know any more."""
+        """Abandons the call."""
         self._outgoing.put_nowait(None)
         if self._call is not None:
             self._call.cancel()
 
     def received(self, response: StreamResultResponse) -> bool:
-        """A message has come; whether to read on."""
+        """Passes on a received message. Returns whether to continue reading."""
         reader = self._told()
         return reader is not None and reader.received(self._place, response)
 
     def ended(self, failure: aio.AioRpcError | HeadraceError | None) -> None:
-        """The call has ended."""
+        """Tells the reader that the call has ended, and releases the call."""
         if isinstance(failure, aio.AioRpcError):
             failure = error_from_stream(failure, target=self._target)
         if (reader := self._told()) is not None:
@@ -107,7 +108,7 @@ async def _commands(
 
 
 async def _read(call: Any, wire: weakref.ref[AsyncWire]) -> None:
-    """Reads a call to its end, or until its wire is gone."""
+    """Reads a call until it ends or its wire is gone."""
     error: aio.AioRpcError | HeadraceError | None = None
     try:
         async for response in call:
@@ -133,7 +134,9 @@ async def _read(call: Any, wire: weakref.ref[AsyncWire]) -> None:
 
 
 class AsyncOneStream:
-    """A session's only stream; see `headrace.async_session.AsyncStreams`."""
+    """The stream of a session that has only one. Implements
+    `headrace.async_session.AsyncStreams`.
+    """
 
     def __init__(
         self,
@@ -141,7 +144,7 @@ class AsyncOneStream:
         metadata: Any,
         **options: Unpack[SessionOptions],
     ) -> None:
-        """`link`: the connection, opened when the session is entered."""
+        """Initializes the stream. `link` returns the connection, and is called by `start`."""
         self.core = SessionCore(**options)
         self._link = link
         self._metadata = metadata
@@ -149,7 +152,7 @@ class AsyncOneStream:
 
     @property
     def is_open(self) -> bool:
-        """Whether it was started."""
+        """Whether the stream was started."""
         return self._wire is not None
 
     def start(self) -> None:
@@ -157,26 +160,26 @@ class AsyncOneStream:
         self._wire = AsyncWire(self._link(), self._metadata, self.core, self)
 
     def flush(self) -> None:
-        """Sends what the core wants sent."""
+        """Sends the core's pending commands."""
         if self._wire is not None:
             self._wire.flush()
 
     async def finish(self, seconds: float | None) -> None:
-        """Waits for the stream's end."""
+        """Waits up to `seconds` for the stream to end, then cancels it."""
         if self._wire is not None:
             await self._wire.finish(seconds)
 
     def later(self, seconds: float, act: Callable[[], object]) -> None:
-        """Does something after so many seconds."""
+        """Calls `act` after `seconds`."""
         asyncio.get_running_loop().call_later(max(seconds, 0.0), act)
 
     def drop(self) -> None:
-        """Ends the stream, of which nobody wants to know any more."""
+        """Abandons the stream."""
         if self._wire is not None:
             self._wire.drop()
 
     def received(self, _place: Any, response: StreamResultResponse) -> bool:
-        """See `AsyncReader`."""
+        """Processes a received message; implements `AsyncReader.received`."""
         changed = self.core.receive(response)
         self.flush()
         loop = asyncio.get_running_loop()
@@ -192,7 +195,7 @@ class AsyncOneStream:
         wake(changed)
 
     def lost(self, _place: Any, error: HeadraceError | None) -> None:
-        """See `AsyncReader`."""
+        """Ends the session with its stream; implements `AsyncReader.lost`."""
         if not self.core.ended:
             wake(self.core.end(error))
         self.flush()

@@ -1,10 +1,10 @@
-"""The tries of one unary call, or of the opening of one stream, in a fleet: to which server it goes
-now, and after a failure, where and when it goes next. docs/fleet.md tells the rules.
+"""Retries in a fleet: which server a unary call or a new stream goes to, and after a failure, where
+and when to try next. docs/fleet.md defines the rules.
 
     while True:
-        found = attempts.next()             # a server, or for how long to wait for a change
+        found = attempts.next()             # a server, or how long to wait for a change
         ...                                 # the call
-        pause = attempts.failed(server, error)   # or raises the error: there is no further try
+        pause = attempts.failed(server, error)   # or raises the error: no attempts are left
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ WRONG_INSTANCE = "WRONG_INSTANCE"
 
 
 class Attempts:
-    """The tries of a call that any server may answer.
+    """The attempts of a call that any server may answer.
 
     Args:
-        keys: of its prompt.
-        retries: how often it may be tried again.
-        sticks: whether a lost connection is no reason to go elsewhere at once: the server may have
-            taken the request, and would tell so.
+        state: the servers.
+        keys: the keys of the call's prompt.
+        retries: the maximum number of retries.
+        sticks: whether to retry once on the same server after a lost connection. That server may
+            have accepted the request already, and recognizes it when it is sent again.
     """
 
     def __init__(
@@ -54,11 +55,12 @@ class Attempts:
         self._began = state.clock()
 
     def next(self) -> Server | float:
-        """The server to call now; or for how many seconds to wait, at most: a change of the servers
-        may end the wait.
+        """Returns the server to call now, or the maximum number of seconds to wait for one.
+
+        A change in the servers may end the wait early.
 
         Raises:
-            UnavailableError: no server was ready for too long.
+            UnavailableError: no server has become ready in time.
         """
         if self._same is not None:
             return self._same
@@ -75,10 +77,10 @@ class Attempts:
         return left
 
     def failed(self, server: Server, error: HeadraceError) -> float:
-        """Notes a failed try; returns after how many seconds to go on.
+        """Records a failed attempt. Returns the number of seconds to wait before the next one.
 
         Raises:
-            HeadraceError: there is no further try; the error itself.
+            HeadraceError: the given error, if there is no further attempt.
         """
         if not is_worth_a_retry(error) or not self._left:
             if isinstance(error, UnavailableError):
@@ -100,11 +102,13 @@ class Attempts:
         return self._pause(error)
 
     def succeeded(self) -> None:
-        """Notes that the call was answered."""
+        """Records that the call was answered."""
         self._state.budget.succeeded()
 
     def _pause(self, error: HeadraceError) -> float:
-        """As long as the server says; else 0.1 s, three times as much each time, spread."""
+        """The server's `retry_after` if it gave one; otherwise the exponential backoff with
+        jitter.
+        """
         if error.retry_after is not None:
             return error.retry_after
         pause = _pause(self._pauses)
@@ -113,15 +117,17 @@ class Attempts:
 
 
 class OwnerTries:
-    """The tries of a call to the server that has a request: to the instance that an answer named;
-    if none is known, to one server after another.
+    """The attempts of a call to the server that has a request.
+
+    The call goes to the instance that an earlier answer named, or, if none is known, to one server
+    after another.
     """
 
     def __init__(self, state: FleetState, request_id: str, *, retries: int) -> None:
         self._state = state
         self._request_id = request_id
         self.owner = state.owner(request_id)
-        """The instance to name in the call; empty: none is known."""
+        """The instance to name in the call; empty if none is known."""
         self._left = retries
         self._followed = False
         self._pauses = 0
@@ -132,10 +138,10 @@ class OwnerTries:
             self._servers = state.reachable()
 
     def next(self) -> Server:
-        """The server to ask.
+        """Returns the server to ask.
 
         Raises:
-            HeadraceError: nobody is left to ask.
+            HeadraceError: no server is left to ask.
         """
         if self._servers:
             return self._servers[0]
@@ -144,10 +150,10 @@ class OwnerTries:
         raise self._gone() if self.owner else self._state.nobody()
 
     def failed(self, server: Server, error: HeadraceError) -> float:
-        """Notes a failed try; returns after how many seconds to go on with `next`.
+        """Records a failed attempt. Returns the number of seconds to wait before calling `next`.
 
         Raises:
-            HeadraceError: there is no further try; the error itself.
+            HeadraceError: the given error, if there is no further attempt.
         """
         if error.reason == WRONG_INSTANCE:
             self._follow(server, error)
@@ -171,7 +177,9 @@ class OwnerTries:
         return 0.0
 
     def _follow(self, server: Server, error: HeadraceError) -> None:
-        """The address has another process than it had: the owner may have another address."""
+        """Looks for the owner at another address after its old address answered as another
+        process.
+        """
         server.instance_id = error.metadata.get("instance_id", "")
         self._servers = [one for one in self._state.by_instance(self.owner) if one is not server]
         if self._followed or not self._servers:
@@ -186,8 +194,9 @@ class OwnerTries:
 
 
 def is_worth_a_retry(error: HeadraceError) -> bool:
-    """Whether the same may succeed later, or elsewhere: the server was lost or is not ready, or it
-    has no room and says when to come again.
+    """Whether the same call may succeed later or on another server.
+
+    This is so if the server was lost, is not ready, or has no room and says when to retry.
     """
     if isinstance(error, ResourceExhaustedError):
         return error.retry_after is not None
@@ -195,7 +204,7 @@ def is_worth_a_retry(error: HeadraceError) -> bool:
 
 
 def note_failure(state: FleetState, server: Server, error: HeadraceError) -> None:
-    """What a server's failure says of it: it has no room for a while, or is not ready."""
+    """Marks the server as full for a while, or as not ready, according to the error."""
     if isinstance(error, ResourceExhaustedError):
         state.full(server, error.retry_after or 0.0)
     else:
@@ -203,8 +212,10 @@ def note_failure(state: FleetState, server: Server, error: HeadraceError) -> Non
 
 
 def failed_undelivered(fold: Fold, events: Iterable[ResultEvent]) -> HeadraceError | None:
-    """The failure that these events tell, if it is one of the server's (its engine stopped) and the
-    request has no output yet: it can be sent again.
+    """Returns the failure in these events if the request can be sent again.
+
+    That is possible if the server itself failed (its engine stopped) before any output was
+    delivered.
     """
     for event in events:
         kind = event.WhichOneof("event")
@@ -217,6 +228,6 @@ def failed_undelivered(fold: Fold, events: Iterable[ResultEvent]) -> HeadraceErr
 
 
 def _pause(times: int) -> float:
-    """How long to wait after a failure, before it is spread: 0.1 s, three times as long each."""
+    """The backoff in seconds, without jitter: 0.1 s, tripled after each failure, at most 2 s."""
     pause: float = _FIRST_PAUSE * 3**times
     return min(pause, _LONGEST_PAUSE)

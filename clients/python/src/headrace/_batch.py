@@ -1,12 +1,12 @@
-"""Many requests through a bounded window on one session: when each is sent, and in which order
-outcomes are returned.
+"""Runs many requests through a bounded window on one session. Decides when each request is sent and
+in which order outcomes are returned.
 
-1. `BatchWindow.next` hands out the next request to send while the window has room.
+1. `BatchWindow.next` returns the next request to send while the window has room.
 2. The flavour (threads or asyncio) submits it, and reports its end to the window.
 3. If the server had no room for a request, it is queued again, and nothing is sent until the
    server's `retry_after` has passed.
-4. `BatchWindow.ready` gives the outcomes that the caller may have.
-5. Requests that arrive slowly, such as from a pipe, come through a `BatchFeed`.
+4. `BatchWindow.ready` yields the outcomes that can be returned to the caller.
+5. Requests that arrive slowly, for example from a pipe, come through a `BatchFeed`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from headrace.session import RequestHandle, Session
 
 BatchInput: TypeAlias = Prompt | Request | HeadraceError
-"""A prompt, a prompt with its own options, or an error that is passed on as the outcome (such as
-for an invalid input line).
+"""A prompt, a prompt with its own options, or an error to return as the outcome (for example, for
+an invalid input line).
 """
 
 _MAX_ATTEMPTS = 12
@@ -69,14 +69,14 @@ class Item:
 
 
 class BatchFeed:
-    """Requests read by a separate thread, so that no outcome waits for the next request to arrive;
-    and the interruption of a batch from outside.
+    """Requests read by a separate thread, so that no outcome waits for the next request to arrive.
 
-    As an iterator it gives None if no request has arrived; `wake` is called when one has.
+    It also lets other code interrupt a batch. As an iterator, it yields None if no request has
+    arrived; `wake` is called when one does.
     """
 
     def __init__(self, requests: Iterable[BatchInput], *, ahead: int) -> None:
-        """`ahead`: at most how many requests are read before they are needed."""
+        """Initializes the feed. At most `ahead` requests are read before they are needed."""
         self.wake: Callable[[], None] = lambda: None
         self.interrupted = False
         self._requests = requests
@@ -116,8 +116,10 @@ class BatchFeed:
         self._room.release()
 
     def interrupt(self) -> None:
-        """Ends the batch: finished outcomes are given, then KeyboardInterrupt is raised and running
-        requests are cancelled. May be called from a signal handler.
+        """Ends the batch. Can be called from a signal handler.
+
+        Outcomes that are ready are returned first. Then KeyboardInterrupt is raised and running
+        requests are cancelled.
         """
         self.interrupted = True
         self.wake()
@@ -138,7 +140,9 @@ class BatchFeed:
 
 
 class BatchWindow:
-    """Which requests of a batch are in flight. Times are in seconds, from `time.monotonic`."""
+    """Tracks which requests of a batch are in flight. Times are in seconds from
+    `time.monotonic`.
+    """
 
     def __init__(
         self,
@@ -170,24 +174,24 @@ class BatchWindow:
 
     @property
     def finished(self) -> bool:
-        """Whether all outcomes have been given."""
+        """Whether all outcomes have been returned."""
         idle = not self._in_flight and not self._again and not self._outcomes
         return self._exhausted and idle
 
     @property
     def in_flight(self) -> int:
-        """How many requests are with the server."""
+        """The number of requests that the server has."""
         return self._in_flight
 
     def stop(self, error: HeadraceError) -> None:
-        """Stops sending; requests that were waiting to be sent again end with the error."""
+        """Stops sending. Requests waiting to be sent again end with `error`."""
         self._stopped = self._exhausted = True
         for item in self._again:
             self._outcomes[item.index] = (item.index, error)
         self._again.clear()
 
     def next(self, now: float) -> Item | None:
-        """The next request to send, counted as in flight; None: not now, or no more."""
+        """Returns the next request to send, counted as in flight, or None if there is none now."""
         if self._in_flight >= self._max_in_flight or now < self._not_before:
             return None
         item = self._again.popleft() if self._again else self._take()
@@ -196,8 +200,9 @@ class BatchWindow:
         return item
 
     def wait_seconds(self, now: float) -> float | None:
-        """How long to wait for an outcome (or a request that arrives) before asking `next` again;
-        None: without a limit.
+        """How long to wait for an outcome or a new request before calling `next` again.
+
+        None means no limit.
         """
         waits = self._not_before > now and (self._again or not self._exhausted)
         idle = not self._in_flight and not self._starved
@@ -206,7 +211,10 @@ class BatchWindow:
     def ended(
         self, item: Item, outcome: Result | HeadraceError, *, refused: bool, now: float
     ) -> None:
-        """A request that was in flight has ended; `refused`: before it was accepted."""
+        """Records that a request in flight has ended.
+
+        `refused` is whether it ended before the server accepted it.
+        """
         self._in_flight -= 1
         can_wait = isinstance(outcome, (ResourceExhaustedError, UnavailableError)) and refused
         if can_wait and item.attempts + 1 < _MAX_ATTEMPTS and not self._stopped:
@@ -219,7 +227,7 @@ class BatchWindow:
         self._outcomes[item.index] = (item.index, outcome)
 
     def ready(self) -> Iterator[BatchItem]:
-        """The outcomes that may be given now, each once."""
+        """Yields the outcomes that can be returned now, each once."""
         if not self._ordered:
             while self._outcomes:
                 yield self._outcomes.pop(next(iter(self._outcomes)))
@@ -228,8 +236,9 @@ class BatchWindow:
             yield self._outcomes.pop(self._next_index - 1)
 
     def rest(self) -> Iterator[BatchItem]:
-        """All outcomes that have not been given, in the order of their requests; with `ordered`,
-        also those that wait for an earlier one.
+        """Yields all remaining outcomes in the order of their requests.
+
+        With `ordered`, this includes outcomes that are waiting for an earlier one.
         """
         for index in sorted(self._outcomes):
             yield self._outcomes.pop(index)
@@ -263,7 +272,7 @@ class BatchWindow:
 
 
 class BatchProgress:
-    """A progress bar on stderr, if it is wanted and stderr is a terminal."""
+    """A progress bar on stderr, shown if requested and stderr is a terminal."""
 
     def __init__(self, wanted: bool, total: int | None) -> None:
         self._bar: Progress | None = None
@@ -300,7 +309,7 @@ class BatchProgress:
             self._bar.stop()
 
     def advance(self, outcome: Result | HeadraceError) -> None:
-        """One more request has ended."""
+        """Counts one more finished request."""
         if self._bar is None:
             return
         if isinstance(outcome, Result):
@@ -315,7 +324,7 @@ class BatchProgress:
 
 
 _Ended: TypeAlias = "tuple[Item, RequestHandle] | None"
-"""A request that has ended; None: only to look again."""
+"""A request that has ended, or None to wake the loop."""
 
 
 def run_batch(
@@ -328,7 +337,7 @@ def run_batch(
     options: GenerationOptions,
     timeout: float | None = None,
 ) -> Iterator[BatchItem]:
-    """`Client.batch`; with a `BatchFeed`, the command's batch."""
+    """Implements `Client.batch` and, with a `BatchFeed`, the batch command."""
     window = BatchWindow(requests, options, max_in_flight=max_in_flight, ordered=ordered)
     feed = requests if isinstance(requests, BatchFeed) else None
     return _run(open_session, window, progress, feed, timeout)
@@ -380,7 +389,7 @@ def _run(
 
 
 def _wait(window: BatchWindow, ended: queue.SimpleQueue[_Ended], seconds: float | None) -> None:
-    """Waits at most this long for the end of a request, or for a call to look again."""
+    """Waits up to `seconds` for a request to end or for a wake-up."""
     try:
         found = ended.get(timeout=seconds)
     except queue.Empty:
@@ -398,7 +407,10 @@ def _send(
     ended: queue.SimpleQueue[_Ended],
     timeout: float | None,
 ) -> None:
-    """Submits a request; its end is put on the queue. Raises only if the session has ended."""
+    """Submits a request and arranges for its outcome to be queued.
+
+    Raises only if the session has ended.
+    """
     error = item.error
     if error is None:
         try:

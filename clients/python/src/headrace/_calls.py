@@ -1,5 +1,5 @@
-"""The messages of the unary calls: what the sync and the asyncio client send, and how they read
-the answers.
+"""The messages of unary calls: what the sync and asyncio clients send, and how they read
+answers.
 """
 
 from __future__ import annotations
@@ -48,29 +48,30 @@ _HEALTH = {
 
 
 def name_request(spec: GenerationSpec) -> None:
-    """Gives a request an unguessable id if it has none, so that it can be cancelled by its id from
-    the start, and that a unary call with it can be tried again without harm.
+    """Gives a request an unguessable id if it has none.
+
+    With an id, it can be cancelled from the start, and a unary call can be retried safely.
     """
     if not spec.request_id:
         spec.request_id = uuid.uuid4().hex
 
 
 def cancel_requests(ids: str | Iterable[str]) -> Iterator[CancelRequest]:
-    """The calls that cancel these requests."""
+    """Yields the `CancelRequest` messages that cancel these requests."""
     wanted = [ids] if isinstance(ids, str) else list(dict.fromkeys(ids))
     for start in range(0, len(wanted), _CANCELS_PER_CALL):
         yield CancelRequest(request_ids=wanted[start : start + _CANCELS_PER_CALL])
 
 
 def cancel_statuses(response: CancelResponse) -> dict[str, CancelStatus]:
-    """The result for each request."""
+    """Maps each request id to its cancellation status."""
     return {one.request_id: cancel_status_from_proto(one.status) for one in response.results}
 
 
 def poll_request(
     fold: Fold, *, until_done: bool = False, wait: float = POLL_SECONDS
 ) -> GetResultRequest:
-    """The call that reads a request's next events, waiting for them at most `wait` seconds."""
+    """Returns the message that waits up to `wait` seconds for a request's next events."""
     request = GetResultRequest(
         request_id=fold.request_id, from_seq=fold.next_seq, until_done=until_done
     )
@@ -81,11 +82,12 @@ def poll_request(
 def next_poll(
     fold: Fold, deadline: Deadline, pause: Deadline
 ) -> tuple[GetResultRequest, float | None]:
-    """The call that reads a request's next events within these times, and how long to wait for its
-    answer; None: as long as for any.
+    """Returns the message that reads a request's next events, and how long to wait for the answer.
+
+    The wait is in seconds; None means the default timeout of calls.
 
     Raises:
-        DeadlineExceededError: one of them is over.
+        DeadlineExceededError: `deadline` or `pause` has passed.
     """
     deadline.check(fold.request_id)
     pause.check(fold.request_id)
@@ -96,13 +98,13 @@ def next_poll(
 
 
 class ResultWait:
-    """A wait for the end of a request that runs without a stream: which calls to make, and when to
-    give up.
+    """Waits for a request without a stream to end: which calls to make, and when to give up.
 
-    A large result comes in several answers. So an answer before the last one may be part of a
-    finished result, which is read to its end even after the timeout; or it is the present output of
-    a running request, which grows with each call. They differ in size: of two consecutive parts,
-    split because together they would be too large, one is large.
+    A large result comes in several answers. An answer before the last one is therefore ambiguous.
+    It may be a chunk of a finished result, which is read to its end even after the timeout. Or it
+    may be the current output of a running request, which grows with each call. Their sizes tell
+    them apart: a result is split only when it is too large, so of two consecutive chunks at least
+    one is large.
     """
 
     def __init__(self, request_id: str, timeout: float | None) -> None:
@@ -112,23 +114,25 @@ class ResultWait:
         self._last_bytes = _SMALL_BYTES  # of the last answer that came after the end of the time
 
     def request(self) -> GetResultRequest:
-        """The next call."""
+        """Returns the next message to send."""
         left = POLL_SECONDS if self._end is None else self._end - time.monotonic()
         return poll_request(self._fold, until_done=True, wait=min(left, POLL_SECONDS))
 
     def left(self) -> float | None:
-        """How long to wait for the answer to it; None: as long as for any. What only asks, and what
-        is read behind the end, has the time of any call.
+        """How long to wait for the next answer; None means the default timeout of calls.
+
+        The default applies without a timeout, with a timeout of 0, and after the timeout has
+        passed.
         """
         if self._end is None or not self._timeout or time.monotonic() > self._end:
             return None
         return self._end - time.monotonic() + ANSWER_SECONDS
 
     def take(self, response: GetResultResponse) -> Result | None:
-        """Takes in an answer; returns the whole result, or None: call again.
+        """Adds an answer. Returns the whole result, or None if another call is needed.
 
         Raises:
-            DeadlineExceededError: the timeout passed, and the request has not ended.
+            DeadlineExceededError: the timeout has passed and the request has not ended.
             HeadraceError: the request failed.
         """
         fold = self._fold
@@ -156,7 +160,7 @@ def tokenize_request(
     add_special_tokens: bool | None,
     chat_options: Mapping[str, Any],
 ) -> model_service_pb2.TokenizeRequest:
-    """The call that tokenizes a text or a conversation."""
+    """Returns the message that tokenizes a text or a conversation."""
     request = model_service_pb2.TokenizeRequest(token_details=token_details)
     if isinstance(prompt, GenerationSpec):
         kind = prompt.WhichOneof("input")
@@ -178,14 +182,14 @@ def tokenize_request(
 
 
 def tokenization(response: model_service_pb2.TokenizeResponse) -> Tokenization:
-    """The tokens of an answer."""
+    """Converts the answer to a `Tokenization`."""
     return Tokenization(tuple(response.token_ids), tokens_from_proto(response.tokens))
 
 
 def detokenize_request(
     token_ids: Iterable[int], skip_special_tokens: bool | None
 ) -> model_service_pb2.DetokenizeRequest:
-    """The call that turns token ids into text."""
+    """Returns the message that converts token ids to text."""
     request = model_service_pb2.DetokenizeRequest(token_ids=token_ids)
     if skip_special_tokens is not None:
         request.skip_special_tokens = skip_special_tokens
@@ -193,5 +197,5 @@ def detokenize_request(
 
 
 def health_status(response: Any) -> HealthStatus:
-    """The status of a health answer."""
+    """Returns the status in a health response."""
     return _HEALTH.get(response.status, HealthStatus.UNKNOWN)

@@ -1,8 +1,8 @@
-"""Which capabilities a request needs: read from the marks of the contract's fields.
+"""Finds which capabilities a request needs, from the annotations of the contract's fields.
 
-The contract marks fields, enum values and members of oneofs that not every server has. Those that a
-message sets are listed by name in its `required_capabilities`, so that a server that lacks one
-refuses the message, even if it does not know the field.
+The contract annotates fields, enum values and oneof members that not every server supports. The
+names of those that a message sets are listed in its `required_capabilities`. A server that lacks
+one of them refuses the message, even if it does not know the field.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _R = TypeVar("_R", bound=_Request)
 
 
 def with_capabilities(request: _R) -> _R:
-    """Fill in the capabilities that a request of the contract needs; returns the request."""
+    """Fills in the capabilities that a request needs. Returns the request."""
     found = set(_needed(request))  # type: ignore[arg-type]
     found.update(request.required_capabilities)  # what the caller asked for stays
     if found:
@@ -55,14 +55,14 @@ def _needed(message: Message) -> Iterator[str]:
 
 
 _Mark = tuple[str, dict[int, str], bool]
-"""For each field: its capability, those of its enum's values, and whether its messages have
+"""The marks of a field: its capability, those of its enum values, and whether its messages have
 marks.
 """
 
 
 @cache
 def _marks(kind: Descriptor) -> dict[int, _Mark]:
-    """The marked fields of a type, by number: those alone need a look."""
+    """Returns the marked fields of a message type, by number. No other fields need checking."""
     marks = {}
     for field in kind.fields:
         mark = field.GetOptions().Extensions[capability_pb2.capability], _values(field), _has(field)

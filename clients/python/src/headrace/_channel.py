@@ -1,6 +1,4 @@
-"""How channels to servers are set up: targets, encryption, credentials, keepalive, sizes and
-retries.
-"""
+"""Channel settings: targets, encryption, credentials, keepalive, message sizes and retries."""
 
 from __future__ import annotations
 
@@ -35,39 +33,39 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 @dataclass(frozen=True, slots=True)
 class ChannelSettings:
-    """All settings of a client's channels; the same for the sync and the asyncio client."""
+    """All settings of a client's channels, for both the sync and the asyncio client."""
 
     target: str
-    """For messages; where there is one server, as gRPC takes it."""
+    """The target, for use in messages. With one server, it is also the target passed to gRPC."""
     places: tuple[Place, ...]
-    """Where the servers are, as the client itself finds them; empty: gRPC finds them by `target`,
+    """The servers' locations, if the client resolves them itself. If empty, gRPC resolves `target`,
     on one channel.
     """
     credentials: grpc.ChannelCredentials | None
-    """None: plaintext."""
+    """None for plaintext."""
     options: tuple[tuple[str, Any], ...]
     fixed_metadata: tuple[tuple[str, str | bytes], ...] = field(repr=False)
-    """Sent with every call; contains the token, if it is not kept in a file."""
+    """Metadata sent with every call. Contains the token, unless the token is read from a file."""
     retries: int = 0
-    """How often a unary call may be tried again, where the client itself does it."""
+    """How often a unary call may be retried, where the client itself retries."""
     token_file: TokenFile | None = None
     has_certificate: bool = False
     proxy: str = ""
-    """The proxy that the environment names, in words for messages; empty: none."""
+    """A description of the proxy named by the environment, for messages; empty if there is none."""
 
     @property
     def metadata(self) -> tuple[tuple[str, str | bytes], ...]:
-        """Sent with a call that is made now.
+        """The metadata for a call made now.
 
         Raises:
-            InvalidArgumentError: the token's file cannot be read.
+            InvalidArgumentError: the token file cannot be read.
         """
         if self.token_file is None:
             return self.fixed_metadata
         return (*self.fixed_metadata, ("authorization", f"Bearer {self.token_file.read()}"))
 
     def peer(self, target: str) -> Peer:
-        """A server for messages."""
+        """Returns a description of a server for messages."""
         return Peer(
             target,
             "" if is_local(target) else self.proxy,
@@ -76,7 +74,7 @@ class ChannelSettings:
         )
 
     def options_for(self, address: Address) -> list[tuple[str, Any]]:
-        """The options of the channel to one server."""
+        """Returns the options of the channel to one server."""
         options = list(self.options)
         named = {name for name, _ in options}
         if is_local(address.target) and _PROXY_OPTION not in named:
@@ -107,10 +105,10 @@ def make_settings(
     load_balancing: LoadBalancing,
     channel_options: Sequence[tuple[str, Any]],
 ) -> ChannelSettings:
-    """Checks the client's arguments and converts them to the channels' settings.
+    """Checks the client's arguments and converts them to channel settings.
 
     Raises:
-        ValueError: arguments contradict each other, or the target is not understood.
+        ValueError: arguments contradict each other, or the target cannot be parsed.
         OSError: a certificate file cannot be read.
     """
     places = parse_targets(target or _environment.target() or DEFAULT_TARGET)
@@ -190,11 +188,11 @@ def _options(keepalive: float | None, max_message_bytes: int) -> list[tuple[str,
 
 
 def service_config(retries: int, load_balancing: LoadBalancing) -> dict[str, Any]:
-    """The retry policy: unary calls only, and none of them after an answer has begun.
+    """Returns the retry policy: only unary calls are retried, and only before an answer has begun.
 
-    AddRequest and Generate have an id, by which the server knows a call that comes again: it gets
-    the first one's answer. Streams are not retried: only the caller knows what their requests did
-    before the loss.
+    AddRequest and Generate carry an id, so the server recognizes a repeated call and gives it the
+    answer to the first one. Streams are not retried: only the caller knows what their requests did
+    before the connection was lost.
     """
     policy = "pick_first" if load_balancing == "least_loaded" else load_balancing
     config: dict[str, Any] = {"loadBalancingConfig": [{policy: {}}]}

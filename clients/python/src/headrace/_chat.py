@@ -1,9 +1,9 @@
-"""How a conversation and its tools become the contract's messages.
+"""Converts a conversation and its tools to the contract's messages.
 
-Messages and tools are taken as classes of `headrace.messages`, or as dictionaries of the shape that
-OpenAI's API and transformers' chat templates use, as they are: a tool call's name and arguments
-under "function", arguments as objects or as JSON text, content as text, as parts or null. JSON text
-is sent as it stands; an object is written with its members in their order, and so is a whole tool.
+Messages and tools are classes of `headrace.messages`, or dictionaries of the shape that OpenAI's
+API and transformers' chat templates use. In a dictionary, a tool call has its name and arguments
+under "function". Arguments are objects or JSON text. Content is text, a list of parts, or null.
+JSON text is sent unchanged. Objects and whole tools are serialized with their members in order.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _ROLES = {
     "developer": pb.CHAT_ROLE_DEVELOPER,
 }
 _REASONING_MEMBERS = ("thinking", "reasoning")
-"""Other names of `reasoning_content`, as transformers knows them."""
+"""Other names for `reasoning_content` that transformers accepts."""
 _EMPTY_MEMBERS = ("refusal", "annotations", "audio", "function_call")
-"""Members that OpenAI's answers have, and that say nothing as long as they are empty."""
+"""Members that appear in OpenAI's answers and have no meaning when empty."""
 
 
 def message_to_proto(message: Message | MessageDict | Mapping[str, Any]) -> pb.ChatMessage:
-    """A message of a conversation, from a `Message` or a dictionary.
+    """Converts a `Message` or a dictionary to a message of a conversation.
 
     Raises:
-        InvalidArgumentError: the role or a field is unknown, or a value does not fit.
+        InvalidArgumentError: the role or a field is unknown, or a value is invalid.
     """
     if isinstance(message, Mapping):
         message = _message(message)
@@ -70,10 +70,10 @@ def message_to_proto(message: Message | MessageDict | Mapping[str, Any]) -> pb.C
 
 
 def tools_to_proto(tools: Sequence[Tool | Mapping[str, Any]]) -> list[pb.Tool]:
-    """The tools of a conversation, from `Tool`s or dictionaries.
+    """Converts `Tool`s or dictionaries to the tools of a conversation.
 
     Raises:
-        InvalidArgumentError: a value does not fit.
+        InvalidArgumentError: a value is invalid.
     """
     return [_tool(tool) for tool in tools]
 
@@ -96,10 +96,10 @@ def _tool(tool: Tool | Mapping[str, Any]) -> pb.Tool:
 
 
 def json_text(value: Mapping[str, Any] | str, name: str) -> str:
-    """JSON text as it is; an object as its text, its members in their order.
+    """Returns JSON text unchanged, or serializes an object with its members in order.
 
     Raises:
-        InvalidArgumentError: JSON has no such value.
+        InvalidArgumentError: the value cannot be represented in JSON.
     """
     if isinstance(value, str):
         return value

@@ -1,4 +1,4 @@
-"""Until when a call may take, by this client's own clock: kept whatever the server does."""
+"""Deadlines of calls, measured by the client's clock and enforced whatever the server does."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from headrace.errors import DeadlineExceededError, invalid_argument
 
 
 class Deadline:
-    """The end of a call's time, which begins now.
+    """The deadline of a call that starts now.
 
     Args:
-        seconds: how long it may take; None: no limit.
+        seconds: the time limit; None for no limit.
 
     Raises:
-        InvalidArgumentError: that is no length of time.
+        InvalidArgumentError: `seconds` is negative or not finite.
     """
 
     __slots__ = ("_end", "_seconds")
@@ -27,38 +27,38 @@ class Deadline:
         self._end = math.inf if seconds is None else time.monotonic() + seconds
 
     def left(self) -> float | None:
-        """How many seconds are left; None: there is no limit."""
+        """Returns the number of seconds left, or None if there is no limit."""
         return None if self._seconds is None else max(self._end - time.monotonic(), 0.0)
 
     def within(self, seconds: float) -> float:
-        """A wait of so many seconds, or of what is left."""
+        """Returns `seconds`, or the time left if that is shorter."""
         return max(min(seconds, self._end - time.monotonic()), 0.0)
 
     def end(self) -> None:
-        """Ends the time now."""
+        """Makes the deadline pass now."""
         self._end = 0.0
 
     def check(self, request_id: str = "") -> None:
-        """Does nothing before the end.
+        """Raises an error if the deadline has passed.
 
         Raises:
-            DeadlineExceededError: the time is over.
+            DeadlineExceededError: the deadline has passed.
         """
         if time.monotonic() >= self._end:
             raise self.passed(request_id)
 
     def passed(self, request_id: str = "") -> DeadlineExceededError:
-        """The error of a call whose time is over."""
+        """Returns the error for a call whose deadline has passed."""
         return timed_out(self._seconds or 0.0, request_id)
 
 
 def timed_out(seconds: float, request_id: str = "") -> DeadlineExceededError:
-    """The error of what has not ended within so many seconds."""
+    """Returns the error for a call that has not ended within `seconds`."""
     return DeadlineExceededError(
         f"the call has not ended within its timeout of {seconds:g} s", request_id=request_id
     )
 
 
 def shortest(*limits: float | None) -> float | None:
-    """The shortest of these limits that there are."""
+    """Returns the shortest limit, ignoring None; None if no limit is given."""
     return min((limit for limit in limits if limit is not None), default=None)

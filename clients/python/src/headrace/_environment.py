@@ -1,4 +1,4 @@
-"""What the client takes from the environment: its targets, proxies, and gRPC's support of forks."""
+"""Client settings from environment variables: targets, proxies, and gRPC's fork support."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # in gRPC's order
 
 
 def target() -> str | None:
-    """The servers' addresses, where the caller gives none."""
+    """The servers' addresses to use when the caller gives none."""
     return os.environ.get("HEADRACE_TARGET") or None
 
 
 def proxy() -> str:
-    """The proxy that gRPC would use, in words; empty: none."""
+    """A description of the proxy that gRPC would use; empty if there is none."""
     name = next((name for name in _PROXIES if os.environ.get(name)), "")
     if not name:
         return ""
@@ -23,8 +23,10 @@ def proxy() -> str:
 
 
 def fork_support() -> bool | None:
-    """Whether gRPC was told to support forks; None: neither way, or in a way that it does not
-    know, so that its core does and its Python layer does not.
+    """Whether gRPC's fork support is enabled by the environment.
+
+    None if the variable is unset or has an unknown value. In that case gRPC's core supports forks
+    and its Python layer does not.
     """
     said = os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "").lower()
     return {"0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}.get(said)

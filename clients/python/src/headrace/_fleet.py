@@ -1,15 +1,16 @@
-"""What a client knows of its servers, and what follows from it; the part that does no input or
-output. docs/fleet.md tells it in full.
+"""What a client knows about its servers, and the decisions that follow from it. Does no I/O.
+docs/fleet.md describes it in full.
 
 1. `listed` takes the addresses that the targets have now. A new one is JOINING: the flavour
-   (threads or asyncio) asks for its health (`_health`) until it is `found`, and `tell` makes it
+   (threads or asyncio) checks its health (`_health`) until it is `found`, and `tell` makes it
    READY.
-2. `choose` gives the server for a request among those that are READY (`_placement`). Whoever sends
-   it there says `begun`, and `over` at its end.
-3. A server that cannot be reached, drains or loads is told to `set_aside`: it is JOINING again. One
-   that has no room is `full` for as long as it said.
-4. An address that is listed no longer is LEAVING: it gets nothing new, and what runs there goes on.
-5. `owner` finds the server that has a request, by the instance that its answer named.
+2. `choose` returns a READY server for a request (`_placement`). The sender of the request calls
+   `begun` when it starts there and `over` when it ends.
+3. A server that cannot be reached, is draining or is loading is `set_aside`: it is JOINING again. A
+   server without room is `full` for as long as it said.
+4. An address that is no longer listed is LEAVING: it gets no new requests, and running ones
+   continue.
+5. `owner` finds the server that has a request, by the instance named in its answer.
 
 Nothing here is thread-safe: the threaded flavour holds its lock around every call.
 """
@@ -29,18 +30,18 @@ from headrace.errors import HeadraceError, UnavailableError
 from headrace.results import ServerLoad
 
 RESOLVE_SECONDS = 3.0
-"""How often names are looked up."""
+"""How often names are resolved."""
 RESOLVE_AGAIN_SECONDS = 0.5
-"""The shortest pause between two look-ups, after failures."""
+"""The minimum pause between two lookups after failures."""
 CHECK_SECONDS = 2.0
-"""How long a question for a server's health may take, and the longest pause between two."""
+"""The timeout of a health check, and the longest pause between two checks."""
 PATIENCE_SECONDS = 5.0
-"""How long a request waits for a server to be ready."""
+"""How long a request waits for a server to become ready."""
 LOAD_INTERVAL = 1.0
-"""How often sessions ask for their servers' loads, in seconds."""
+"""How often sessions request their servers' loads, in seconds."""
 _LOAD_SECONDS = 5.0  # an older report says nothing any more
 TOGETHER_SECONDS = 0.1
-"""How long a server that is ready waits for the others that were asked."""
+"""How long a ready server waits for the others that are being checked."""
 _FIRST_CHECK = 0.1
 _TWIN_SECONDS = 10.0
 _LEFT_SECONDS = 60.0
@@ -49,7 +50,7 @@ _OWNERS = 65_536
 
 
 class MemberState(enum.Enum):
-    """What a server is good for."""
+    """Whether a server is usable."""
 
     JOINING = "joining"  # not known to be ready: asked until it is
     READY = "ready"
@@ -57,64 +58,67 @@ class MemberState(enum.Enum):
 
 
 class Server:
-    """One server, as the client knows it. `link`: the flavour's channel and stubs."""
+    """One server, as the client knows it. `link` is the flavour's channel and stubs."""
 
     def __init__(self, address: Address, now: float) -> None:
         self.address = address
         self.link: Any = None
         self.state = MemberState.JOINING
         self.instance_id = ""
-        """Its process; empty: not known (yet)."""
+        """The instance id of its process; empty while unknown."""
         self.capacity = 1
-        """How many requests it runs at a time."""
+        """The number of requests it can run at the same time."""
         self.outstanding = 0
-        """How many requests of this client it has."""
+        """The number of this client's requests that it has."""
         self.full_until = 0.0
-        """Until when it has no room, as it said."""
+        """When it expects to have room again, according to its last refusal."""
         self.check_at = now
         self.used_at = now
         self.turn = 0
-        """When it was chosen last."""
+        """When it was last chosen."""
         self.problem: HeadraceError | None = None
         """Why it is not ready."""
         self.is_known = False
-        """Whether it has answered for its health, or failed to."""
+        """Whether a health check has completed, successfully or not."""
         self.is_asked = False
-        """Whether a question for its health is on its way."""
+        """Whether a health check is in progress."""
         self._checks = 0
         self._others = 0
         self._others_until = 0.0
 
     @property
     def name(self) -> str:
-        """What all clients know it by; its address, as long as its instance is not known."""
+        """The name that all clients use for it: its instance id or, while that is unknown, its
+        address.
+        """
         return self.instance_id or self.address.target
 
     def take_load(self, load: ServerLoad, now: float) -> None:
-        """Notes what it told of its load: what is not this client's own."""
+        """Records the load that it reported, less this client's own requests."""
         self._others = max(load.running + load.waiting - self.outstanding, 0)
         self._others_until = now + _LOAD_SECONDS
 
     def load(self, now: float) -> int:
-        """How many requests it has, as far as this client knows."""
+        """Returns the number of requests it has, as far as this client knows."""
         return self.outstanding + (self._others if now < self._others_until else 0)
 
     def wait_for_check(self, now: float) -> None:
-        """Puts off the next question for its health: 0.1 s, then twice as long each time."""
+        """Postpones the next health check: by 0.1 s at first, doubling each time."""
         self.check_at = now + min(_FIRST_CHECK * 2**self._checks, CHECK_SECONDS)
         self._checks = min(self._checks + 1, 10)
 
     def found_ready(self) -> None:
-        """Its health was good."""
+        """Records that it is healthy."""
         self.state = MemberState.READY
         self.problem = None
         self._checks = 0
 
 
 class RetryBudget:
-    """Whether what failed may be sent again at once: a bucket of tokens, as gRPC throttles retries
-    (gRFC A6). A failure takes a token, a success gives back a tenth of one; while the bucket is
-    less than half full, nothing is sent again at once.
+    """Limits immediate retries with a token bucket, like gRPC's retry throttling (gRFC A6).
+
+    A failure takes one token, and a success returns a tenth of one. While the bucket is less than
+    half full, nothing is retried immediately.
     """
 
     def __init__(self, tokens: float = 100.0, ratio: float = 0.1) -> None:
@@ -122,38 +126,38 @@ class RetryBudget:
         self._ratio = ratio
 
     def failed(self) -> bool:
-        """Notes a failure; whether there may be another try at once."""
+        """Records a failure. Returns whether an immediate retry is allowed."""
         self._tokens = max(self._tokens - 1, 0.0)
         return self._tokens > self._most / 2
 
     def succeeded(self) -> None:
-        """Notes a success."""
+        """Records a success."""
         self._tokens = min(self._tokens + self._ratio, self._most)
 
 
 class FleetState:
-    """The servers of one client. Times are in seconds, by `clock`."""
+    """The servers of one client. Times are in seconds of `clock`."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, jitter: Callable[[], float] | None = None
     ) -> None:
         self.clock = clock
         self.jitter = jitter or random.random
-        """From 0 to 1: what spreads tries that would come at the same time."""
+        """Returns a random number from 0 to 1, used to spread simultaneous retries."""
         self.servers: dict[Address, Server] = {}
         self.budget = RetryBudget()
         self.unresolved = ""
-        """Why a name could not be looked up, the last time that it could not."""
+        """The reason for the last failed name lookup."""
         self._placement = Placement()
         self._owners: OrderedDict[str, str] = OrderedDict()
         self._found: dict[Server, tuple[str, int]] = {}
-        """The servers that are ready and not told yet, with their instances and capacities."""
+        """Ready servers that have not been announced yet, with their instances and capacities."""
         self._tell_at = 0.0
         self._turn = 0
         self._alone: OrderedDict[str, tuple[Server, float]] = OrderedDict()
 
     def listed(self, addresses: Iterable[Address]) -> list[Server]:
-        """Takes the addresses that there are now; returns the servers that are new."""
+        """Updates the servers to the current addresses. Returns the new servers."""
         now, wanted, new = self.clock(), list(dict.fromkeys(addresses)), []
         for address in wanted:
             server = self.servers.get(address)
@@ -167,7 +171,9 @@ class FleetState:
         return new
 
     def left(self) -> list[Server]:
-        """Forgets the servers that left and have nothing to do; returns them, to be closed."""
+        """Removes the servers that are leaving and idle. Returns them so that they can be
+        closed.
+        """
         before = self.clock() - _LEFT_SECONDS
         gone = [
             server
@@ -181,8 +187,9 @@ class FleetState:
         return gone
 
     def to_ask(self) -> list[Server]:
-        """The servers whose health is to be asked for now. They are asked from now on, until they
-        are `found` or `not_joined`.
+        """Returns the servers to health-check now.
+
+        They count as being checked until they are `found` or `not_joined`.
         """
         now = self.clock()
         due = [one for one in self._unasked() if one.check_at <= now]
@@ -192,8 +199,9 @@ class FleetState:
         return due
 
     def next_in(self) -> float | None:
-        """The seconds until a server must be asked, or servers that were found must be announced.
-        0: now; None: there is nothing to do.
+        """The seconds until a health check is due or found servers must be announced.
+
+        0 means now; None means there is nothing to do.
         """
         now = self.clock()
         times = [one.check_at for one in self._unasked()]
@@ -210,16 +218,17 @@ class FleetState:
         return [s for s in every if s.state is MemberState.JOINING and not s.is_asked]
 
     def found(self, server: Server, instance_id: str, capacity: int) -> None:
-        """A server is ready, and gets requests from the next `tell` on: with the others that were
-        asked, so that the first requests are not all placed on the first that answers; but it does
-        not wait longer than TOGETHER_SECONDS for them.
+        """Records that a server is ready. It gets requests after the next `tell`.
+
+        It waits for the other servers being checked, so that the first requests do not all go to
+        the first server that answers, but no longer than TOGETHER_SECONDS.
         """
         if not self._found:
             self._tell_at = self.clock() + TOGETHER_SECONDS
         self._found[server] = (instance_id, capacity)
 
     def tell(self) -> bool:
-        """The servers that were found are ready now, if it is time; whether there were any."""
+        """Makes the found servers READY if it is time. Returns whether there were any."""
         if not self._found or not self._is_time_to_tell(self.clock()):
             return False
         found, self._found = self._found, {}
@@ -228,8 +237,9 @@ class FleetState:
         return True
 
     def joined(self, server: Server, instance_id: str, capacity: int) -> None:
-        """A server is ready; it told its instance (empty: it did not) and its capacity. If it is
-        known by another address already, this one is not used.
+        """Makes a server READY, with its reported instance id (empty if unknown) and capacity.
+
+        If the same instance is already in use under another address, this one is not used.
         """
         server.instance_id = instance_id
         server.capacity = max(capacity, 1)
@@ -243,7 +253,9 @@ class FleetState:
             server.found_ready()
 
     def set_aside(self, server: Server, problem: HeadraceError) -> None:
-        """A server cannot be reached, or is not ready: it gets nothing new until it is."""
+        """Sends a server no new requests until it is ready again. It is unreachable or not
+        ready.
+        """
         server.problem = problem
         if server.state is MemberState.LEAVING:
             return
@@ -254,18 +266,18 @@ class FleetState:
                 twin.check_at = self.clock()
 
     def full(self, server: Server, seconds: float) -> None:
-        """A server has no room for so long."""
+        """Records that a server has no room for the given time."""
         server.full_until = max(server.full_until, self.clock() + seconds)
 
     def choose(
         self, keys: PrefixKeys | None, *, avoid: Collection[Server] = (), even_full: bool = False
     ) -> Server | None:
-        """The server for a request; None: no server is ready and has room.
+        """Returns the server for a request, or None if no server is ready and has room.
 
         Args:
-            keys: of the request's prompt.
-            avoid: servers that shall not have it, unless there is no other.
-            even_full: whether a server that said that it has no room may have it, if all did.
+            keys: the keys of the request's prompt.
+            avoid: servers to use only if there is no other.
+            even_full: whether to choose a full server if all servers are full.
         """
         now = self.clock()
         while self._alone and next(iter(self._alone.values()))[1] < now:
@@ -282,38 +294,39 @@ class FleetState:
         return by_name[self._placement.choose(keys, candidates)]
 
     def room_in(self) -> float | None:
-        """The seconds until a ready server has room, as the servers said; None: none is ready."""
+        """The seconds until a ready server expects to have room; None if no server is ready."""
         ready = [one for one in self.servers.values() if one.state is MemberState.READY]
         return max(min(one.full_until for one in ready) - self.clock(), 0.0) if ready else None
 
     def begun(self, server: Server) -> None:
-        """A request goes to a server."""
+        """Records that a request is sent to a server."""
         self._turn += 1
         server.turn = self._turn
         server.outstanding += 1
         server.used_at = self.clock()
 
     def over(self, server: Server) -> None:
-        """A request there has ended, or goes elsewhere."""
+        """Records that a request has ended on a server or moves elsewhere."""
         server.outstanding -= 1
         server.used_at = self.clock()
 
     def runs_alone(self, request_id: str, server: Server) -> None:
-        """A request goes on without a call. It counts as the server's load until it is seen to have
-        ended, or for a minute.
+        """Records that a request runs without a call.
+
+        It counts towards the server's load until its end is seen, for at most a minute.
         """
         self.ended_alone(request_id)
         self._alone[request_id] = (server, self.clock() + _ALONE_SECONDS)
         self.begun(server)
 
     def ended_alone(self, request_id: str) -> None:
-        """The end of such a request was seen."""
+        """Records the end of a request that ran without a call."""
         found = self._alone.pop(request_id, None)
         if found is not None:
             self.over(found[0])
 
     def note_owner(self, request_id: str, instance_id: str) -> None:
-        """An answer named the instance that has a request."""
+        """Records which instance has a request, as named in an answer."""
         if not instance_id:
             return
         self._owners[request_id] = instance_id
@@ -322,32 +335,35 @@ class FleetState:
             self._owners.popitem(last=False)
 
     def owner(self, request_id: str) -> str:
-        """The instance that has a request; empty: not known."""
+        """Returns the instance that has a request; empty if unknown."""
         return self._owners.get(request_id, "")
 
     def by_instance(self, instance_id: str) -> list[Server]:
-        """The servers that are this instance: the ready ones first."""
+        """Returns the servers with this instance id, ready ones first."""
         found = [s for s in self.servers.values() if instance_id and s.instance_id == instance_id]
         return sorted(found, key=lambda one: one.state is not MemberState.READY)
 
     def not_joined(self, server: Server, problem: HeadraceError) -> None:
-        """A server was asked, and is not ready."""
+        """Records that a health check found the server not ready."""
         server.problem = problem
         server.is_known, server.is_asked = True, False
 
     @property
     def is_settled(self) -> bool:
-        """Whether all servers have been asked whether they are ready: what none of them has is
-        nowhere.
+        """Whether all servers have been health-checked.
+
+        If so, a request that none of them has does not exist.
         """
         return bool(self.servers) and all(one.is_known for one in self.servers.values())
 
     def reachable(self) -> list[Server]:
-        """All servers that may answer for what they have: those that are ready or leave."""
+        """Returns the servers that can answer for their requests: those that are ready or
+        leaving.
+        """
         return [one for one in self.servers.values() if one.state is not MemberState.JOINING]
 
     def nobody(self) -> UnavailableError:
-        """The error for a request that found no server."""
+        """Returns the error for a request that found no server."""
         told = "; ".join(
             dict.fromkeys(one.problem.message for one in self.servers.values() if one.problem)
         )

@@ -1,5 +1,7 @@
-"""The streams of one session over several servers: one for each server that has its requests,
-opened when the first goes there. What is left at a server for nobody is cancelled over them.
+"""The streams of one session over several servers: one for each server that has its requests.
+
+A stream is opened when the first request goes to its server. Copies of a request that nobody needs
+any more are cancelled over these streams.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from headrace.v1.generation_service_pb2 import CancelCommand, StreamResultReques
 
 
 class Links:
-    """The streams, by server.
+    """The streams of a session, by server.
 
     Args:
         open_link: opens the stream of a link.
-        refused: what to do when a server refuses a request; see `SessionCore.on_refusal`.
-        live: the ids of the session's live requests, wherever they are.
-        options: of each stream.
+        refused: called when a server refuses a request; see `SessionCore.on_refusal`.
+        live: the ids of the session's live requests on all servers.
+        options: the options of each stream.
     """
 
     def __init__(
@@ -38,13 +40,13 @@ class Links:
         self._options = options
         self._links: dict[Server, ServerLink] = {}
         self._orphans: dict[str, set[str]] = {}
-        """By instance: what was sent elsewhere since."""
+        """For each instance, the requests that have since been sent elsewhere."""
 
     def __iter__(self) -> Iterator[ServerLink]:
         return iter(list(self._links.values()))
 
     def to(self, server: Server) -> ServerLink:
-        """The stream to a server.
+        """Returns the stream to a server, opening it if necessary.
 
         Raises:
             UnavailableError: the client is closed.
@@ -59,24 +61,26 @@ class Links:
         return link
 
     def lost(self, link: ServerLink) -> None:
-        """A stream has ended; the server's next request opens another."""
+        """Removes a stream that has ended. The server's next request opens another."""
         if self._links.get(link.server) is link:
             del self._links[link.server]
 
     def close(self) -> None:
-        """Half-closes all streams: nothing more will be sent."""
+        """Half-closes all streams; nothing more will be sent."""
         for link in self:
             link.core.closing = True
 
     @property
     def lease(self) -> float | None:
-        """The shortest lease that a server granted, in seconds; None: none has answered yet."""
+        """The shortest lease that a server has granted, in seconds; None if none has answered
+        yet.
+        """
         found = [link.core.lease for link in self]
         return min((lease for lease in found if lease is not None), default=None)
 
     @property
     def load(self) -> ServerLoad | None:
-        """What the servers told last of their loads: the sums, and the fullest cache."""
+        """The servers' latest load reports: the totals, and the usage of the fullest cache."""
         loads = [link.core.load for link in self if link.core.load is not None]
         if not loads:
             return None
@@ -89,23 +93,24 @@ class Links:
     # ---- what is left for nobody -----------------------------------------------------------------
 
     def left_behind(self, instance_id: str, request_id: str) -> None:
-        """A request is sent elsewhere, and the instance that it leaves may run on with it, as it
-        does for a lease.
+        """Records that a request moves elsewhere while its old instance may continue to run it.
+
+        Without a lease, the old instance does not continue it and nothing is recorded.
         """
         if self._options.get("lease"):
             self._orphans.setdefault(instance_id, set()).add(request_id)
 
     def ended(self, instance_id: str, request_id: str) -> None:
-        """A request that was sent more than once has ended at an instance: elsewhere it runs for
-        nobody.
-        """
+        """Records that a request ended on an instance, and cancels its copies on other servers."""
         self._orphans.get(instance_id, set()).discard(request_id)
         for link in self:
             self._end_orphans(link)
 
     def _end_orphans(self, link: ServerLink) -> None:
-        """Cancels what runs at a server for nobody: its request has ended elsewhere. What still
-        lives may come back to this server, and find its work there.
+        """Cancels copies of ended requests on a server.
+
+        The copy of a live request is kept, because the request may return to this server and resume
+        there.
         """
         instance_id = link.server.instance_id
         orphans = self._orphans.get(instance_id, set())

@@ -1,4 +1,4 @@
-"""One request of a session over several servers, and the stream to one of these."""
+"""One request of a session over several servers, and the stream to one of those servers."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ from headrace.v1.generation_pb2 import GenerationSpec
 
 
 class FleetRecord(Record):
-    """One request, and where it is."""
+    """One request and the server that has it."""
 
     def __init__(self, fold: Fold, spec: GenerationSpec | None) -> None:
         super().__init__(fold, is_ours=spec is not None)
         self.sent = spec
-        """What to send elsewhere; None: another stream started the request."""
+        """The spec to send elsewhere; None if another stream started the request."""
         self.keys: PrefixKeys | None = None if spec is None else prefix_keys(spec)
         self.link: ServerLink | None = None
-        """Where it is; None: it waits."""
+        """The stream that the request is on; None while it waits."""
         self.was_sent = spec is None
-        """Whether a server may have it, or had."""
+        """Whether a server may have, or have had, the request."""
         self.losses = 0
         self.attaching = spec is None
-        """Whether it was attached there last, not added."""
+        """Whether the last command for it was an attach rather than an add."""
         self.instance_id = ""
-        """The process that has it, where it is attached."""
+        """The instance id of the process that has it."""
         self.lost_until = 0.0
-        """Until when the server that it was lost with may have it: how long its lease is."""
+        """When the lease ends that lets a lost server keep the request."""
         self.reattached = 0
         self.ask_until = 0.0
         self.asked: set[Server] = set()
-        """With an unknown owner: who does not have it."""
+        """If the owner is unknown, the servers that do not have it."""
         self.wants_server = False
-        """Whether it waits for a server to be ready."""
+        """Whether it is waiting for a server to become ready."""
         self.turn = 0
-        """Grows whenever it is sent or begins to wait: an action of an earlier turn is void."""
+        """Incremented whenever it is sent or starts to wait; cancels actions scheduled before that.
+        """
 
 
 class ServerLink:
-    """The stream to one server. `wire`: the flavour's call."""
+    """The stream to one server. `wire` is the flavour's call."""
 
     def __init__(self, server: Server, core: SessionCore) -> None:
         self.server = server
@@ -50,7 +51,7 @@ class ServerLink:
 
 
 def assert_fleet(record: Record) -> FleetRecord:
-    """The record of a session over several servers."""
+    """Checks that a record is a `FleetRecord` and returns it."""
     if not isinstance(record, FleetRecord):
         raise TypeError("the handle belongs to a session of another client")
     return record

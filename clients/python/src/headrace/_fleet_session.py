@@ -1,16 +1,17 @@
-"""One session over several servers, the part that does no input or output: which server each
-request is with, and where it goes when that server has no room, drains or dies.
+"""One session over several servers: which server has each request, and where a request goes when
+that server has no room, drains or dies. Does no I/O.
 
 1. `add` chooses a server (`FleetState.choose`) and gives the request to the `SessionCore` of the
    stream there (`Links`), which the flavour opens when the first request goes there.
 2. The flavour passes each stream's messages to `receive`, and its end to `lost`.
 3. A request that a server refuses goes elsewhere, or waits as long as the server said.
-4. When a stream is lost, requests of which nothing was delivered are sent again elsewhere, with the
-   same ids. Begun ones are attached again where they live. Both wait for a server until the lease
-   has passed; without a lease begun ones fail with what was delivered.
+4. When a stream is lost, requests with no delivered output are sent again elsewhere under the same
+   ids. Requests that have begun are reattached to the server that has them. Both wait for a server
+   until the lease has passed. Without a lease, requests that have begun fail with their output so
+   far.
 
-A request's record and its handle stay the same wherever it goes. Like `SessionCore`, nothing here
-is thread-safe by itself; what is shared with other sessions (`FleetState`) is used with `guard`.
+A request's record and handle stay the same wherever it goes. Like `SessionCore`, nothing here is
+thread-safe by itself. `FleetState`, which is shared with other sessions, is used under `guard`.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from headrace.v1.generation_pb2 import GenerationSpec
 from headrace.v1.generation_service_pb2 import StreamResultResponse
 
 _MOST_LOSSES = 5
-"""How often a request is sent again because its server was lost or not ready."""
+"""How often a request is sent again after its server was lost or not ready."""
 _AGAIN_SECONDS = 1.0
-"""How long such a request waits if the budget for retries is used up."""
+"""How long such a request waits if the retry budget is used up."""
 _FIRST_REATTACH = 0.1
 _LONGEST_REATTACH = 1.0
 
@@ -56,11 +57,11 @@ class FleetCore:
 
     Args:
         state: the servers.
-        guard: held around every use of `state`.
+        guard: a context manager held around every use of `state`.
         open_link: opens the stream of a link.
-        later: runs an action after so many seconds, as one of the flavour's own.
-        restarts: whether nothing counts as delivered before a request's end.
-        options: the session's.
+        later: schedules an action of the flavour after a number of seconds.
+        restarts: whether output counts as delivered only when the request has ended.
+        options: the session's options.
     """
 
     def __init__(
@@ -110,8 +111,10 @@ class FleetCore:
         return record
 
     def attach(self, fold: Fold) -> Record:
-        """Continues a request; see `SessionCore.attach`. It goes to the server that has it; if that
-        is not known, to one after another.
+        """Continues a request; see `SessionCore.attach`.
+
+        It attaches to the server that has the request, or, if that is unknown, to one server after
+        another.
         """
         self._check_open()
         record = FleetRecord(fold, None)
@@ -130,7 +133,7 @@ class FleetCore:
         return record
 
     def cancel(self, record: Record) -> None:
-        """Asks for a request's end; see `SessionCore.cancel`."""
+        """Requests the end of a request; see `SessionCore.cancel`."""
         assert_fleet(record).cancelled = True
         link = assert_fleet(record).link
         if link is not None:
@@ -140,7 +143,7 @@ class FleetCore:
             self._later(0.0, self.take_changed)  # its reader is woken there
 
     def _cancel_here(self, record: FleetRecord) -> None:
-        """Ends a request that is with no server now."""
+        """Ends a request that is not on any server."""
         record.turn += 1
         if record.was_sent and not record.fold.chunks:
             self._fail(record, CallCancelledError("it was cancelled while it waited for a server"))
@@ -152,7 +155,7 @@ class FleetCore:
         self._changed[id(record)] = record
 
     def expire(self, now: float) -> list[Record]:
-        """Fails the requests whose time is over; see `SessionCore.expire`."""
+        """Fails the requests whose time has run out; see `SessionCore.expire`."""
         for record in [assert_fleet(one) for one in self.records.values() if one.due <= now]:
             record.turn += 1
             if (link := record.link) is not None:
@@ -165,13 +168,13 @@ class FleetCore:
         return self.take_changed()
 
     def pay(self, record: Record, chunks: int) -> None:
-        """Pays for chunks; see `SessionCore.pay`."""
+        """Returns credit for chunks; see `SessionCore.pay`."""
         link = assert_fleet(record).link
         if link is not None:
             link.core.pay(record, chunks)
 
     def pay_all(self, record: Record) -> None:
-        """Pays for everything; see `SessionCore.pay_all`."""
+        """Returns credit for all output; see `SessionCore.pay_all`."""
         record.unlimited = True
         self.pay(record, len(record.fold.chunks))
 
@@ -186,18 +189,18 @@ class FleetCore:
 
     @property
     def lease(self) -> float | None:
-        """See `Links.lease`."""
+        """The shortest granted lease; see `Links.lease`."""
         return self.links.lease
 
     @property
     def load(self) -> ServerLoad | None:
-        """See `Links.load`."""
+        """The servers' combined load; see `Links.load`."""
         return self.links.load
 
     # ---- what the servers do ---------------------------------------------------------------------
 
     def receive(self, link: ServerLink, response: StreamResultResponse) -> list[Record]:
-        """Processes one message of a server; returns the records that changed."""
+        """Processes one message from a server. Returns the records that changed."""
         for record in link.core.receive(response):
             self._changed[id(record)] = record
             self._note_place(link, assert_fleet(record))
@@ -211,7 +214,7 @@ class FleetCore:
         return self.take_changed()
 
     def lost(self, link: ServerLink, error: HeadraceError | None) -> list[Record]:
-        """A stream has ended; `error`: None if the server ended it in order."""
+        """Handles the end of a stream. `error` is None if the server ended it normally."""
         records = link.core.give_up()
         self.links.lost(link)
         broken = error or UnavailableError("the server ended the session before its requests")
@@ -235,21 +238,23 @@ class FleetCore:
         return self.take_changed()
 
     def server_changed(self) -> list[Record]:
-        """A server may have become usable: requests that wait for one are placed."""
+        """Places the waiting requests again, because a server may have become usable."""
         for record in [assert_fleet(one) for one in self.records.values()]:
             if record.wants_server:
                 self._place(record)
         return self.take_changed()
 
     def end(self, error: HeadraceError) -> list[Record]:
-        """Fails what is left: the client was closed."""
+        """Fails all remaining requests, because the client was closed."""
         self.ended = self.closing = True
         for record in list(self.records.values()):
             self._fail(record, copy_of(error))
         return self.take_changed()
 
     def take_changed(self) -> list[Record]:
-        """The records that changed since the last call, to be woken."""
+        """Returns the records that changed since the last call, so that their readers can be
+        woken.
+        """
         changed = list(self._changed.values())
         self._changed.clear()
         self._close_links()
@@ -258,7 +263,7 @@ class FleetCore:
     # ---- where requests go -----------------------------------------------------------------------
 
     def _place(self, record: FleetRecord, avoid: Server | None = None) -> None:
-        """Sends a request to a server, or has it wait for one."""
+        """Sends a request to a server, or makes it wait for one."""
         with self._guard:
             state = self._state
             avoided = () if avoid is None else (avoid,)
@@ -293,13 +298,13 @@ class FleetCore:
             link.core.cancel(record)
 
     def _wait(self, record: FleetRecord, seconds: float) -> None:
-        """Places a request after so many seconds."""
+        """Places a request after `seconds`."""
         record.wants_server = False
         record.turn += 1
         self._later_for(record, seconds, lambda: self._place(record))
 
     def _later_for(self, record: FleetRecord, seconds: float, act: Callable[[], None]) -> None:
-        """Does something for a request after so many seconds, if nothing has come of it by then."""
+        """Calls `act` after `seconds`, unless the request has been sent, waited or ended since."""
         turn = record.turn
 
         def act_if_due() -> list[Record]:
@@ -316,7 +321,10 @@ class FleetCore:
     def _refused(
         self, link: ServerLink, refused: Record, error: HeadraceError
     ) -> HeadraceError | None:
-        """A server refused a request; returns the error that ends it, or None: it goes on."""
+        """Handles a server's refusal of a request.
+
+        Returns the error that ends the request, or None if it continues.
+        """
         record = assert_fleet(refused)
         record.link = None
         with self._guard:
@@ -343,7 +351,10 @@ class FleetCore:
     def _find_room(
         self, server: Server, record: FleetRecord, error: HeadraceError, seconds: float
     ) -> HeadraceError | None:
-        """A server has no room for so long: another may have some."""
+        """Moves a request from a full server to another, or makes it wait `seconds`.
+
+        Returns `error` if it cannot wait that long.
+        """
         with self._guard:
             self._state.full(server, seconds)
             may = self._state.budget.failed()
@@ -357,7 +368,7 @@ class FleetCore:
         return None
 
     def _move(self, link: ServerLink, record: FleetRecord, error: HeadraceError) -> None:
-        """A request's stream was lost, and perhaps its server."""
+        """Moves or reattaches a request whose stream, and perhaps server, was lost."""
         begun = bool(record.fold.chunks) and not self._restarts
         if record.sent is None or begun or record.losses >= _MOST_LOSSES:
             self._reattach(link, record, error)
@@ -371,7 +382,7 @@ class FleetCore:
         self._send_again(record, link.server)
 
     def _send_again(self, record: FleetRecord, avoid: Server) -> None:
-        """Sends a request elsewhere, at once if the budget allows it."""
+        """Sends a request elsewhere, immediately if the budget allows it."""
         record.losses += 1
         with self._guard:
             may = self._state.budget.failed()
@@ -382,14 +393,14 @@ class FleetCore:
             self._wait(record, _AGAIN_SECONDS * (0.5 + spread))
 
     def _note_place(self, link: ServerLink, record: FleetRecord) -> None:
-        """A server has told something of a request: it lives there."""
+        """Records that a server has a request, because it has sent a message about it."""
         if record.instance_id != link.core.instance_id:
             record.instance_id = link.core.instance_id
             with self._guard:
                 self._state.note_owner(record.request_id, record.instance_id)
 
     def _ended(self, link: ServerLink, record: FleetRecord) -> None:
-        """A request has ended, unless its server failed before it had delivered anything."""
+        """Ends a request, unless its server failed before delivering any output."""
         error = record.fold.error
         with self._guard:
             if record.link is link:
@@ -422,7 +433,7 @@ class FleetCore:
         link.core.put_attached(record, record.instance_id)
 
     def _reattach(self, link: ServerLink, record: FleetRecord, error: HeadraceError) -> None:
-        """Attaches a request again where it lives, until its lease has passed."""
+        """Reattaches a request to the server that has it, until its lease has passed."""
         pause = min(_FIRST_REATTACH * 2**record.reattached, _LONGEST_REATTACH)
         if not record.instance_id or time.monotonic() + pause > record.lost_until:
             self._fail(record, copy_of(error))
@@ -435,7 +446,10 @@ class FleetCore:
     def _not_attached(
         self, link: ServerLink, record: FleetRecord, error: HeadraceError
     ) -> HeadraceError | None:
-        """A server refused to attach a request."""
+        """Handles a server's refusal to attach a request.
+
+        Returns the error that ends the request, or None if it continues.
+        """
         if record.sent is None and not record.instance_id and isinstance(error, NotFoundError):
             record.asked.add(link.server)
             self._ask_next(record, error)
@@ -456,7 +470,7 @@ class FleetCore:
         return error
 
     def _ask_next(self, record: FleetRecord, error: HeadraceError) -> None:
-        """Attaches a request at the next server that may have it."""
+        """Tries to attach a request on the next server that may have it."""
         with self._guard:
             left = [one for one in self._state.reachable() if one not in record.asked]
             is_settled = self._state.is_settled
@@ -475,8 +489,9 @@ class FleetCore:
     # ---- housekeeping ----------------------------------------------------------------------------
 
     def _link_to(self, server: Server, record: FleetRecord) -> ServerLink | None:
-        """The stream to a server for a request that is begun there; None: the client is closed, and
-        the request has failed.
+        """Returns the stream to a server for a new request there.
+
+        Returns None if the client is closed; the request has then failed.
         """
         try:
             return self.links.to(server)
@@ -493,7 +508,7 @@ class FleetCore:
 
     @property
     def is_done(self) -> bool:
-        """Whether the session is closed and nothing of it is left."""
+        """Whether the session is closed and no requests are left."""
         return self.closing and not self.records
 
     def _close_links(self) -> None:

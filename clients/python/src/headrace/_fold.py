@@ -1,8 +1,8 @@
 """Turns the events of one request into chunks and, at the end, its result.
 
-Events are numbered 1, 2, 3 and so on within a request. A fold takes each number once and in
-order: a missing, repeated or misplaced event makes the request fail with `ProtocolError`, so that
-output is never silently wrong.
+Events are numbered 1, 2, 3 and so on within a request. A fold accepts each number once and in
+order. A missing, repeated or out-of-order event makes the request fail with `ProtocolError`, so
+that output is never silently wrong.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from headrace.v1.generation_pb2 import FINISH_REASON_CANCELLED, Finished, Result
 
 
 class Fold:
-    """The state of one request, from its first event to its terminal one.
+    """The state of one request, from its first event to its last.
 
     Args:
-        request_id: the request; empty takes the id of the Accepted event.
-        n: how many choices it has; it has ended when all of them have. 0: not known yet; the
-            Accepted event says it.
-        from_seq: the number of the first event that will come.
+        request_id: the request's id; if empty, it is taken from the Accepted event.
+        n: the number of choices; the request has ended when all of them have. 0 if unknown, in
+            which case the Accepted event sets it.
+        from_seq: the number of the first event to expect.
     """
 
     def __init__(self, request_id: str = "", *, n: int = 1, from_seq: int = 1) -> None:
         self.request_id = request_id
         self.n = n
         self.next_seq = max(from_seq, 1)
-        """The number of the event that comes next."""
+        """The number of the next event."""
         self.chunks: list[Chunk] = []
-        """All output so far, in the order of its arrival."""
+        """All output so far, in order of arrival."""
         self.accepted: Accepted | None = None
         self.prompt: PromptInfo | None = None
         self.error: HeadraceError | None = None
-        """Why the request failed, once it has."""
+        """Why the request failed, if it did."""
         self.done = False
         """Whether the request has ended, successfully or not."""
         self._finished: dict[int, Finished] = {}
@@ -58,7 +58,7 @@ class Fold:
         self._end_was_told = False  # by its events: nothing follows
 
     def add(self, event: ResultEvent) -> Chunk | None:
-        """Processes the next event; returns its output, if any. Faults are in `error`."""
+        """Processes the next event. Returns its output, if any; a failure is stored in `error`."""
         kind = event.WhichOneof("event")
         problem = self._problem(event, kind)
         if problem is not None:
@@ -81,7 +81,7 @@ class Fold:
         return None  # an event that is newer than this client is counted and passed over
 
     def fail(self, error: HeadraceError) -> None:
-        """Ends the request with an error; the first one stays."""
+        """Ends the request with an error. Only the first error is kept."""
         if self.error is None:
             error.request_id = error.request_id or self.request_id
             error.partial = error.partial or self.partial()
@@ -89,13 +89,13 @@ class Fold:
         self.done = True
 
     def cancelled(self) -> None:
-        """Ends the request with the output so far: it was cancelled, and no server tells of it."""
+        """Ends a cancelled request with the output so far, for when no server reports the end."""
         for index in range(max(self.n, 1)):
             self._finished.setdefault(index, Finished(reason=FINISH_REASON_CANCELLED))
         self.done = self._end_was_told = True
 
     def restart(self) -> None:
-        """Forgets all events: the request is sent again, and they begin anew."""
+        """Discards all events, because the request is sent again and they start over."""
         self.next_seq = 1
         self.chunks.clear()
         self.accepted = self.prompt = self.error = None
@@ -104,8 +104,10 @@ class Fold:
         self._token_counts.clear()
 
     def reopened(self) -> Fold:
-        """A fold that continues where this one was interrupted, with all its output. If the
-        request's end had arrived, it has that too, and there is nothing to continue.
+        """Returns a fold that continues where this one was interrupted, with all its output.
+
+        If the request's end has arrived, the new fold has ended too and there is nothing to
+        continue.
         """
         fold = Fold(self.request_id, n=self.n, from_seq=self.next_seq)
         fold.chunks = list(self.chunks)
@@ -118,11 +120,11 @@ class Fold:
         return fold
 
     def end(self) -> None:
-        """Records that the request has ended, if that is known without an event."""
+        """Records that the request has ended, if this is known without an event."""
         self.done = True
 
     def result(self) -> Result:
-        """The whole result.
+        """Returns the complete result.
 
         Raises:
             HeadraceError: the request failed.
@@ -132,7 +134,7 @@ class Fold:
         return self.partial()
 
     def partial(self) -> Result:
-        """The output so far; a choice that has not ended has the reason UNKNOWN."""
+        """Returns the output so far. A choice that has not ended has the finish reason UNKNOWN."""
         indexes = set(range(max(self.n, 1))) | self._finished.keys() | self._token_counts.keys()
         choices = tuple(self._choice(index) for index in sorted(indexes))
         prompt_tokens = self.prompt.prompt_tokens if self.prompt else 0
@@ -197,7 +199,7 @@ class Fold:
 
 
 def _joined_calls(parts: Iterable[ToolCallChunk]) -> tuple[ToolCall, ...]:
-    """Whole calls of their parts, which come in order."""
+    """Joins the chunks of tool calls, which are in order, to whole calls."""
     own: dict[int, list[ToolCallChunk]] = {}
     for part in parts:
         own.setdefault(part.index, []).append(part)

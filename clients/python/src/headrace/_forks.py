@@ -1,18 +1,20 @@
-"""What a fork of the process breaks, and what is done for it in the child.
+"""Handles forks: what a fork of the process breaks, and how the child recovers.
 
-gRPC's connections and calls are served by threads, and a child has none of its parent's threads.
+Threads serve gRPC's connections and calls, and a child has none of its parent's threads.
 
-1. Each connection (`Link`, `AsyncLink`) is `watched`, and knows which calls are open on it.
-2. In the child, before anything else runs, what the parent's connections hold is kept for ever:
-   to let go of a call or a channel waits for those threads, and tells the parent's server.
-3. Each client is then told by its `forked`: it makes its connections anew at its next use, or, if
-   calls were open on them, says so.
-4. Sessions and streams belong to the process that opened them: `check` refuses them elsewhere.
+1. Each connection (`Link`, `AsyncLink`) is `watched` and tracks its open calls.
+2. In the child, before anything else runs, the objects of the parent's connections are kept alive
+   forever. Releasing a call or a channel would wait for those threads and notify the parent's
+   server.
+3. Each client is then notified through its `forked`. It reconnects on next use, or raises an error
+   if calls were open on its connections.
+4. Sessions and streams belong to the process that opened them. `check` refuses them elsewhere.
 
-Whether gRPC itself still works in a child is gRPC's. A new channel does, unless the parent had one
-of asyncio, or GRPC_ENABLE_FORK_SUPPORT is 0. If the parent had calls open, gRPC says "skipping
-fork() handlers" and one child in a few hundred dies of a segmentation fault as it connects; with
-GRPC_ENABLE_FORK_SUPPORT=1 the fork waits until gRPC's threads stand still, and none does.
+Whether gRPC itself still works in a child is up to gRPC. A new channel works unless the parent had
+an asyncio channel or GRPC_ENABLE_FORK_SUPPORT is 0. If the parent had open calls, gRPC reports
+"skipping fork() handlers", and about one child in a few hundred crashes with a segmentation fault
+as it connects. With GRPC_ENABLE_FORK_SUPPORT=1, the fork waits until gRPC's threads are idle, and
+no child crashes.
 """
 
 from __future__ import annotations
@@ -30,20 +32,20 @@ class Watched(Protocol):
     """A connection to a server."""
 
     is_asyncio: bool
-    """Whether it is one of asyncio's."""
+    """Whether it is an asyncio connection."""
 
     channel: Any
 
     @property
     def open_calls(self) -> list[Any]:
-        """The calls that have not been seen to end."""
+        """The calls not yet known to have ended."""
 
 
 class Forkable(Protocol):
-    """A client."""
+    """A client that is notified of forks."""
 
     def forked(self) -> None:
-        """This process is a child of the one that made it; no other thread is there yet."""
+        """Called in a child of the process that created the client, before it has other threads."""
 
 
 _links: weakref.WeakSet[Watched] = weakref.WeakSet()
@@ -53,17 +55,17 @@ _cannot_connect = ""
 
 
 def may_connect() -> None:
-    """Refuses to connect where gRPC cannot.
+    """Raises an error if gRPC cannot connect in this process.
 
     Raises:
-        FailedPreconditionError: this process is a child in which it cannot.
+        FailedPreconditionError: this process is a child in which gRPC cannot connect.
     """
     if _cannot_connect:
         raise FailedPreconditionError(_cannot_connect)
 
 
 def watch(link: Watched) -> None:
-    """Has a connection kept in children.
+    """Registers a connection to be kept alive in children.
 
     Raises:
         FailedPreconditionError: gRPC cannot connect in this process.
@@ -73,30 +75,30 @@ def watch(link: Watched) -> None:
 
 
 def forget(link: Watched) -> None:
-    """A connection was closed."""
+    """Unregisters a closed connection."""
     _links.discard(link)
 
 
 def tell(client: Forkable) -> None:
-    """Has a client told in children."""
+    """Registers a client to be notified in children."""
     _clients.add(client)
 
 
 def keep(one: object) -> None:
-    """Never lets go of something, not even at the interpreter's end."""
+    """Keeps an object alive forever, even at interpreter exit."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
 
 
 def generation() -> int:
-    """How many forks this process is away from the first one."""
+    """Returns the number of forks between the first process and this one."""
     return _generation
 
 
 def check(born: int, what: str) -> None:
-    """Refuses what another process has opened.
+    """Raises an error if something was opened by another process.
 
     Raises:
-        FailedPreconditionError: `born` is not this process' generation.
+        FailedPreconditionError: `born` is not this process's generation.
     """
     if born != _generation:
         raise FailedPreconditionError(
@@ -119,7 +121,7 @@ def _in_child() -> None:
 
 
 def _why_not(links: list[Watched]) -> str:
-    """Why a child of a process with these connections cannot connect; empty: it can."""
+    """Why a child of a process with these connections cannot connect; empty if it can."""
     support = fork_support()
     if links and support is False:
         return (

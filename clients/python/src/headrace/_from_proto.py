@@ -1,4 +1,4 @@
-"""From the contract's messages to what users read (`headrace.results`)."""
+"""Converts the contract's messages to the user-facing types of `headrace.results`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _seconds(duration: Duration) -> float:
 
 
 def token_from_proto(message: generation_pb2.TokenInfo) -> TokenInfo:
-    """A token of an answer."""
+    """Converts one token."""
     return TokenInfo(
         id=message.id,
         text=message.text,
@@ -58,12 +58,12 @@ def token_from_proto(message: generation_pb2.TokenInfo) -> TokenInfo:
 
 
 def tokens_from_proto(messages: Iterable[generation_pb2.TokenInfo]) -> tuple[TokenInfo, ...]:
-    """The tokens of an answer."""
+    """Converts a sequence of tokens."""
     return tuple(token_from_proto(message) for message in messages)
 
 
 def usage_from_proto(message: generation_pb2.Usage) -> Usage:
-    """The cost of a request."""
+    """Converts the token usage of a request."""
     return Usage(
         message.prompt_tokens,
         message.cached_tokens,
@@ -73,7 +73,7 @@ def usage_from_proto(message: generation_pb2.Usage) -> Usage:
 
 
 def timings_from_proto(message: generation_pb2.Timings) -> Timings:
-    """How long a request took."""
+    """Converts the timings of a request."""
 
     def optional(name: str, duration: Duration) -> float | None:
         return _seconds(duration) if message.HasField(name) else None  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def timings_from_proto(message: generation_pb2.Timings) -> Timings:
 
 
 def accepted_from_proto(request_id: str, message: generation_pb2.Accepted) -> Accepted:
-    """The acceptance of a request: its effective parameters."""
+    """Converts the acceptance of a request, with its effective parameters."""
     return Accepted(
         request_id=request_id,
         prompt_tokens=message.prompt_tokens,
@@ -104,21 +104,21 @@ def accepted_from_proto(request_id: str, message: generation_pb2.Accepted) -> Ac
 
 
 def prompt_from_proto(message: generation_pb2.PromptProcessed) -> PromptInfo:
-    """The result of processing the prompt."""
+    """Converts the result of processing the prompt."""
     return PromptInfo(
         message.prompt_tokens, message.cached_tokens, tokens_from_proto(message.tokens)
     )
 
 
 def finish_reason_from_proto(reason: generation_pb2.FinishReason.ValueType) -> FinishReason:
-    """Why a request ended; a reason that is newer than this client is UNKNOWN."""
+    """Converts a finish reason. A reason that this client does not know becomes UNKNOWN."""
     return _FINISH_REASONS.get(reason, FinishReason.UNKNOWN)
 
 
 def call_chunks_from_proto(
     messages: Iterable[generation_pb2.ToolCallDelta],
 ) -> tuple[ToolCallChunk, ...]:
-    """The parts of tool calls of a delta."""
+    """Converts the tool call chunks of a delta."""
     return tuple(
         ToolCallChunk(part.index, part.id, part.name, part.arguments_json) for part in messages
     )
@@ -133,7 +133,7 @@ def choice_from_proto(
     reasoning: str = "",
     tool_calls: tuple[ToolCall, ...] = (),
 ) -> Choice:
-    """One whole output and how it ended."""
+    """Builds one choice: its whole output and how it ended."""
     matched = finished.WhichOneof("matched")
     return Choice(
         index=index,
@@ -151,7 +151,7 @@ def choice_from_proto(
 
 
 def result_from_proto(message: generation_service_pb2.GenerateResponse) -> Result:
-    """The answer of the unary `Generate`."""
+    """Converts the response of the unary `Generate`."""
     return Result(
         request_id=message.request_id,
         choices=tuple(
@@ -179,5 +179,5 @@ def result_from_proto(message: generation_service_pb2.GenerateResponse) -> Resul
 
 
 def cancel_status_from_proto(status: generation_service_pb2.CancelStatus.ValueType) -> CancelStatus:
-    """The result of a cancel."""
+    """Converts the status of a cancellation."""
     return _CANCEL_STATUSES.get(status, CancelStatus.UNKNOWN)

@@ -1,7 +1,7 @@
-"""What a client asks a server before that gets requests: whether it is ready, then who it is.
+"""What a client asks a server before sending it requests: whether it is ready, and its identity.
 
-The part that does no input or output. A flavour (threads or asyncio) makes each `Question`'s call
-at the server, and gives the answer back; what it says of the server is noted in the `FleetState`.
+This module does no I/O. A flavour (threads or asyncio) makes the call of each `Question` and passes
+back the answer. The outcome is recorded in the `FleetState`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _log = logging.getLogger("headrace")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A unary call that is to be made now, for at most `CHECK_SECONDS`."""
+    """A unary call to make now, with a timeout of `CHECK_SECONDS`."""
 
     pick: Callable[[Any], Any]
-    """Its method, of the flavour's link to the server."""
+    """Returns the call's method, given the flavour's link to the server."""
     request: Any
 
 
@@ -34,9 +34,10 @@ Questions: TypeAlias = Generator[Question, Any, None]
 
 
 def questions(state: FleetState, server: Server) -> Questions:
-    """The questions for one server, in order; at their end it is `FleetState.found`, or not joined.
+    """Yields the questions for one server, in order.
 
-    Each one's answer is sent in, or the HeadraceError of its call thrown in.
+    Send in each call's answer, or throw in the HeadraceError of a failed call. At the end, the
+    server is `found` or `not_joined` in `state`.
     """
     try:
         request = health_pb2.HealthCheckRequest(service=GENERATION_SERVICE)
@@ -51,11 +52,12 @@ def questions(state: FleetState, server: Server) -> Questions:
 
 
 def _identity(server: Server) -> Generator[Question, Any, tuple[str, int]]:
-    """A server's instance and how many requests it runs; a caller that may not ask for its model
-    gets neither.
+    """Asks for a server's instance id and how many requests it can run.
+
+    Returns an empty id and 1 if the caller may not read the server's model card.
 
     Raises:
-        UnavailableError: it is not ready after all.
+        UnavailableError: the server has become unready.
     """
     request = model_service_pb2.GetModelRequest()
     try:

@@ -26,7 +26,7 @@ class Link:
     """The channel to one server, and its stubs.
 
     Raises:
-        FailedPreconditionError: gRPC cannot connect in this process, which was forked.
+        FailedPreconditionError: gRPC cannot connect because this process was forked.
     """
 
     is_asyncio = False
@@ -48,11 +48,11 @@ class Link:
 
     @property
     def open_calls(self) -> list[Any]:
-        """The calls that have not been seen to end."""
+        """The calls not yet known to have ended."""
         return list(self._open)
 
     def open(self, method: Any, request: Any, timeout: float | None = None) -> Any:
-        """Opens a streaming call, which may take so long; `ended` is to be told of its end.
+        """Opens a streaming call with an optional timeout. Report its end with `ended`.
 
         Raises:
             UnavailableError: the client is closed.
@@ -66,21 +66,21 @@ class Link:
         return call
 
     def close(self) -> None:
-        """Closes the connection; calls that still run on it are cancelled."""
+        """Closes the connection and cancels the calls still running on it."""
         self.channel.close()
         _forks.forget(self)
 
     def ended(self, call: Any) -> None:
-        """A streaming call has ended, or was cancelled."""
+        """Records that a streaming call has ended or was cancelled."""
         self._open.discard(call)
 
     def call(
         self, method: Method[Q, A], request: Q, timeout: float | None, request_id: str = ""
     ) -> A:
-        """One unary call; an exception during the wait, such as Ctrl-C, cancels it.
+        """Makes one unary call. An exception during the wait, such as Ctrl-C, cancels the call.
 
         Raises:
-            HeadraceError: it failed.
+            HeadraceError: the call failed.
         """
         call = None
         metadata = with_trace(self._settings.metadata)

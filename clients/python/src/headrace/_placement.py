@@ -1,13 +1,15 @@
-"""Which server a request goes to: the one that has its prompt's beginning, unless it has more than
-its share to do. docs/fleet.md states this exactly, for clients in other languages.
+"""Which server a request goes to: the one that has the beginning of its prompt, unless that server
+has more than its share of the load. docs/fleet.md specifies this exactly, for clients in other
+languages.
 
-1. `prefix_keys` makes the keys of a prompt: of what it shares with others, and of itself.
+1. `prefix_keys` computes the keys of a prompt: one for the prefix it shares with others, and one
+   for the prompt itself.
 2. Rendezvous hashing (Thaler and Ravishankar, 1998) puts the servers in an order for each key, the
-   same in every client. A server that comes or goes moves only its own keys.
+   same in every client. Adding or removing a server moves only that server's keys.
 3. The request goes to the first server in this order that is within its bound (consistent hashing
    with bounded loads: Mirrokni, Thorup and Zadimoghaddam, SODA 2018, arXiv:1608.01350): at most
-   `BOUND` times its share of all load, plus one.
-4. The choice is remembered for the key and comes first the next time, so that a key which had to
+   `BOUND` times its share of the total load, plus one.
+4. The choice is remembered for the key and comes first the next time, so that a key that had to
    move does not move back and forth.
 
 A prompt without a key goes to the least loaded server.
@@ -24,15 +26,15 @@ from dataclasses import dataclass
 from headrace.v1 import generation_pb2 as pb
 
 BOUND = 1.25
-"""How far above its share a server's load may be for a prefix's sake."""
+"""How far above its share a server's load may be to keep a prefix there."""
 HEAD_BYTES = 1024
-"""How much of a text is its prefix, in bytes of UTF-8."""
+"""The length of a text's prefix, in bytes of UTF-8."""
 HEAD_TOKENS = 256
-"""The same of token ids."""
+"""The length of the prefix of a prompt given as token ids."""
 CHAT_BYTES = 4096
-"""The same of a conversation's instructions, and of its first message."""
+"""The length of the prefix of a conversation's instructions, and of its first message, in bytes."""
 LEAST_BYTES = 256
-"""A shorter prefix is not worth a preference."""
+"""The minimum length of a prefix, in bytes; shorter ones are not worth a preference."""
 LEAST_TOKENS = 64
 _REMEMBERED = 4096
 
@@ -44,8 +46,10 @@ class PrefixKeys:
     """The keys of a prompt.
 
     Attributes:
-        shared: of what it is likely to share with other prompts; decides the order of servers.
-        own: of the conversation; what is remembered. The same as `shared` for other prompts.
+        shared: the key of the prefix it probably shares with other prompts; determines the order of
+            servers.
+        own: the key of the conversation, under which the chosen server is remembered. The same as
+            `shared` for other prompts.
     """
 
     shared: bytes
@@ -54,13 +58,13 @@ class PrefixKeys:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A server to choose.
+    """A server that can be chosen.
 
     Attributes:
-        name: its instance id, by which all clients know it.
-        load: how many requests it has.
-        capacity: how many it runs at a time; at least 1.
-        turn: when it was chosen last, as a number that grows; decides between equals.
+        name: its instance id, the name that all clients use for it.
+        load: the number of requests it has.
+        capacity: the number of requests it can run at the same time; at least 1.
+        turn: when it was last chosen, as an increasing number; breaks ties.
     """
 
     name: str
@@ -70,7 +74,7 @@ class Candidate:
 
 
 def prefix_keys(spec: pb.GenerationSpec) -> PrefixKeys | None:
-    """The keys of a request's prompt; None: it has no prefix that is worth a preference."""
+    """Returns the keys of a request's prompt, or None if it has no prefix worth a preference."""
     if spec.cache.bypass_prefix_cache:
         return None
     salt = spec.cache.salt.encode() + b"\0"
@@ -93,19 +97,20 @@ def prefix_keys(spec: pb.GenerationSpec) -> PrefixKeys | None:
 
 
 def order(key: bytes, names: Iterable[str]) -> list[str]:
-    """The servers in a key's order of preference."""
+    """Returns the servers in a key's order of preference."""
     return sorted(names, key=lambda name: (_digest(key + name.encode()), name), reverse=True)
 
 
 class Placement:
-    """Chooses servers, and remembers where prefixes went. Not thread-safe."""
+    """Chooses servers and remembers where prefixes went. Not thread-safe."""
 
     def __init__(self) -> None:
         self._homes: OrderedDict[bytes, str] = OrderedDict()
 
     def choose(self, keys: PrefixKeys | None, candidates: Sequence[Candidate]) -> str:
-        """The name of the server for a request; there is at least one candidate, and no two have
-        the same name.
+        """Returns the name of the server for a request.
+
+        There must be at least one candidate, and names must be unique.
         """
         if keys is None:
             return _least_loaded(candidates).name
@@ -139,8 +144,10 @@ def _least_loaded(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _chat_keys(salt: bytes, chat: pb.ChatInput) -> PrefixKeys | None:
-    """The instructions (tools and leading system messages) are what conversations share; with the
-    first message after them they are the conversation.
+    """Computes the keys of a conversation.
+
+    The shared prefix is the instructions (tools and leading system messages). The conversation is
+    identified by the instructions and the first message after them.
     """
     parts = [
         f"{tool.definition_json}\0{tool.name}\0{tool.description}\0{tool.parameters_json}\0"

@@ -1,4 +1,4 @@
-"""A client's servers, for threads: the only one, or several that it chooses among."""
+"""A client's servers, for threads: a single server, or several to choose among."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from headrace.v1.generation_service_pb2 import (
 
 
 class Servers(Protocol):
-    """What a client needs of its server or servers."""
+    """What a client needs from its server or servers."""
 
     def call(self, pick: Callable[[Link], Method[Q, A]], request: Q, timeout: float | None) -> A:
-        """A unary call that any server may answer."""
+        """Makes a unary call that any server may answer."""
 
     def start(
         self,
@@ -45,13 +45,13 @@ class Servers(Protocol):
         timeout: float | None,
         spec: GenerationSpec,
     ) -> A:
-        """A unary call that starts a request."""
+        """Makes a unary call that starts a request."""
 
     def get_result(self, request: GetResultRequest, timeout: float | None) -> GetResultResponse:
-        """Reads a request's results, at the server that has it."""
+        """Reads a request's results from the server that has it."""
 
     def cancel(self, request: CancelRequest, timeout: float | None) -> CancelResponse:
-        """Ends requests, at the servers that have them."""
+        """Ends requests on the servers that have them."""
 
     def stream(self, request: GenerateStreamRequest, fold: Fold, deadline: Deadline) -> EventSource:
         """Opens a stream for one request."""
@@ -62,15 +62,17 @@ class Servers(Protocol):
         """Opens a session."""
 
     def batch_session(self, room_timeout: float | None = 0) -> Session:
-        """Opens a session for a batch, of which only ends count."""
+        """Opens a session for a batch, where only final results count."""
 
     def close(self) -> None:
-        """Closes all connections; calls that still run are cancelled."""
+        """Closes all connections and cancels the calls still running on them."""
 
 
 class OneServer:
-    """The only server of a client. Its sessions with a lease are those of a fleet of one server,
-    over the same connection: what is lost goes on by itself.
+    """The server of a client that has only one.
+
+    Sessions with a lease run as those of a one-server fleet, over the same connection, so that lost
+    streams resume automatically.
     """
 
     def __init__(self, settings: ChannelSettings) -> None:
@@ -81,7 +83,7 @@ class OneServer:
         self._is_closed = False
 
     def call(self, pick: Callable[[Link], Method[Q, A]], request: Q, timeout: float | None) -> A:
-        """A unary call."""
+        """Makes a unary call."""
         return self.link.call(pick(self.link), request, timeout)
 
     def start(
@@ -91,7 +93,7 @@ class OneServer:
         timeout: float | None,
         spec: GenerationSpec,
     ) -> A:
-        """A unary call that starts a request."""
+        """Makes a unary call that starts a request."""
         return self.link.call(pick(self.link), request, timeout, spec.request_id)
 
     def get_result(self, request: GetResultRequest, timeout: float | None) -> GetResultResponse:

@@ -1,15 +1,16 @@
-"""The part of a session that does no input or output: which commands to send, and which request
-an answer belongs to.
+"""A session's bookkeeping: which commands to send, and which request an answer belongs to.
 
-1. `add`, `attach`, `cancel` make a command message and remember what it was for.
-2. The flavour (threads or asyncio) sends it, and passes every message of the server to `receive`.
-3. `receive` folds events into their requests' records and returns the records that changed, to be
-   woken.
-4. After `close` no more requests are accepted; the flavour half-closes once the core
-`has_said_all`.
-5. A request that the server has no room for is kept, and put into `retries`; the flavour calls
-`again` when the server's advice says so.
-6. When the stream ends, `end` fails the live requests, so that no reader waits for ever.
+This module does no I/O.
+
+1. `add`, `attach` and `cancel` create a command message and remember what it was for.
+2. The flavour (threads or asyncio) sends it, and passes every message from the server to `receive`.
+3. `receive` folds events into their requests' records and returns the records that changed, so
+   that their readers can be woken.
+4. After `close`, no more requests are accepted. The flavour half-closes once the core
+   `has_said_all`.
+5. A request that the server has no room for is kept and put into `retries`. The flavour calls
+   `again` after the delay that the server advised.
+6. When the stream ends, `end` fails the live requests, so that no reader waits forever.
 
 Nothing here is thread-safe: the threaded flavour holds its lock around every call.
 """
@@ -52,14 +53,14 @@ from headrace.v1.generation_service_pb2 import (
 )
 
 _PARTS = 8
-"""Credits are paid when the reader has taken so small a part of what may be sent ahead."""
+"""Credit is returned once the reader has consumed this fraction (1/8) of the initial credit."""
 
 
 def fold_to_attach(request_id: str, *, from_seq: int, n: int | None) -> Fold:
-    """The fold of a request that another stream may have started, from one of its events on.
+    """Returns the fold of a request that another stream may have started, beginning at `from_seq`.
 
     Raises:
-        InvalidArgumentError: `n` is not given, and the event that has it will not come.
+        InvalidArgumentError: `n` is not given, and the event that contains it will not be sent.
     """
     if n is None and from_seq > 1:
         raise invalid_argument(
@@ -80,35 +81,40 @@ class SessionOptions(TypedDict, total=False):
 
 
 class Record:
-    """One request of a session. `is_ours`: this session started it, instead of attaching it."""
+    """One request of a session. `is_ours` is whether this session started it or only attached
+    it.
+    """
 
     def __init__(self, fold: Fold, *, is_ours: bool) -> None:
         self.fold = fold
         self.is_ours = is_ours
         self.wake: Callable[[], None] = lambda: None
-        """Called by the flavour when the record has changed; set by its handle."""
+        """Called by the flavour when the record has changed. Set by the request's handle."""
         self.on_done: Callable[[], None] | None = None
-        """Called once, when the request has ended; with the threaded flavour's lock held, so it
-        must not use the session.
+        """Called once when the request has ended. The threaded flavour holds its lock during the
+        call, so the callback must not use the session.
         """
         self.number = 0
-        """The request's number on the session, by which its events name it; 0: not known yet."""
+        """The request's number on the session, which identifies its events; 0 while unknown."""
         self.spec: GenerationSpec | None = None
-        """What to send again if the server has no room for it; None once that is settled."""
+        """The spec to send again if the server has no room; None once the server has accepted the
+        request.
+        """
         self.give_up_at = math.inf
-        """Until when it is sent again, in monotonic seconds."""
+        """Until when the request is sent again after refusals, in monotonic seconds."""
         self.timeout: float | None = None
-        """How long it may take, in seconds; `due`: until when, in monotonic ones."""
+        """The request's time limit in seconds. `due` is the end of that time, in monotonic seconds.
+        """
         self.due = math.inf
         self.cancelled = False
-        """Whether it was cancelled before the server took it in."""
+        """Whether it was cancelled before the server accepted it."""
         self.refused = False
-        """Whether the request was refused before it had any event."""
+        """Whether it was refused before it had any event."""
         self.unlimited = False
-        """With credits: whether everything that arrives is paid for at once."""
+        """With credits, whether everything that arrives is acknowledged immediately."""
         self.paid = 0
-        """With credits: how many of the fold's chunks count as read; `unpaid`: tokens of those for
-        which the server was not told so yet.
+        """With credits, the number of the fold's chunks that count as read. `unpaid` is the number
+        of their tokens that have not been reported to the server yet.
         """
         self.unpaid = 0
 
@@ -161,18 +167,18 @@ class SessionCore:
         self.records: dict[str, Record] = {}
         """The live requests, by id."""
         self.opened: SessionOpened | None = None
-        """The answer to `open`, where one was sent."""
+        """The server's answer to `open`, if one was sent."""
         self.load: ServerLoad | None = None
-        """What the server told last of its load."""
+        """The load that the server reported last."""
         self.error: HeadraceError | None = None
-        """Why the session ended, once it has."""
+        """Why the session ended, if it has."""
         self.ended = False
         self.closing = False
         """Whether no more requests are accepted."""
         self.outbox: list[StreamResultRequest] = []
-        """Commands from `receive` and the handles that wait to be sent; the flavour sends them."""
+        """Commands waiting to be sent, from `receive` and the handles. The flavour sends them."""
         self.retries: list[tuple[float, Record]] = []
-        """Requests to send again, and after how many seconds; the flavour empties it."""
+        """Requests to send again, each with its delay in seconds. The flavour clears it."""
         self._room_timeout = room_timeout
         self._credit = initial_credit
         self._ids = itertools.count(1)
@@ -180,11 +186,11 @@ class SessionCore:
         self._numbers: dict[int, Record] = {}  # the live requests, by their numbers
         self._open_id = 0
         self.on_refusal: Callable[[Record, HeadraceError], HeadraceError | None] = _as_it_is
-        """Asked when a request is refused and not sent again here; returns the error that ends it,
-        or None: it goes elsewhere.
+        """Called when a request is refused and not sent again here. Returns the error that ends it,
+        or None if it goes elsewhere.
         """
         self.instance_id = ""
-        """The server's process, once it has answered."""
+        """The instance id of the server's process, once it has answered."""
         if lease is not None or initial_credit or load_interval is not None:
             command = OpenCommand(initial_credit=initial_credit)
             if lease is not None:
@@ -195,12 +201,11 @@ class SessionCore:
             self._send(StreamResultRequest(command_id=self._open_id, open=command))
 
     def add(self, spec: GenerationSpec) -> Record:
-        """Starts a request. A request without an id gets one here, so that it can be cancelled at
-        once.
+        """Starts a request. If it has no id, it gets one, so that it can be cancelled immediately.
 
         Raises:
-            AlreadyExistsError: a live request of this session has the id.
-            HeadraceError: the session has ended, or is being closed.
+            AlreadyExistsError: a live request of this session has the same id.
+            HeadraceError: the session has ended or is being closed.
         """
         self._check_open()
         if not spec.request_id:
@@ -214,21 +219,22 @@ class SessionCore:
         return record
 
     def put(self, record: Record, spec: GenerationSpec) -> None:
-        """Starts a request that has a record.
+        """Starts a request that already has a record.
 
         Raises:
-            AlreadyExistsError: a live request of this session has the id.
+            AlreadyExistsError: a live request of this session has the same id.
         """
         self._register(record)
         self._send_for(record, StreamResultRequest(add=AddCommand(spec=spec)))
 
     def attach(self, fold: Fold) -> Record:
-        """Continues a request of another stream, from the event that its fold needs next. If it has
-        ended, nothing is sent: its record has the fold's result.
+        """Continues a request of another stream, starting with the next event that its fold needs.
+
+        If the request has ended, nothing is sent and the record has the fold's result.
 
         Raises:
-            AlreadyExistsError: a live request of this session has the id.
-            HeadraceError: the session has ended, or is being closed.
+            AlreadyExistsError: a live request of this session has the same id.
+            HeadraceError: the session has ended or is being closed.
         """
         self._check_open()
         if fold.done:
@@ -238,10 +244,10 @@ class SessionCore:
         return record
 
     def put_attached(self, record: Record, instance_id: str = "") -> None:
-        """Continues a request that has a record; `instance_id`: of the process that has it.
+        """Continues a request that already has a record. `instance_id` names its server process.
 
         Raises:
-            AlreadyExistsError: a live request of this session has the id.
+            AlreadyExistsError: a live request of this session has the same id.
         """
         self._register(record)
         fold = record.fold
@@ -252,8 +258,8 @@ class SessionCore:
         self._send_for(record, StreamResultRequest(attach=command))
 
     def close(self, *, cancel: bool) -> None:
-        """Accepts no more requests. Live ones go on to their end without waiting for their readers,
-        or are cancelled.
+        """Accepts no more requests. Live ones either run to their end without waiting for their
+        readers, or are cancelled.
         """
         self.closing = True
         for record in list(self.records.values()):
@@ -263,14 +269,18 @@ class SessionCore:
 
     @property
     def lease(self) -> float | None:
-        """The lease that was granted, in seconds; None: not answered, or not asked for."""
+        """The granted lease in seconds; None if none was requested or the server has not
+        answered.
+        """
         opened = self.opened
         return None if opened is None else opened.lease.seconds + opened.lease.nanos / 1e9
 
     @property
     def has_said_all(self) -> bool:
-        """Whether nothing is left to send. While a request is live, its credits or a cancel may
-        still be sent, even if the session is being closed.
+        """Whether there is nothing left to send.
+
+        While a request is live, credits or a cancellation may still be sent for it, even if the
+        session is being closed.
         """
         return self.ended or (self.closing and not self.records)
 
@@ -282,7 +292,7 @@ class SessionCore:
             self._send(StreamResultRequest(command_id=next(self._ids), cancel=command))
 
     def expire(self, now: float) -> list[Record]:
-        """Fails the requests whose time is over, and cancels them; returns them."""
+        """Fails and cancels the requests whose time has run out, and returns them."""
         over = [record for record in self.records.values() if record.due <= now]
         for record in over:
             self.cancel(record)
@@ -291,8 +301,9 @@ class SessionCore:
         return over
 
     def pay(self, record: Record, chunks: int) -> None:
-        """With credits: lets the server send as many more tokens as these first chunks of the
-        request had, once that is an eighth of what it may send ahead.
+        """With credits, returns to the server the tokens of the request's first `chunks` chunks.
+
+        Credit is sent once it amounts to an eighth of the initial credit.
         """
         if not self._credit or self.ended or record.fold.done:
             return
@@ -306,12 +317,12 @@ class SessionCore:
             self._send(StreamResultRequest(command_id=next(self._ids), credit=command))
 
     def pay_all(self, record: Record) -> None:
-        """With credits: pays for everything that has arrived and will arrive."""
+        """With credits, returns credit for everything that has arrived and will arrive."""
         record.unlimited = True
         self.pay(record, len(record.fold.chunks))
 
     def receive(self, response: StreamResultResponse) -> list[Record]:
-        """Processes one message of the server; returns the records that changed, each once.
+        """Processes one message from the server. Returns the records that changed, each once.
 
         If `open` was refused, the session has `ended` afterwards.
         """
@@ -357,7 +368,7 @@ class SessionCore:
         return list(changed.values())
 
     def again(self, record: Record) -> list[Record]:
-        """Sends a request again that was refused for want of room; returns what changed."""
+        """Resends a request that was refused for lack of room. Returns the records that changed."""
         if self.ended or self.records.get(record.request_id) is not record or not record.spec:
             return []
         if record.cancelled:
@@ -368,7 +379,7 @@ class SessionCore:
         return []
 
     def _delay(self, record: Record, error: HeadraceError) -> float | None:
-        """After how many seconds a refused request is to be sent again; None: it is not."""
+        """The seconds after which to resend a refused request; None if it is not resent."""
         delay = error.retry_after
         if (
             record.spec is None
@@ -380,7 +391,7 @@ class SessionCore:
         return delay
 
     def end(self, error: HeadraceError | None) -> list[Record]:
-        """Records the stream's end; fails the live requests and returns them."""
+        """Records the stream's end, fails the live requests and returns them."""
         lost = self.give_up()
         self.error = error
         if lost and error is None:
@@ -391,7 +402,7 @@ class SessionCore:
         return lost
 
     def give_up(self) -> list[Record]:
-        """Records the stream's end; lets go of the live requests and returns them, as they are."""
+        """Records the stream's end, and removes the live requests and returns them unchanged."""
         self.ended = True
         lost = list(self.records.values())
         self.records.clear()
@@ -417,13 +428,13 @@ class SessionCore:
         return record
 
     def _number(self, record: Record, number: int) -> None:
-        """The server calls a request by this number from now on."""
+        """Assigns the number that the server uses for a request from now on."""
         record.number = number
         record.spec = None  # it is there
         self._numbers[number] = record
 
     def forget(self, record: Record) -> None:
-        """Has a request told nothing more."""
+        """Removes a request, so that it receives no more events."""
         self.records.pop(record.request_id, None)
         self._numbers.pop(record.number, None)
         record.number = 0
@@ -449,7 +460,7 @@ class SessionCore:
 
 
 def wake(records: list[Record]) -> None:
-    """Wakes the readers of what changed; the threaded flavour's lock is held."""
+    """Wakes the readers of the changed records. The threaded flavour's lock is held."""
     for record in records:
         record.wake()
         if record.fold.done and record.on_done is not None:
@@ -457,12 +468,12 @@ def wake(records: list[Record]) -> None:
 
 
 def copy_of(error: HeadraceError) -> HeadraceError:
-    """A copy of the error for one request, with the request's id and its own traceback."""
+    """Returns a copy of the error for one request, with a separate traceback."""
     return type(error)(error.message, status=error.status)
 
 
 def duplicate(request_id: str) -> AlreadyExistsError:
-    """The error for a request whose id is taken on its session."""
+    """Returns the error for a request whose id is already in use on its session."""
     return AlreadyExistsError(
         f"a request {request_id!r} is live on this session", request_id=request_id
     )

@@ -1,9 +1,9 @@
-"""Type hints as JSON Schemas, and JSON values as the Python values that the hints mean.
+"""Converts type hints to JSON Schemas, and JSON values to the Python values of the hints.
 
-A hint is read once, when a tool is made: what JSON cannot express is refused then, by its name. A
-value of the model's is checked and converted in one walk, and its fault told by its place
-(`route.stops[2]`), in words that a model can act on. Written here, on the standard library alone,
-so that the client stays light: it needs a signature's schema and a walk, not a validation library.
+Hints are read once, when a tool is created; anything that JSON cannot express is refused then, by
+name. A value from the model is checked and converted in one pass. An error names the value's
+location (`route.stops[2]`), in words that a model can act on. This module uses only the standard
+library, to keep the client light: a validation library would be more than it needs.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", type(
 
 
 class InexpressibleError(TypeError):
-    """A type hint that JSON has nothing for."""
+    """A type hint has no equivalent in JSON."""
 
 
 class UnfitError(ValueError):
-    """A value that is not of the type that its hint tells."""
+    """A value does not have the type given by its hint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a hint comes to."""
+    """The schema and the reader for a type hint."""
 
     schema: dict[str, Any]
-    """Its JSON Schema."""
+    """The hint's JSON Schema."""
     read: Callable[[Any, str], Any]
-    """From a JSON value, and the value's place, to the Python value; raises UnfitError."""
+    """Converts a JSON value, given with its location, to the Python value. Raises UnfitError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +48,16 @@ class Member:
     hint: Any
     required: bool
     default: Any = None
-    """Told to the model if it is a plain value."""
+    """Shown to the model if it is a plain value."""
     description: str = ""
-    """Holds unless the hint is Annotated with another."""
+    """Used unless the hint is Annotated with another description."""
 
 
 def shape_of(hint: Any) -> Shape:
-    """The shape of a type hint.
+    """Returns the shape of a type hint.
 
     Raises:
-        InexpressibleError: JSON has nothing for it; the message names it.
+        InexpressibleError: the hint has no equivalent in JSON; the message names it.
     """
     return _shape(hint, ())
 
@@ -65,10 +65,12 @@ def shape_of(hint: Any) -> Shape:
 def object_shape(
     members: Mapping[str, Member], make: Callable[..., Any], within: tuple[Any, ...] = ()
 ) -> Shape:
-    """An object of these members and no others; `make` takes those that are there by name.
+    """Returns the shape of an object with these members and no others.
+
+    `make` is called with the members that are present, as keyword arguments.
 
     Raises:
-        InexpressibleError: JSON has nothing for a member's hint; the message names both.
+        InexpressibleError: a member's hint has no equivalent in JSON; the message names both.
     """
     inner: dict[str, Shape] = {}
     properties: dict[str, Any] = {}
@@ -109,10 +111,10 @@ def object_shape(
 
 
 def hints_of(thing: Any) -> dict[str, Any]:
-    """The type hints of a function or a class, resolved, with what they are annotated with.
+    """Returns the resolved type hints of a function or a class, including their annotations.
 
     Raises:
-        InexpressibleError: one cannot be resolved.
+        InexpressibleError: a hint cannot be resolved.
     """
     try:
         return typing.get_type_hints(thing, include_extras=True)
@@ -121,12 +123,12 @@ def hints_of(thing: Any) -> dict[str, Any]:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether JSON has this value, as far as numbers go."""
+    """Whether a value is not a NaN or an infinity, which JSON cannot represent."""
     return not isinstance(value, float) or math.isfinite(value)
 
 
 def _shape(hint: Any, within: tuple[Any, ...]) -> Shape:
-    """`within`: the classes whose members are being read."""
+    """Returns the shape of a hint. `within` lists the classes whose members are being read."""
     hint, description = _bare(hint)
     made = _made(hint, within)
     if description:
@@ -135,7 +137,7 @@ def _shape(hint: Any, within: tuple[Any, ...]) -> Shape:
 
 
 def _bare(hint: Any) -> tuple[Any, str]:
-    """A hint without its wrappers, and the first text that it is annotated with."""
+    """Returns a hint without its wrappers, and the first text it is annotated with."""
     description = ""
     while True:
         origin = get_origin(hint)
@@ -234,7 +236,7 @@ _SCALAR_READERS: dict[Any, Callable[[Any, str], Any]] = {
 
 
 def _one_of(hint: Any, pairs: list[tuple[Any, Any]]) -> Shape:
-    """One of some values, which JSON has, each with what it means."""
+    """Returns the shape of an enumeration, from pairs of a JSON value and its Python value."""
     if not pairs or not all(type(value) in _NAMES and _is_finite(value) for value, _ in pairs):
         raise _inexpressible(hint, "has values that are no plain ones of JSON")
     known = {(type(value), value): meant for value, meant in pairs}  # True is not 1
@@ -311,7 +313,7 @@ def _dict(hint: Any, arguments: tuple[Any, ...], within: tuple[Any, ...]) -> Sha
 
 
 def _class(hint: Any, within: tuple[Any, ...]) -> Shape:
-    """A TypedDict or a dataclass."""
+    """Returns the shape of a TypedDict or a dataclass."""
     if hint in within:
         raise _inexpressible(hint, "refers to itself")
     hints = hints_of(hint)

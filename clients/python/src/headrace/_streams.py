@@ -1,6 +1,6 @@
-"""The calls of sessions, from threads: their sending queues and reading threads.
+"""The streams of threaded sessions: their send queues and reader threads.
 
-A `Wire` is one StreamResult call. `OneStream` is all that a session with one server needs.
+A `Wire` is one StreamResult call. A session with a single server needs only a `OneStream`.
 """
 
 from __future__ import annotations
@@ -28,24 +28,27 @@ _log = logging.getLogger("headrace")
 
 
 class Reader(Protocol):
-    """Who is told what a wire reads, in its reading thread. `place`: as the wire was given it."""
+    """Receives what a `Wire` reads, in its reader thread. `place` is the value that the wire was
+    created with.
+    """
 
     def received(self, place: Any, response: StreamResultResponse) -> bool:
-        """A message has come; whether to read on."""
+        """Handles a received message. Returns whether to continue reading."""
 
     def lost(self, place: Any, error: HeadraceError | None) -> None:
-        """The call has ended, with this reason; None: in order."""
+        """Handles the end of the call. `error` is None if the call ended normally."""
 
 
 class Wire:
-    """One call: commands go out from a queue, a thread reads what comes in. The thread keeps
-    neither the wire nor its reader.
+    """One call: commands are sent from a queue, and a thread reads the responses.
+
+    The thread holds no strong reference to the wire or its reader.
 
     Args:
         link: the connection to the server.
-        core: whose commands are sent.
-        reader: who is told what comes.
-        place: told to the reader.
+        core: the source of the commands to send.
+        reader: notified of messages and of the call's end.
+        place: passed to the reader with each notification.
 
     Raises:
         UnavailableError: the client is closed.
@@ -65,12 +68,14 @@ class Wire:
         )
 
     def start(self) -> None:
-        """Begins to read; what the core wants sent goes out first."""
+        """Sends the core's pending commands, then starts reading."""
         self.flush()
         self._thread.start()
 
     def flush(self) -> None:
-        """Sends what the core wants sent; its lock is held, or nobody else is there yet."""
+        """Sends the core's pending commands. The caller holds the core's lock, unless the core is
+        not shared yet.
+        """
         if not self._half_closed:
             for command in self._core.outbox:
                 self._outgoing.put(command)
@@ -80,7 +85,7 @@ class Wire:
         self._core.outbox.clear()
 
     def finish(self, timeout: float | None) -> None:
-        """Waits for the call's end, at most so many seconds, then cancels it."""
+        """Waits up to `timeout` seconds for the call to end, then cancels it."""
         try:
             self._thread.join(timeout)
         finally:
@@ -89,17 +94,17 @@ class Wire:
                 self._thread.join(CLOSE_SECONDS)
 
     def drop(self) -> None:
-        """Ends the call, of which nobody wants to know any more. Takes no lock."""
+        """Abandons the call. Takes no lock."""
         self._outgoing.put(None)  # lets gRPC's sending thread go
         self._call.cancel()
 
     def received(self, response: StreamResultResponse) -> bool:
-        """A message has come; whether to read on."""
+        """Passes on a received message. Returns whether to continue reading."""
         reader = self._told()
         return reader is not None and reader.received(self._place, response)
 
     def ended(self, failure: grpc.RpcError | HeadraceError | None) -> None:
-        """The call has ended."""
+        """Tells the reader and the link that the call has ended."""
         self._link.ended(self._call)
         if isinstance(failure, grpc.RpcError):
             failure = error_from_stream(failure, target=self._link.target)
@@ -108,7 +113,7 @@ class Wire:
 
 
 def _read(call: Any, wire: weakref.ref[Wire]) -> None:
-    """Reads a call to its end, or until its wire is gone."""
+    """Reads a call until it ends or its wire is gone."""
     error: grpc.RpcError | HeadraceError | None = None
     try:
         for response in call:
@@ -128,7 +133,7 @@ def _read(call: Any, wire: weakref.ref[Wire]) -> None:
 
 
 class OneStream:
-    """A session's only stream; see `headrace.session.Streams`."""
+    """The stream of a session that has only one. Implements `headrace.session.Streams`."""
 
     def __init__(self, link: Link, **options: Unpack[SessionOptions]) -> None:
         self.core = SessionCore(**options)
@@ -138,20 +143,20 @@ class OneStream:
         self._wire.start()
 
     def flush(self) -> None:
-        """Sends what the core wants sent."""
+        """Sends the core's pending commands."""
         self._wire.flush()
 
     def finish(self, timeout: float | None) -> None:
-        """Waits for the stream's end."""
+        """Waits up to `timeout` seconds for the stream to end, then cancels it."""
         self._wire.finish(timeout)
 
     def drop(self) -> None:
-        """Ends the stream, of which nobody wants to know any more."""
+        """Abandons the stream."""
         self._later.close()
         self._wire.drop()
 
     def received(self, _place: Any, response: StreamResultResponse) -> bool:
-        """See `Reader`."""
+        """Processes a received message; implements `Reader.received`."""
         with self.lock:
             changed = self.core.receive(response)
             self.flush()
@@ -162,7 +167,7 @@ class OneStream:
             return not self.core.ended
 
     def lost(self, _place: Any, error: HeadraceError | None) -> None:
-        """See `Reader`."""
+        """Ends the session with its stream; implements `Reader.lost`."""
         with self.lock:
             if not self.core.ended:
                 wake(self.core.end(error))
@@ -170,7 +175,7 @@ class OneStream:
             self.flush()  # lets gRPC's sending thread go
 
     def later(self, seconds: float, act: Callable[[], object]) -> None:
-        """Does something after so many seconds."""
+        """Calls `act` after `seconds`."""
         self._later.add(seconds, act)
 
     def _again(self, record: Record) -> None:
@@ -181,7 +186,7 @@ class OneStream:
 
 
 class Later:
-    """What is to be done later, in one thread for all of it."""
+    """Schedules actions for later and runs them all in one thread."""
 
     def __init__(self) -> None:
         self._due: list[tuple[float, int, Callable[[], object]]] = []
@@ -191,7 +196,7 @@ class Later:
         self._closed = False
 
     def add(self, delay: float, act: Callable[[], object]) -> None:
-        """Do this in so many seconds."""
+        """Schedules `act` to be called after `delay` seconds."""
         with self._changed:
             due = time.monotonic() + delay
             heapq.heappush(self._due, (due, next(self._serial), act))
@@ -203,7 +208,7 @@ class Later:
             self._changed.notify()
 
     def close(self) -> None:
-        """Do no more."""
+        """Discards all scheduled actions."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -1,9 +1,9 @@
-"""Where the servers are: what a client's target names, and the addresses that a name has now.
+"""Locates servers: parses a client's target, and resolves names to addresses.
 
-A target is an address (`host:port`, `unix:/path`), a name whose addresses are servers of their own
-(`dns:///host:port`), or several of these: a list, or one text with commas. One address is one
-server, and gRPC connects to it; everything else is a fleet, whose servers the client chooses among
-itself (`_fleet`).
+A target is an address (`host:port`, `unix:/path`), a name whose addresses are separate servers
+(`dns:///host:port`), or several of these, as a list or as text separated by commas. A single
+address is one server, and gRPC connects to it. Anything else is a fleet, and the client itself
+chooses among its servers (`_fleet`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Address:
     """One server's address.
 
     Attributes:
-        target: as gRPC takes it.
-        server_name: the name that its certificate has, where the address is what a name resolved
-            to; empty: the target says it.
+        target: the target to pass to gRPC.
+        server_name: the name in the server's certificate, if the address was resolved from a name.
+            Empty if `target` contains the name.
     """
 
     target: str
@@ -35,7 +35,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A name each of whose addresses is a server."""
+    """A name that resolves to one or more servers' addresses."""
 
     host: str
     port: int
@@ -45,10 +45,10 @@ Place: TypeAlias = Address | Name
 
 
 def parse_targets(given: str | Sequence[str]) -> tuple[Place, ...]:
-    """What a target names, each place once.
+    """Parses a target into addresses and names, without duplicates.
 
     Raises:
-        ValueError: it is a URL, or empty.
+        ValueError: a target is empty or a URL, or a name has no port.
     """
     texts = given.split(",") if isinstance(given, str) else list(given)
     if not texts:
@@ -58,10 +58,10 @@ def parse_targets(given: str | Sequence[str]) -> tuple[Place, ...]:
 
 
 def resolve(name: Name) -> list[Address]:
-    """The addresses that a name has now; blocks as long as the system's resolver does.
+    """Returns the current addresses of a name. Blocks as long as the system's resolver does.
 
     Raises:
-        OSError: it has none, or the resolver cannot be asked.
+        OSError: the name has no addresses, or the resolver cannot be reached.
     """
     found = socket.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
     addresses = []
@@ -75,10 +75,10 @@ def resolve(name: Name) -> list[Address]:
 
 
 def normalise_target(target: str) -> str:
-    """The target in gRPC's form: a path becomes `unix:`, and a missing port 50051.
+    """Converts a target to gRPC's form: a path becomes `unix:`, and a missing port becomes 50051.
 
     Raises:
-        ValueError: it is a URL, or empty.
+        ValueError: the target is a URL or empty.
     """
     target = target.strip()
     if not target:
@@ -113,7 +113,7 @@ def is_local(target: str) -> bool:
 
 
 def text_of(place: Place) -> str:
-    """A place as a user writes it."""
+    """Returns an address or a name as a user would write it."""
     return place.target if isinstance(place, Address) else f"dns:///{place.host}:{place.port}"
 
 

@@ -1,4 +1,4 @@
-"""A token that is kept in a file, which may be replaced while the client lives."""
+"""Reads a token from a file, which may be replaced during the client's lifetime."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from headrace.errors import invalid_argument
 
 
 class TokenFile:
-    """The token in a file: looked at with each call, read again when it has changed.
+    """A token in a file. The file is checked at each call and read again if it has changed.
 
     Args:
-        path: the file; blanks and line ends around the token do not count.
+        path: the file; whitespace around the token is ignored.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -20,10 +20,10 @@ class TokenFile:
         self._last: tuple[tuple[int, int, int], str] | None = None
 
     def read(self) -> str:
-        """The token that is there now.
+        """Returns the current token.
 
         Raises:
-            InvalidArgumentError: the file cannot be read, or has no token.
+            InvalidArgumentError: the file cannot be read, or contains no token.
         """
         try:
             found = self._path.stat()

@@ -1,9 +1,10 @@
-"""Which tools a reply may or must call: OpenAI's shapes and `ToolChoice`, as the contract has it.
+"""Converts OpenAI's tool choices and `ToolChoice` to the contract's: which tools a reply may or
+must call.
 
-On the wire a choice that is absent means that nothing holds the model, and one that is present that
-the model is held to the tools and their schemas. OpenAI's "auto" says neither. So "auto" (or no
-choice) is absent, unless something asks to be held: a tool's dictionary with "strict": true,
-`parallel_tool_calls`, a list of allowed tools, or the class `ToolChoice`.
+In the contract, an absent choice means that nothing constrains the model. A choice that is present
+constrains the model to the tools and their schemas. OpenAI's "auto" means neither. So "auto" (or no
+choice) is sent as absent, unless something asks for constraints: a tool's dictionary with
+"strict": true, `parallel_tool_calls`, a list of allowed tools, or the class `ToolChoice`.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ def choice_to_proto(
     tools: Sequence[Tool | Mapping[str, Any]],
     parallel_calls: bool | None,
 ) -> pb.ToolChoice | None:
-    """The choice of a request; None: nothing holds the model.
+    """Returns the choice of a request, or None if nothing constrains the model.
 
     Args:
         choice: the option `tool_choice`.
-        tools: the option `tools`: one that is strict asks to be held.
+        tools: the option `tools`; a strict tool asks for constraints.
         parallel_calls: the option `parallel_tool_calls`.
 
     Raises:
-        InvalidArgumentError: the choice is of no known shape, or contradicts `parallel_calls`.
+        InvalidArgumentError: the choice has an unknown shape, or contradicts `parallel_calls`.
     """
     if choice is None or choice == "auto":
         if parallel_calls is None and not any(_is_strict(tool) for tool in tools):
@@ -63,8 +64,9 @@ def choice_to_proto(
 
 
 def _from_mapping(choice: Mapping[str, Any]) -> ToolChoice:
-    """One of OpenAI's dictionaries, of its Chat Completions (the members under the type's own
-    name) or of its Responses (beside the type).
+    """Converts a dictionary of OpenAI's Chat Completions or Responses API.
+
+    Chat Completions nests the members under the type's name. Responses puts them next to the type.
     """
     kind = choice.get("type")
     if kind == "function":
@@ -81,7 +83,7 @@ def _from_mapping(choice: Mapping[str, Any]) -> ToolChoice:
 
 
 def _name(tool: Any) -> str:
-    """The name of a function that a choice names."""
+    """Returns the name of the function in a tool choice."""
     if isinstance(tool, Mapping) and tool.get("type", "function") == "function":
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and isinstance(name := function.get("name"), str):

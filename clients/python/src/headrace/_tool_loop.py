@@ -1,14 +1,14 @@
-"""The turns of a conversation with tools, without I/O: what to ask next, which calls to run, and
-what the model is told of each.
+"""Runs a conversation with tools, without I/O: what to ask next, which calls to run, and what to
+tell the model about each call.
 
-1. `spec` is the next request: the conversation so far, with the tools.
-2. `take` reads the reply. If it calls no tool, was cut, or is the last one allowed, the run has
-   ended. Otherwise its calls are to be run.
-3. `call` and `call_async` run one; one that cannot be run (an unknown tool, arguments that do not
-   fit) is an error already.
+1. `spec` returns the next request: the conversation so far, with the tools.
+2. `take` reads the reply. If the reply calls no tool, was cut off, or is the last one allowed, the
+   run has ended. Otherwise its calls are to be run.
+3. `call` and `call_async` run one call. A call that cannot be run (an unknown tool, arguments that
+   do not fit) is already an error.
 4. `settle` makes the call's answer: what the function returned, or what went wrong.
-5. `close` adds the reply and the answers to the conversation, all at once: a run that was
-   interrupted in between is where it was before.
+5. `close` adds the reply and the answers to the conversation in one step. If a run is interrupted
+   before that, the conversation is unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WHOLE = (FinishReason.STOP, FinishReason.TOOL_CALLS)
 
 
 class ToolError(Exception):
-    """A call that no function answered. The message is what the model is told."""
+    """A call that no function answered. The message is what the model is told about it."""
 
     def __init__(self, call: ToolCall, message: str) -> None:
         super().__init__(message)
@@ -45,11 +45,11 @@ class ToolError(Exception):
 
 
 class UnknownToolError(ToolError):
-    """There is no tool of this name."""
+    """There is no tool with this name."""
 
 
 class ToolArgumentsError(ToolError):
-    """The arguments are no JSON object, or do not fit the function's type hints."""
+    """The arguments are not a JSON object, or do not fit the function's type hints."""
 
 
 class ToolDeclinedError(ToolError):
@@ -57,7 +57,7 @@ class ToolDeclinedError(ToolError):
 
 
 class ToolFailedError(ToolError):
-    """The function raised an exception, which is the `__cause__`."""
+    """The function raised an exception, which is available as `__cause__`."""
 
 
 OnError: TypeAlias = Literal["tell", "raise"] | Callable[[ToolError], str]
@@ -65,24 +65,24 @@ Verdict: TypeAlias = bool | str
 
 
 class ToolRunEnd(StrEnum):
-    """Why a run of tools ended."""
+    """Why a tool run ended."""
 
     ANSWERED = "answered"
     """The last reply calls no tool."""
     CUT = "cut"
-    """The last reply was cut (by its length, a limit, a stop string, a cancel). If it has calls,
-    they were not run: they may not be whole.
+    """The last reply was cut off (by its length, a limit, a stop string or a cancellation). Its
+    calls, if any, were not run because they may be incomplete.
     """
     MAX_TURNS = "max_turns"
-    """The last reply allowed has calls, which were not run."""
+    """The turn limit was reached. The last reply has calls, which were not run."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolAnswer:
-    """What came of one call."""
+    """The outcome of one call."""
 
     call: ToolCall
-    """The call, its arguments as the model wrote them."""
+    """The call, with its arguments as the model wrote them."""
     content: str
     """What the model is told."""
     value: Any = None
@@ -93,11 +93,11 @@ class ToolAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ToolTurn:
-    """One reply of the model, and what came of its calls."""
+    """One reply of the model, and the outcomes of its calls."""
 
     result: Result
     answers: tuple[ToolAnswer, ...] = ()
-    """In the order of the calls; empty if they were not run."""
+    """The answers, in the order of the calls; empty if the calls were not run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +107,13 @@ class PendingCall:
     call: ToolCall
     tool: FunctionTool
     arguments: Mapping[str, Any]
-    """As JSON has them."""
+    """The arguments as JSON values."""
     values: Mapping[str, Any]
-    """As the function takes them."""
+    """The arguments as the function takes them."""
 
     @property
     def question(self) -> ToolCall:
-        """The call for who is asked whether it may run: its arguments are an object."""
+        """The call as shown to `approve`, with its arguments as an object."""
         return ToolCall(self.call.id, self.call.name, self.arguments)
 
 
@@ -121,8 +121,8 @@ class ToolLoop:
     """The state of a run.
 
     Raises:
-        TypeError: a tool cannot be one, or an option is unknown here.
-        InvalidArgumentError: `max_turns` is not positive, or an option does not fit.
+        TypeError: a tool is invalid, or an option is not supported in a tool run.
+        InvalidArgumentError: `max_turns` is not positive, or an option is invalid.
     """
 
     def __init__(
@@ -153,11 +153,14 @@ class ToolLoop:
 
     @property
     def requires(self) -> tuple[str, ...]:
-        """The capabilities without which calls would come as text."""
+        """The capabilities that the server needs; without them, calls would come as text."""
         return ("typed_replies",) if self.tools else ()
 
     def spec(self) -> pb.GenerationSpec:
-        """The next request. A call that is required is so once: then the model may answer."""
+        """Returns the next request.
+
+        A required call is required only in the first turn. After that the model may answer.
+        """
         spec = build_spec(self.messages, self._options)
         choice = spec.chat.tool_choice
         if self.turns and choice.mode == pb.TOOL_CHOICE_MODE_REQUIRED:
@@ -167,8 +170,9 @@ class ToolLoop:
         return spec
 
     def take(self, result: Result) -> list[PendingCall | ToolError]:
-        """Reads a reply; returns its calls, or why they cannot be run. None: the run has ended,
-        with this turn.
+        """Reads a reply. Returns its calls, or the errors of those that cannot be run.
+
+        An empty list means that the run has ended with this turn.
         """
         is_whole = _ended_by_itself(result)
         if not result.tool_calls:
@@ -201,15 +205,15 @@ class ToolLoop:
             return _failed(pending.call, cause)
 
     def decline(self, pending: PendingCall, verdict: Verdict) -> ToolError:
-        """A call that `approve` did not let run."""
+        """Returns the error for a call that `approve` did not allow."""
         why = f": {verdict}" if verdict else ""
         return ToolDeclinedError(pending.call, f"this call was declined{why}")
 
     def settle(self, outcome: ToolAnswer | ToolError) -> ToolAnswer:
-        """The answer of a call.
+        """Returns the answer to a call.
 
         Raises:
-            ToolError: the call was not answered, and that is to be raised.
+            ToolError: the call was not answered, and `on_error` is "raise".
         """
         if isinstance(outcome, ToolAnswer):
             return outcome
@@ -258,8 +262,10 @@ class ToolLoop:
 
 
 def _ended_by_itself(result: Result) -> bool:
-    """Nothing cut the reply's calls. One with STOP has a call whose arguments are no JSON, which
-    the model is told, unless a stop string is why.
+    """Whether the reply's calls were not cut off.
+
+    A reply with STOP may also have calls: those whose arguments are invalid JSON. They count as
+    complete, and the model is told of the error, unless a stop string ended the reply.
     """
     if result.finish_reason is FinishReason.TOOL_CALLS:
         return True

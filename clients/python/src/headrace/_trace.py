@@ -1,8 +1,8 @@
-"""The trace context of calls: what OpenTelemetry's current context has goes with each RPC, and with
-each request of a session, so that the server's spans are children of the caller's.
+"""The trace context of calls.
 
-Nothing of it is needed: an application without OpenTelemetry's API, or without a current span,
-sends nothing.
+OpenTelemetry's current context is sent with each RPC, and with each request of a session, so that
+the server's spans are children of the caller's. This is optional: without OpenTelemetry's API or
+without a current span, nothing is sent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 def with_trace(metadata: Metadata) -> Metadata:
-    """Metadata with the current trace context; the user's own stays."""
+    """Returns the metadata with the current trace context added, unless it has a `traceparent`."""
     found = _current()
     if not found or any(key == "traceparent" for key, _ in metadata):
         return metadata
@@ -35,8 +35,10 @@ def with_trace(metadata: Metadata) -> Metadata:
 
 
 def label_trace(spec: GenerationSpec) -> None:
-    """Puts the current trace context in the labels of a request that goes over a session, whose one
-    RPC brings requests of many callers. What would be refused as a label is left out.
+    """Puts the current trace context in the labels of a session's request.
+
+    A session's single RPC carries requests of many callers, so its metadata cannot hold the
+    context. Labels that the server would refuse are left out.
     """
     if any(label.name == "traceparent" for label in spec.labels):
         return
@@ -49,8 +51,10 @@ def label_trace(spec: GenerationSpec) -> None:
 def serving_span(
     method: str, route: str, carrier: Mapping[str, str]
 ) -> Iterator[Callable[[int], None]]:
-    """The span of a request over HTTP that is served, current in its block, and a child of the span
-    that `traceparent` and `tracestate` in the carrier name. Gives what takes the answer's status.
+    """Opens the span of an HTTP request being served. The span is current within the block.
+
+    Its parent is the span named by `traceparent` and `tracestate` in the carrier. Yields a function
+    that records the answer's status.
     """
     if _PROPAGATOR is None:
         yield lambda status: None

@@ -58,8 +58,9 @@ from headrace.v1.generation_pb2 import GenerationSpec
 
 
 class AsyncClient:
-    """A client of one Headrace server, or of several as one, for asyncio. Use it in one event loop;
-    it connects at its first call.
+    """A client of one Headrace server, or of several treated as one, for asyncio.
+
+    Use it in one event loop. It connects at its first call.
 
         async with headrace.AsyncClient() as client:
             print((await client.generate("Once upon a time", max_tokens=32)).text)
@@ -67,7 +68,7 @@ class AsyncClient:
     The arguments are those of `Client`.
 
     Raises:
-        ValueError: arguments contradict each other, or the target is not understood.
+        ValueError: arguments contradict each other, or the target cannot be parsed.
         OSError: a certificate file cannot be read.
     """
 
@@ -117,12 +118,12 @@ class AsyncClient:
 
     @property
     def timeout(self) -> float | None:
-        """How many seconds a call may take that gives no `timeout` of its own; None: no limit."""
+        """The time limit in seconds of calls that are given no `timeout`; None for no limit."""
         return self._timeout
 
     @property
     def control(self) -> AsyncControl:
-        """For operators: view the server's statistics and requests, pause it, drain it.
+        """Operator functions: view the server's statistics and requests, pause it, or drain it.
 
         Raises:
             InvalidArgumentError: the client has several servers.
@@ -142,15 +143,15 @@ class AsyncClient:
 
     @property
     def target(self) -> str:
-        """The server's address, as passed to gRPC; of several servers, the targets."""
+        """The server's address, as passed to gRPC. With several servers, their targets."""
         return self._settings.target
 
     async def close(self) -> None:
-        """Closes all connections; calls that still run on them are cancelled."""
+        """Closes all connections and cancels the calls still running on them."""
         await self._servers.close()
 
     def forked(self) -> None:
-        """See `_forks.Forkable`."""
+        """Prepares the client for use in a forked child; implements `_forks.Forkable.forked`."""
         _forks.keep(self._servers)
         if not self._servers.is_closed:
             self._servers = self._make_servers()
@@ -179,21 +180,23 @@ class AsyncClient:
         timeout: float | None = None,  # noqa: ASYNC109
         **options: Unpack[GenerationOptions],
     ) -> Result:
-        """Runs one request and returns its whole result. An exception (Ctrl-C too) cancels it.
+        """Runs one request and returns its complete result. Any exception, including Ctrl-C,
+        cancels it.
 
-        If the connection is lost meanwhile, gRPC tries again, with the same id: what has finished
-        is not computed twice.
+        If the connection is lost, gRPC retries with the same id, so that completed work is not
+        repeated.
 
         Args:
             prompt: text, token ids or a conversation.
-            timeout: seconds that the call may take, kept by this client whatever the server does;
-                None: the client's `timeout`. The bound of the work itself is `time_limit`.
+            timeout: the time limit of the call in seconds, enforced by this client whatever the
+                server does; None for the client's `timeout`. To limit the work itself, use
+                `time_limit`.
             options: see `GenerationOptions`.
 
         Raises:
             DeadlineExceededError: `timeout` passed first, and the request was cancelled.
-            HeadraceError: the request was refused or failed; the class says why.
-            TypeError: there is no option of this name, or the prompt has an unsupported type.
+            HeadraceError: the request was refused or failed; the class indicates why.
+            TypeError: there is no option with this name, or the prompt has an unsupported type.
         """
         return await self._generate(build_spec(prompt, options), timeout=timeout)
 
@@ -210,9 +213,9 @@ class AsyncClient:
         The arguments are those of `Client.stream`.
 
         Raises:
-            InvalidArgumentError: a value cannot be sent at all. Refusals by the server are raised
-                by the stream.
-            TypeError: there is no option of this name, or the prompt has an unsupported type.
+            InvalidArgumentError: a value cannot be sent at all. The stream raises the server's
+                refusals.
+            TypeError: there is no option with this name, or the prompt has an unsupported type.
         """
         spec = build_spec(prompt, options)
         return self._streamed(spec, timeout=timeout, read_timeout=read_timeout)
@@ -231,8 +234,9 @@ class AsyncClient:
     ) -> AsyncToolRun:
         """Holds a conversation with tools, which may be coroutine functions; see `AsyncToolRun`.
 
-        The arguments and errors are those of `Client.run_tools`. A reply's calls run at the same
-        time; `approve` is asked for one after the other before, and may be a coroutine function.
+        The arguments and errors are those of `Client.run_tools`. The calls of one reply run
+        concurrently. Before that, `approve` is called for one after the other; it may be a
+        coroutine function.
         """
         loop = ToolLoop(messages, tools, max_turns=max_turns, on_error=on_error, options=options)
         return AsyncToolRun(
@@ -255,16 +259,17 @@ class AsyncClient:
         """Opens a session: many requests on one stream; see `AsyncSession`.
 
         Args:
-            lease: seconds that the requests go on after the stream is lost. Until then they are
-                attached again by themselves; another session can `resume` them. Default: none, they
-                are cancelled at once, and their handles raise UnavailableError.
+            lease: how many seconds requests continue after the stream is lost. Until then they are
+                reattached automatically, or another session can `resume` them. By default, there is
+                no lease: requests are cancelled immediately, and their handles raise
+                UnavailableError.
             initial_credit: how many tokens of each request the server may send ahead of its
-                handle's reader; 0: no limit.
-            room_timeout: for how many seconds a request is sent again for which the server has no
-                room, whenever the server says that there may be some. None: until there is some;
-                0: its handle raises the refusal at once.
-            load_interval: how often the session's `load` is renewed, in seconds, 0.1 to 3,600: it
-                comes with results, so not while nothing runs. Default: never.
+                handle's reader; 0 for no limit.
+            room_timeout: how many seconds a request is resent, at the times that the server
+                advises, while the server has no room. None resends it until there is room. With 0,
+                the handle raises the refusal immediately.
+            load_interval: how often the session's `load` is updated, in seconds, 0.1 to 3,600. It
+                arrives with results, so it is not updated while nothing runs. Default: never.
         """
         return self._servers.session(
             lease=lease,
@@ -284,28 +289,29 @@ class AsyncClient:
         timeout: float | None = None,
         **options: Unpack[GenerationOptions],
     ) -> AsyncIterator[BatchItem]:
-        """Runs any number of requests over one session, a bounded number of them at a time.
+        """Runs any number of requests over one session, with a limited number in flight.
 
-        Gives `(index, outcome)` for each request as it ends; the outcome is a `Result` or, for a
+        Yields `(index, outcome)` for each request as it ends. The outcome is a `Result` or, for a
         request that was refused or failed, a `HeadraceError`. Closing the iterator
-        (`contextlib.aclosing`) cancels running requests. Requests refused by a full queue are sent
-        again when the server has room.
+        (`contextlib.aclosing`) cancels running requests. Requests refused because of a full queue
+        are resent when the server has room.
 
             async for index, outcome in client.batch(prompts, max_tokens=64, progress=True):
                 if isinstance(outcome, headrace.Result):
                     texts[index] = outcome.text
 
         Args:
-            requests: prompts, or `Request`s with their own options. Read as they are needed.
+            requests: prompts, or `Request`s with their own options. Read as needed.
             max_in_flight: how many requests may run or wait in the server at the same time.
-            ordered: whether outcomes come in the order of the requests instead of as they end.
-            progress: whether to show a progress bar on stderr, if that is a terminal.
-            timeout: seconds that each request may take, from when it is sent; None: the client's.
-            options: options for all requests; a `Request`'s own override them.
+            ordered: whether to yield outcomes in the order of the requests instead of as they end.
+            progress: whether to show a progress bar on stderr, if stderr is a terminal.
+            timeout: the time limit of each request in seconds, from when it is sent; None for the
+                client's.
+            options: options for all requests; a `Request`'s own options override them.
 
         Raises:
-            UnavailableError: the connection was lost; before that, requests in flight were given as
-                errors.
+            UnavailableError: the connection was lost. Requests in flight were yielded as errors
+                first.
         """
         return run_batch(
             self._servers.batch_session,
@@ -328,11 +334,12 @@ class AsyncClient:
     ) -> Accepted:
         """Starts a request that runs without a stream, and returns once the server has accepted it.
 
-        Its result is kept for `get_result` and `attach`, and for a while after its end. To call it
-        again with the same `request_id`, prompt and options starts nothing, and returns the same.
+        Its result is kept for `get_result` and `attach`, and for a while after its end. Calling
+        this again with the same `request_id`, prompt and options starts nothing and returns the
+        same value.
 
         Raises:
-            AlreadyExistsError: there is another request with that `request_id`.
+            AlreadyExistsError: there is another request with this `request_id`.
             HeadraceError: the request was refused.
         """
         spec = build_spec(prompt, options)
@@ -344,18 +351,18 @@ class AsyncClient:
         return accepted_from_proto(response.request_id, response.accepted)
 
     async def get_result(self, request_id: str, *, timeout: float | None = None) -> Result:  # noqa: ASYNC109
-        """Waits for the end of a request that runs without a stream, and returns its whole result.
+        """Waits for a request that runs without a stream to end, and returns its complete result.
 
-        Reading does not consume: the result may be read again while it is kept.
+        Reading does not consume the result: it can be read again while it is kept.
 
         Args:
-            request_id: the request.
-            timeout: most seconds to wait for the end; None: no limit. A finished result is read
-                whole, however long that takes.
+            request_id: the request's id.
+            timeout: the maximum number of seconds to wait for the end; None for no limit. A
+                finished result is read completely, however long that takes.
 
         Raises:
             NotFoundError: there is no such request, or its result is no longer kept.
-            DeadlineExceededError: `timeout` passed first; the request goes on.
+            DeadlineExceededError: `timeout` passed first; the request continues.
             HeadraceError: the request failed.
         """
         wait = _calls.ResultWait(request_id, self._limits(timeout)[0])
@@ -375,13 +382,14 @@ class AsyncClient:
     ) -> AsyncStream:
         """Streams the output of a request that `add_request` started, from its beginning.
 
-        Several readers may do so. Leaving the stream does not affect the request.
+        Several readers may attach. Leaving the stream does not affect the request.
 
         Args:
-            request_id: the request.
-            from_seq: the number of the first event wanted; the stream has only what follows.
-            timeout: seconds that the reading may take; the request goes on.
-            read_timeout: seconds between two messages, and until the first one.
+            request_id: the request's id.
+            from_seq: the number of the first event to read.
+            timeout: the time limit of reading, in seconds; the request itself continues.
+            read_timeout: the maximum number of seconds before the first message and between two
+                messages.
         """
         timeout, pause = self._limits(timeout, read_timeout)
         fold = Fold(request_id, n=0, from_seq=from_seq)
@@ -398,7 +406,7 @@ class AsyncClient:
         *,
         timeout: float | None = None,  # noqa: ASYNC109
     ) -> dict[str, CancelStatus]:
-        """Ends requests of this identity by their ids; returns the result for each.
+        """Ends requests of this identity by their ids. Returns the result for each.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -413,7 +421,7 @@ class AsyncClient:
     # ---- the model and the server ----------------------------------------------------------------
 
     async def model(self, *, timeout: float | None = None) -> ModelCard:  # noqa: ASYNC109
-        """The model and the server's limits.
+        """Returns the model card and the server's limits.
 
         Raises:
             UnavailableError: the server cannot be reached, or its model is still loading.
@@ -431,18 +439,18 @@ class AsyncClient:
         timeout: float | None = None,  # noqa: ASYNC109
         **chat_options: Any,
     ) -> Tokenization:
-        """The tokens of a text or a conversation, exactly as in a request with it.
+        """Tokenizes a text or a conversation, exactly as a request would.
 
         Args:
-            prompt: the text or the conversation, or a request that has one.
-            token_details: whether to return each token's text and bytes too.
-            add_special_tokens: for a text; default yes.
+            prompt: the text or the conversation, or a request that contains one.
+            token_details: whether to also return each token's text and bytes.
+            add_special_tokens: for a text; the default is yes.
             chat_options: for a conversation: tools, add_generation_prompt,
                 continue_final_message, template_arguments.
 
         Raises:
             HeadraceError: the server refused it, or cannot be reached.
-            InvalidArgumentError: the option belongs to the other kind of prompt.
+            InvalidArgumentError: an option belongs to the other kind of prompt.
             TypeError: there is no such option.
         """
         request = _calls.tokenize_request(
@@ -460,7 +468,7 @@ class AsyncClient:
         skip_special_tokens: bool | None = None,
         timeout: float | None = None,  # noqa: ASYNC109
     ) -> str:
-        """The text of token ids.
+        """Converts token ids to text.
 
         Raises:
             HeadraceError: an id is out of range, or the server cannot be reached.
@@ -474,8 +482,7 @@ class AsyncClient:
         *,
         timeout: float | None = None,  # noqa: ASYNC109
     ) -> HealthStatus:
-        """Whether the server is ready for requests; with an empty service name, whether it is
-        alive.
+        """Returns whether the server is ready for requests or, with an empty service name, alive.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -489,13 +496,13 @@ class AsyncClient:
             return HealthStatus.SERVICE_UNKNOWN
 
     async def wait_until_ready(self, timeout: float = 60.0) -> None:  # noqa: ASYNC109
-        """Returns once the server can be reached and its model is loaded.
+        """Waits until the server can be reached and its model is loaded.
 
         Args:
-            timeout: most seconds to wait.
+            timeout: the maximum number of seconds to wait.
 
         Raises:
-            UnavailableError: that did not happen within `timeout`.
+            UnavailableError: the server was not ready within `timeout`.
         """
         end = time.monotonic() + timeout
         while True:
@@ -555,15 +562,16 @@ class AsyncClient:
     async def _get_result(
         self, request: pb.GetResultRequest, left: float | None = None
     ) -> pb.GetResultResponse:
-        """`left`: how long the caller still waits for the answer; None: it does not say."""
+        """Reads a request's results. `left` is the caller's remaining time, or None."""
         limit = self._rpc_timeout and self._rpc_timeout + request.wait.ToNanoseconds() / 1e9
         return await self._servers.get_result(request, shortest(limit, left))
 
     def _limits(
         self, timeout: float | None, read_timeout: float | None = None
     ) -> tuple[float | None, float | None]:
-        """How long a call may take, and how long between two messages: as it says, else as the
-        client does.
+        """Returns the time limit of a call and of the pause between two messages.
+
+        Values that are None are replaced by the client's.
         """
         Deadline(timeout), Deadline(read_timeout)  # which check them
         return (
@@ -572,12 +580,12 @@ class AsyncClient:
         )
 
     def _short(self, timeout: float | None) -> float | None:
-        """How long a short call may take."""
+        """Returns the time limit of a short call."""
         Deadline(timeout)  # which checks it
         return shortest(self._timeout, self._rpc_timeout) if timeout is None else timeout
 
     async def _any(
         self, pick: Callable[[AsyncLink], Method[Q, A]], request: Q, seconds: float | None
     ) -> A:
-        """A short call that any server may answer."""
+        """Makes a short call that any server may answer."""
         return await self._servers.call(pick, request, self._short(seconds))

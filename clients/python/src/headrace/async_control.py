@@ -1,4 +1,4 @@
-"""An operator's side of a server, for asyncio: `AsyncClient.control`."""
+"""Operator functions for asyncio: `AsyncClient.control`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class AsyncControl:
-    """Looks at a server and steers it; the methods are those of `headrace.control.Control`.
+    """Monitors and controls a server; the methods are those of `headrace.control.Control`.
 
     async with headrace.AsyncClient() as client:
         print((await client.control.statistics()).engine.running)
@@ -41,7 +41,7 @@ class AsyncControl:
         target: Peer,
         metadata: Any,
     ) -> None:
-        """Made by `AsyncClient`."""
+        """Called by `AsyncClient`."""
         self._make_stub = stub
         self._call = call
         self._target = target
@@ -52,7 +52,7 @@ class AsyncControl:
         return self._make_stub()
 
     async def statistics(self) -> pb.Statistics:
-        """The server's present statistics. Works also while its model loads.
+        """Returns the server's current statistics. Also works while its model is loading.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -63,8 +63,10 @@ class AsyncControl:
         return answer.statistics
 
     async def watch(self, interval: float = 1.0) -> AsyncIterator[pb.Statistics]:
-        """The server's statistics, now and every `interval` seconds (0.1 to 3600), with rates from
-        the second message on. Ends when the server stops, or when the iterator is closed.
+        """Yields the server's statistics, now and every `interval` seconds (0.1 to 3600).
+
+        Rates are included from the second message on. Ends when the server stops or the iterator is
+        closed.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -85,7 +87,7 @@ class AsyncControl:
             del call  # gRPC keeps a closed channel's connection while a call is kept
 
     async def requests(self, identity: str = "") -> AsyncIterator[pb.LiveRequest]:
-        """The live requests, the oldest first: of one identity, or of all.
+        """Returns the live requests, oldest first, of one identity or of all.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -100,8 +102,7 @@ class AsyncControl:
             request.page_token = answer.next_page_token
 
     async def cancel(self, names: Iterable[tuple[str, str]]) -> dict[tuple[str, str], CancelStatus]:
-        """Ends requests of any identity, given as (identity, request id); returns the result for
-        each.
+        """Ends requests of any identity, given as (identity, request id). Returns each result.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -112,20 +113,20 @@ class AsyncControl:
         return found
 
     async def pause(self, reason: str = "") -> pb.PauseResponse:
-        """Stops the engine between two steps; returns when it is paused. Requests stay.
+        """Pauses the engine between two steps, and returns when it is paused. Requests are kept.
 
         Raises:
-            UnavailableError: the server loads, drains, or has no engine.
+            UnavailableError: the server is loading or draining, or has no engine.
         """
         request = pb.PauseRequest(reason=reason)
         answer: pb.PauseResponse = await self._call(self._stub.Pause, request)
         return answer
 
     async def resume(self) -> bool:
-        """Ends the pause; returns whether there was one.
+        """Ends the pause. Returns whether the engine was paused.
 
         Raises:
-            UnavailableError: the server loads, or has no engine.
+            UnavailableError: the server is loading, or has no engine.
         """
         answer: pb.ResumeResponse = await self._call(self._stub.Resume, pb.ResumeRequest())
         return answer.was_paused
@@ -135,8 +136,9 @@ class AsyncControl:
         timeout: float | None = None,  # noqa: ASYNC109  # the server's, not this call's
         reason: str = "",
     ) -> pb.DrainResponse:
-        """Shuts the server down gracefully; live requests may go on for `timeout` seconds (default:
-        the server's `--drain-timeout`). Does not wait.
+        """Shuts the server down gracefully, without waiting for the end.
+
+        Live requests may continue for `timeout` seconds (default: the server's `--drain-timeout`).
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -149,12 +151,12 @@ class AsyncControl:
         """Makes the server drop all cached prefixes.
 
         Raises:
-            UnavailableError: the server loads, or has no engine.
+            UnavailableError: the server is loading, or has no engine.
         """
         await self._call(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest())
 
     async def set_log_level(self, level: LogLevel) -> LogLevel:
-        """Sets the server's log level; returns the previous one.
+        """Sets the server's log level. Returns the previous one.
 
         Raises:
             ValueError: there is no such level.

@@ -1,8 +1,8 @@
-"""The servers of a client that has several, for asyncio: who is there, and unary calls to them.
+"""The servers of a client that has several, for asyncio: tracks them and makes unary calls to them.
 
-Two tasks of its own: one looks names up (in a thread), one asks servers that are not ready for
-their health. They begin with the first use, in the event loop that runs then. They do not keep it:
-a fleet that nobody holds is collected, and they end.
+Two tasks run in the background: one resolves names (in a thread), and one checks the health of
+servers that are not ready. They start on first use, in the event loop running then. They do not
+keep the fleet alive: when a fleet is no longer referenced, it is collected and its tasks end.
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ from headrace.v1.generation_service_pb2 import (
 
 
 class AsyncFleet:
-    """The servers of one client; see `headrace._async_servers.AsyncServers`."""
+    """The servers of one client. Implements `headrace._async_servers.AsyncServers`."""
 
     def __init__(
         self, settings: ChannelSettings, only: Callable[[], AsyncLink] | None = None
     ) -> None:
-        """`only`: the connection to the one server that there is, if others use it too."""
+        """Initializes the fleet. `only` returns the connection to a single server, if it is
+        shared.
+        """
         self.settings = settings
         self._only = only
         self.state = FleetState()
@@ -62,11 +64,11 @@ class AsyncFleet:
         self._closing: set[asyncio.Task[None]] = set()
 
     def begin(self) -> None:
-        """Begins to look for servers, if it has not.
+        """Starts looking for servers, if that has not started yet.
 
         Raises:
             UnavailableError: the client is closed.
-            FailedPreconditionError: gRPC cannot connect in this process, which was forked.
+            FailedPreconditionError: gRPC cannot connect because this process was forked.
         """
         if self._closed:
             raise UnavailableError("the client is closed")
@@ -87,7 +89,7 @@ class AsyncFleet:
     async def call(
         self, pick: Callable[[AsyncLink], Method[Q, A]], request: Q, seconds: float | None
     ) -> A:
-        """A unary call that any server may answer."""
+        """Makes a unary call that any server may answer."""
         attempts = Attempts(self.state, None, retries=self.settings.retries)
         return await self._call(attempts, pick, request, Deadline(seconds))
 
@@ -98,7 +100,7 @@ class AsyncFleet:
         seconds: float | None,
         spec: GenerationSpec,
     ) -> A:
-        """A unary call that starts a request; the instance that has it is remembered."""
+        """Makes a unary call that starts a request, and remembers the instance that has it."""
         attempts = Attempts(
             self.state,
             prefix_keys(spec),
@@ -115,7 +117,7 @@ class AsyncFleet:
     async def get_result(
         self, request: GetResultRequest, seconds: float | None
     ) -> GetResultResponse:
-        """Reads a request's results, at the server that has it."""
+        """Reads a request's results from the server that has it."""
         deadline = Deadline(seconds)
         if not self.state.owner(request.request_id):
             await self._settle(deadline)
@@ -137,7 +139,9 @@ class AsyncFleet:
             return answer
 
     async def cancel(self, request: CancelRequest, seconds: float | None) -> CancelResponse:
-        """Ends requests, at the servers that have them; those that no answer has named, anywhere.
+        """Ends requests on the servers that have them.
+
+        If a request's server is unknown, the servers are asked one after another.
 
         Raises:
             HeadraceError: a server refuses the caller, or none can be reached.
@@ -173,7 +177,7 @@ class AsyncFleet:
         deadline: Deadline,
         found: dict[str, CancelResult],
     ) -> None:
-        """Cancels at each of these servers what was not found at the ones before."""
+        """Cancels the requests on each of these servers in order, skipping those already found."""
         problem: HeadraceError | None = None
         answered = False
         for server in servers:
@@ -199,11 +203,13 @@ class AsyncFleet:
             raise problem
 
     async def place(self, attempts: Attempts, deadline: Deadline) -> Server:
-        """The server for the next try; waits until there is one. The request counts as begun there.
+        """Waits for a server for the next attempt and returns it.
+
+        The request counts as started there.
 
         Raises:
-            UnavailableError: there was none for too long, or the client is closed.
-            DeadlineExceededError: there was none in time.
+            UnavailableError: no server has become ready in time, or the client is closed.
+            DeadlineExceededError: the deadline has passed.
         """
         self.begin()
         while True:
@@ -219,25 +225,25 @@ class AsyncFleet:
     async def failed(
         self, attempts: Attempts, server: Server, error: HeadraceError, deadline: Deadline
     ) -> None:
-        """Notes a failed try, and waits as long as the next one must.
+        """Records a failed attempt and waits until the next one is due.
 
         Raises:
-            HeadraceError: there is none; the error itself.
+            HeadraceError: the given error, if there is no further attempt.
         """
         await self._pause_after(attempts, server, error, deadline)
 
     def owned(self, request_id: str, server: Server, instance_id: str) -> None:
-        """A server has begun to answer a request, and named its instance."""
+        """Records that a server has begun to answer a request, and the instance it named."""
         server.instance_id = instance_id
         self.state.note_owner(request_id, instance_id)
         self.state.budget.succeeded()
 
     def over(self, server: Server) -> None:
-        """A request that `place` placed has ended there."""
+        """Records the end of a request that was started on a server by `place`."""
         self.state.over(server)
 
     async def close(self) -> None:
-        """Closes all connections; calls that still run are cancelled."""
+        """Closes all connections and cancels the calls still running on them."""
         self._closed = True
         servers = list(self.state.servers.values())
         self._notify()
@@ -250,7 +256,7 @@ class AsyncFleet:
             await server.link.close()
 
     async def _settle(self, deadline: Deadline) -> None:
-        """Waits until all servers have been asked whether they are ready."""
+        """Waits until all servers have been health-checked."""
         self.begin()
         end = self.state.clock() + deadline.within(PATIENCE_SECONDS)
         while not self.state.is_settled and (left := end - self.state.clock()) > 0:
@@ -263,12 +269,12 @@ class AsyncFleet:
         return self._closed
 
     def _notify(self) -> None:
-        """The state has changed."""
+        """Wakes everything that waits for a change of the state."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     async def _wait(self, seconds: float | None) -> None:
-        """Waits for a change, at most so many seconds."""
+        """Waits up to `seconds` for a change."""
         await _wait(self._changed, seconds)
 
     async def _call(
@@ -315,21 +321,21 @@ class AsyncFleet:
     # ---- who is there ----------------------------------------------------------------------------
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Has this called when a server has become ready."""
+        """Registers a callback that is called when a server has become ready."""
         self._listeners.append(listener)
 
     def forget(self, listener: Callable[[], None]) -> None:
-        """Ends what `listen` began."""
+        """Unregisters a callback of `listen`."""
         with contextlib.suppress(ValueError):  # it has ended already
             self._listeners.remove(listener)
 
     def look(self) -> None:
-        """A server was lost or is not ready: look names up and ask servers soon."""
+        """Resolves names and checks servers soon, because a server was lost or is not ready."""
         self._kicked.set()
         self._notify()
 
     def _add(self, addresses: list[Address]) -> None:
-        """Connect to the addresses that are new, and leave those that are gone."""
+        """Connects to new addresses, and closes the connections of servers that are gone."""
         for server in self.state.listed(addresses):
             make = self._only or partial(AsyncLink, self.settings, server.address)
             server.link = make()
@@ -340,7 +346,7 @@ class AsyncFleet:
             task.add_done_callback(self._closing.discard)
 
     def _step(self, asking: asyncio.TaskGroup) -> None:
-        """Asks servers that are not ready whether they are, each in a task of its own."""
+        """Starts the health checks that are due, each in a task, and announces ready servers."""
         for server in self.state.to_ask():
             asking.create_task(self._ask(server))
         if self.state.tell():
@@ -349,7 +355,7 @@ class AsyncFleet:
                 listener()
 
     async def _ask(self, server: Server) -> None:
-        """Asks a server all its questions."""
+        """Asks a server all questions of its health check."""
         link: AsyncLink = server.link
         asking = questions(self.state, server)
         with contextlib.suppress(StopIteration):
@@ -366,7 +372,7 @@ class AsyncFleet:
 
 
 def _end(loop: asyncio.AbstractEventLoop, tasks: list[asyncio.Task[None]], generation: int) -> None:
-    """Ends a fleet's tasks, from whichever thread collects it."""
+    """Ends a fleet's tasks, from whichever thread collects the fleet."""
     if generation == _forks.generation():
         with contextlib.suppress(RuntimeError):  # the loop is closed, and they have ended
             for task in tasks:
@@ -374,14 +380,14 @@ def _end(loop: asyncio.AbstractEventLoop, tasks: list[asyncio.Task[None]], gener
 
 
 async def _wait(event: asyncio.Event, seconds: float | None) -> None:
-    """Waits for an event, at most so many seconds."""
+    """Waits up to `seconds` for an event."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
 
 
 async def _check(of: weakref.ref[AsyncFleet]) -> None:
-    """Has a fleet make its steps when they are due."""
+    """Runs a fleet's steps whenever they are due."""
     async with asyncio.TaskGroup() as asking:
         while (fleet := of()) is not None:
             wait, changed = fleet.state.next_in(), fleet._changed
@@ -395,8 +401,9 @@ async def _check(of: weakref.ref[AsyncFleet]) -> None:
 async def _resolve(
     of: weakref.ref[AsyncFleet], places: tuple[Place, ...], kicked: asyncio.Event
 ) -> None:
-    """Looks a fleet's names up, every few seconds and after failures. What cannot be looked up
-    keeps the addresses that it had.
+    """Resolves a fleet's names every few seconds and after failures.
+
+    A name that cannot be resolved keeps its previous addresses.
     """
     known: dict[Name, list[Address]] = {}
     while True:

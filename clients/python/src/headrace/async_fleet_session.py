@@ -1,6 +1,4 @@
-"""The streams of a session over several servers, under asyncio; see
-`headrace.async_session.AsyncStreams`.
-"""
+"""The streams of a session over several servers, under asyncio."""
 
 from __future__ import annotations
 
@@ -21,12 +19,14 @@ from headrace.v1.generation_service_pb2 import StreamResultResponse
 
 
 class AsyncManyStreams:
-    """One stream for each server that has requests of the session, opened when it gets its first.
+    """One stream for each server that has requests of the session, opened with its first request.
+
+    Implements `headrace.async_session.AsyncStreams`.
 
     Args:
         fleet: the servers.
-        restarts: whether nothing counts as delivered before a request's end.
-        options: the session's.
+        restarts: whether output counts as delivered only when the request has ended.
+        options: the session's options.
     """
 
     def __init__(
@@ -46,20 +46,20 @@ class AsyncManyStreams:
         self._timers: set[asyncio.TimerHandle] = set()
 
     def start(self) -> None:
-        """Listens for servers."""
+        """Starts listening for servers that become ready."""
         self.is_open = True
         self._fleet.begin()
         self._fleet.listen(self._server_changed)
 
     def flush(self) -> None:
-        """Sends what the core wants sent."""
+        """Sends the pending commands of all streams."""
         for link in self.core.links:
             link.wire.flush()
         if self.core.is_done:
             self._ended.set()
 
     async def finish(self, seconds: float | None) -> None:
-        """Waits until all requests have ended, at most so many seconds, then closes all streams."""
+        """Waits up to `seconds` for all requests to end, then closes all streams."""
         try:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), seconds)
@@ -81,11 +81,11 @@ class AsyncManyStreams:
         link.wire = AsyncWire(link.server.link, metadata, link.core, self, link)
 
     def later(self, seconds: float, act: Callable[[], object]) -> None:
-        """Does something after so many seconds."""
+        """Calls `act` after `seconds`."""
         asyncio.get_running_loop().call_later(max(seconds, 0.0), act)
 
     def drop(self) -> None:
-        """Ends the streams, of which nobody wants to know any more."""
+        """Abandons the streams."""
         self._fleet.forget(self._server_changed)
         for timer in self._timers:
             timer.cancel()
@@ -95,12 +95,12 @@ class AsyncManyStreams:
             wire.drop()
 
     def received(self, place: ServerLink, response: StreamResultResponse) -> bool:
-        """See `headrace._async_streams.AsyncReader`."""
+        """Processes a received message; implements `AsyncReader.received`."""
         self._done(self.core.receive(place, response))
         return not place.core.ended
 
     def lost(self, place: ServerLink, error: HeadraceError | None) -> None:
-        """See `headrace._async_streams.AsyncReader`."""
+        """Handles the end of a stream; implements `AsyncReader.lost`."""
         self._done(self.core.lost(place, error))
         if self._fleet.is_closed:
             self._done(self.core.end(UnavailableError("the client was closed")))

@@ -17,8 +17,9 @@ from headrace.v1.generation_pb2 import ResultEvent
 
 
 class AsyncFleetEvents:
-    """The events of a server-streaming call to one of several servers: as long as nothing was
-    delivered, a call that fails is made again elsewhere.
+    """The events of a server-streaming call to one of several servers.
+
+    If a call fails before anything was delivered, it is retried on another server.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class AsyncFleetEvents:
         self._cancelled = False
 
     async def read(self) -> Iterable[ResultEvent] | None:
-        """The next message's events; None: there are no more."""
+        """Returns the next message's events, or None at the end."""
         while True:
             if self._server is None:
                 self._server = await self._fleet.place(self._attempts, self._deadline)
@@ -74,16 +75,16 @@ class AsyncFleetEvents:
             await self._again(server, lost)
 
     async def _again(self, server: Server, error: HeadraceError) -> None:
-        """Has the next read try another server.
+        """Makes the next read try another server.
 
         Raises:
-            HeadraceError: there is no further try; the error itself.
+            HeadraceError: the given error, if there is no further attempt.
         """
         await self._fleet.failed(self._attempts, server, error, self._deadline)
         self._fold.restart()
 
     def cancel(self) -> None:
-        """Ends it; does nothing if it has ended."""
+        """Cancels the call. Does nothing if it has ended."""
         self._cancelled = True
         if self._call is not None:
             self._call.cancel()

@@ -1,4 +1,6 @@
-"""Many requests on one stream, or on one stream for each of several servers, under asyncio."""
+"""Sessions for asyncio: many requests on one stream, or on one stream for each of several
+servers.
+"""
 
 from __future__ import annotations
 
@@ -24,51 +26,49 @@ from headrace.results import Accepted, Chunk, PromptInfo, Result, ServerLoad
 from headrace.v1.generation_pb2 import GenerationSpec
 
 CLOSE_SECONDS = 5.0
-"""How long a close that cancels waits for the servers to answer."""
+"""How long `close` waits for the servers to answer when it cancels requests."""
 
 
 class AsyncStreams(Protocol):
-    """What carries a session: its bookkeeping, and the calls that do what that wants."""
+    """The transport of a session: its bookkeeping, and the calls that carry it out."""
 
     @property
     def core(self) -> Core:
-        """The bookkeeping."""
+        """The session's bookkeeping."""
 
     @property
     def is_open(self) -> bool:
         """Whether it was started."""
 
     def start(self) -> None:
-        """Opens what is to be open before the first request."""
+        """Opens whatever must be open before the first request."""
 
     def flush(self) -> None:
-        """Sends what the core wants sent."""
+        """Sends the core's pending commands."""
 
     async def finish(self, seconds: float | None) -> None:
-        """Waits for the end of all streams, at most so many seconds; what then goes on is
-        cancelled.
-        """
+        """Waits up to `seconds` for all streams to end, then cancels the remaining ones."""
 
     def later(self, seconds: float, act: Callable[[], object]) -> None:
-        """Does something after so many seconds."""
+        """Calls `act` after `seconds`."""
 
     def drop(self) -> None:
-        """Ends all streams, of which nobody wants to know any more."""
+        """Abandons all streams."""
 
 
 class AsyncSession:
-    """A session: many requests on one stream, their results interleaved. Made by
+    """A session: many requests on one stream, their results interleaved. Created by
     `AsyncClient.session`.
 
-    It is opened by entering it. Leaving the block waits for the requests that are still running;
-    leaving it by an exception cancels them.
+    Enter it to open it. Leaving the block waits for the requests that are still running; leaving
+    it with an exception cancels them.
 
         async with client.session() as session:
             results = await asyncio.gather(*(session.submit(prompt) for prompt in prompts))
     """
 
     def __init__(self, streams: AsyncStreams, timeout: float | None = None) -> None:
-        """Made by `AsyncClient.session`."""
+        """Called by `AsyncClient.session`."""
         self._timeout = timeout
         self._armed = math.inf  # when the next look at what is over comes
         self._generation = _forks.generation()
@@ -82,20 +82,20 @@ class AsyncSession:
         timeout: float | None = None,
         **options: Unpack[GenerationOptions],
     ) -> AsyncRequestHandle:
-        """Starts a request and returns at once; await the handle for its result.
+        """Starts a request and returns immediately. Await the handle for its result.
 
-        Refusals by the server are raised by the handle, not here. A request for which the server
-        has no room is sent again when it may have some (see `room_timeout`).
+        The handle raises the server's refusals, not this method. A request for which the server has
+        no room is resent when there may be room (see `room_timeout`).
 
         Args:
             prompt: text, token ids or a conversation.
-            timeout: seconds that the request may take from now on; then its handle raises
-                DeadlineExceededError, and it is cancelled. None: the client's.
+            timeout: the time limit of the request in seconds, from now. When it passes, the request
+                is cancelled and its handle raises DeadlineExceededError. None for the client's.
             options: see `GenerationOptions`.
 
         Raises:
             InvalidArgumentError: a value cannot be sent at all.
-            AlreadyExistsError: a live request of this session has that `request_id`.
+            AlreadyExistsError: a live request of this session has this `request_id`.
             UnavailableError: the session was not entered, has ended, or is being closed.
         """
         return self._submit(build_spec(prompt, options), timeout=timeout)
@@ -106,14 +106,14 @@ class AsyncSession:
         """Continues a request of an earlier session, or of `AsyncClient.add_request`, on this one.
 
         Args:
-            request_id: the request.
-            from_seq: the number of the first event wanted; the handle has only what follows.
-            n: how many choices the request has; needed if `from_seq` is above 1, since the first
-                event has it.
+            request_id: the request's id.
+            from_seq: the number of the first event to read.
+            n: the request's number of choices; needed if `from_seq` is above 1, because only the
+                first event contains it.
 
         Raises:
             InvalidArgumentError: `n` is needed.
-            AlreadyExistsError: a live request of this session has that `request_id`.
+            AlreadyExistsError: a live request of this session has this `request_id`.
             UnavailableError: the session was not entered, has ended, or is being closed.
         """
         return self._attach(fold_to_attach(request_id, from_seq=from_seq, n=n))
@@ -122,7 +122,7 @@ class AsyncSession:
         """Continues a request whose session was lost, where its handle left off.
 
         The new handle has all output from the beginning. This works until the lost session's lease
-        ends. If the request's end had arrived, the new handle has the same end at once.
+        ends. If the request's end had already arrived, the new handle has ended in the same way.
 
         Raises:
             AlreadyExistsError: the request is live on this session.
@@ -132,34 +132,37 @@ class AsyncSession:
 
     @property
     def live(self) -> int:
-        """How many requests have not ended."""
+        """The number of requests that have not ended."""
         return len(self._core.records)
 
     @property
     def lease(self) -> float | None:
-        """The lease that the server granted, in seconds; None until it answered, or if none was
-        asked for. Of several servers: the shortest.
+        """The granted lease in seconds; with several servers, the shortest.
+
+        None if none was requested or the server has not answered yet.
         """
         return self._core.lease
 
     @property
     def load(self) -> ServerLoad | None:
-        """The server's load, as it was told last; None before that, or if `load_interval` was not
-        given. Of several servers: the sums, and the fullest cache.
+        """The load that the server reported last. With several servers, the totals and the usage of
+        the fullest cache. None before the first report, or if `load_interval` was not given.
         """
         return self._core.load
 
     @property
     def ended(self) -> bool:
-        """Whether it takes no more requests, because its server ended it or could not be reached.
-        A session of several servers goes on with the others.
+        """Whether it accepts no more requests, because its server ended it or could not be reached.
+
+        A session of several servers continues with the others.
         """
         return self._core.ended
 
     async def close(self, *, cancel: bool = False) -> None:
         """Ends the session: accepts no more requests, and returns when the live ones have ended.
 
-        They need no reader for that, even with credits; they may still be cancelled meanwhile.
+        The live requests need no reader for that, even with credits. They can still be cancelled
+        meanwhile.
 
         Args:
             cancel: whether to cancel the live requests instead of waiting for them.
@@ -203,7 +206,7 @@ class AsyncSession:
         return handle
 
     def _arm(self, due: float) -> None:
-        """Has what is over looked for at that time."""
+        """Schedules the check for requests whose time has run out."""
         if due < self._armed:
             self._armed = due
             expire = weakref.WeakMethod(self._expire)
@@ -239,14 +242,14 @@ class AsyncSession:
 
 
 def _drop(loop: asyncio.AbstractEventLoop, streams: AsyncStreams, generation: int) -> None:
-    """Ends a session's streams, from whichever thread collects it."""
+    """Ends a session's streams, from whichever thread collects the session."""
     if generation == _forks.generation():
         with contextlib.suppress(RuntimeError):  # the loop is closed, and they have ended
             loop.call_soon_threadsafe(streams.drop)
 
 
 class AsyncRequestHandle:
-    """One request of a session: `await` it for its result, iterate it for its chunks.
+    """One request of a session. Await it for its result, or iterate over it for its chunks.
 
     handle = session.submit("Once upon a time")
     async for chunk in handle:
@@ -262,17 +265,17 @@ class AsyncRequestHandle:
 
     @property
     def request_id(self) -> str:
-        """The request's id, set by you or made by the client."""
+        """The request's id, set by you or generated by the client."""
         return self._record.request_id
 
     @property
     def next_seq(self) -> int:
-        """The number of the event that comes next: where `AsyncSession.attach` would continue."""
+        """The number of the next event, where `AsyncSession.attach` would continue."""
         return self._record.fold.next_seq
 
     @property
     def prompt(self) -> PromptInfo | None:
-        """What is known of the prompt since it was processed; None before that."""
+        """Information about the processed prompt; None before it was processed."""
         return self._record.fold.prompt
 
     @property
@@ -281,7 +284,7 @@ class AsyncRequestHandle:
         return self._record.fold.done
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
-        """All chunks from the first on, as they come; may be iterated more than once.
+        """Yields all chunks from the first, as they arrive. Can be iterated more than once.
 
         Raises:
             HeadraceError: the request was refused, failed, or its session was lost.
@@ -303,9 +306,9 @@ class AsyncRequestHandle:
         return self.result().__await__()
 
     async def result(self) -> Result:
-        """Waits for the end and returns the whole result. A cancelled request has one too.
+        """Waits for the end and returns the complete result, which a cancelled request has as well.
 
-        If the waiting task is cancelled or times out (`asyncio.timeout`), the request goes on.
+        If the waiting task is cancelled or times out (`asyncio.timeout`), the request continues.
 
         Raises:
             HeadraceError: the request was refused, failed, or its session was lost.
@@ -317,7 +320,7 @@ class AsyncRequestHandle:
         return self._record.fold.result()
 
     async def accepted(self) -> Accepted:
-        """Waits until the server has accepted the request; returns the effective parameters.
+        """Waits until the server has accepted the request. Returns the effective parameters.
 
         Raises:
             HeadraceError: the request was refused, or its session was lost.
@@ -330,7 +333,9 @@ class AsyncRequestHandle:
         return fold.accepted
 
     def cancel(self) -> None:
-        """Asks the server to end the request; it then ends with CANCELLED and the output so far."""
+        """Asks the server to end the request, which then ends with CANCELLED and the output so
+        far.
+        """
         self._session._core.cancel(self._record)
         self._session._flush()
 
@@ -355,12 +360,14 @@ async def feed(
     take: Callable[[Chunk], bool],
     room: Callable[[], Awaitable[object]],
 ) -> Result:
-    """Gives a handle's chunks to `take` at the moment when they come, and returns the result: for
-    programs that pass output on, where a turn of the event loop is most of what a token costs.
+    """Passes a handle's chunks to `take` as soon as they arrive, and returns the result.
+
+    For programs that forward output, where an iteration of the event loop is most of the cost of a
+    token.
 
     Args:
         handle: the request.
-        take: takes a chunk; returns whether it has room for the next at once.
+        take: takes a chunk; returns whether it can take the next one immediately.
         room: waits until `take` has room again.
 
     Raises:

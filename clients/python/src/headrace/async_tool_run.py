@@ -25,7 +25,7 @@ AsyncApprove = Callable[[ToolCall], Verdict | Awaitable[Verdict]]
 
 
 class AsyncToolRun:
-    """The turns of a conversation with tools. Made by `AsyncClient.run_tools`.
+    """The turns of a conversation with tools. Created by `AsyncClient.run_tools`.
 
         run = client.run_tools(messages, [read_gauge], max_turns=5)
         async for turn in run:
@@ -33,10 +33,11 @@ class AsyncToolRun:
                 print(answer.call.name, answer.content)
         print((await run.result()).text)
 
-    It goes on as it is read: by iterating over its turns, by `events`, or by `result`. A reply's
-    calls run at the same time: coroutine functions in the event loop, others in threads. Where the
-    run is cancelled, so is the request or the coroutines that run; a function in a thread goes on,
-    and nobody reads what it returns. `messages` stay as they were after the last whole turn.
+    The run advances as it is read: by iterating over its turns, by `events`, or by `result`. The
+    calls of one reply run concurrently: coroutine functions in the event loop, others in threads.
+    Cancelling the run also cancels the current request or coroutines. A function in a thread runs
+    to its end, and its return value is discarded. `messages` then stay as they were after the last
+    complete turn.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class AsyncToolRun:
 
     @property
     def messages(self) -> list[Any]:
-        """The conversation: the messages given, then those of each whole turn. A reply whose calls
-        were not run is not among them.
+        """The conversation: the given messages, then those of each complete turn.
+
+        A reply whose calls were not run is not included.
         """
         return self._loop.messages
 
@@ -65,11 +67,11 @@ class AsyncToolRun:
 
     @property
     def end(self) -> ToolRunEnd | None:
-        """Why the run has ended; None: it has not."""
+        """Why the run has ended; None if it has not."""
         return self._loop.end
 
     async def __aiter__(self) -> AsyncIterator[ToolTurn]:
-        """Each turn, once its calls have been run.
+        """Yields each turn once its calls have been run.
 
         Raises:
             HeadraceError: a request was refused or failed.
@@ -83,8 +85,8 @@ class AsyncToolRun:
             yield loop.turns[-1]
 
     async def events(self) -> AsyncIterator[Chunk | ToolAnswer | ToolTurn]:
-        """The same as it happens: the chunks of each reply, the answers of its calls in their
-        order, the turn. Where a loop may leave it early, use `contextlib.aclosing`.
+        """Yields events as they happen: the chunks of each reply, the answers to its calls in the
+        order of the calls, and the turn. If a loop may leave it early, use `contextlib.aclosing`.
 
         Raises:
             HeadraceError: a request was refused or failed.
@@ -103,7 +105,7 @@ class AsyncToolRun:
             yield loop.turns[-1]
 
     async def result(self) -> Result:
-        """Goes on to the end, if necessary, and returns the last reply.
+        """Runs to the end, if necessary, and returns the last reply.
 
         Raises:
             HeadraceError: a request was refused or failed.
@@ -114,7 +116,9 @@ class AsyncToolRun:
         return self._loop.turns[-1].result
 
     async def _answers(self, steps: list[PendingCall | ToolError]) -> list[ToolAnswer]:
-        """Asks for each call in turn, as a person can be asked, then runs them together."""
+        """Asks for approval of one call after the other, then runs the approved calls
+        concurrently.
+        """
         asked = [await self._ask(step) for step in steps]
         tasks = [asyncio.ensure_future(self._answer(step)) for step in asked]
         try:

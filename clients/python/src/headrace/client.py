@@ -57,43 +57,44 @@ from headrace.v1.generation_pb2 import GenerationSpec
 
 
 class Client:
-    """A client of one Headrace server, or of several as one, for threads; all methods are
-    thread-safe.
+    """A client of one Headrace server, or of several treated as one, for threads. Thread-safe.
 
         with headrace.Client() as client:
             print(client.generate("Once upon a time", max_tokens=32).text)
 
     Args:
-        target: one server: `host:port` or `unix:/path`. Several: `dns:///host:port`, a name each of
-            whose addresses is a server; a list; or one text with commas. The client then chooses
-            the server of each request: docs/fleet.md. Default: HEADRACE_TARGET in the environment,
-            otherwise 127.0.0.1:50051.
-        tls: True: encrypted; False: in clear text, even with a token; None: encrypted if a
+        target: one server: `host:port` or `unix:/path`. Several servers: `dns:///host:port`, where
+            every address of the name is a server; a list; or text separated by commas. With
+            several, the client chooses a server for each request; see docs/fleet.md. Default:
+            HEADRACE_TARGET in the environment, otherwise 127.0.0.1:50051.
+        tls: True for encryption; False for plaintext, even with a token; None to encrypt if a
             certificate is given.
         ca: the certificate authority to trust, as a path or PEM bytes. Default: the system's.
-        client_cert, client_key: this client's certificate, as paths or PEM bytes.
+        client_cert, client_key: this client's certificate and key, as paths or PEM bytes.
         server_name: the name to expect in the server's certificate, if it is not the target's.
         token: sent as `authorization: Bearer …` with every call.
-        token_file: the file that has the token; it is read again when it has changed.
+        token_file: a file that contains the token; it is read again when it has changed.
         metadata: additional metadata sent with every call.
-        keepalive: seconds between pings of a busy connection; None: none.
-        max_message_bytes: the largest message, sent or received, in bytes.
-        retries: how often a unary call that ended with UNAVAILABLE or RESOURCE_EXHAUSTED is tried
-            again.
-        rpc_timeout: seconds that short calls (model, tokenize, health, cancel) may take; None: no
-            limit.
-        timeout: seconds that any call may take, from its start to its end, which this client keeps
-            whatever the server does; a call's own `timeout` comes before it. Default: no limit but
-            `rpc_timeout`. The bound of a request's work is its `time_limit`, which the server
-            keeps: then it ends with what there is.
-        read_timeout: seconds between two messages of a stream, and until its first; None: no limit.
-        load_balancing: `least_loaded` is the client's own choice among several servers. With
-            `pick_first` and `round_robin` gRPC chooses among a name's addresses, on one channel
-            that knows nothing of requests: cancel, get_result and attach may miss theirs.
+        keepalive: seconds between pings of a busy connection; None to send none.
+        max_message_bytes: the maximum size of a message, sent or received, in bytes.
+        retries: how often a unary call that ended with UNAVAILABLE or RESOURCE_EXHAUSTED is
+            retried.
+        rpc_timeout: the time limit of short calls (model, tokenize, health, cancel) in seconds;
+            None for no limit.
+        timeout: the time limit of any call in seconds, from start to end, enforced by this client
+            whatever the server does. A call's own `timeout` takes precedence. Default: no limit
+            except `rpc_timeout`. To limit a request's work, use its `time_limit`, which the server
+            enforces: the request then ends with its output so far.
+        read_timeout: the maximum number of seconds before the first message of a stream and
+            between two messages; None for no limit.
+        load_balancing: with `least_loaded`, the client itself chooses among several servers. With
+            `pick_first` and `round_robin`, gRPC chooses among a name's addresses, on one channel
+            that knows nothing about requests. Then cancel, get_result and attach may not reach the
+            server that has the request.
         channel_options: additional gRPC channel arguments.
 
     Raises:
-        ValueError: arguments contradict each other, or the target is not understood.
+        ValueError: arguments contradict each other, or the target cannot be parsed.
         OSError: a certificate file cannot be read.
     """
 
@@ -146,17 +147,17 @@ class Client:
 
     @property
     def target(self) -> str:
-        """The server's address, as passed to gRPC; of several servers, the targets."""
+        """The server's address, as passed to gRPC. With several servers, their targets."""
         return self._settings.target
 
     @property
     def timeout(self) -> float | None:
-        """How many seconds a call may take that gives no `timeout` of its own; None: no limit."""
+        """The time limit in seconds of calls that are given no `timeout`; None for no limit."""
         return self._timeout
 
     @property
     def control(self) -> Control:
-        """For operators: view the server's statistics and requests, pause it, drain it.
+        """Operator functions: view the server's statistics and requests, pause it, or drain it.
 
         Raises:
             InvalidArgumentError: the client has several servers.
@@ -169,7 +170,7 @@ class Client:
         return Control(self._only_link, self._short(None))
 
     def close(self) -> None:
-        """Closes all connections; calls that still run on them are cancelled."""
+        """Closes all connections and cancels the calls still running on them."""
         with self._lock:
             self._is_closed = True
             made = self._made
@@ -177,7 +178,7 @@ class Client:
             made.close()
 
     def forked(self) -> None:
-        """See `_forks.Forkable`."""
+        """Prepares the client for use in a forked child; implements `_forks.Forkable.forked`."""
         self._lock = threading.Lock()  # another thread may have held it
         made, self._made = self._made, None
         if made is not None:
@@ -187,11 +188,11 @@ class Client:
 
     @property
     def _servers(self) -> OneServer | ManyServers:
-        """The connections, made at their first use in a process.
+        """The connections, opened at their first use in a process.
 
         Raises:
             UnavailableError: the client is closed.
-            FailedPreconditionError: it had calls open when its process forked.
+            FailedPreconditionError: the client had open calls when its process forked.
         """
         with self._lock:
             if self._was_forked_in_use:
@@ -229,21 +230,23 @@ class Client:
         timeout: float | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Result:
-        """Runs one request and returns its whole result. An exception (Ctrl-C too) cancels it.
+        """Runs one request and returns its complete result. Any exception, including Ctrl-C,
+        cancels it.
 
-        If the connection is lost meanwhile, gRPC tries again, with the same id: what has finished
-        is not computed twice.
+        If the connection is lost, gRPC retries with the same id, so that completed work is not
+        repeated.
 
         Args:
             prompt: text, token ids or a conversation.
-            timeout: seconds that the call may take, kept by this client whatever the server does;
-                None: the client's `timeout`. The bound of the work itself is `time_limit`.
+            timeout: the time limit of the call in seconds, enforced by this client whatever the
+                server does; None for the client's `timeout`. To limit the work itself, use
+                `time_limit`.
             options: see `GenerationOptions`.
 
         Raises:
             DeadlineExceededError: `timeout` passed first, and the request was cancelled.
-            HeadraceError: the request was refused or failed; the class says why.
-            TypeError: there is no option of this name, or the prompt has an unsupported type.
+            HeadraceError: the request was refused or failed; the class indicates why.
+            TypeError: there is no option with this name, or the prompt has an unsupported type.
         """
         return self._generate(build_spec(prompt, options), timeout=timeout)
 
@@ -259,16 +262,17 @@ class Client:
 
         Args:
             prompt: text, token ids or a conversation.
-            timeout: seconds that the whole stream may take, from its start, kept by this client
-                whatever the server does; None: the client's `timeout`. The bound of the work itself
-                is `time_limit`.
-            read_timeout: seconds between two messages, and until the first one; None: the client's.
+            timeout: the time limit of the whole stream in seconds, from its start, enforced by this
+                client whatever the server does; None for the client's `timeout`. To limit the work
+                itself, use `time_limit`.
+            read_timeout: the maximum number of seconds before the first message and between two
+                messages; None for the client's.
             options: see `GenerationOptions`.
 
         Raises:
-            InvalidArgumentError: a value cannot be sent at all. Refusals by the server are raised
-                by the stream.
-            TypeError: there is no option of this name, or the prompt has an unsupported type.
+            InvalidArgumentError: a value cannot be sent at all. The stream raises the server's
+                refusals.
+            TypeError: there is no option with this name, or the prompt has an unsupported type.
         """
         spec = build_spec(prompt, options)
         return self._streamed(spec, timeout=timeout, read_timeout=read_timeout)
@@ -285,24 +289,26 @@ class Client:
         read_timeout: float | None = None,
         **options: Unpack[TurnOptions],
     ) -> ToolRun:
-        """Holds a conversation with tools: generates, runs the functions that the model calls,
-        tells it what they returned, and so on, until a reply calls none; see `ToolRun`.
+        """Holds a conversation with tools; see `ToolRun`.
+
+        Generates a reply, runs the functions that the model calls, tells the model what they
+        returned, and so on, until a reply calls no function.
 
         Args:
             messages: the conversation.
-            tools: functions, or what `headrace.tool` makes of them. A reply's calls run in order.
-            max_turns: how many replies there may be. The calls of the last one are not run.
-            approve: asked before a call runs, with its arguments as an object: True lets it run;
-                False, or a text that says why, does not, and the model is told.
-            on_error: a tool that is unknown, arguments that do not fit, a call that was declined,
-                a function that raises: "tell" tells the model; "raise" raises it; a function is
-                given the `ToolError` and returns what the model is told.
-            timeout, read_timeout: of each request, as of `generate` and `stream`.
-            options: options of each request. A `tool_choice` that requires a call holds for the
-                first reply; then the model may answer.
+            tools: functions, or tools made by `headrace.tool`. The calls of one reply run in order.
+            max_turns: the maximum number of replies. The calls of the last one are not run.
+            approve: called before a call runs, with its arguments as an object. True lets it run.
+                False, or a text that gives the reason, declines it, and the model is told.
+            on_error: what to do with an unknown tool, arguments that do not fit, a declined call,
+                or a function that raises. "tell" tells the model; "raise" raises the error; a
+                function gets the `ToolError` and returns what to tell the model.
+            timeout, read_timeout: the limits of each request, as in `generate` and `stream`.
+            options: options of each request. A `tool_choice` that requires a call applies to the
+                first reply; after that the model may answer.
 
         Raises:
-            TypeError: a function cannot be a tool, or there is no option of this name.
+            TypeError: a function cannot be a tool, or there is no option with this name.
             InvalidArgumentError: a value cannot be sent at all.
         """
         loop = ToolLoop(messages, tools, max_turns=max_turns, on_error=on_error, options=options)
@@ -326,16 +332,17 @@ class Client:
         """Opens a session: many requests on one stream; see `Session`.
 
         Args:
-            lease: seconds that the requests go on after the stream is lost. Until then they are
-                attached again by themselves; another session can `resume` them. Default: none, they
-                are cancelled at once, and their handles raise UnavailableError.
+            lease: how many seconds requests continue after the stream is lost. Until then they are
+                reattached automatically, or another session can `resume` them. By default, there is
+                no lease: requests are cancelled immediately, and their handles raise
+                UnavailableError.
             initial_credit: how many tokens of each request the server may send ahead of its
-                handle's reader; 0: no limit.
-            room_timeout: for how many seconds a request is sent again for which the server has no
-                room, whenever the server says that there may be some. None: until there is some;
-                0: its handle raises the refusal at once.
-            load_interval: how often the session's `load` is renewed, in seconds, 0.1 to 3,600: it
-                comes with results, so not while nothing runs. Default: never.
+                handle's reader; 0 for no limit.
+            room_timeout: how many seconds a request is resent, at the times that the server
+                advises, while the server has no room. None resends it until there is room. With 0,
+                the handle raises the refusal immediately.
+            load_interval: how often the session's `load` is updated, in seconds, 0.1 to 3,600. It
+                arrives with results, so it is not updated while nothing runs. Default: never.
         """
         return self._servers.session(
             lease=lease,
@@ -355,27 +362,28 @@ class Client:
         timeout: float | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Iterator[BatchItem]:
-        """Runs any number of requests over one session, a bounded number of them at a time.
+        """Runs any number of requests over one session, with a limited number in flight.
 
-        Gives `(index, outcome)` for each request as it ends; the outcome is a `Result` or, for a
+        Yields `(index, outcome)` for each request as it ends. The outcome is a `Result` or, for a
         request that was refused or failed, a `HeadraceError`. Closing the iterator cancels running
-        requests. Requests refused by a full queue are sent again when the server has room.
+        requests. Requests refused because of a full queue are resent when the server has room.
 
             for index, outcome in client.batch(prompts, max_tokens=64, progress=True):
                 if isinstance(outcome, headrace.Result):
                     texts[index] = outcome.text
 
         Args:
-            requests: prompts, or `Request`s with their own options. Read as they are needed.
+            requests: prompts, or `Request`s with their own options. Read as needed.
             max_in_flight: how many requests may run or wait in the server at the same time.
-            ordered: whether outcomes come in the order of the requests instead of as they end.
-            progress: whether to show a progress bar on stderr, if that is a terminal.
-            timeout: seconds that each request may take, from when it is sent; None: the client's.
-            options: options for all requests; a `Request`'s own override them.
+            ordered: whether to yield outcomes in the order of the requests instead of as they end.
+            progress: whether to show a progress bar on stderr, if stderr is a terminal.
+            timeout: the time limit of each request in seconds, from when it is sent; None for the
+                client's.
+            options: options for all requests; a `Request`'s own options override them.
 
         Raises:
-            UnavailableError: the connection was lost; before that, requests in flight were given as
-                errors.
+            UnavailableError: the connection was lost. Requests in flight were yielded as errors
+                first.
         """
         return run_batch(
             self._servers.batch_session,
@@ -398,11 +406,12 @@ class Client:
     ) -> Accepted:
         """Starts a request that runs without a stream, and returns once the server has accepted it.
 
-        Its result is kept for `get_result` and `attach`, and for a while after its end. To call it
-        again with the same `request_id`, prompt and options starts nothing, and returns the same.
+        Its result is kept for `get_result` and `attach`, and for a while after its end. Calling
+        this again with the same `request_id`, prompt and options starts nothing and returns the
+        same value.
 
         Raises:
-            AlreadyExistsError: there is another request with that `request_id`.
+            AlreadyExistsError: there is another request with this `request_id`.
             HeadraceError: the request was refused.
         """
         spec = build_spec(prompt, options)
@@ -414,18 +423,18 @@ class Client:
         return accepted_from_proto(response.request_id, response.accepted)
 
     def get_result(self, request_id: str, *, timeout: float | None = None) -> Result:
-        """Waits for the end of a request that runs without a stream, and returns its whole result.
+        """Waits for a request that runs without a stream to end, and returns its complete result.
 
-        Reading does not consume: the result may be read again while it is kept.
+        Reading does not consume the result: it can be read again while it is kept.
 
         Args:
-            request_id: the request.
-            timeout: most seconds to wait for the end; None: no limit. A finished result is read
-                whole, however long that takes.
+            request_id: the request's id.
+            timeout: the maximum number of seconds to wait for the end; None for no limit. A
+                finished result is read completely, however long that takes.
 
         Raises:
             NotFoundError: there is no such request, or its result is no longer kept.
-            DeadlineExceededError: `timeout` passed first; the request goes on.
+            DeadlineExceededError: `timeout` passed first; the request continues.
             HeadraceError: the request failed.
         """
         wait = _calls.ResultWait(request_id, self._limits(timeout)[0])
@@ -445,13 +454,14 @@ class Client:
     ) -> Stream:
         """Streams the output of a request that `add_request` started, from its beginning.
 
-        Several readers may do so. Leaving the stream does not affect the request.
+        Several readers may attach. Leaving the stream does not affect the request.
 
         Args:
-            request_id: the request.
-            from_seq: the number of the first event wanted; the stream has only what follows.
-            timeout: seconds that the reading may take; the request goes on.
-            read_timeout: seconds between two messages, and until the first one.
+            request_id: the request's id.
+            from_seq: the number of the first event to read.
+            timeout: the time limit of reading, in seconds; the request itself continues.
+            read_timeout: the maximum number of seconds before the first message and between two
+                messages.
         """
         timeout, pause = self._limits(timeout, read_timeout)
         fold = Fold(request_id, n=0, from_seq=from_seq)
@@ -468,7 +478,7 @@ class Client:
         *,
         timeout: float | None = None,
     ) -> dict[str, CancelStatus]:
-        """Ends requests of this identity by their ids; returns the result for each.
+        """Ends requests of this identity by their ids. Returns the result for each.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -483,7 +493,7 @@ class Client:
     # ---- the model and the server ----------------------------------------------------------------
 
     def model(self, *, timeout: float | None = None) -> ModelCard:
-        """The model and the server's limits.
+        """Returns the model card and the server's limits.
 
         Raises:
             UnavailableError: the server cannot be reached, or its model is still loading.
@@ -501,18 +511,18 @@ class Client:
         timeout: float | None = None,
         **chat_options: Any,
     ) -> Tokenization:
-        """The tokens of a text or a conversation, exactly as in a request with it.
+        """Tokenizes a text or a conversation, exactly as a request would.
 
         Args:
-            prompt: the text or the conversation, or a request that has one.
-            token_details: whether to return each token's text and bytes too.
-            add_special_tokens: for a text; default yes.
+            prompt: the text or the conversation, or a request that contains one.
+            token_details: whether to also return each token's text and bytes.
+            add_special_tokens: for a text; the default is yes.
             chat_options: for a conversation: tools, add_generation_prompt,
                 continue_final_message, template_arguments.
 
         Raises:
             HeadraceError: the server refused it, or cannot be reached.
-            InvalidArgumentError: the option belongs to the other kind of prompt.
+            InvalidArgumentError: an option belongs to the other kind of prompt.
             TypeError: there is no such option.
         """
         request = _calls.tokenize_request(
@@ -531,7 +541,7 @@ class Client:
         skip_special_tokens: bool | None = None,
         timeout: float | None = None,
     ) -> str:
-        """The text of token ids.
+        """Converts token ids to text.
 
         Raises:
             HeadraceError: an id is out of range, or the server cannot be reached.
@@ -546,8 +556,7 @@ class Client:
         *,
         timeout: float | None = None,
     ) -> HealthStatus:
-        """Whether the server is ready for requests; with an empty service name, whether it is
-        alive.
+        """Returns whether the server is ready for requests or, with an empty service name, alive.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -560,13 +569,13 @@ class Client:
             return HealthStatus.SERVICE_UNKNOWN
 
     def wait_until_ready(self, timeout: float = 60.0) -> None:
-        """Returns once the server can be reached and its model is loaded.
+        """Waits until the server can be reached and its model is loaded.
 
         Args:
-            timeout: most seconds to wait.
+            timeout: the maximum number of seconds to wait.
 
         Raises:
-            UnavailableError: that did not happen within `timeout`.
+            UnavailableError: the server was not ready within `timeout`.
         """
         end = time.monotonic() + timeout
         while True:
@@ -626,15 +635,16 @@ class Client:
     def _get_result(
         self, request: pb.GetResultRequest, left: float | None = None
     ) -> pb.GetResultResponse:
-        """`left`: how long the caller still waits for the answer; None: it does not say."""
+        """Reads a request's results. `left` is the caller's remaining time, or None."""
         limit = self._rpc_timeout and self._rpc_timeout + request.wait.ToNanoseconds() / 1e9
         return self._servers.get_result(request, shortest(limit, left))
 
     def _limits(
         self, timeout: float | None, read_timeout: float | None = None
     ) -> tuple[float | None, float | None]:
-        """How long a call may take, and how long between two messages: as it says, else as the
-        client does.
+        """Returns the time limit of a call and of the pause between two messages.
+
+        Values that are None are replaced by the client's.
         """
         Deadline(timeout), Deadline(read_timeout)  # which check them
         return (
@@ -643,10 +653,10 @@ class Client:
         )
 
     def _short(self, timeout: float | None) -> float | None:
-        """How long a short call may take."""
+        """Returns the time limit of a short call."""
         Deadline(timeout)  # which checks it
         return shortest(self._timeout, self._rpc_timeout) if timeout is None else timeout
 
     def _any(self, pick: Callable[[Link], Method[Q, A]], request: Q, seconds: float | None) -> A:
-        """A short call that any server may answer."""
+        """Makes a short call that any server may answer."""
         return self._servers.call(pick, request, self._short(seconds))

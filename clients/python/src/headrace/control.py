@@ -1,4 +1,4 @@
-"""A server's operations for operators: `Client.control`."""
+"""Operator functions for threads: `Client.control`."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _LEVEL_NAMES = {number: name for name, number in _LEVELS.items()}
 
 
 class Control:
-    """Shows and controls a server; all methods are thread-safe.
+    """Monitors and controls a server. All methods are thread-safe.
 
         with headrace.Client() as client:
             print(client.control.statistics().engine.running)
 
-    It applies to the server process that answers, and to the requests of all identities. By default
-    a server serves it on loopback addresses and Unix sockets; elsewhere every method raises
-    NotSupportedError. Messages are those of the contract (`headrace.v1`).
+    It applies to the server process that answers, and to the requests of all identities. By
+    default, a server offers it on loopback addresses and Unix sockets only. Elsewhere, every method
+    raises NotSupportedError. Messages are those of the contract (`headrace.v1`).
     """
 
     def __init__(self, link: Callable[[], Link], timeout: float | None) -> None:
-        """Made by `Client`."""
+        """Called by `Client`."""
         self._link = link
         self._timeout = timeout
 
@@ -52,7 +52,7 @@ class Control:
         return self._link().call(method, request, self._timeout)
 
     def statistics(self) -> pb.Statistics:
-        """The server's present statistics. Works also while its model loads.
+        """Returns the server's current statistics. Also works while its model is loading.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -63,8 +63,10 @@ class Control:
         return answer.statistics
 
     def watch(self, interval: float = 1.0) -> Iterator[pb.Statistics]:
-        """The server's statistics, now and every `interval` seconds (0.1 to 3600), with rates from
-        the second message on. Ends when the server stops, or when the iterator is closed.
+        """Yields the server's statistics, now and every `interval` seconds (0.1 to 3600).
+
+        Rates are included from the second message on. Ends when the server stops or the iterator is
+        closed.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -83,7 +85,7 @@ class Control:
             link.ended(call)
 
     def requests(self, identity: str = "") -> Iterator[pb.LiveRequest]:
-        """The live requests, the oldest first: of one identity, or of all.
+        """Returns the live requests, oldest first, of one identity or of all.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -97,8 +99,7 @@ class Control:
             request.page_token = answer.next_page_token
 
     def cancel(self, names: Iterable[tuple[str, str]]) -> dict[tuple[str, str], CancelStatus]:
-        """Ends requests of any identity, given as (identity, request id); returns the result for
-        each.
+        """Ends requests of any identity, given as (identity, request id). Returns each result.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -109,26 +110,27 @@ class Control:
         return found
 
     def pause(self, reason: str = "") -> pb.PauseResponse:
-        """Stops the engine between two steps; returns when it is paused. Requests stay.
+        """Pauses the engine between two steps, and returns when it is paused. Requests are kept.
 
         Raises:
-            UnavailableError: the server loads, drains, or has no engine.
+            UnavailableError: the server is loading or draining, or has no engine.
         """
         answer: pb.PauseResponse = self._call(self._stub.Pause, pb.PauseRequest(reason=reason))
         return answer
 
     def resume(self) -> bool:
-        """Ends the pause; returns whether there was one.
+        """Ends the pause. Returns whether the engine was paused.
 
         Raises:
-            UnavailableError: the server loads, or has no engine.
+            UnavailableError: the server is loading, or has no engine.
         """
         answer: pb.ResumeResponse = self._call(self._stub.Resume, pb.ResumeRequest())
         return answer.was_paused
 
     def drain(self, timeout: float | None = None, reason: str = "") -> pb.DrainResponse:
-        """Shuts the server down gracefully; live requests may go on for `timeout` seconds (default:
-        the server's `--drain-timeout`). Does not wait.
+        """Shuts the server down gracefully, without waiting for the end.
+
+        Live requests may continue for `timeout` seconds (default: the server's `--drain-timeout`).
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -140,12 +142,12 @@ class Control:
         """Makes the server drop all cached prefixes.
 
         Raises:
-            UnavailableError: the server loads, or has no engine.
+            UnavailableError: the server is loading, or has no engine.
         """
         self._call(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest())
 
     def set_log_level(self, level: LogLevel) -> LogLevel:
-        """Sets the server's log level; returns the previous one.
+        """Sets the server's log level. Returns the previous one.
 
         Raises:
             ValueError: there is no such level.
@@ -159,17 +161,17 @@ class Control:
 
 
 def watch_request(interval: float) -> pb.WatchStatisticsRequest:
-    """The call that watches, every `interval` seconds."""
+    """Returns the message that subscribes to statistics every `interval` seconds."""
     return pb.WatchStatisticsRequest(interval=_duration(interval))
 
 
 def first_page(identity: str) -> pb.ListRequestsRequest:
-    """The call that lists the first of the live requests."""
+    """Returns the message that lists the first page of live requests."""
     return pb.ListRequestsRequest(identity=identity, page_size=_PAGE_SIZE)
 
 
 def cancel_requests(names: Iterable[tuple[str, str]]) -> Iterator[pb.CancelRequestsRequest]:
-    """The calls that cancel these requests."""
+    """Yields the messages that cancel these requests."""
     wanted = list(dict.fromkeys(names))
     for start in range(0, len(wanted), _CANCELS_PER_CALL):
         yield pb.CancelRequestsRequest(
@@ -181,7 +183,7 @@ def cancel_requests(names: Iterable[tuple[str, str]]) -> Iterator[pb.CancelReque
 
 
 def cancel_statuses(answer: pb.CancelRequestsResponse) -> dict[tuple[str, str], CancelStatus]:
-    """The result for each request."""
+    """Maps each request to its cancellation status."""
     return {
         (one.identity, one.request_id): cancel_status_from_proto(one.status)
         for one in answer.results
@@ -189,12 +191,12 @@ def cancel_statuses(answer: pb.CancelRequestsResponse) -> dict[tuple[str, str], 
 
 
 def drain_request(timeout: float | None, reason: str) -> pb.DrainRequest:
-    """The call that drains."""
+    """Returns the message that drains the server."""
     return pb.DrainRequest(reason=reason, timeout=None if timeout is None else _duration(timeout))
 
 
 def level_request(level: LogLevel) -> pb.SetLogLevelRequest:
-    """The call that sets the level.
+    """Returns the message that sets the log level.
 
     Raises:
         ValueError: there is no such level.
@@ -205,7 +207,7 @@ def level_request(level: LogLevel) -> pb.SetLogLevelRequest:
 
 
 def level_name(level: pb.LogLevel.ValueType) -> LogLevel:
-    """The level's name."""
+    """Returns the name of a log level."""
     return _LEVEL_NAMES[level]
 
 

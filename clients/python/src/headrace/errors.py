@@ -1,8 +1,8 @@
-"""The errors that the client raises, made from the `google.rpc.Status` that the server sends.
+"""The errors raised by the client, made from the `google.rpc.Status` sent by the server.
 
-Every error of a call, of a request on a session and of a line of a batch is a `HeadraceError`;
-the class follows the status code, so that the same mistake raises the same class in every method.
-No `grpc.RpcError` leaves this package.
+Every error of a call, of a request on a session and of a line of a batch is a `HeadraceError`. The
+class depends on the status code, so that the same mistake raises the same class in every method. No
+`grpc.RpcError` leaves this package.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.Statu
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """One field of a request that the server refused."""
+    """A field of a request that the server refused."""
 
     field: str
     """The path in the request's message, such as `sampling.top_p`."""
@@ -37,7 +37,7 @@ class FieldViolation:
 
 
 class HeadraceError(Exception):
-    """Base of all errors of this package."""
+    """Base class of all errors of this package."""
 
     default_code = grpc.StatusCode.UNKNOWN
 
@@ -53,9 +53,9 @@ class HeadraceError(Exception):
         self.message = message
         """What happened, in words."""
         self.status = status or status_pb2.Status(code=self.default_code.value[0], message=message)
-        """The whole status as it was received, with its details."""
+        """The complete status as received, with its details."""
         self.request_id = request_id
-        """The request it concerns; empty if that is not known."""
+        """The id of the request concerned; empty if unknown."""
         self.partial = partial
         """The output that had arrived before the request failed, if it was streamed."""
 
@@ -66,7 +66,7 @@ class HeadraceError(Exception):
 
     @property
     def reason(self) -> str:
-        """The server's machine-readable reason, such as `QUEUE_FULL`; empty if it gave none."""
+        """The server's machine-readable reason, such as `QUEUE_FULL`; empty if none was given."""
         return str(self._info().reason)
 
     @property
@@ -76,21 +76,21 @@ class HeadraceError(Exception):
 
     @property
     def fields(self) -> tuple[FieldViolation, ...]:
-        """The fields of the request that were refused; empty: the error names none."""
+        """The fields of the request that were refused; empty if the error names none."""
         found = error_details_pb2.BadRequest()
         self._unpack(found)
         return tuple(FieldViolation(one.field, one.description) for one in found.field_violations)
 
     @property
     def retry_after(self) -> float | None:
-        """Seconds after which to try again, if the server said so."""
+        """The number of seconds after which to retry, if the server gave one."""
         info = error_details_pb2.RetryInfo()
         if not self._unpack(info) or not info.HasField("retry_delay"):
             return None
         return float(info.retry_delay.seconds + info.retry_delay.nanos / 1e9)
 
     def to_dict(self) -> dict[str, Any]:
-        """The error as JSON-ready values."""
+        """Returns the error as JSON-ready values."""
         found: dict[str, Any] = {
             "code": self.code.name,
             "reason": self.reason,
@@ -132,13 +132,13 @@ class HeadraceError(Exception):
 
 
 class InvalidArgumentError(HeadraceError, ValueError):
-    """A field of the request is wrong; `fields` says which, and what to change."""
+    """A field of the request is invalid. `fields` says which, and what to change."""
 
     default_code = grpc.StatusCode.INVALID_ARGUMENT
 
 
 class OutOfRangeError(HeadraceError):
-    """The events that were asked for are no longer kept."""
+    """The requested events are no longer kept."""
 
     default_code = grpc.StatusCode.OUT_OF_RANGE
 
@@ -152,13 +152,13 @@ class NotSupportedError(HeadraceError):
 
 
 class AlreadyExistsError(HeadraceError):
-    """A request of that id is live, or its results are still kept."""
+    """A request with this id is live, or its results are still kept."""
 
     default_code = grpc.StatusCode.ALREADY_EXISTS
 
 
 class NotFoundError(HeadraceError):
-    """No such request of this caller is on this server."""
+    """The caller has no such request on this server."""
 
     default_code = grpc.StatusCode.NOT_FOUND
 
@@ -172,7 +172,7 @@ class FailedPreconditionError(HeadraceError):
 
 
 class ResourceExhaustedError(HeadraceError):
-    """A queue or a limit of the server is full; `retry_after` says when to try again."""
+    """A queue or a limit of the server is full. `retry_after` says when to retry."""
 
     default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -184,7 +184,7 @@ class UnavailableError(HeadraceError):
 
     @property
     def reached_server(self) -> bool:
-        """Whether a Headrace server sent this error; otherwise the connection failed."""
+        """Whether a Headrace server sent this error. If not, the connection failed."""
         return bool(self.reason)
 
 
@@ -195,25 +195,25 @@ class DeadlineExceededError(HeadraceError, TimeoutError):
 
 
 class UnauthenticatedError(HeadraceError):
-    """The server requires a token (or a certificate), which was missing or wrong."""
+    """The server requires a token or a certificate, which was missing or invalid."""
 
     default_code = grpc.StatusCode.UNAUTHENTICATED
 
 
 class PermissionDeniedError(HeadraceError):
-    """The caller is known, and may not do this."""
+    """The caller is known but not allowed to do this."""
 
     default_code = grpc.StatusCode.PERMISSION_DENIED
 
 
 class CallCancelledError(HeadraceError):
-    """The call was cancelled, by this client or on the way."""
+    """The call was cancelled by this client or on the way to the server."""
 
     default_code = grpc.StatusCode.CANCELLED
 
 
 class RequestFailedError(HeadraceError):
-    """The server failed to run the request; nothing about the request needs to change."""
+    """The server failed to run the request. The request itself is not at fault."""
 
     default_code = grpc.StatusCode.UNKNOWN
 
@@ -224,7 +224,7 @@ class RequestFailedError(HeadraceError):
 
 
 class InternalError(RequestFailedError):
-    """The server has a defect; its operator finds the cause by `error_id`."""
+    """The server has a bug. Its operator can find the cause by `error_id`."""
 
     default_code = grpc.StatusCode.INTERNAL
 
@@ -257,14 +257,14 @@ _CLASSES: dict[grpc.StatusCode, type[HeadraceError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Where a call went, for messages."""
+    """The server that a call went to, for use in messages."""
 
     target: str
     proxy: str = ""
-    """The proxy that may be before it, in words."""
+    """A description of the proxy that may be in front of the server."""
     is_tls: bool = False
     has_certificate: bool = False
-    """Whether this client shows a certificate."""
+    """Whether this client presents a certificate."""
 
     def __str__(self) -> str:
         return f"{self.target} ({self.proxy})" if self.proxy else self.target
@@ -273,7 +273,7 @@ class Peer:
 def error_from_status(
     status: status_pb2.Status, *, request_id: str = "", partial: Result | None = None
 ) -> HeadraceError:
-    """The error for a status (of an event, or of a call)."""
+    """Returns the error for the status of an event or of a call."""
     code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
     kind = _CLASSES.get(code, RequestFailedError)
     message = status.message or code.name.replace("_", " ").lower()
@@ -287,7 +287,7 @@ def error_from_rpc(
     request_id: str = "",
     partial: Result | None = None,
 ) -> HeadraceError:
-    """The error for a call's end, with the details of its trailers if it has some."""
+    """Returns the error for the end of a call, with the details from its trailers, if any."""
     code, text, trailers = _parts(error)
     status = _status_of(trailers)
     if status is None or status.code != code.value[0]:
@@ -303,8 +303,10 @@ def error_from_rpc(
 def error_from_stream(
     error: grpc.RpcError, *, target: Peer | None = None, request_id: str = ""
 ) -> HeadraceError:
-    """The error for the end of a stream that nobody here has closed. The one place that says when a
-    stream was lost, whatever gRPC calls it: that is UNAVAILABLE. What a server says has a reason.
+    """Returns the error for the end of a stream that was not closed by this client.
+
+    Only this function decides whether a stream was lost: whatever code gRPC reports, a lost stream
+    becomes UNAVAILABLE. An error sent by the server itself has a reason.
     """
     told = error_from_rpc(error, target=target, request_id=request_id)
     is_lost = told.code is grpc.StatusCode.CANCELLED or (
@@ -318,9 +320,11 @@ def error_from_stream(
 
 
 _LOST_ON_THE_WAY = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-"""What gRPC says of most streams that a broken connection or a proxy has ended."""
+"""The codes that gRPC reports for most streams ended by a broken connection or a proxy."""
 _RESET = "RST_STREAM"
-"""In gRPC's words of the others: some of HTTP/2's codes have a code of gRPC's of their own."""
+"""Part of gRPC's message for other lost streams. gRPC maps some HTTP/2 error codes to other status
+codes.
+"""
 
 
 _HANDSHAKES = {
@@ -333,7 +337,7 @@ _HANDSHAKES = {
     "Socket closed": "it closed the connection as soon as it was opened, as a server with TLS does "
     "with one in plain text; ask for TLS with tls=True or ca (--tls, --ca)",
 }
-"""What words of gRPC about a connection that could not be opened mean."""
+"""What parts of gRPC's messages mean when a connection could not be opened."""
 _ALGORITHMS = (
     "or the two have no signature algorithm in common: gRPC takes certificates of RSA, P-256 and "
     "P-384, and none of Ed25519 or P-521. The server's log says which"
@@ -344,11 +348,11 @@ _CLOSED_AFTER_TLS = {
     True: "it ended the TLS handshake; this client's certificate may be of an authority that the "
     "server does not trust, or have expired, " + _ALGORITHMS,
 }
-"""What the same words mean where TLS is used; by whether this client has shown a certificate."""
+"""What "Socket closed" means with TLS, by whether this client presented a certificate."""
 
 
 def _why_not_reached(text: str, peer: Peer) -> str:
-    """What gRPC's words about a connection mean; empty: nothing is known of them."""
+    """Explains gRPC's message about a connection; empty if the message is unknown."""
     if "failed to connect" not in text:
         return ""
     if peer.is_tls and "Socket closed" in text:
@@ -357,13 +361,13 @@ def _why_not_reached(text: str, peer: Peer) -> str:
 
 
 def is_about_tls(error: HeadraceError) -> bool:
-    """Whether an error says that client and server do not agree about TLS."""
+    """Whether an error means that client and server disagree about TLS."""
     meanings = (*_HANDSHAKES.values(), *_CLOSED_AFTER_TLS.values())
     return any(meaning in error.message for meaning in meanings)
 
 
 def moved_error(request_id: str) -> HeadraceError:
-    """The error for a request whose results continue on another stream."""
+    """Returns the error for a request whose results continue on another stream."""
     info = error_details_pb2.ErrorInfo(domain="headrace", reason="REQUEST_MOVED")
     status = status_pb2.Status(
         code=code_pb2.ABORTED,
@@ -374,7 +378,7 @@ def moved_error(request_id: str) -> HeadraceError:
 
 
 def invalid_argument(field: str, description: str) -> InvalidArgumentError:
-    """The error for a value that this client cannot even put in a message."""
+    """Returns the error for a value that this client cannot put in a message."""
     message = f"{field}: {description}"
     status = status_pb2.Status(code=code_pb2.INVALID_ARGUMENT, message=message)
     violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=description)
@@ -389,7 +393,7 @@ def _rebuild(
 
 
 def _parts(error: Any) -> tuple[grpc.StatusCode, str, Iterable[tuple[str, str | bytes]]]:
-    """Code, text and trailers of any kind of error that grpc raises."""
+    """Returns the code, text and trailers of any kind of grpc error."""
     try:
         code, text, trailers = error.code(), error.details(), error.trailing_metadata()
     except (AttributeError, ValueError):  # such as a call on a closed channel

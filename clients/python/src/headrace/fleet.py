@@ -1,8 +1,9 @@
-"""The servers of a client that has several, for threads: who is there, and unary calls to them.
+"""The servers of a client that has several, for threads: tracks them and makes unary calls to them.
 
-Two threads of its own, from its first use on: one looks names up, one asks servers that are not
-ready for their health. They do not keep it: a fleet that nobody holds is collected, and they end.
-Every call takes the lock only to choose a server and to note its outcome.
+Two threads run in the background from the first use on: one resolves names, and one checks the
+health of servers that are not ready. They do not keep the fleet alive: when a fleet is no longer
+referenced, it is collected and its threads end. Every call takes the lock only to choose a server
+and to record its outcome.
 """
 
 from __future__ import annotations
@@ -53,29 +54,29 @@ from headrace.v1.generation_service_pb2 import (
 
 
 class Fleet:
-    """The servers of one client; see `headrace._servers.Servers`. Thread-safe."""
+    """The servers of one client. Implements `headrace._servers.Servers`. Thread-safe."""
 
     def __init__(self, settings: ChannelSettings, only: Link | None = None) -> None:
-        """`only`: the connection to the one server that there is, if others use it too."""
+        """Initializes the fleet. `only` is the connection to a single server, if it is shared."""
         self.settings = settings
         self._only = only
         self.state = FleetState()
         self.changed = threading.Condition()
-        """Its lock guards the state; notified when a server may have become usable."""
+        """Guards the state with its lock. Notified when a server may have become usable."""
         self._listeners: list[Callable[[], None]] = []
         self._answers: list[Callable[[], None]] = []
-        """What takes the answers to questions for health that have come."""
+        """Callbacks that process the health check answers that have arrived."""
         self._has_begun = False
         self._over = threading.Event()
-        """Whether it was closed, or nobody holds it any more."""
+        """Set when the fleet was closed or is no longer referenced."""
         self._kicked = threading.Event()  # look names up now
         weakref.finalize(self, _end, self._over, self._kicked, self.changed).atexit = False
 
     def begin(self) -> None:
-        """Begins to look for servers, if it has not.
+        """Starts looking for servers, if that has not started yet.
 
         Raises:
-            FailedPreconditionError: gRPC cannot connect in this process, which was forked.
+            FailedPreconditionError: gRPC cannot connect because this process was forked.
         """
         with self.changed:
             if self._has_begun or self.is_closed:
@@ -99,7 +100,7 @@ class Fleet:
     # ---- calls -----------------------------------------------------------------------------------
 
     def call(self, pick: Callable[[Link], Method[Q, A]], request: Q, timeout: float | None) -> A:
-        """A unary call that any server may answer."""
+        """Makes a unary call that any server may answer."""
         attempts = Attempts(self.state, None, retries=self.settings.retries)
         return self._call(attempts, pick, request, Deadline(timeout))
 
@@ -110,7 +111,7 @@ class Fleet:
         timeout: float | None,
         spec: GenerationSpec,
     ) -> A:
-        """A unary call that starts a request; the instance that has it is remembered."""
+        """Makes a unary call that starts a request, and remembers the instance that has it."""
         attempts = Attempts(
             self.state,
             prefix_keys(spec),
@@ -126,7 +127,7 @@ class Fleet:
         return answer  # type: ignore[no-any-return]
 
     def get_result(self, request: GetResultRequest, timeout: float | None) -> GetResultResponse:
-        """Reads a request's results, at the server that has it."""
+        """Reads a request's results from the server that has it."""
         deadline = Deadline(timeout)
         with self.changed:
             if not self.state.owner(request.request_id):
@@ -151,7 +152,9 @@ class Fleet:
             return answer
 
     def cancel(self, request: CancelRequest, timeout: float | None) -> CancelResponse:
-        """Ends requests, at the servers that have them; those that no answer has named, anywhere.
+        """Ends requests on the servers that have them.
+
+        If a request's server is unknown, the servers are asked one after another.
 
         Raises:
             HeadraceError: a server refuses the caller, or none can be reached.
@@ -189,7 +192,7 @@ class Fleet:
         deadline: Deadline,
         found: dict[str, CancelResult],
     ) -> None:
-        """Cancels at each of these servers what was not found at the ones before."""
+        """Cancels the requests on each of these servers in order, skipping those already found."""
         problem: HeadraceError | None = None
         answered = False
         for server in servers:
@@ -215,11 +218,13 @@ class Fleet:
             raise problem
 
     def place(self, attempts: Attempts, deadline: Deadline) -> Server:
-        """The server for the next try; waits until there is one. The request counts as begun there.
+        """Waits for a server for the next attempt and returns it.
+
+        The request counts as started there.
 
         Raises:
-            UnavailableError: there was none for too long, or the client is closed.
-            DeadlineExceededError: there was none in time.
+            UnavailableError: no server has become ready in time, or the client is closed.
+            DeadlineExceededError: the deadline has passed.
         """
         with self.changed:
             self.begin()
@@ -236,27 +241,27 @@ class Fleet:
     def failed(
         self, attempts: Attempts, server: Server, error: HeadraceError, deadline: Deadline
     ) -> None:
-        """Notes a failed try, and waits as long as the next one must.
+        """Records a failed attempt and waits until the next one is due.
 
         Raises:
-            HeadraceError: there is none; the error itself.
+            HeadraceError: the given error, if there is no further attempt.
         """
         self._pause_after(attempts, server, error, deadline)
 
     def owned(self, request_id: str, server: Server, instance_id: str) -> None:
-        """A server has begun to answer a request, and named its instance."""
+        """Records that a server has begun to answer a request, and the instance it named."""
         with self.changed:
             server.instance_id = instance_id
             self.state.note_owner(request_id, instance_id)
             self.state.budget.succeeded()
 
     def over(self, server: Server) -> None:
-        """A request that `place` placed has ended there."""
+        """Records the end of a request that was started on a server by `place`."""
         with self.changed:
             self.state.over(server)
 
     def close(self) -> None:
-        """Closes all connections; calls that still run are cancelled."""
+        """Closes all connections and cancels the calls still running on them."""
         with self.changed:
             _end(self._over, self._kicked, self.changed)
             links = self.links
@@ -265,11 +270,11 @@ class Fleet:
 
     @property
     def links(self) -> list[Link]:
-        """The connections."""
+        """The connections to the servers."""
         return [server.link for server in self.state.servers.values()]
 
     def _settle(self, deadline: Deadline) -> None:
-        """Waits until all servers have been asked whether they are ready; the lock is held."""
+        """Waits until all servers have been health-checked. The lock is held."""
         self.begin()
         self.changed.wait_for(
             lambda: self.is_closed or self.state.is_settled, deadline.within(PATIENCE_SECONDS)
@@ -327,24 +332,24 @@ class Fleet:
     # ---- who is there ----------------------------------------------------------------------------
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Has this called, in a thread of the fleet's, when a server has become ready."""
+        """Registers a callback that a thread of the fleet calls when a server has become ready."""
         with self.changed:
             self.begin()
             self._listeners.append(listener)
 
     def forget(self, listener: Callable[[], None]) -> None:
-        """Ends what `listen` began. Takes no lock."""
+        """Unregisters a callback of `listen`. Takes no lock."""
         with contextlib.suppress(ValueError):  # it has ended already
             self._listeners.remove(listener)
 
     def look(self) -> None:
-        """A server was lost or is not ready: look names up and ask servers soon."""
+        """Resolves names and checks servers soon, because a server was lost or is not ready."""
         self._kicked.set()
         with self.changed:
             self.changed.notify_all()
 
     def _add(self, addresses: list[Address]) -> None:
-        """Connect to the addresses that are new, and leave those that are gone."""
+        """Connects to new addresses, and closes the connections of servers that are gone."""
         with self.changed:
             for server in self.state.listed(addresses):
                 server.link = self._only or Link(self.settings, server.address)
@@ -354,19 +359,19 @@ class Fleet:
             server.link.close()
 
     def _listed(self, addresses: list[Address], problem: str) -> None:
-        """What a look at the names found, and why one could not be looked up, if so."""
+        """Handles the result of a name lookup: the addresses, and the reason for any failure."""
         with self.changed:
             self.state.unresolved = problem or self.state.unresolved
         self._add(addresses)
 
     def _due_in(self) -> float | None:
-        """The seconds until `_step` has something to do; None: not before a change. The lock is
+        """The seconds until `_step` is due; None if only a change makes it due. The lock is
         held.
         """
         return 0.0 if self._answers else self.state.next_in()
 
     def _step(self) -> None:
-        """Asks servers that are not ready whether they are. Each answer is taken as it comes."""
+        """Starts the health checks that are due, processes answers, and announces ready servers."""
         with self.changed:
             answers, self._answers = self._answers, []
             asked = self.state.to_ask()
@@ -382,7 +387,7 @@ class Fleet:
                 listener()
 
     def _go_on(self, server: Server, asking: Questions, step: Callable[[], Question]) -> None:
-        """Asks a server the next question, if there is one: what the step gives."""
+        """Asks a server the next question of its health check, if `step` returns one."""
         link: Link = server.link
         with self.changed:
             try:
@@ -402,7 +407,7 @@ class Fleet:
         call.add_done_callback(lambda call: self._answer(partial(self._take, server, asking, call)))
 
     def _take(self, server: Server, asking: Questions, call: Any) -> None:
-        """Takes the answer to a question."""
+        """Processes the answer to a question."""
         try:
             step = partial(asking.send, call.result())
         except grpc.FutureCancelledError:  # the client is being closed
@@ -413,7 +418,7 @@ class Fleet:
         self._go_on(server, asking, step)
 
     def _answer(self, take: Callable[[], None]) -> None:
-        """An answer has come, in a thread of gRPC's: the thread that checks takes it."""
+        """Queues an answer, which arrives in a gRPC thread, for the health check thread."""
         with self.changed:
             self._answers.append(take)
             self.changed.notify_all()
@@ -428,7 +433,7 @@ def _end(over: threading.Event, kicked: threading.Event, changed: threading.Cond
 
 
 def _check(of: weakref.ref[Fleet], changed: threading.Condition) -> None:
-    """Has a fleet make its steps when they are due."""
+    """Runs a fleet's steps whenever they are due."""
     while (fleet := of()) is not None and not fleet.is_closed:
         with changed:
             wait = fleet._due_in()
@@ -447,8 +452,9 @@ def _resolve(
     over: threading.Event,
     kicked: threading.Event,
 ) -> None:
-    """Looks a fleet's names up, every few seconds and after failures. What cannot be looked up
-    keeps the addresses that it had.
+    """Resolves a fleet's names every few seconds and after failures.
+
+    A name that cannot be resolved keeps its previous addresses.
     """
     known: dict[Name, list[Address]] = {}
     while not over.is_set():

@@ -1,4 +1,4 @@
-"""The streams of a session over several servers, from threads; see `headrace.session.Streams`."""
+"""The streams of a session over several servers, for threads."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from headrace.v1.generation_service_pb2 import StreamResultResponse
 
 
 class ManyStreams:
-    """One stream for each server that has requests of the session, opened when it gets its first.
+    """One stream for each server that has requests of the session, opened with its first request.
+
+    Implements `headrace.session.Streams`.
 
     Args:
         fleet: the servers.
-        restarts: whether nothing counts as delivered before a request's end.
-        options: the session's.
+        restarts: whether output counts as delivered only when the request has ended.
+        options: the session's options.
     """
 
     def __init__(
@@ -40,14 +42,14 @@ class ManyStreams:
         fleet.listen(self._server_changed)
 
     def flush(self) -> None:
-        """Sends what the core wants sent."""
+        """Sends the pending commands of all streams."""
         for link in self.core.links:
             link.wire.flush()
         if self.core.is_done:
             self._ended.notify_all()
 
     def finish(self, timeout: float | None) -> None:
-        """Waits until all requests have ended, at most so many seconds, then closes all streams."""
+        """Waits up to `timeout` seconds for all requests to end, then closes all streams."""
         with self.lock:
             try:
                 self._ended.wait_for(lambda: self.core.is_done, timeout)
@@ -62,12 +64,12 @@ class ManyStreams:
             wire.finish(max(end - time.monotonic(), 0.0))
 
     def _open(self, link: ServerLink) -> None:
-        """Opens the stream to a server; the lock is held."""
+        """Opens the stream to a server. The lock is held."""
         link.wire = Wire(link.server.link, link.core, self, link)
         link.wire.start()
 
     def drop(self) -> None:
-        """Ends the streams, of which nobody wants to know any more."""
+        """Abandons the streams."""
         self._is_dropped = True
         self._fleet.forget(self._server_changed)
         self._later.close()
@@ -75,17 +77,17 @@ class ManyStreams:
             link.wire.drop()
 
     def later(self, seconds: float, act: Callable[[], object]) -> None:
-        """Does something after so many seconds."""
+        """Calls `act` after `seconds`."""
         self._later.add(seconds, act)
 
     def received(self, place: ServerLink, response: StreamResultResponse) -> bool:
-        """See `headrace._streams.Reader`."""
+        """Processes a received message; implements `Reader.received`."""
         with self.lock:
             self._done(self.core.receive(place, response))
             return not place.core.ended
 
     def lost(self, place: ServerLink, error: HeadraceError | None) -> None:
-        """See `headrace._streams.Reader`."""
+        """Handles the end of a stream; implements `Reader.lost`."""
         with self.lock:
             if self._is_dropped:
                 self.core.end(CallCancelledError("the session was dropped"))

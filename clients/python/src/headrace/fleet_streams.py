@@ -25,8 +25,9 @@ from headrace.v1.generation_service_pb2 import GenerateStreamRequest
 
 
 class FleetEvents:
-    """The events of a server-streaming call to one of several servers: as long as nothing was
-    delivered, a call that fails is made again elsewhere.
+    """The events of a server-streaming call to one of several servers.
+
+    If a call fails before anything was delivered, it is retried on another server.
     """
 
     def __init__(
@@ -89,10 +90,10 @@ class FleetEvents:
             self._again(server, lost)
 
     def _again(self, server: Server, error: HeadraceError) -> None:
-        """Has the next read try another server.
+        """Makes the next read try another server.
 
         Raises:
-            HeadraceError: there is no further try; the error itself.
+            HeadraceError: the given error, if there is no further attempt.
         """
         self._fleet.failed(self._attempts, server, error, self._deadline)
         self._fold.restart()

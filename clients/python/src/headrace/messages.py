@@ -10,21 +10,21 @@ from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 from headrace.v1.generation_pb2 import GenerationSpec
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool", "developer"]
-"""Who speaks in a conversation."""
+"""The role of a message's author in a conversation."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool that the assistant made."""
+    """A tool call made by the assistant."""
 
     id: str
     name: str
     arguments: Mapping[str, Any] | str = field(default_factory=dict)
-    """An object, or its JSON text, which is sent as it stands."""
+    """An object, or JSON text, which is sent unchanged."""
 
     @property
     def arguments_json(self) -> str:
-        """The arguments as JSON text; in a reply, as the model wrote them."""
+        """The arguments as JSON text. In a reply, this is the text the model wrote."""
         return self.arguments if isinstance(self.arguments, str) else json.dumps(self.arguments)
 
 
@@ -35,21 +35,23 @@ class Tool:
     name: str
     description: str | None = None
     parameters: Mapping[str, Any] | str | None = None
-    """A JSON Schema object, or its JSON text, which is sent as it stands."""
+    """A JSON Schema object, or JSON text, which is sent unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which tools a reply calls. The model is held to it, whatever the mode: it calls these tools
-    alone, and the arguments of each call satisfy the tool's schema.
+    """Which tools a reply calls.
+
+    In every mode the model is constrained: it calls only these tools, and the arguments of each
+    call satisfy the tool's schema.
     """
 
     mode: Literal["auto", "none", "required"] = "auto"
-    """Whether the reply calls tools: as the model likes, not at all, or at least one."""
+    """Whether the model may call tools, calls none, or must call at least one."""
     tool_names: Sequence[str] = ()
-    """Only these of the request's tools; empty: all of them."""
+    """The tools of the request that may be called; empty for all of them."""
     parallel_calls: bool | None = None
-    """Whether a reply may have several calls; None: whether the model's format has that."""
+    """Whether a reply may have several calls; None to allow them if the model's format does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,38 +60,38 @@ class Message:
 
     role: Role
     content: str | Sequence[str | Mapping[str, Any]] | None = ""
-    """Text; or parts, each text or {"type": "text", "text": ...}; or None beside tool calls."""
+    """Text; or parts, each text or {"type": "text", "text": ...}; or None alongside tool calls."""
     name: str = ""
     """The speaker's name, for chat templates that use it."""
     tool_calls: Sequence[ToolCall] = ()
     tool_call_id: str = ""
-    """For a message of a tool: the id of the call that it answers."""
+    """In a tool message, the id of the call that it answers."""
     reasoning_content: str = ""
     """The assistant's reasoning before `content`, for chat templates that replay it."""
 
     @classmethod
     def system(cls, content: str) -> Message:
-        """Instructions by the operator of the conversation."""
+        """Creates a message with instructions from the operator of the conversation."""
         return cls("system", content)
 
     @classmethod
     def user(cls, content: str, *, name: str = "") -> Message:
-        """A message from the human or the program that asks."""
+        """Creates a message from the person or program asking."""
         return cls("user", content, name=name)
 
     @classmethod
     def assistant(cls, content: str, *, tool_calls: Sequence[ToolCall] = ()) -> Message:
-        """What the model said."""
+        """Creates a message with what the model said."""
         return cls("assistant", content, tool_calls=tool_calls)
 
     @classmethod
     def tool(cls, content: str, *, tool_call_id: str) -> Message:
-        """The result of a tool call."""
+        """Creates a message with the result of a tool call."""
         return cls("tool", content, tool_call_id=tool_call_id)
 
 
 class MessageDict(TypedDict):
-    """A message as a plain dictionary, in the shape of OpenAI's API and of chat templates."""
+    """A message as a plain dictionary, in the format of OpenAI's API and of chat templates."""
 
     role: Role
     content: NotRequired[str | Sequence[str | Mapping[str, Any]] | None]
@@ -100,7 +102,7 @@ class MessageDict(TypedDict):
 
 
 Conversation: TypeAlias = Sequence[Message | MessageDict | Mapping[str, Any]]
-"""The messages of a conversation, in whichever form each is."""
+"""The messages of a conversation, each in any of these forms."""
 # One sequence of all kinds of items: type checkers infer no list through a union of sequences.
 Prompt: TypeAlias = str | Sequence[int | Message | MessageDict | Mapping[str, Any]] | GenerationSpec
 """A prompt: text, token ids, a conversation, or the whole request as its protobuf message.

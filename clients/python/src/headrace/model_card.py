@@ -11,13 +11,13 @@ from headrace.v1 import generation_pb2, model_service_pb2
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The server's limits. A request beyond one of them is refused."""
+    """The server's limits. A request that exceeds one of them is refused."""
 
     max_context_tokens: int
-    """Prompt and output together, in tokens."""
+    """The maximum number of tokens of prompt and output together."""
     max_prompt_tokens: int
     default_max_tokens: int
-    """`max_tokens` of requests that do not set it."""
+    """The `max_tokens` of requests that do not set it."""
     max_choices: int
     max_logprobs: int
     max_stop_strings: int
@@ -25,21 +25,21 @@ class Limits:
     max_stop_token_ids: int
     max_logit_bias: int
     max_message_bytes: int
-    """The largest message that the server receives, in bytes."""
+    """The maximum size of a message that the server accepts, in bytes."""
     max_queue_size: int
-    """How many requests may wait."""
+    """The maximum number of waiting requests."""
     max_running_requests: int
     max_lease: float
     """The longest lease of a session, in seconds."""
     result_retention: float
     """How long the results of an ended request are kept, in seconds."""
     max_unread_tokens: int
-    """How many tokens of a request may be unread (fewer if they have many details) before it is
-    held, or ended.
+    """How many tokens of a request may be unread before it is held or ended. The number is lower if
+    the tokens have many details.
     """
     max_hold: float | None
-    """How long a held request waits to be read before it ends with RESULTS_NOT_READ, in seconds;
-    None: it is ended at once.
+    """How many seconds a held request waits to be read before it ends with RESULTS_NOT_READ; None
+    if it is ended immediately.
     """
 
 
@@ -50,16 +50,18 @@ class ModelCard:
     name: str
     architecture: str
     parameters: int
-    """How many parameters the model has."""
+    """The number of the model's parameters."""
     dtype: str
     quantization: str
-    """The type in which the weights of linear layers are stored, such as "int8"; empty: `dtype`."""
+    """The type in which the weights of linear layers are stored, such as "int8"; empty if it is
+    `dtype`.
+    """
     device: str
     vocab_size: int
-    """Token ids are below this."""
+    """The size of the vocabulary. All token ids are smaller than this."""
     eos_token_ids: tuple[int, ...]
     default_sampling: generation_pb2.SamplingOptions
-    """The values of absent sampling options."""
+    """The values used for sampling options that a request does not set."""
     limits: Limits
     capabilities: model_service_pb2.Capabilities
     """What the server can do with the model."""
@@ -68,13 +70,13 @@ class ModelCard:
     schema_revision: int
     """The revision of the contract that the server was built with."""
     minimum_client_revision: int
-    """The oldest revision whose clients it serves as they expect."""
+    """The oldest revision whose clients the server still supports."""
     aliases: tuple[str, ...]
-    """Other names by which requests may call the model."""
+    """Other names that requests can use for the model."""
 
     @classmethod
     def from_proto(cls, card: model_service_pb2.ModelCard) -> ModelCard:
-        """The card of a `GetModel` answer."""
+        """Converts the answer of `GetModel`."""
         limits = card.limits
         durations = ("max_lease", "result_retention", "max_hold")
         values: dict[str, Any] = {

@@ -1,7 +1,8 @@
-"""Options of a request, and how a prompt and its options become the contract's `GenerationSpec`.
+"""The options of a request, and how a prompt and its options become the contract's
+`GenerationSpec`.
 
-An option that is left out (or None) is absent from the message, and the server's documented
-default holds. The server checks ranges; here a value is refused only if it cannot be put in the
+An option that is left out (or None) is absent from the message, and the server's documented default
+applies. The server checks ranges. The client refuses a value only if it cannot be put in the
 message at all.
 """
 
@@ -26,7 +27,7 @@ from headrace.v1 import generation_pb2 as pb
 
 
 class TurnOptions(TypedDict, total=False):
-    """The options of one request that a run of tools may have too (`Client.run_tools`)."""
+    """The options of a request that can also be used in a tool run (`Client.run_tools`)."""
 
     adapter: str | None
     """The name of an adapter (such as a LoRA) to apply."""
@@ -37,12 +38,12 @@ class TurnOptions(TypedDict, total=False):
     top_p: float | None
     min_p: float | None
     typical_p: float | None
-    """Keep the tokens of most typical surprise, up to this sum of probability."""
+    """Keeps the most typical tokens, up to this cumulative probability (typical sampling)."""
     repetition_penalty: float | None
     presence_penalty: float | None
     frequency_penalty: float | None
     no_repeat_ngram_size: int | None
-    """No sequence of this many tokens occurs twice in prompt and output; 0: off."""
+    """No sequence of this many tokens occurs twice in prompt and output; 0 to disable."""
     logit_bias: Mapping[int, float] | None
     """Added to the logits of single tokens, by id."""
     allowed_token_ids: Sequence[int] | None
@@ -52,10 +53,10 @@ class TurnOptions(TypedDict, total=False):
     banned_token_ids: Sequence[int] | None
     """These ids are never generated."""
     seed: int | None
-    """Makes the draws repeatable; 0 to 2**63 - 1."""
+    """Makes sampling reproducible; 0 to 2**63 - 1."""
 
     max_tokens: int | None
-    """The most tokens to generate; 0 only processes the prompt."""
+    """The maximum number of tokens to generate; 0 only processes the prompt."""
     min_tokens: int | None
     stop: str | Sequence[str] | None
     """Strings that end the output where they first appear."""
@@ -64,22 +65,24 @@ class TurnOptions(TypedDict, total=False):
     """Replaces the model's own end-of-sequence ids."""
     ignore_eos: bool | None
     include_stop: bool | None
-    """Whether the text that ended the output is part of it; default no."""
+    """Whether to include the text that ended the output; the default is no."""
     max_reasoning_tokens: int | None
-    """For a conversation: after so many tokens of reasoning it is ended; 0: at once."""
+    """For a conversation: the number of reasoning tokens after which reasoning is ended; 0 to end
+    it immediately.
+    """
 
     delivery: Literal["stream", "final"] | None
-    """`final`: everything in one piece at the end."""
+    """With `final`, everything is sent in one chunk at the end."""
     min_tokens_per_delta: int | None
     """A chunk is sent once it has this many tokens."""
     logprobs: int | None
-    """Log-probabilities with this many candidates per token; 0: the token's own only."""
+    """Log-probabilities with this many candidates per token; 0 for only the token's own."""
     prompt_logprobs: int | None
-    """The same for the prompt's tokens, in `Result.prompt.tokens`."""
+    """Like `logprobs`, for the prompt's tokens; returned in `Result.prompt.tokens`."""
     logprob_token_ids: Sequence[int] | None
-    """Ids that follow the candidates of every token, in this order."""
+    """Token ids to report after the candidates of every token, in this order."""
     echo: bool | None
-    """Whether the text starts with the prompt's."""
+    """Whether the text starts with the text of the prompt."""
     token_details: bool | None
     record_timestamps: bool | None
     skip_special_tokens: bool | None
@@ -90,60 +93,65 @@ class TurnOptions(TypedDict, total=False):
     json_object: bool | None
     """The output must be a JSON object."""
     regex: str | None
-    """The output must match this regular expression as a whole."""
+    """The entire output must match this regular expression."""
     grammar: str | None
-    """The output must be a text of this grammar, in Lark syntax."""
+    """The output must be derived from this grammar, in Lark syntax."""
     choices: Sequence[str] | None
     """The output must be one of these strings."""
     structural_tag: str | Mapping[str, Any] | None
-    """The output must have these parts: {"type": "structural_tag", "format": …}, or JSON text."""
+    """The output must have this structure: {"type": "structural_tag", "format": …}, or JSON text.
+    """
     flexible_whitespace: bool | None
-    """For JSON: whether the model may write blanks and line ends as it likes; default: one line."""
+    """For JSON: whether to allow any spaces and line breaks; the default is a single line."""
 
     priority: int | None
-    """Requests of a higher number run first; -100 to 100, default 0."""
+    """Requests with a higher number run first; -100 to 100, default 0."""
     time_limit: float | timedelta | None
-    """Seconds (or a timedelta) that the request may take; then it ends with TIME_LIMIT."""
+    """The time limit of the request, in seconds or as a timedelta. Then it ends with TIME_LIMIT."""
     cache_salt: str | None
     """Cached prefixes are shared only among requests with the same salt."""
     bypass_prefix_cache: bool | None
-    """Neither use cached prefixes nor cache this request's."""
+    """Whether to neither use cached prefixes nor cache this request's prefixes."""
     truncate_prompt_to: int | None
-    """Cut a longer prompt to this many tokens."""
+    """Cuts a longer prompt to this many tokens."""
     truncation_side: Literal["left", "right"] | None
-    """Which end `truncate_prompt_to` cuts; default the left, the oldest tokens."""
+    """Which end `truncate_prompt_to` cuts; the default is the left, with the oldest tokens."""
 
     add_special_tokens: bool | None
-    """For a text prompt: whether the tokenizer adds its special tokens; default yes."""
+    """For a text prompt: whether the tokenizer adds its special tokens; the default is yes."""
     tool_choice: str | Mapping[str, Any] | ToolChoice | None
-    """Which of the tools it may or must call: "auto", "none", "required", OpenAI's dictionaries of
-    one function or of allowed tools, or `ToolChoice`. The model is held to the choice and to the
-    tools' schemas; not with "auto" alone, unless a tool says "strict": true.
+    """Which of the tools the model may or must call: "auto", "none", "required", OpenAI's
+    dictionaries for one function or for allowed tools, or `ToolChoice`. The model is constrained to
+    the choice and to the tools' schemas. With "auto" alone it is not, unless a tool has "strict":
+    true.
     """
     parallel_tool_calls: bool | None
-    """Whether a reply may have several calls; if given, the model is held as by `tool_choice`."""
+    """Whether a reply may have several calls. If given, the model is constrained as with
+    `tool_choice`.
+    """
     add_generation_prompt: bool | None
     continue_final_message: bool | None
     template_arguments: Mapping[str, Any] | str | None
-    """For a conversation: additional named values for the chat template; an object or JSON text."""
+    """For a conversation: additional named values for the chat template, as an object or JSON text.
+    """
 
     model: str | None
-    """The model that is meant, by its name or an alias; a server that has it not refuses."""
+    """The intended model, by name or alias. A server without it refuses the request."""
     labels: Mapping[str, str] | None
-    """Labels for accounting: at most 16, in the server's logs and traces."""
+    """Labels for accounting, at most 16, which appear in the server's logs and traces."""
 
 
 class GenerationOptions(TurnOptions, total=False):
     """The options of one request; each is optional."""
 
     request_id: str | None
-    """Your id for the request, 1 to 128 of `[A-Za-z0-9._:/-]`; made for you if omitted."""
+    """The request's id, 1 to 128 characters of `[A-Za-z0-9._:/-]`; generated if omitted."""
     n: int | None
-    """How many independent continuations to make; default 1."""
+    """The number of independent continuations to generate; the default is 1."""
     tools: Sequence[Tool | Mapping[str, Any]] | None
     """For a conversation: the functions that the model may call."""
     raw_text: bool | None
-    """For a conversation: reasoning and tool calls stay in the text, as the model wrote them."""
+    """For a conversation: leave reasoning and tool calls in the text, as the model wrote them."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -161,7 +169,7 @@ class Request:
 OPTION_NAMES = frozenset(GenerationOptions.__annotations__)
 """The names of all options."""
 TURN_OPTION_NAMES = frozenset(TurnOptions.__annotations__)
-"""Of those that a run of tools may have too."""
+"""The names of the options that can also be used in a tool run."""
 
 _CHAT_OPTIONS = ("tools", "add_generation_prompt", "continue_final_message", "template_arguments")
 _CHOICE_OPTIONS = ("tool_choice", "parallel_tool_calls")
@@ -221,7 +229,7 @@ _OTHER_NAMES = {
     "user": "labels",
     "timeout": "time_limit, or the timeout of the call itself",
 }
-"""What other libraries call an option, and what it is here."""
+"""Names of options in other libraries, with their names here."""
 _ENUMS: dict[str, dict[str, int]] = {
     "delivery": {"stream": pb.DELIVERY_STREAM, "final": pb.DELIVERY_FINAL},
     "truncation_side": {"left": pb.TRUNCATION_SIDE_LEFT, "right": pb.TRUNCATION_SIDE_RIGHT},
@@ -229,12 +237,12 @@ _ENUMS: dict[str, dict[str, int]] = {
 
 
 def build_spec(prompt: Prompt, options: GenerationOptions | None = None) -> pb.GenerationSpec:
-    """The contract's message for a prompt and its options.
+    """Returns the contract's message for a prompt and its options.
 
     A `GenerationSpec` is copied, and the options are set on the copy.
 
     Raises:
-        TypeError: there is no option of this name, or the prompt has an unsupported type.
+        TypeError: there is no option with this name, or the prompt has an unsupported type.
         InvalidArgumentError: a value cannot be put in the message (it is out of the field's range
             or type).
     """
@@ -262,10 +270,10 @@ def build_spec(prompt: Prompt, options: GenerationOptions | None = None) -> pb.G
 
 
 def check_names(given: Iterable[str], known: Collection[str], what: str) -> None:
-    """Refuses options that there are not, with those that may be meant.
+    """Refuses unknown option names, suggesting the names that may be meant.
 
     Raises:
-        TypeError: there is no `what` of such a name.
+        TypeError: there is no `what` with such a name.
     """
     unknown = sorted(set(given) - set(known))
     if unknown:
@@ -278,11 +286,11 @@ def _and_meant(name: str, known: Collection[str]) -> str:
 
 
 def set_input(message: Any, prompt: Prompt) -> None:
-    """Puts a prompt in a message that has `text`, `tokens` and `chat` for it.
+    """Puts a prompt in a message that has the fields `text`, `tokens` and `chat`.
 
     Raises:
         TypeError: the prompt has an unsupported type.
-        InvalidArgumentError: it is empty, or a value in it does not fit.
+        InvalidArgumentError: the prompt is empty, or contains an invalid value.
     """
     if isinstance(prompt, str):
         try:
@@ -316,10 +324,10 @@ def set_input(message: Any, prompt: Prompt) -> None:
 
 
 def duration(value: float | timedelta, name: str) -> Duration:
-    """Seconds, or a timedelta, as a protobuf Duration.
+    """Converts seconds or a timedelta to a protobuf Duration.
 
     Raises:
-        InvalidArgumentError: it is negative, or not a finite number.
+        InvalidArgumentError: the value is negative or not a finite number.
     """
     seconds = value.total_seconds() if isinstance(value, timedelta) else float(value)
     if not math.isfinite(seconds) or seconds < 0:
@@ -329,7 +337,7 @@ def duration(value: float | timedelta, name: str) -> Duration:
 
 
 def choices_of(spec: pb.GenerationSpec) -> int:
-    """How many choices a request has."""
+    """Returns the number of choices of a request."""
     return spec.n if spec.HasField("n") else 1
 
 
@@ -353,7 +361,7 @@ def _apply(spec: pb.GenerationSpec, name: str, value: Any) -> None:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """The value in the field's type."""
+    """Converts a value to the field's type."""
     if name in _ENUMS:
         if value not in _ENUMS[name]:
             raise invalid_argument(name, f"{value!r} is not one of {', '.join(_ENUMS[name])}")
@@ -420,11 +428,11 @@ def _apply_tool_choice(spec: pb.GenerationSpec, given: Mapping[str, Any]) -> Non
 
 
 def set_chat_option(chat: pb.ChatInput, name: str, value: Any) -> None:
-    """Sets one of the options that make a conversation's prompt.
+    """Sets an option that affects a conversation's prompt.
 
     Raises:
-        TypeError: it is none of them.
-        InvalidArgumentError: the value does not fit.
+        TypeError: there is no such option.
+        InvalidArgumentError: the value is invalid.
     """
     if name not in _CHAT_OPTIONS:
         raise TypeError(f"no such option of a conversation: {name}")

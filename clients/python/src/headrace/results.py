@@ -1,4 +1,4 @@
-"""The output of a request: pieces while it runs (`Chunk`), and the whole (`Result`)."""
+"""The output of a request: chunks while it runs (`Chunk`), and the complete result (`Result`)."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ class FinishReason(StrEnum):
     """Why a request ended."""
 
     STOP = "stop"
-    """A stop string, a stop id or an end-of-sequence token."""
+    """A stop string, a stop token id or an end-of-sequence token was generated."""
     LENGTH = "length"
     """`max_tokens` was reached."""
     CONTEXT = "context"
     """The context is full."""
     CANCELLED = "cancelled"
-    """It was cancelled."""
+    """The request was cancelled."""
     TIME_LIMIT = "time_limit"
-    """Its time limit was reached."""
+    """The request's time limit was reached."""
     TOOL_CALLS = "tool_calls"
-    """The model called tools, whose arguments are whole, and ended its turn."""
+    """The model called tools, with complete arguments, and ended its turn."""
     UNKNOWN = "unknown"
     """A reason that this version of the client does not know."""
 
 
 class CancelStatus(StrEnum):
-    """The result of a cancel."""
+    """The result of a cancellation."""
 
     CANCELLED = "cancelled"
     """The request is being ended."""
     ALREADY_FINISHED = "already_finished"
-    """It had already ended."""
+    """The request had already ended."""
     NOT_FOUND = "not_found"
-    """No such request of this caller is on this server."""
+    """The caller has no such request on this server."""
     UNKNOWN = "unknown"
     """An answer that this version of the client does not know."""
 
@@ -69,7 +69,7 @@ class TokenInfo:
 
     id: int
     text: str
-    """The token's own text; a part of a character shows as U+FFFD. Do not join these."""
+    """The token's own text. An incomplete character shows as U+FFFD, so do not join these texts."""
     bytes: bytes
     logprob: float | None = None
     """The natural logarithm of its probability, if requested."""
@@ -77,7 +77,8 @@ class TokenInfo:
     """Its rank among all tokens by probability; 1 is the most likely."""
     candidates: tuple[TokenCandidate, ...] = ()
     time: float | None = None
-    """Seconds from the request's acceptance to this token, with `record_timestamps`."""
+    """The number of seconds from the request's acceptance to this token, with `record_timestamps`.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,39 +87,42 @@ class Usage:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """How many of the prompt's tokens were found in the prefix cache."""
+    """The number of prompt tokens found in the prefix cache."""
     completion_tokens: int = 0
     reasoning_tokens: int = 0
-    """How many of the completion's tokens were reasoning, where that comes apart from the text."""
+    """The number of completion tokens that were reasoning, if reasoning is separate from the text.
+    """
 
     @property
     def total_tokens(self) -> int:
-        """Prompt and output together."""
+        """The number of tokens of prompt and output together."""
         return self.prompt_tokens + self.completion_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """How much a server had to do at a moment."""
+    """The load of a server at one moment."""
 
     running: int
-    """Choices in its batch."""
+    """The number of choices in its batch."""
     waiting: int
-    """Requests that waited."""
+    """The number of waiting requests."""
     kv_cache_usage: float
-    """How much of the KV cache requests held, from 0 to 1."""
+    """The fraction of the KV cache held by requests, from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Times of a request, in seconds since it was accepted; None if the event did not happen."""
+    """The times of a request, in seconds since it was accepted; None if the event did not
+    happen.
+    """
 
     first_scheduled: float | None = None
     first_token: float | None = None
     last_token: float | None = None
     finished: float | None = None
     preemptions: int = 0
-    """How often it was preempted: gave up its cache blocks to others."""
+    """How often it was preempted, giving up its cache blocks to other requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +132,19 @@ class Accepted:
     request_id: str
     prompt_tokens: int
     queue_position: int
-    """How many requests were waiting before it."""
+    """The number of requests that were waiting before it."""
     seed: int | None
-    """The seed in force, set by the caller or drawn by the server."""
+    """The seed used, set by the caller or drawn by the server."""
     accepted_at: datetime | None
-    """By the server's clock, in UTC."""
+    """The time of acceptance by the server's clock, in UTC."""
     sampling: generation_pb2.SamplingOptions
-    """The parameters in force, with every default filled in."""
+    """The sampling parameters used, with every default filled in."""
     stop: generation_pb2.StopOptions
-    """The limits in force, with every default filled in."""
+    """The stop limits used, with every default filled in."""
     notes: tuple[str, ...] = ()
-    """What of the structured output is held otherwise than it was written, in words."""
+    """Descriptions of structured output constraints that are enforced differently from how they
+    were written.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,27 +154,29 @@ class PromptInfo:
     prompt_tokens: int
     cached_tokens: int
     tokens: tuple[TokenInfo, ...] = ()
-    """The prompt's tokens, if `prompt_logprobs` was set; the first has no logprob."""
+    """The prompt's tokens, if `prompt_logprobs` was set. The first one has no logprob."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallChunk:
-    """A part of a tool call."""
+    """A chunk of a tool call."""
 
     index: int
-    """Which of the reply's calls."""
+    """The index of the call within the reply."""
     id: str
-    """In the call's first part; else empty."""
+    """The call's id in its first chunk; otherwise empty."""
     name: str
-    """The tool's, in the call's first part; else empty."""
+    """The tool's name in the call's first chunk; otherwise empty."""
     arguments: str
-    """The next part of the arguments; all parts, joined, are the text of a JSON object."""
+    """The next chunk of the arguments. All chunks joined are the text of a JSON object."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New output of one choice. Texts and ids of all chunks, joined, are the exact output; in the
-    reply to a conversation, what the model thought and the tools that it calls come apart.
+    """New output of one choice.
+
+    The texts and ids of all chunks, joined, are the exact output. In the reply to a conversation,
+    reasoning and tool calls are separate from the text.
     """
 
     request_id: str
@@ -177,33 +185,33 @@ class Chunk:
     tokens: tuple[TokenInfo, ...] = ()
     choice_index: int = 0
     token_offset: int = 0
-    """How many tokens of this choice came before."""
+    """The number of earlier tokens of this choice."""
     seq: int = 0
-    """The event's number in its request."""
+    """The number of the event within its request."""
     reasoning: str = ""
     tool_calls: tuple[ToolCallChunk, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One whole output of a request (it has `n` of them)."""
+    """One complete output of a request, which has `n` of them."""
 
     index: int
     text: str
-    """Empty if the model has no tokenizer: its output is `token_ids` alone."""
+    """Empty if the model has no tokenizer; then the output is only in `token_ids`."""
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stop_string: str | None = None
-    """The stop string that was found, if one was."""
+    """The stop string that was found, if any."""
     stop_token_id: int | None = None
-    """The stop or end-of-sequence id that was generated, if one was."""
+    """The stop or end-of-sequence id that was generated, if any."""
     tokens: tuple[TokenInfo, ...] = ()
     usage: Usage = Usage()
     timings: Timings = Timings()
     reasoning: str = ""
-    """What the model thought before it answered, where that comes apart from the text."""
+    """The model's reasoning before its answer, if it is separate from the text."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """The tools that it called, their arguments as JSON text; not whole where it was cut."""
+    """The tool calls, with their arguments as JSON text; incomplete if the output was cut off."""
 
     @property
     def message(self) -> dict[str, Any]:
@@ -224,18 +232,20 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The whole result of a request. The plain properties are those of the first choice."""
+    """The complete result of a request. The plain properties are those of the first choice."""
 
     request_id: str
     choices: tuple[Choice, ...]
     usage: Usage
-    """Its cost in tokens, all choices together."""
+    """The token usage of all choices together."""
     prompt: PromptInfo | None = None
     accepted: Accepted | None = None
 
     @property
     def text(self) -> str:
-        """The text of the first choice. Empty if the model has no tokenizer: read `token_ids`."""
+        """The text of the first choice. Empty if the model has no tokenizer; then use
+        `token_ids`.
+        """
         return self.choices[0].text
 
     @property
@@ -245,22 +255,22 @@ class Result:
 
     @property
     def tokens(self) -> tuple[TokenInfo, ...]:
-        """The first choice's tokens with their details, if they were requested."""
+        """The first choice's tokens with their details, if requested."""
         return self.choices[0].tokens
 
     @property
     def logprobs(self) -> tuple[float | None, ...]:
-        """The log-probabilities of the first choice's tokens, if they were requested."""
+        """The log-probabilities of the first choice's tokens, if requested."""
         return self.choices[0].logprobs
 
     @property
     def reasoning(self) -> str:
-        """What the model thought before the first choice's text, where that comes apart."""
+        """The model's reasoning before the first choice's text, if it is separate from the text."""
         return self.choices[0].reasoning
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The tools that the first choice calls."""
+        """The tool calls of the first choice."""
         return self.choices[0].tool_calls
 
     @property
@@ -285,7 +295,7 @@ class Result:
 
     @property
     def timings(self) -> Timings:
-        """How long the first choice took, in seconds."""
+        """The timings of the first choice, in seconds."""
         return self.choices[0].timings
 
     @property
@@ -294,8 +304,9 @@ class Result:
         return self.accepted.seed if self.accepted else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as JSON-ready values: one choice's fields in place, or `choices` if there
-        are more.
+        """Returns the result as JSON-ready values.
+
+        The fields of a single choice are at the top level. Several choices are in `choices`.
         """
         found: dict[str, Any] = {"request_id": self.request_id}
         if len(self.choices) == 1:

@@ -1,5 +1,5 @@
-"""Many requests on one stream, or on one stream for each of several servers, from ordinary
-threads.
+"""Sessions for threads: many requests on one stream, or on one stream for each of several
+servers.
 """
 
 from __future__ import annotations
@@ -24,42 +24,39 @@ from headrace.results import Accepted, Chunk, PromptInfo, Result, ServerLoad
 from headrace.v1.generation_pb2 import GenerationSpec
 
 CLOSE_SECONDS = 5.0
-"""How long a close that cancels waits for the servers to answer."""
+"""How long `close` waits for the servers to answer when it cancels requests."""
 
 
 class Streams(Protocol):
-    """What carries a session: its bookkeeping, and the calls that do what that wants."""
+    """The transport of a session: its bookkeeping, and the calls that carry it out."""
 
     @property
     def core(self) -> Core:
-        """The bookkeeping; used with the lock held."""
+        """The session's bookkeeping. Use it with the lock held."""
 
     @property
     def lock(self) -> threading.Lock:
         """Held around every use of the core and its records."""
 
     def flush(self) -> None:
-        """Sends what the core wants sent; the lock is held."""
+        """Sends the core's pending commands. The lock is held."""
 
     def finish(self, timeout: float | None) -> None:
-        """Waits for the end of all streams, at most so many seconds; what then goes on is
-        cancelled.
-        """
+        """Waits up to `timeout` seconds for all streams to end, then cancels the remaining ones."""
 
     def later(self, seconds: float, act: Callable[[], object]) -> None:
-        """Does something after so many seconds."""
+        """Calls `act` after `seconds`."""
 
     def drop(self) -> None:
-        """Ends all streams, of which nobody wants to know any more. Takes no lock: it is called
-        where garbage is collected.
-        """
+        """Abandons all streams. Takes no lock, because it is called during garbage collection."""
 
 
 class Session:
-    """A session: many requests on one stream, their results interleaved. Made by `Client.session`.
+    """A session: many requests on one stream, their results interleaved. Created by
+    `Client.session`.
 
-    All methods may be called from any thread. Leaving the `with` block waits for the requests that
-    are still running; leaving it by an exception cancels them.
+    All methods are thread-safe. Leaving the `with` block waits for the requests that are still
+    running; leaving it with an exception cancels them.
 
         with client.session() as session:
             handles = [session.submit(prompt, max_tokens=32) for prompt in prompts]
@@ -68,7 +65,7 @@ class Session:
     """
 
     def __init__(self, streams: Streams, timeout: float | None = None) -> None:
-        """Made by `Client.session`."""
+        """Called by `Client.session`."""
         self._timeout = timeout
         self._armed = math.inf  # when the next look at what is over comes
         self._generation = _forks.generation()
@@ -79,7 +76,7 @@ class Session:
 
     @property
     def _lock(self) -> threading.Lock:
-        """The lock.
+        """The session's lock.
 
         Raises:
             FailedPreconditionError: another process opened the session.
@@ -94,21 +91,21 @@ class Session:
         timeout: float | None = None,
         **options: Unpack[GenerationOptions],
     ) -> RequestHandle:
-        """Starts a request and returns at once.
+        """Starts a request and returns immediately.
 
-        Refusals by the server are raised by the handle, not here. A request for which the server
-        has no room is sent again when it may have some (see `room_timeout`).
+        The handle raises the server's refusals, not this method. A request for which the server has
+        no room is resent when there may be room (see `room_timeout`).
 
         Args:
             prompt: text, token ids or a conversation.
-            timeout: seconds that the request may take from now on; then its handle raises
-                DeadlineExceededError, and it is cancelled. None: the client's.
+            timeout: the time limit of the request in seconds, from now. When it passes, the request
+                is cancelled and its handle raises DeadlineExceededError. None for the client's.
             options: see `GenerationOptions`.
 
         Raises:
             InvalidArgumentError: a value cannot be sent at all.
-            AlreadyExistsError: a live request of this session has that `request_id`.
-            UnavailableError: the session has ended, or is being closed.
+            AlreadyExistsError: a live request of this session has this `request_id`.
+            UnavailableError: the session has ended or is being closed.
         """
         return self._submit(build_spec(prompt, options), timeout=timeout)
 
@@ -116,15 +113,15 @@ class Session:
         """Continues a request of an earlier session, or of `Client.add_request`, on this one.
 
         Args:
-            request_id: the request.
-            from_seq: the number of the first event wanted; the handle has only what follows.
-            n: how many choices the request has; needed if `from_seq` is above 1, since the first
-                event has it.
+            request_id: the request's id.
+            from_seq: the number of the first event to read.
+            n: the request's number of choices; needed if `from_seq` is above 1, because only the
+                first event contains it.
 
         Raises:
             InvalidArgumentError: `n` is needed.
-            AlreadyExistsError: a live request of this session has that `request_id`.
-            UnavailableError: the session has ended, or is being closed.
+            AlreadyExistsError: a live request of this session has this `request_id`.
+            UnavailableError: the session has ended or is being closed.
         """
         return self._attach(fold_to_attach(request_id, from_seq=from_seq, n=n))
 
@@ -132,32 +129,33 @@ class Session:
         """Continues a request whose session was lost, where its handle left off.
 
         The new handle has all output from the beginning. This works until the lost session's lease
-        ends. If the request's end had arrived, the new handle has the same end at once.
+        ends. If the request's end had already arrived, the new handle has ended in the same way.
 
         Raises:
             AlreadyExistsError: the request is live on this session.
-            UnavailableError: the session has ended, or is being closed.
+            UnavailableError: the session has ended or is being closed.
         """
         return self._attach(handle._record.fold.reopened())
 
     @property
     def live(self) -> int:
-        """How many requests have not ended."""
+        """The number of requests that have not ended."""
         with self._lock:
             return len(self._core.records)
 
     @property
     def lease(self) -> float | None:
-        """The lease that the server granted, in seconds; None until it answered, or if none was
-        asked for. Of several servers: the shortest.
+        """The granted lease in seconds; with several servers, the shortest.
+
+        None if none was requested or the server has not answered yet.
         """
         with self._lock:
             return self._core.lease
 
     @property
     def load(self) -> ServerLoad | None:
-        """The server's load, as it was told last; None before that, or if `load_interval` was not
-        given. Of several servers: the sums, and the fullest cache.
+        """The load that the server reported last. With several servers, the totals and the usage of
+        the fullest cache. None before the first report, or if `load_interval` was not given.
         """
         with self._lock:
             return self._core.load
@@ -165,7 +163,8 @@ class Session:
     def close(self, *, cancel: bool = False) -> None:
         """Ends the session: accepts no more requests, and returns when the live ones have ended.
 
-        They need no reader for that, even with credits; they may still be cancelled meanwhile.
+        The live requests need no reader for that, even with credits. They can still be cancelled
+        meanwhile.
 
         Args:
             cancel: whether to cancel the live requests instead of waiting for them.
@@ -206,7 +205,7 @@ class Session:
             return handle
 
     def _arm(self, due: float) -> None:
-        """Has what is over looked for at that time; the lock is held."""
+        """Schedules the check for requests whose time has run out. The lock is held."""
         if due < self._armed:
             self._armed = due
             expire = weakref.WeakMethod(self._expire)
@@ -234,7 +233,7 @@ class Session:
         return handle
 
     def _flush(self) -> None:
-        """Sends what the core wants sent; the lock is held."""
+        """Sends the core's pending commands. The lock is held."""
         self._streams.flush()
 
 
@@ -244,7 +243,7 @@ def _drop(streams: Streams, generation: int) -> None:
 
 
 class RequestHandle:
-    """One request of a session. Iterating gives its chunks; several threads may wait for it.
+    """One request of a session. Iterate over it for its chunks. Several threads may wait for it.
 
     handle = session.submit("Once upon a time")
     for chunk in handle:
@@ -260,7 +259,7 @@ class RequestHandle:
 
     @property
     def _changed(self) -> threading.Condition:
-        """Notified when the request has changed.
+        """The condition that is notified when the request has changed.
 
         Raises:
             FailedPreconditionError: another process opened the session.
@@ -270,17 +269,17 @@ class RequestHandle:
 
     @property
     def request_id(self) -> str:
-        """The request's id, set by you or made by the client."""
+        """The request's id, set by you or generated by the client."""
         return self._record.request_id
 
     @property
     def next_seq(self) -> int:
-        """The number of the event that comes next: where `Session.attach` would continue."""
+        """The number of the next event, where `Session.attach` would continue."""
         return self._record.fold.next_seq
 
     @property
     def prompt(self) -> PromptInfo | None:
-        """What is known of the prompt since it was processed; None before that."""
+        """Information about the processed prompt; None before it was processed."""
         return self._record.fold.prompt
 
     @property
@@ -289,7 +288,7 @@ class RequestHandle:
         return self._record.fold.done
 
     def __iter__(self) -> Iterator[Chunk]:
-        """All chunks from the first on, as they come; may be iterated more than once.
+        """Yields all chunks from the first, as they arrive. Can be iterated more than once.
 
         Raises:
             HeadraceError: the request was refused, failed, or its session was lost.
@@ -310,10 +309,10 @@ class RequestHandle:
             raise record.fold.error
 
     def result(self, timeout: float | None = None) -> Result:
-        """Waits for the end and returns the whole result. A cancelled request has one too.
+        """Waits for the end and returns the complete result, which a cancelled request has as well.
 
         Args:
-            timeout: most seconds to wait; the request goes on afterwards.
+            timeout: the maximum number of seconds to wait; the request continues afterwards.
 
         Raises:
             DeadlineExceededError: `timeout` passed first.
@@ -330,10 +329,10 @@ class RequestHandle:
         return self._record.fold.result()
 
     def accepted(self, timeout: float | None = None) -> Accepted:
-        """Waits until the server has accepted the request; returns the effective parameters.
+        """Waits until the server has accepted the request. Returns the effective parameters.
 
         Args:
-            timeout: most seconds to wait.
+            timeout: the maximum number of seconds to wait.
 
         Raises:
             DeadlineExceededError: `timeout` passed first.
@@ -351,7 +350,9 @@ class RequestHandle:
         return fold.accepted
 
     def cancel(self) -> None:
-        """Asks the server to end the request; it then ends with CANCELLED and the output so far."""
+        """Asks the server to end the request, which then ends with CANCELLED and the output so
+        far.
+        """
         with self._session._lock:
             self._session._core.cancel(self._record)
             self._session._flush()

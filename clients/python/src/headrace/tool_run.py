@@ -1,4 +1,4 @@
-"""A conversation with tools that are Python functions, from a thread."""
+"""A conversation with tools that are Python functions, for threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Approve = Callable[[ToolCall], Verdict]
 
 
 class ToolRun:
-    """The turns of a conversation with tools. Made by `Client.run_tools`.
+    """The turns of a conversation with tools. Created by `Client.run_tools`.
 
         run = client.run_tools(messages, [read_gauge], max_turns=5)
         for turn in run:
@@ -31,9 +31,9 @@ class ToolRun:
                 print(answer.call.name, answer.content)
         print(run.result().text)
 
-    It goes on as it is read: by iterating over its turns, by `events`, or by `result`. An exception
-    (Ctrl-C too) cancels the request that runs, and leaves `messages` as they were after the last
-    whole turn.
+    The run advances as it is read: by iterating over its turns, by `events`, or by `result`. Any
+    exception, including Ctrl-C, cancels the running request and leaves `messages` as they were
+    after the last complete turn.
     """
 
     def __init__(
@@ -55,8 +55,9 @@ class ToolRun:
 
     @property
     def messages(self) -> list[Any]:
-        """The conversation: the messages given, then those of each whole turn. A reply whose calls
-        were not run is not among them.
+        """The conversation: the given messages, then those of each complete turn.
+
+        A reply whose calls were not run is not included.
         """
         return self._loop.messages
 
@@ -67,11 +68,11 @@ class ToolRun:
 
     @property
     def end(self) -> ToolRunEnd | None:
-        """Why the run has ended; None: it has not."""
+        """Why the run has ended; None if it has not."""
         return self._loop.end
 
     def __iter__(self) -> Iterator[ToolTurn]:
-        """Each turn, once its calls have been run.
+        """Yields each turn once its calls have been run.
 
         Raises:
             HeadraceError: a request was refused or failed.
@@ -85,7 +86,7 @@ class ToolRun:
             yield loop.turns[-1]
 
     def events(self) -> Iterator[Chunk | ToolAnswer | ToolTurn]:
-        """The same as it happens: the chunks of each reply, the answer of each call, the turn.
+        """Yields events as they happen: each reply's chunks, the answer to each call, and the turn.
 
         Raises:
             HeadraceError: a request was refused or failed.
@@ -105,7 +106,7 @@ class ToolRun:
             yield loop.turns[-1]
 
     def result(self) -> Result:
-        """Goes on to the end, if necessary, and returns the last reply.
+        """Runs to the end, if necessary, and returns the last reply.
 
         Raises:
             HeadraceError: a request was refused or failed.

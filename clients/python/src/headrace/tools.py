@@ -1,7 +1,7 @@
-"""Tools that are Python functions: what the model sees of one, and how a call of one is read.
+"""Tools that are Python functions: what the model sees of one, and how its calls are read.
 
 `tool` reads a function's name, docstring, type hints and defaults, once. The result is a `Tool`
-like any other, which can be passed wherever tools are; `Client.run_tools` also runs it.
+like any other, which can be passed wherever tools are accepted. `Client.run_tools` also runs it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 @dataclass(frozen=True, slots=True)
 class FunctionTool(Tool):
-    """A function that the model may call. Made by `tool`; it can be called as the function can."""
+    """A function that the model may call. Created by `tool`; it can be called like the function."""
 
     function: Callable[..., Any] = field(kw_only=True)
     shape: Shape = field(kw_only=True, repr=False, compare=False)
-    """Its parameters."""
+    """The shape of its parameters."""
 
     @property
     def is_async(self) -> bool:
@@ -42,11 +42,13 @@ class FunctionTool(Tool):
         return inspect.iscoroutinefunction(_unwrapped(self.function))
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call as the function takes them: an Enum's member for its value, a
-        dataclass for an object, and so on.
+        """Converts the arguments of a call to what the function takes.
+
+        For example, a value becomes an Enum member, and an object becomes a dataclass.
 
         Raises:
-            ValueError: they do not fit the function's type hints; the message names the place.
+            ValueError: the arguments do not fit the function's type hints; the message names the
+                location.
         """
         values: dict[str, Any] = self.shape.read(dict(arguments), "")
         return values
@@ -68,7 +70,7 @@ def tool(
     name: str | None = None,
     description: str | None = None,
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
-    '''A tool of a function; also a decorator, with or without arguments.
+    '''Makes a tool of a function. Also a decorator, with or without arguments.
 
         @headrace.tool
         def read_gauge(place: str, unit: Literal["m", "ft"] = "m") -> float:
@@ -78,20 +80,21 @@ def tool(
                 place: a town on the river.
             """
 
-    Its JSON Schema is made of the parameters' type hints and defaults: str, int, float, bool, None,
-    Any, Literal, Enum, list, tuple, dict with str keys, unions, dataclasses, TypedDicts, and
-    Annotated with a text, which describes the parameter, as the docstring's `Args:` do.
+    Its JSON Schema is made from the parameters' type hints and defaults. Supported hints are str,
+    int, float, bool, None, Any, Literal, Enum, list, tuple, dict with str keys, unions,
+    dataclasses, TypedDicts and Annotated. A parameter is described by a text in Annotated or by the
+    docstring's `Args:`.
 
     Args:
         function: the function, a coroutine function, or a bound method.
-        name: its name for the model; default: the function's.
-        description: what it does, for the model to read; default: the docstring, up to its first
-            section.
+        name: the tool's name for the model; the default is the function's.
+        description: what the tool does, for the model to read; the default is the docstring up to
+            its first section.
 
     Raises:
-        TypeError: the function cannot be a tool: a parameter has no type hint, or one that JSON
-            has nothing for; it takes `*args`, `**kwargs` or positional-only parameters; or it has
-            no name that a model could write.
+        TypeError: the function cannot be a tool. Either a parameter has no type hint, or one with
+            no equivalent in JSON; or the function takes `*args`, `**kwargs` or positional-only
+            parameters; or it has no name that a model could write.
     '''
     if function is None:
         return functools.partial(_tool, name=name, description=description)
@@ -99,10 +102,10 @@ def tool(
 
 
 def tools_by_name(tools: Sequence[Callable[..., Any]]) -> dict[str, FunctionTool]:
-    """Tools of functions, by their names; a `FunctionTool` is taken as it is.
+    """Makes tools of functions, by name. A `FunctionTool` is used as it is.
 
     Raises:
-        TypeError: one cannot be a tool, or two have the same name.
+        TypeError: a function cannot be a tool, or two have the same name.
     """
     found: dict[str, FunctionTool] = {}
     for one in tools:
@@ -116,11 +119,11 @@ def tools_by_name(tools: Sequence[Callable[..., Any]]) -> dict[str, FunctionTool
 
 
 def read_object(text: str) -> dict[str, Any]:
-    """The object of a JSON text, by the rules that the server has for the arguments of calls.
+    """Parses a JSON object, by the rules that the server has for the arguments of calls.
 
     Raises:
-        ValueError: it is malformed or no object, names a member twice, or has a number or half a
-            surrogate pair that JSON has not.
+        ValueError: the text is malformed or not an object, names a member twice, or contains a
+            number or half a surrogate pair that JSON does not allow.
     """
 
     def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -143,11 +146,13 @@ def read_object(text: str) -> dict[str, Any]:
 
 
 def answer_text(value: Any) -> str:
-    """What a function returned, as the text that the model reads: a string as it is, all else as
-    JSON; dataclasses are objects, and what JSON has nothing for is its `str`.
+    """Converts what a function returned to the text that the model reads.
+
+    A string is used unchanged, and anything else becomes JSON. Dataclasses become objects. Values
+    that JSON cannot represent become their `str`.
 
     Raises:
-        TypeError, ValueError, RecursionError: a key is no string, or it contains itself.
+        TypeError, ValueError, RecursionError: a key is not a string, or the value contains itself.
     """
     if isinstance(value, str) and not isinstance(value, Enum):
         return value
@@ -187,14 +192,14 @@ def _tool(
 
 
 def _unwrapped(function: Any) -> Any:
-    """The function that is written down: that of a partial, and of an object that can be called."""
+    """Returns the underlying function of a partial or of a callable object."""
     while isinstance(function, functools.partial):
         function = function.func
     return function if inspect.isroutine(function) else type(function).__call__
 
 
 def _members(function: Callable[..., Any], described: Mapping[str, str]) -> dict[str, Member]:
-    """A function's parameters."""
+    """Returns a function's parameters as members of an object."""
     try:
         parameters = inspect.signature(function).parameters
         hints = hints_of(_unwrapped(function))
@@ -214,7 +219,7 @@ def _members(function: Callable[..., Any], described: Mapping[str, str]) -> dict
 
 
 def _documented(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """What a docstring says: the text before its first section, and its `Args:` by their names."""
+    """Splits a docstring into the text before its first section and its `Args:`, by name."""
     lines = (inspect.getdoc(_unwrapped(function)) or "").splitlines()
     starts = [i for i, line in enumerate(lines) if _SECTION.fullmatch(line)]
     text = "\n".join(lines[: starts[0] if starts else len(lines)]).strip()

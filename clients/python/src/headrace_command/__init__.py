@@ -1,7 +1,7 @@
-"""The entry of the `headrace` command.
+"""The entry point of the `headrace` command.
 
-It is a package of its own since gRPC reads its settings from the environment as it is imported, and
-whatever is in `headrace` imports it.
+It is a separate package because gRPC reads its settings from the environment when it is imported,
+and every module of `headrace` imports it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m headrace_command`: the command, without a script of its environment."""
+"""Runs the command as `python -m headrace_command`, for environments without its script."""
 
 from headrace_command import main
 

@@ -1,5 +1,6 @@
-"""The command: the options before the subcommand, and the list of subcommands. `headrace_command`
-runs it.
+"""The command: the options before the subcommand, and the list of subcommands.
+
+`headrace_command` runs it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """`headrace batch`: a file of requests in, a file of results out.
 
 1. The command's arguments are checked before the output is changed.
-2. Each line of the input is a request; for an invalid line the outcome is an error (`batch_input`).
+2. Each line of the input is a request. The outcome of an invalid line is an error (`batch_input`).
 3. All requests go through one session (over all servers of the target) with a bounded window
    (`run_batch`), as they arrive.
-4. Each outcome is written as one whole line, so that the output is valid whenever the command ends
-   (`batch_output`).
-5. `--resume` keeps existing results, and drops error lines (they are tried again) and an incomplete
-   last line.
+4. Each outcome is written as one complete line, so that the output is valid whenever the command
+   ends (`batch_output`).
+5. `--resume` keeps existing results. It drops error lines, whose requests are tried again, and an
+   incomplete last line.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ from headrace.options import GenerationOptions, build_spec
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """The job."""
-
     source: Path
     output: Path
     max_in_flight: int
@@ -101,7 +99,7 @@ def batch(
 
 
 def _check_options(options: GenerationOptions) -> None:
-    """Ends the command if these options are invalid for any request."""
+    """Ends the command if an option is invalid for every request."""
     if "request_id" in options:
         common.fail("-o request_id: a batch's requests cannot share one", common.EXIT_USAGE)
     reasons: dict[str, None] = {}
@@ -115,7 +113,7 @@ def _check_options(options: GenerationOptions) -> None:
 
 
 def _run(client: Client, job: _Job) -> None:
-    """Does the job; if an exception is raised, it has the exit code."""
+    """Runs the job. Any exception it raises has the exit code."""
     done = failed = 0
     lost = None
     with ExitStack() as stack:
@@ -156,8 +154,9 @@ def _run(client: Client, job: _Job) -> None:
 
 @contextmanager
 def _interrupting(feed: BatchFeed) -> Iterator[None]:
-    """Makes the first Ctrl-C end the batch in an orderly way, so that no outcome is lost before it
-    is written; the second one interrupts at once.
+    """Makes the first Ctrl-C end the batch in an orderly way, so that every outcome is written.
+
+    The second Ctrl-C interrupts immediately.
     """
     if threading.current_thread() is not threading.main_thread():  # signals are the main one's
         yield

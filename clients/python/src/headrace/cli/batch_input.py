@@ -1,9 +1,9 @@
 """The input of `headrace batch`: from the bytes of a file to requests and their ids.
 
-1. `open_source` gives the bytes, `split_lines` the lines as they come.
-2. `InputReader.requests` makes a request from each line, or an error if it is invalid: an invalid
-   line affects no others.
-3. Every line has an id, given or its number; no two lines have the same.
+1. `open_source` returns the source of bytes; `split_lines` yields the lines as they arrive.
+2. `InputReader.requests` makes a request from each line, or an error if the line is invalid. An
+   invalid line does not affect others.
+3. Every line has an id, which is given or is its line number. No two lines have the same id.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from headrace.errors import HeadraceError, invalid_argument
 from headrace.options import OPTION_NAMES, GenerationOptions, Request
 
 Id = str | int
-"""What names a request in the input and its outcome in the output; 2 is not "2"."""
+"""The id of a request in the input and of its outcome in the output; 2 and "2" are different."""
 
 _INPUTS = ("prompt", "messages", "token_ids")
 _CHUNK_BYTES = 64 * 1024
 
 
 def open_source(source: Path, stack: ExitStack) -> RawIOBase:
-    """The bytes of the requests; a file that cannot be read ends the command. The stack closes it.
+    """Opens the source of requests. The stack closes it. If it cannot be read, the command ends.
 
-    Unbuffered: a buffer is locked while it waits for a pipe, and Python cannot exit then.
+    It is unbuffered: a buffer stays locked while it waits for a pipe, and Python cannot exit then.
     """
     if str(source) == "-":
         return unbuffered(sys.stdin)
@@ -42,12 +42,12 @@ def open_source(source: Path, stack: ExitStack) -> RawIOBase:
 
 
 def unbuffered(stream: Any) -> RawIOBase:
-    """The raw stream below one of Python's own streams; its buffer if there is none."""
+    """Returns the raw stream below one of Python's standard streams, or else its buffer."""
     return cast(RawIOBase, getattr(stream.buffer, "raw", stream.buffer))
 
 
 def split_lines(source: RawIOBase) -> Iterator[bytes]:
-    """Each line as soon as it is complete, without its line end; then the rest after the last one.
+    """Yields each line as soon as it is complete, without its line end, then any incomplete rest.
 
     Raises:
         HeadraceError: reading the source failed.
@@ -67,7 +67,7 @@ class InputReader:
     """Turns lines into requests and remembers the ids of those in progress."""
 
     def __init__(self, done: set[Id]) -> None:
-        """`done`: the ids that have a result already."""
+        """Initializes the reader. `done` has the ids that already have a result."""
         self.ids: dict[int, Id] = {}
         self.skipped = 0
         self._done = done
@@ -75,7 +75,7 @@ class InputReader:
         self._count = 0
 
     def requests(self, lines: Iterator[bytes]) -> Iterator[BatchInput]:
-        """A request for each line that has no result yet, or an error for an invalid one."""
+        """Yields a request for each line without a result yet, or an error for an invalid line."""
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -100,10 +100,10 @@ class InputReader:
 
 
 def parse_fields(line: bytes) -> dict[str, Any]:
-    """The JSON object of a line.
+    """Parses the JSON object of a line.
 
     Raises:
-        InvalidArgumentError: it is not one, or has text that cannot be sent.
+        InvalidArgumentError: the line is not a JSON object, or contains text that cannot be sent.
     """
     try:
         text = line.decode("utf-8")
@@ -127,10 +127,10 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def take_id(fields: dict[str, Any], number: int) -> Id:
-    """Removes the id from a line's fields and returns it; the line's number if it has none.
+    """Removes the id from a line's fields and returns it, or the line's number if there is no id.
 
     Raises:
-        InvalidArgumentError: it is neither a string nor an integer.
+        InvalidArgumentError: the id is neither a string nor an integer.
     """
     given = fields.pop("id", None)
     if given is None:
@@ -141,10 +141,10 @@ def take_id(fields: dict[str, Any], number: int) -> Id:
 
 
 def make_request(fields: dict[str, Any]) -> Request:
-    """The request that a line's other fields describe.
+    """Makes a request from a line's other fields.
 
     Raises:
-        InvalidArgumentError: they do not describe a request.
+        InvalidArgumentError: the fields do not describe a request.
     """
     given = [name for name in _INPUTS if fields.get(name) is not None]
     if len(given) != 1:

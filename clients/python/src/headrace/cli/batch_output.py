@@ -1,4 +1,4 @@
-"""The output of `headrace batch`: existing results, and one whole line for each outcome."""
+"""The output of `headrace batch`: existing results, and one complete line for each outcome."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headrace.results import FinishReason, Result
 
 
 def check_output(output: Path, source: RawIOBase, *, resume: bool, overwrite: bool) -> None:
-    """Ends the command if the results cannot go there; opens nothing and changes nothing."""
+    """Ends the command if the results cannot be written to `output`. Opens and changes nothing."""
     if resume and overwrite:
         common.fail("--resume and --overwrite contradict each other", common.EXIT_USAGE)
     to_stdout = str(output) == "-"
@@ -48,8 +48,9 @@ def _stat_of(source: RawIOBase) -> os.stat_result | None:
 
 
 def keep_results(output: Path) -> set[Id]:
-    """Rewrites the output with only its results, without errors, without what was cancelled and
-    without the incomplete last line of a killed run; returns their ids.
+    """Rewrites the output to contain only complete results. Returns their ids.
+
+    Removes errors, cancelled requests, and the incomplete last line of a killed run.
     """
     if not output.exists():
         return set()
@@ -74,14 +75,14 @@ def keep_results(output: Path) -> set[Id]:
 
 
 def _is_whole(fields: dict[str, Any]) -> bool:
-    """Whether a line is the result of a request that came to its own end."""
+    """Whether a line is the result of a request that was not cancelled and did not fail."""
     choices = fields.get("choices", [fields])
     reasons = [one.get("finish_reason") for one in choices if isinstance(one, dict)]
     return "error" not in fields and FinishReason.CANCELLED not in reasons
 
 
 def _fields(line: bytes) -> dict[str, Any]:
-    """A line's JSON object; empty if it is not one."""
+    """Returns a line's JSON object, or an empty dictionary if the line is not a JSON object."""
     try:
         fields = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):
@@ -90,10 +91,10 @@ def _fields(line: bytes) -> dict[str, Any]:
 
 
 class Sink:
-    """Where the outcomes are written, each at once and as a whole line."""
+    """Writes the outcomes, each immediately and as one complete line."""
 
     def __init__(self, output: Path, *, resume: bool, overwrite: bool, stack: ExitStack) -> None:
-        """Opens it; the command ends if it cannot be opened. The stack closes it."""
+        """Opens the output. The stack closes it. If it cannot be opened, the command ends."""
         if str(output) == "-":
             self._file = unbuffered(sys.stdout)
             return
@@ -105,7 +106,7 @@ class Sink:
             common.fail(f"cannot write the results: {error}", common.EXIT_USAGE)
 
     def write(self, id_: Id, outcome: Result | HeadraceError) -> None:
-        """Writes an outcome; the command ends if that fails."""
+        """Writes an outcome. If that fails, the command ends."""
         told = outcome.to_dict()
         fields = {"error": told} if isinstance(outcome, HeadraceError) else told
         line = json.dumps({"id": id_, **fields}, ensure_ascii=False) + "\n"

@@ -98,7 +98,7 @@ def chat(
 
 
 def _model(client: Client) -> str:
-    """The model's name; one that cannot hold a conversation ends the command."""
+    """Returns the model's name. A model that cannot hold a conversation ends the command."""
     card = client.model()
     if not card.capabilities.input.chat:
         common.fail(
@@ -110,7 +110,7 @@ def _model(client: Client) -> str:
 
 
 def _functions(tools: Path | None, *, asks: bool, interactive: bool) -> list[FunctionTool]:
-    """The functions of the file; what cannot be run here ends the command."""
+    """Returns the functions of the file, or ends the command if they cannot be run here."""
     if tools is None:
         return []
     if asks and not interactive:

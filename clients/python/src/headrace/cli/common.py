@@ -1,4 +1,4 @@
-"""What the commands share: the connection, and how errors are printed."""
+"""Shared by the commands: the connection, and how errors are printed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _C = TypeVar("_C", Client, AsyncClient)
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """How to reach the server; filled from the options before the command."""
+    """How to reach the server, from the options before the command."""
 
     target: str
     tls: bool | None
@@ -47,11 +47,11 @@ class Connection:
     token_file: Path | None = None
 
     def open(self) -> Client:
-        """A client of that server; wrong arguments end the command."""
+        """Opens a client of the server. Invalid arguments end the command."""
         return self._opened(Client)
 
     def open_async(self, target: str | None = None, **options: Any) -> AsyncClient:
-        """The same for asyncio, with further arguments; `target`: another server."""
+        """Opens an asyncio client with further options, optionally of another `target`."""
         return self._opened(AsyncClient, target, **options)
 
     def _opened(self, kind: Callable[..., _C], target: str | None = None, **options: Any) -> _C:
@@ -74,10 +74,11 @@ class Connection:
             fail(str(error), EXIT_USAGE)
 
     def _check_certificates(self) -> None:
-        """Finds files that gRPC cannot use: it would only log that when it connects.
+        """Finds certificate files that gRPC cannot use; gRPC itself would only log the problem
+        later.
 
         Raises:
-            ValueError: a file has other content, or the key belongs to another certificate.
+            ValueError: a file has invalid content, or the key does not match the certificate.
             OSError: a file cannot be read.
         """
         # What is no regular file, such as a shell's pipe, can be read only once: by gRPC.
@@ -96,7 +97,7 @@ class Connection:
 
 
 def of(context: typer.Context) -> Connection:
-    """The connection that the options before the command describe."""
+    """Returns the connection described by the options before the command."""
     return cast(Connection, context.obj)
 
 
@@ -107,19 +108,19 @@ def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
 
 
 def check_text(value: str, what: str) -> None:
-    """Ends the command if an argument is not valid text: it cannot be put in a message."""
+    """Ends the command if an argument is not valid text and cannot be put in a message."""
     if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
         fail(f"{what} is not UTF-8: {value!r}", EXIT_USAGE)
 
 
 def check_seconds(value: float, what: str, least: float, most: float) -> None:
-    """Ends the command if a time is out of bounds, or not a number."""
+    """Ends the command if a time is out of bounds or not a number."""
     if math.isnan(value) or not least <= value <= most:
         fail(f"{what} is {value:g}; it must be {least:g} to {most:.12g} seconds", EXIT_USAGE)
 
 
 def explain(error: HeadraceError) -> str:
-    """An error in words for a person at a terminal."""
+    """Describes an error for a person at a terminal."""
     if isinstance(error, UnavailableError) and not error.reached_server:
         if is_about_tls(error):
             return error.message
@@ -140,17 +141,17 @@ def explain(error: HeadraceError) -> str:
 
 
 def was_cancelled(result: Result) -> bool:
-    """Whether somebody else cancelled the request, or its server as it stopped."""
+    """Whether the request was cancelled by someone else or by a stopping server."""
     return any(choice.finish_reason == FinishReason.CANCELLED for choice in result.choices)
 
 
 def exit_code(error: HeadraceError) -> int:
-    """The exit code of an error."""
+    """Returns the exit code for an error."""
     return EXIT_UNAVAILABLE if isinstance(error, UnavailableError) else EXIT_FAILED
 
 
 def tells_errors(command: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A command whose errors become a line on stderr and an exit code instead of a traceback."""
+    """Makes a command report errors as a line on stderr and an exit code, without a traceback."""
 
     @functools.wraps(command)
     def told(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -166,7 +167,7 @@ def tells_errors(command: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def read_text(source: str | None) -> str:
-    """A prompt: as it is, from a file (`@path`), or from stdin (None or `-`)."""
+    """Returns a prompt: given directly, from a file (`@path`), or from stdin (None or `-`)."""
     if source is None or source == "-":
         if source is None and sys.stdin.isatty():
             fail("no prompt: give one, or @file, or pipe it in", EXIT_USAGE)
@@ -175,7 +176,7 @@ def read_text(source: str | None) -> str:
 
 
 def read_file(source: str, what: str) -> str:
-    """A text as it is, or from a file (`@path`)."""
+    """Returns a text: given directly, or from a file (`@path`)."""
     if source.startswith("@"):
         try:
             return Path(source[1:]).read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
-"""A conversation at a terminal, or from a pipe: the questions, the commands, and what is shown.
+"""A conversation at a terminal or from a pipe: the questions, the commands, and what is shown.
 
-The answers' text goes to stdout, and nothing else does: what the model thinks, the tools that it
-calls and what they answer go to stderr, so that stdout can be piped.
+Only the text of the answers goes to stdout. Reasoning, tool calls and tool results go to stderr, so
+that stdout can be piped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHOWN_CHARACTERS = 500
 
 
 class Conversation:
-    """The state of a conversation; `failed`: whether a request was refused or failed."""
+    """The state of a conversation. `failed` is whether a request was refused or failed."""
 
     def __init__(
         self,
@@ -48,8 +48,11 @@ class Conversation:
         reasoning: bool = True,
         interactive: bool,
     ) -> None:
-        """`asks`: whether a person is asked before a tool runs; `reasoning`: whether it is shown,
-        on a terminal.
+        """Initializes the conversation.
+
+        Args:
+            asks: whether to ask the user before a tool runs.
+            reasoning: whether to show the model's reasoning on a terminal.
         """
         self._client = client
         self._options = options
@@ -63,7 +66,7 @@ class Conversation:
         self._messages: list[Any] = []
 
     def run(self, model: str) -> None:
-        """Takes questions until there are no more."""
+        """Answers questions until there are no more."""
         if self.interactive:
             with contextlib.suppress(ImportError):  # not everywhere; only line editing is lost
                 import readline  # noqa: F401  # input() uses it once it is imported
@@ -78,7 +81,7 @@ class Conversation:
                 self._ask(line)
 
     def _read(self) -> str | None:
-        """The next line; None: no more. Ctrl-C at the prompt clears the line."""
+        """Returns the next line, or None at the end. Ctrl-C at the prompt clears the line."""
         while True:
             try:
                 if self.interactive:
@@ -151,9 +154,7 @@ class Conversation:
             self._keep_part(run, reply, len(before))
 
     def _keep_part(self, run: ToolRun, reply: _Reply, skip: int) -> None:
-        """Keeps what was said of an answer that did not come to its end; forgets the question if
-        nothing was.
-        """
+        """Keeps the output of an incomplete answer, or discards the question if there is none."""
         if reply.text or reply.reasoning:
             part = {"role": "assistant", "content": reply.text}
             if reply.reasoning:
@@ -162,7 +163,7 @@ class Conversation:
 
 
 class _Reply:
-    """Shows one reply after the other; `text` and `reasoning` are those of the last one."""
+    """Shows replies one after the other. `text` and `reasoning` are those of the last reply."""
 
     def __init__(self, *, reasoning: bool) -> None:
         self.text = ""
@@ -170,10 +171,10 @@ class _Reply:
         self._has_text = False
         self._shows_reasoning = reasoning
         self._line: Literal["", "text", "reasoning", "call"] = ""
-        """What the line that is not ended yet has."""
+        """What the current, unfinished line contains."""
 
     def show(self, event: Chunk | ToolAnswer | ToolTurn) -> None:
-        """Shows a piece of a reply, or what a tool answered."""
+        """Shows a chunk of a reply, or a tool's answer."""
         if isinstance(event, Chunk):
             self._chunk(event)
         elif isinstance(event, ToolAnswer):
@@ -186,13 +187,13 @@ class _Reply:
             self.text = self.reasoning = ""
 
     def end(self) -> None:
-        """Ends the answer, which has a line even if it is empty."""
+        """Ends the answer, writing a line even if the answer is empty."""
         if not self._has_text:
             self._begin("text")
         self._begin("")
 
     def stop(self) -> None:
-        """Ends the line, where an answer is interrupted."""
+        """Ends the current line when an answer is interrupted."""
         self._begin("")
 
     def _chunk(self, chunk: Chunk) -> None:
@@ -213,7 +214,7 @@ class _Reply:
             self._aside(part.arguments)
 
     def _begin(self, line: Literal["", "text", "reasoning", "call"]) -> None:
-        """Ends the line before, if it has something else."""
+        """Starts output of a kind, ending the current line first if it has another kind."""
         if self._line not in ("", line):
             typer.echo(err=self._line != "text")
         self._line = line
@@ -223,7 +224,7 @@ class _Reply:
 
 
 def _approve(call: ToolCall) -> bool:
-    """Asks the person whether a call may run."""
+    """Asks the user whether a call may run."""
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     try:
         said = input(f"run {call.name}({arguments})? [y/N] ")
@@ -236,7 +237,7 @@ def _approve(call: ToolCall) -> bool:
 def _unrun(
     end: ToolRunEnd | None, last: Result, max_turns: int, tools: Sequence[FunctionTool]
 ) -> str:
-    """Why the calls of the last reply were not run."""
+    """Returns a note on why the calls of the last reply were not run."""
     if end is ToolRunEnd.CUT:
         cut = f"stop string {last.stop_string!r}" if last.stop_string else last.finish_reason
         return f"(the reply was cut by {cut}: its calls were not run)"
@@ -246,7 +247,7 @@ def _unrun(
 
 
 def _line(message: Message | Mapping[str, Any]) -> str:
-    """A message of the history."""
+    """Formats a message of the history."""
     if isinstance(message, Message):
         return f"{message.role}: {message.content}"
     calls = [one["function"] for one in message.get("tool_calls", ())]

@@ -123,7 +123,7 @@ def generate(
 
 
 def _write_as_it_comes(stream: Iterable[Chunk], *, silent: bool, token_ids: bool) -> str:
-    """Writes the first choice while it is generated; returns the last piece that was written."""
+    """Writes the first choice while it is generated. Returns the last text that was written."""
     last = ""
     for chunk in stream:
         if silent or chunk.choice_index != 0:
@@ -149,7 +149,7 @@ def _write_rest(result: Result, last: str, *, token_ids: bool) -> None:
 
 
 def _write_calls(choice: Choice) -> None:
-    """Each tool call as a line of JSON."""
+    """Writes each tool call as a line of JSON."""
     for call in choice.message.get("tool_calls", ()):
         typer.echo(json.dumps(call, ensure_ascii=False))
 
@@ -162,7 +162,7 @@ def _ids(text: str) -> list[int]:
 
 
 def describe(result: Result) -> str:
-    """Tokens and times of a request in one line."""
+    """Describes the tokens and times of a request in one line."""
     usage, timings = result.usage, result.timings
     words = [
         f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached)",

@@ -1,9 +1,9 @@
-"""The options that several commands have, one definition of each, and the groups in which a command
+"""The options that several commands share, each defined once, and the groups in which a command
 takes them.
 
-A group is a frozen dataclass whose fields are options. A command names the group as one keyword
-parameter; `grouped` shows typer an option for each field instead, in this order, and hands the
-command the filled group.
+A group is a frozen dataclass whose fields are options. A command takes a group as one keyword
+parameter. `grouped` shows typer one option for each field instead, in order, and passes the filled
+group to the command.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _R = TypeVar("_R")
 
 
 def grouped(command: Callable[..., _R]) -> Callable[..., _R]:
-    """A command whose parameters that are groups are their fields to typer."""
+    """Makes typer see the fields of a command's group parameters as separate options."""
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, Any] = {}
     shown: list[inspect.Parameter] = []
@@ -61,8 +61,8 @@ def _options_of(group: Any) -> list[inspect.Parameter]:
 
 
 def make_options(pairs: list[str] | None, **named: Any) -> GenerationOptions:
-    """The options of a request: the command's own, and `-o name=value` with a JSON value (or a
-    string).
+    """Merges a command's own options with `-o name=value` pairs, whose values are JSON or
+    strings.
     """
     options = {name: value for name, value in named.items() if value is not None and value != []}
     for pair in pairs or ():
@@ -248,7 +248,7 @@ System = Annotated[str | None, typer.Option(help="Instructions that come before 
 
 @dataclass(frozen=True, slots=True)
 class ReplyOptions:
-    """How a reply of a conversation is made."""
+    """How a reply in a conversation is generated."""
 
     max_tokens: MaxTokens = None
     max_reasoning_tokens: MaxReasoningTokens = None
@@ -262,7 +262,7 @@ class ReplyOptions:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions(ReplyOptions):
-    """How a request is answered."""
+    """How a request is processed."""
 
     n: N = None
     priority: Priority = None
@@ -270,7 +270,7 @@ class RequestOptions(ReplyOptions):
 
 @dataclass(frozen=True, slots=True)
 class FormOptions:
-    """What form the output has."""
+    """The format of the output."""
 
     json_schema: JsonSchema = None
     json_object: JsonObject = False
@@ -279,7 +279,7 @@ class FormOptions:
     choice: Choices = None
 
     def named(self) -> dict[str, Any]:
-        """As the options of a request; a file that cannot be read ends the command."""
+        """Returns the options of a request. A file that cannot be read ends the command."""
         return {
             "json_schema": _read_form(self.json_schema, "the schema"),
             "json_object": self.json_object or None,
@@ -290,13 +290,13 @@ class FormOptions:
 
 
 def _read_form(source: str | None, what: str) -> str | None:
-    """A schema or grammar: as it is, from a file (`@path`), or none."""
+    """Returns a schema or grammar: given directly, from a file (`@path`), or None."""
     return None if source is None else common.read_file(source, what)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """How to reach the server; what is left out is that of the options before the command."""
+    """How to reach the server. Options left out are taken from those before the command."""
 
     target: Target = None
     tls: Tls = None
@@ -308,7 +308,7 @@ class ServerOptions:
     token_file: TokenFile = None
 
     def connection(self, context: typer.Context) -> common.Connection:
-        """The connection that these options and those before the command describe."""
+        """Returns the connection described by these options and those before the command."""
         before = common.of(context)
         token_file = self.token_file or (None if self.token else before.token_file)
         return common.Connection(

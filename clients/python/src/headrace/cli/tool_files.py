@@ -20,8 +20,9 @@ _MODULE = "headrace_tool_file"
 
 
 def load_functions(path: Path) -> list[FunctionTool]:
-    """The public functions that a Python file defines, and what it makes of `headrace.tool`, in
-    their order. The file is run, as `python FILE` would; one that cannot be used ends the command.
+    """Returns the public functions and `headrace.tool` objects of a Python file, in order.
+
+    The file is executed as `python FILE` would do. A file that cannot be used ends the command.
     """
     found = []
     for name, value in vars(_run(path)).items():
@@ -41,7 +42,7 @@ def load_functions(path: Path) -> list[FunctionTool]:
 
 
 def read_tools(path: Path) -> Sequence[Tool | Mapping[str, Any]]:
-    """The tools that a file describes: the functions of a Python file, or a JSON array."""
+    """Returns the tools in a file: the functions of a Python file, or a JSON array."""
     if path.suffix == ".py":
         return load_functions(path)
     try:
@@ -54,7 +55,9 @@ def read_tools(path: Path) -> Sequence[Tool | Mapping[str, Any]]:
 
 
 def read_choice(given: str | None) -> str | dict[str, Any] | None:
-    """The value of `--tool-choice`: a mode, a JSON object of OpenAI's, or the name of a tool."""
+    """Parses the value of `--tool-choice`: a mode, an OpenAI-style JSON object, or a tool's
+    name.
+    """
     if given is None or given in ("auto", "none", "required"):
         return given
     if not given.lstrip().startswith("{"):

@@ -1,4 +1,4 @@
-"""`headrace top`: a server's live statistics on a terminal; plain lines elsewhere.
+"""`headrace top`: a server's live statistics on a terminal, or as plain lines elsewhere.
 
 The figures are those of the server's metrics (docs/operations.md), in the same units.
 """
@@ -87,10 +87,11 @@ def top(
 
 @contextmanager
 def _quits(end: Callable[[], None]) -> Iterator[str | None]:
-    """Call `end`, in a thread, when q is pressed: as long as this lasts, keys are read as they are
-    pressed, and not shown. Nothing is read from what is no terminal, or is another job's.
+    """Calls `end`, in a thread, when q is pressed. Meanwhile, keys are unbuffered and not echoed.
 
-    Returns: the keys, in words; None: none are read.
+    Nothing is read if the input is not a terminal or belongs to another job.
+
+    Returns: a description of the keys; None if none are read.
     """
     try:
         import termios
@@ -123,7 +124,7 @@ def _quits(end: Callable[[], None]) -> Iterator[str | None]:
 
 
 class _Nothing:
-    """If nothing is live."""
+    """A stand-in context manager for when there is no live display."""
 
     def __enter__(self) -> None:
         return None
@@ -133,13 +134,13 @@ class _Nothing:
 
 
 def phase_of(found: pb.Statistics) -> str:
-    """The server's phase, in a word or two."""
+    """Describes the server's phase in a word or two."""
     name = pb.ServerPhase.Name(found.phase).removeprefix("SERVER_PHASE_").lower()
     return f"{name}, paused" if found.HasField("pause") else name
 
 
 def line(found: pb.Statistics) -> str:
-    """The statistics in one line, always in the same words."""
+    """Formats the statistics as one line with fixed labels."""
     engine, rates = found.engine, found.rates
     words = [
         found.sample_time.ToDatetime().isoformat(timespec="seconds") + "Z",
@@ -170,7 +171,7 @@ def line(found: pb.Statistics) -> str:
 
 
 def picture(found: pb.Statistics, target: str) -> Group:
-    """The statistics for a terminal."""
+    """Formats the statistics for a terminal."""
     # Names and reasons are shown as they are: nothing in them is markup.
     head = Text(f"{found.model or '(loading)'} at {target}  {phase_of(found)}", style="bold")
     uptime = timedelta(seconds=found.uptime_duration.seconds)
@@ -254,7 +255,7 @@ def _engine_rows(table: Table, found: pb.Statistics) -> None:
 
 
 def _refusal_row(table: Table, front: pb.FrontEndStatistics) -> None:
-    """What was refused, by reason, the most frequent ones first; the rest in one sum."""
+    """Adds a row of refusals by reason, most frequent first, with the rest as one sum."""
     reasons: Counter[str] = Counter()
     for one in front.refusals:
         reasons[one.reason or one.status_code] += one.count
@@ -266,7 +267,7 @@ def _refusal_row(table: Table, front: pb.FrontEndStatistics) -> None:
 
 
 def _caller_rows(table: Table, engine: pb.EngineStatistics) -> None:
-    """A row for each caller, those with the most requests first; the rest in one."""
+    """Adds a row for each caller, those with the most requests first, and one row for the rest."""
     callers = sorted(engine.callers, key=lambda one: (-one.waiting - one.running, -one.service))
     total = sum(one.service for one in callers) + engine.other_callers.service
     for number, one in enumerate(callers[:_CALLERS]):
@@ -289,7 +290,7 @@ def _caller_rows(table: Table, engine: pb.EngineStatistics) -> None:
 
 
 def _has(one: pb.CallerStatistics, total: int) -> str:
-    """A caller's requests, and its share of the service."""
+    """Describes a caller's requests and its share of the service."""
     share = one.service / total if total else 0.0
     given = f"{share:.0%} of the service ({one.service})"
     return f"{one.running} running, {one.waiting} waiting, {given}"
@@ -300,12 +301,12 @@ def _with_requests(engine: pb.EngineStatistics) -> list[pb.CallerStatistics]:
 
 
 def _over_target(engine: pb.EngineStatistics) -> float:
-    """The share of the steps with decodes that took longer than the target."""
+    """The share of steps with decodes that took longer than the target."""
     return engine.steps_over_target / max(engine.steps_with_decodes, 1)
 
 
 def _bar(used: int, cached: int, total: int) -> str:
-    """A usage bar: `#` held, `.` given up when needed."""
+    """Draws a usage bar: `#` is held, `.` is freed when needed."""
     if not total:
         return "none"
     full = round(_BAR * used / total)
@@ -316,7 +317,7 @@ def _bar(used: int, cached: int, total: int) -> str:
 
 
 def _usage(engine: pb.EngineStatistics) -> float:
-    """The part of the KV cache that requests hold."""
+    """The share of the KV cache held by requests."""
     return engine.blocks_used / max(engine.blocks_total, 1)
 
 

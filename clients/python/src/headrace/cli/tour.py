@@ -1,13 +1,14 @@
-"""`headrace tour`: what a server does, shown by requests to one that runs, each with a line on what
-happened inside.
+"""`headrace tour`: shows what a server does by sending requests to a running one, each with a line
+on what happened inside.
 
-    a part ──▶ requests with bounds ──▶ their output as it comes, then `inside: …`
+    a section ──▶ requests with bounds ──▶ their output as it comes, then `inside: …`
 
-Every number is the server's own: of the request (usage, timings), of its session (the load), or of
-the server as a whole (ControlService's statistics, where it tells them). What a server or its model
-lacks is passed over with the reason that it gives. So is a part for which a busy server has no room
-or no time: a request has a time limit, which the server keeps, and a timeout, which is kept here,
-so that the tour ends within a minute whatever the server does.
+Every number comes from the server: from the request (usage, timings), its session (the load), or
+the server as a whole (ControlService's statistics, where available). If the server or its model
+lacks a feature, the section is skipped and the server's reason is shown. A section is also skipped
+if a busy server has no room or no time for it. Each request has a time limit, enforced by the
+server, and a timeout, enforced here, so that the tour ends within a minute whatever the server
+does.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from headrace.v1 import control_service_pb2 as pb
 
 _TIME_LIMIT_S = 7.0
 _CALL_S = 9.0
-"""A request's time limit, and the time that any call may take. Six requests come one after another,
-and a few short calls.
+"""The time limit of a request, and the timeout of any call. Six requests run one after another, and
+a few short calls.
 """
 _TOUR_S = 57.0
 _STREAM = "Once upon a time"
@@ -98,7 +99,7 @@ def read_gauge(place: str) -> str:
 
 
 class _Teller:
-    """Writes the tour: titles and remarks stand out on a terminal, unless NO_COLOR is set."""
+    """Writes the tour. Titles and remarks are highlighted on a terminal unless NO_COLOR is set."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, markup=False, emoji=False)
@@ -107,29 +108,29 @@ class _Teller:
         self._is_open = False
 
     def title(self, text: str) -> None:
-        """The name of a part."""
+        """Writes the title of a section."""
         self.line("")
         self._write(text, "bold")
 
     def line(self, text: str) -> None:
-        """What is asked or answered."""
+        """Writes a line of a question or an answer."""
         self.end_piece()
         self._write(text, "")
 
     def piece(self, text: str) -> None:
-        """A part of a line, as it comes."""
+        """Writes a chunk of a line as it arrives."""
         if text:
             self._console.print(Text(text), end="", soft_wrap=True)
             self._is_open = not text.endswith("\n")
 
     def end_piece(self) -> None:
-        """Ends the line of the pieces, if one is open."""
+        """Ends the line of chunks, if one is open."""
         if self._is_open:
             self._is_open = False
             self._console.print()
 
     def remark(self, text: str) -> None:
-        """What happened inside, or why nothing did."""
+        """Writes what happened inside, or why nothing did."""
         self.end_piece()
         self._write(text, "dim")
 
@@ -139,7 +140,7 @@ class _Teller:
 
 
 class _Tour:
-    """The parts, in their order; `run` shows them all."""
+    """The sections of the tour, in order. `run` shows them all."""
 
     def __init__(self, client: Client, card: ModelCard, teller: _Teller) -> None:
         self._client = client
@@ -147,11 +148,11 @@ class _Tour:
         self._tell = teller
         self._began = time.monotonic()
         self._alone_rate: float | None = None
-        """Tokens a second of the request of the first part."""
+        """The tokens per second of the first section's request."""
         self._tells_statistics = True
 
     def run(self) -> None:
-        """Shows all parts."""
+        """Shows all sections."""
         card, tell = self._card, self._tell
         tell.line(
             f"{card.name} at {self._client.target}: {card.architecture}, {card.parameters:,} "
@@ -173,7 +174,7 @@ class _Tour:
         )
 
     def _shown(self, title: str, part: Callable[[], None]) -> bool:
-        """Shows a part; whether the server did it."""
+        """Shows a section. Returns whether the server could do it."""
         self._tell.title(title)
         try:
             part()
@@ -355,10 +356,10 @@ class _Tour:
     # ---- what they share -------------------------------------------------------------------------
 
     def _bounds(self) -> dict[str, Any]:
-        """The time limit and the timeout of a request that begins now.
+        """Returns the time limit and the timeout of a request that starts now.
 
         Raises:
-            DeadlineExceededError: the tour's own time is over.
+            DeadlineExceededError: the tour's total time is over.
         """
         left = _TOUR_S - (time.monotonic() - self._began)
         if left < 1:
@@ -367,12 +368,13 @@ class _Tour:
         return {"time_limit": min(_TIME_LIMIT_S, timeout), "timeout": timeout}
 
     def _as_prompt(self, text: str) -> Prompt:
-        """A question as the model takes it: a conversation, or plain text."""
+        """Returns a question in the form the model accepts: a conversation or plain text."""
         return [Message.user(text)] if self._card.capabilities.input.chat else text
 
     def _look(self) -> pb.EngineStatistics | None:
-        """The server's statistics; None: it does not tell them to this caller, or to a client of
-        several servers.
+        """Returns the server's statistics.
+
+        Returns None if this caller may not read them or the client has several servers.
         """
         if not self._tells_statistics:
             return None
@@ -390,7 +392,7 @@ class _Tour:
 
 
 def _watch(session: Session, handles: Sequence[RequestHandle], loads: list[ServerLoad]) -> None:
-    """Waits for the requests, and keeps what the server tells of its load."""
+    """Waits for the requests, and keeps the load reports of the server."""
     while not all(handle.done for handle in handles):
         time.sleep(_LOOK_S / 5)
         if (load := session.load) is not None:
@@ -398,21 +400,21 @@ def _watch(session: Session, handles: Sequence[RequestHandle], loads: list[Serve
 
 
 def _cut(*results: Result) -> list[str]:
-    """How many a time limit cut, in words; none: nothing."""
+    """Describes how many requests were cut off by a time limit; empty if none was."""
     cut = [one for one in results if one.finish_reason is FinishReason.TIME_LIMIT]
     of = f" of {len(cut)} requests" if len(results) > 1 else ""
     return [f"the time limit{of} was reached, the server is busy"] if cut else []
 
 
 def _why(result: Result) -> str:
-    """Why a request has ended."""
+    """Returns why a request has ended."""
     if result.finish_reason is FinishReason.TIME_LIMIT:
         return "its time limit was reached, the server is busy"
     return f"it ended with {result.finish_reason.value}"
 
 
 def _rate(result: Result) -> float | None:
-    """Tokens a second after the first; None: there were too few."""
+    """Returns the tokens per second after the first token; None if there were too few."""
     first, last = result.timings.first_token, result.timings.last_token
     if first is None or last is None or last <= first:
         return None

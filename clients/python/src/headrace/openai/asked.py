@@ -1,4 +1,4 @@
-"""What a body asks for: requests of the contract, and the form of their answer."""
+"""Parses what a body asks for: the requests of the contract, and the format of their answer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from headrace.v1.generation_pb2 import GenerationSpec
 MAX_PROMPTS = 1_024
 MAX_CHOICES = 1_024
 MAX_MESSAGES = 4_096
-"""Of one body; servers have bounds of their own, none of which is above these."""
+"""The maximum numbers of prompts, choices and messages in one body. The servers' own limits are not
+higher.
+"""
 COMPLETION_TOKENS = 16
-"""OpenAI's default for completions."""
+"""OpenAI's default `max_tokens` for completions."""
 _SEEDS = (1 << 63) - 1
 _NAMES = {
     **{one.option: name for name, one in FIELDS.items() if one.option},
@@ -33,7 +35,7 @@ _NAMES = {
     "ids": "prompt",
     "chat": "messages",
 }
-"""Fields of the contract, and what the body calls them."""
+"""Fields of the contract, with their names in a body."""
 _FORMS = {
     "json": "json_schema",
     "json_object": "json_object",
@@ -42,21 +44,21 @@ _FORMS = {
     "grammar": "grammar",
     "structural_tag": "structural_tag",
 }
-"""Members of vLLM's structured_outputs, and the client's options."""
+"""Members of vLLM's structured_outputs, with the corresponding options of the client."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A body, understood.
+    """A parsed body.
 
     Attributes:
-        route: which form the answer has.
-        model: the model that is meant; empty: the only one.
+        route: determines the format of the answer.
+        model: the requested model; empty for the only one.
         specs: the requests, one for each prompt.
-        n: choices of each.
-        logprobs: candidates of each token; None: no log-probabilities.
-        has_prompt: whether the answer has the prompt's log-probabilities as vLLM shows them.
-        names: fields of the contract, as the body calls them.
+        n: the number of choices of each request.
+        logprobs: the number of candidates of each token; None for no log-probabilities.
+        has_prompt: whether the answer has the prompt's log-probabilities in vLLM's format.
+        names: fields of the contract, with their names in the body.
     """
 
     route: Route
@@ -68,7 +70,8 @@ class Asked:
     logprobs: int | None = None
     echo: bool = False
     is_forced: bool = False
-    """Whether one function was to be called: then OpenAI says "stop" at its end."""
+    """Whether the model must call one particular function. OpenAI's finish reason is then "stop".
+    """
     wants_reasoning: bool = True
     wants_ids: bool = False
     has_prompt: bool = False
@@ -76,10 +79,10 @@ class Asked:
 
 
 def read(body: Mapping[str, Any], route: Route, *, ignore_unknown: bool) -> Asked:
-    """What a body asks for.
+    """Parses a body.
 
     Raises:
-        ApiError: something in it cannot be obeyed; it names the member.
+        ApiError: something in the body is invalid or unsupported; the error names the member.
     """
     given = check(body, route, ignore_unknown=ignore_unknown)
     names = dict(_NAMES)
@@ -130,7 +133,7 @@ def read(body: Mapping[str, Any], route: Route, *, ignore_unknown: bool) -> Aske
 
 
 def rendered(body: Mapping[str, Any], route: Route, *, ignore_unknown: bool) -> Asked:
-    """What a body asks for whose prompt alone counts: so its other members are not looked at."""
+    """Parses a body when only its prompt is used. The values of other members are not checked."""
     wanted = (
         "model", "messages", "prompt", "tools", "chat_template_kwargs", "reasoning_effort",
         "add_generation_prompt", "continue_final_message", "add_special_tokens",
@@ -188,7 +191,7 @@ def _logit_bias(bias: Mapping[str, Any]) -> dict[int, float]:
 
 
 def _form(given: dict[str, Any], options: dict[str, Any], names: dict[str, str]) -> None:
-    """A form of the output, from response_format or structured_outputs."""
+    """Sets the options for the output format, from response_format or structured_outputs."""
     asked: Mapping[str, Any] = given.get("response_format", {})
     kind = asked.get("type", "text") if asked else "text"
     if kind == "json_object":
@@ -249,7 +252,7 @@ def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
 
 
 def _chat(given: Mapping[str, Any], options: dict[str, Any]) -> bool:
-    """Tools and the template's values. Returns whether one function is to be called."""
+    """Sets the tools and the template's values. Returns whether one function must be called."""
     if given.get("modalities", ["text"]) != ["text"]:
         raise invalid("modalities", 'the output is text: ["text"]', "unsupported_value")
     template = dict(given.get("chat_template_kwargs", {}))
@@ -274,7 +277,7 @@ def _chat(given: Mapping[str, Any], options: dict[str, Any]) -> bool:
 
 
 def _conversation(messages: Any) -> GenerationSpec:
-    """A request with the messages, and nothing else."""
+    """Returns a request with only the messages."""
     if messages is None:
         raise ApiError(400, "messages is missing", param="messages", code="missing_field")
     if not messages:
@@ -300,14 +303,14 @@ def _conversation(messages: Any) -> GenerationSpec:
 
 
 def _at(place: str, error: HeadraceError) -> ApiError:
-    """The error of one message, with the message's place."""
+    """Returns the error of one message, with the message's location in the body."""
     violation = error.fields[0]
     field = place + violation.field.removeprefix("messages")
     return from_headrace(invalid_argument(field, violation.description), {})
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
-    """A text, token ids, or a list of either."""
+    """Returns the prompts: a text, token ids, or a list of either."""
     if prompt is None:
         raise ApiError(400, "prompt is missing", param="prompt", code="missing_field")
     if isinstance(prompt, str):

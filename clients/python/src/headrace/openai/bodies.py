@@ -1,9 +1,10 @@
-"""Bodies of requests: read within bounds, then read as JSON within bounds.
+"""Reads request bodies and parses them as JSON, both within limits.
 
-Before JSON becomes objects its values are counted: a body of 8 MiB may hold four million of them,
-which would take hundreds of megabytes. What is left may still take most of a second, in which every
-other stream would stand still: so a thread does it, for one body at a time. A body's bytes count
-until its server has accepted what it asks for, since so long it is there in one form or another.
+The values in JSON text are counted before it is parsed: a body of 8 MiB may contain four million of
+them, which would take hundreds of megabytes. Even within the limit, parsing may take most of a
+second, during which every other stream would stall. Large bodies are therefore parsed in a thread,
+one at a time. A body's bytes count until its server has accepted the request, because until then
+its content is in memory in some form.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from starlette.requests import Request
 from headrace.openai.errors import ApiError
 
 MAX_BYTES = 8 << 20
-"""Of one body."""
+"""The maximum size of one body."""
 MAX_VALUES = 300_000
-"""Commas, colons and opening brackets of one body: at most so many values; the longest prompt of
-token ids that a server takes has 262,144.
+"""The maximum number of commas, colons and opening brackets in one body, which bounds the number of
+values. The longest prompt of token ids that a server accepts has 262,144.
 """
 MAX_HELD_BYTES = 64 << 20
-"""Of all bodies that are being read or sent on; each peer may have a quarter."""
+"""The maximum total size of all bodies being read or forwarded. Each peer may use a quarter."""
 SMALL_BYTES = 32 << 10
-"""A body up to here takes no more than some milliseconds."""
+"""The size up to which parsing a body takes no more than a few milliseconds."""
 BODY_SECONDS = 60.0
-"""How long a body may take to come."""
+"""The time limit for receiving a body, in seconds."""
 T = TypeVar("T")
 
 
 class Bodies:
-    """The bodies that are being read, in bytes.
+    """Reads bodies, and limits the bytes held by all of them.
 
     Args:
-        turn: of large ones.
+        turn: a lock held while a large body is parsed.
     """
 
     def __init__(self, turn: asyncio.Lock) -> None:
@@ -49,11 +50,12 @@ class Bodies:
     async def read(
         self, request: Request, peer: str, understand: Callable[[dict[str, Any]], T]
     ) -> AsyncIterator[T]:
-        """What `understand` makes of the body's object; the block is left when that is sent on.
+        """Yields what `understand` makes of the body's object. Leave the block once it is
+        forwarded.
 
         Raises:
-            ApiError: it is too large, too slow, of another type, or no object of JSON.
-            ClientDisconnect: its sender has left.
+            ApiError: the body is too large, too slow, of another type, or not a JSON object.
+            ClientDisconnect: the client has disconnected.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
@@ -109,11 +111,11 @@ class Bodies:
 
 
 def parse(body: bytes | bytearray) -> dict[str, Any]:
-    """The object of a text of JSON.
+    """Parses a JSON object.
 
     Raises:
-        ApiError: it is none, has a member twice, NaN or an infinity, a lone surrogate, or too many
-            values.
+        ApiError: the text is not a JSON object, or has a duplicate member, NaN or an infinity, a
+            lone surrogate, or too many values.
     """
     if sum(map(body.count, (b",", b":", b"[", b"{"))) > MAX_VALUES:
         raise _too_large(f"more than {MAX_VALUES} commas, colons and opening brackets")
@@ -136,7 +138,7 @@ def parse(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def type_name(value: Any) -> str:
-    """What a value of JSON is, in words."""
+    """Describes the type of a JSON value in words."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     kinds = {str: "a string", list: "an array", dict: "an object", int: "an integer"}

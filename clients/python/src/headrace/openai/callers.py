@@ -1,11 +1,11 @@
 """Sessions with the servers, one for each caller and server.
 
-All requests of a caller share a session: its server sends one message for a step and session,
-which is what makes many streams cheap. A caller is a token, which is passed on as it came, and an
-address; so each has the shares and limits of its own that the server gives callers. Credit holds
-what an HTTP client does not read at the server, in the caller's own share. Callers share some
-connections, or a thousand wrong tokens would be a thousand handshakes; what takes a stream for each
-request is apart from them.
+All requests of a caller share a session. A server sends one message for each step and session,
+which makes many streams cheap. A caller is identified by a token, which is forwarded unchanged, and
+an address, so that the server applies its shares and limits to each caller separately. With credit,
+output that an HTTP client does not read stays on the server, within the caller's own share. Callers
+share a few connections; otherwise a thousand invalid tokens would cause a thousand handshakes.
+Calls that need a stream for each request use separate connections.
 """
 
 from __future__ import annotations
@@ -28,23 +28,26 @@ from headrace.results import HealthStatus
 from headrace.v1.generation_pb2 import GenerationSpec
 
 CREDIT = 512
-"""Tokens of a request that a server may send ahead of its reader."""
+"""How many tokens of a request a server may send ahead of its reader."""
 MAX_SESSIONS = 512
 CONNECTIONS = 16
-"""That sessions share: a server takes 100 streams of each, unless it is told otherwise."""
+"""The number of connections that sessions share. By default, a server accepts 100 streams on each.
+"""
 IDLE_SECONDS = 120.0
-"""How long a session is kept that has no request."""
+"""How long a session without requests is kept."""
 CARD_SECONDS = 10.0
-"""How long it is believed which models there are."""
+"""How long the list of models is cached."""
 
 Metadata = tuple[tuple[str, str], ...]
 MakeClient = Callable[[str, Metadata, int], AsyncClient]
-"""A client of a target, with the metadata of a caller; those of one number share a connection."""
+"""Creates a client of a target, with a caller's metadata. Clients with the same number share a
+connection.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks: a token as it came, if there is one, and an address."""
+    """The identity of a caller: its token as received, if any, and its address."""
 
     authorization: str | None
     peer: str
@@ -52,8 +55,9 @@ class Caller:
 
 @dataclass(slots=True)
 class Line:
-    """A caller's client of one server, the session on it, and how a client is made that has a
-    connection of its own.
+    """A caller's client of one server and the session on it.
+
+    `make` creates a client with a separate connection.
     """
 
     client: AsyncClient
@@ -66,16 +70,18 @@ class Line:
 
     @property
     def is_over(self) -> bool:
-        """Whether it takes no more requests: it was dropped, or its server ended the session."""
+        """Whether it accepts no more requests, because it was dropped or its server ended the
+        session.
+        """
         return self.is_dropped or self.session.ended
 
     def attach(self, request_id: str) -> AsyncStream:
-        """A stream of a request that goes on without it."""
+        """Returns a stream of a request that continues without the stream."""
         self.own = self.own or self.make()
         return self.own.attach(request_id)
 
     async def close(self) -> None:
-        """Ends all; what runs on the session is cancelled."""
+        """Closes the session and the clients, and cancels what runs on the session."""
         await self.session.close(cancel=True)
         await self.client.close()
         if self.own is not None:
@@ -83,16 +89,17 @@ class Line:
 
 
 _NOBODY = Caller(None, "127.0.0.1")
-"""Who asks whether a server is ready."""
+"""The caller used to ask whether a server is ready."""
 
 
 class Callers:
     """All sessions.
 
     Args:
-        targets: servers, or fleets, each with a model of its own.
-        make: a client of one.
-        secret: by which a server believes the address of a caller; None: it is not told.
+        targets: servers or fleets, each with a different model.
+        make: creates a client of a target.
+        secret: the secret that makes a server trust the reported address of a caller; None if the
+            address is not reported.
     """
 
     def __init__(self, targets: Sequence[str], make: MakeClient, secret: str | None) -> None:
@@ -106,10 +113,10 @@ class Callers:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def models(self, caller: Caller) -> list[ModelCard]:
-        """What the servers tell this caller; those that cannot be asked are left out.
+        """Returns the models that the servers report to this caller, without unreachable servers.
 
         Raises:
-            HeadraceError: none can be asked.
+            HeadraceError: no server can be asked.
         """
         found = await asyncio.gather(
             *(self._card(target, caller) for target in self._targets), return_exceptions=True
@@ -124,19 +131,19 @@ class Callers:
         return list(self._cards.values())
 
     async def card(self, target: str, caller: Caller) -> ModelCard:
-        """What a server serves, as it was told some seconds ago at most.
+        """Returns the model card of a server, which may be some seconds old.
 
         Raises:
-            HeadraceError: it cannot be asked.
+            HeadraceError: the server cannot be asked.
         """
         await self._know(caller)
         return self._cards.get(target) or await self._card(target, caller)
 
     async def target(self, model: str, caller: Caller) -> str:
-        """The server of a model.
+        """Returns the target that serves a model.
 
         Raises:
-            ApiError: no server has it, or it has to be said which is meant.
+            ApiError: no server has the model, or the model must be named.
             HeadraceError: no server can be asked.
         """
         if len(self._targets) == 1:
@@ -156,16 +163,16 @@ class Callers:
         )
 
     async def is_ready(self) -> bool:
-        """Whether a server takes requests."""
+        """Whether any server accepts requests."""
         found = await asyncio.gather(*map(self._is_ready, self._targets))
         return any(found)
 
     @asynccontextmanager
     async def line(self, target: str, caller: Caller) -> AsyncIterator[Line]:
-        """The caller's session, kept open meanwhile.
+        """Yields the caller's session, which is kept open within the block.
 
         Raises:
-            ApiError: there are too many callers at once.
+            ApiError: there are too many callers at the same time.
         """
         key = (target, caller)
         line = self._lines.get(key)
@@ -188,7 +195,7 @@ class Callers:
         """Starts a request, and waits until its server has accepted it.
 
         Raises:
-            HeadraceError: it was refused, or the server cannot be reached.
+            HeadraceError: the request was refused, or the server cannot be reached.
         """
         handle = line.session.submit(spec)
         try:
@@ -204,7 +211,7 @@ class Callers:
         await asyncio.gather(*(line.close() for line in lines), *self._closing)
 
     def tidy(self) -> None:
-        """Ends sessions that had no request for a while."""
+        """Ends sessions that have been idle for a while."""
         due = time.monotonic() - IDLE_SECONDS
         for key, line in list(self._lines.items()):
             if not line.users and line.used_at < due:

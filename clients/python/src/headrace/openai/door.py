@@ -1,4 +1,4 @@
-"""The routes, as an ASGI application: what is HTTP's own of each request, around `serving`."""
+"""The routes, as an ASGI application: the HTTP layer around `serving`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from headrace.openai.replies import Replies, dumps
 from headrace.openai.serving import Run
 
 COMMENT_SECONDS = 10.0
-"""After so long without an event a stream sends a comment, so that nobody on the way gives up."""
+"""How long a stream may have no events before it sends a comment, to prevent timeouts."""
 TIDY_SECONDS = 30.0
 LEFT = 499
-"""The status, in metrics, of a request whose client left."""
+"""The status, in metrics, of a request whose client disconnected."""
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 Receive = Callable[[], Awaitable[Message]]
@@ -40,12 +40,12 @@ _log = logging.getLogger("headrace.openai")
 
 
 class Door:
-    """The application.
+    """The ASGI application.
 
     Args:
-        callers: the servers.
-        guard: who is let in.
-        ignore_unknown: whether members of bodies that there are not are passed over.
+        callers: the sessions with the servers.
+        guard: decides which requests are let in.
+        ignore_unknown: whether unknown members of bodies are ignored.
     """
 
     def __init__(self, callers: Callers, guard: Guard, *, ignore_unknown: bool = False) -> None:
@@ -71,7 +71,7 @@ class Door:
         }
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """ASGI: lets a request in or not, and notes what became of it."""
+        """Handles an ASGI request: admits or refuses it, and records the outcome."""
         request, began, status = Request(scope, receive), time.monotonic(), LEFT
         headers, name = self._guard.cors(request), _request_id(request)
         headers.append((b"x-request-id", name.encode()))
@@ -108,7 +108,7 @@ class Door:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Ends sessions that nobody uses any more; at the end all of them."""
+        """Ends idle sessions within the block, and all sessions at its end."""
 
         async def tidy() -> None:
             while True:
@@ -209,8 +209,9 @@ class Door:
     async def _run(
         self, request: Request, route: Route | None, read: Callable[..., asked.Asked]
     ) -> AsyncIterator[Run]:
-        """What a body asks for, in a block that is left when it was sent on. route: None: a
-        conversation if it has one, else a text.
+        """Yields the run of a body. Leave the block once the requests are forwarded.
+
+        If `route` is None, a body with messages is a conversation, and any other is a text.
         """
         caller = self._guard.caller(request)
         key = request.headers.get("idempotency-key", "")
@@ -224,7 +225,7 @@ class Door:
 
 
 class _Stream(Response):
-    """Server-sent events, until their end or until the client leaves."""
+    """Server-sent events, until they end or the client disconnects."""
 
     def __init__(self, run: Run, replies: Replies, metrics: DoorMetrics) -> None:
         super().__init__(
@@ -237,7 +238,7 @@ class _Stream(Response):
         self._metrics = metrics
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Sends the events as they come; raises _ClientLeftError if nobody reads them."""
+        """Sends the events as they come. Raises _ClientLeftError if the client disconnects."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         writer: Writer = scope[WRITER]
         comments = asyncio.create_task(_comment(writer))
@@ -266,10 +267,10 @@ class _ClientLeftError(Exception):
 
 
 async def _while_there(receive: Receive, work: Any) -> Any:
-    """The result of work, which is cancelled if the client leaves.
+    """Returns the result of `work`, which is cancelled if the client disconnects.
 
     Raises:
-        _ClientLeftError: it left.
+        _ClientLeftError: the client has disconnected.
     """
 
     async def left() -> None:
@@ -291,7 +292,7 @@ async def _while_there(receive: Receive, work: Any) -> Any:
 
 
 def _route(path: str) -> str:
-    """The route of a path: those of single models are one."""
+    """Returns the route of a path. The routes of single models count as one."""
     return "/v1/models" if path.startswith("/v1/models/") else path
 
 
@@ -310,7 +311,7 @@ def _request_id(request: Request) -> str:
 
 
 def _trace_of(request: Request) -> dict[str, str]:
-    """The caller's trace, as far as it is one."""
+    """Returns the caller's trace context, without invalid values."""
     found = {}
     for name in ("traceparent", "tracestate"):
         value = request.headers.get(name, "")

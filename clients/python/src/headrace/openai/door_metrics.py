@@ -1,4 +1,4 @@
-"""The door's own figures, as a page that Prometheus reads."""
+"""The gateway's own metrics, as a page that Prometheus scrapes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from bisect import bisect_left
 from collections import Counter
 
 BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-"""Seconds."""
+"""The upper bounds of the histogram buckets, in seconds."""
 
 
 class DoorMetrics:
     """Counts requests by route and status.
 
     Attributes:
-        active: requests that are being answered.
-        streams: those of them that are streams.
+        active: the number of requests being answered.
+        streams: how many of the active requests are streams.
     """
 
     def __init__(self) -> None:
@@ -25,14 +25,14 @@ class DoorMetrics:
         self._seconds: Counter[str] = Counter()
 
     def ended(self, route: str, status: int, seconds: float) -> None:
-        """A request has ended. status: 499 if its client left."""
+        """Records the end of a request. The status is 499 if its client disconnected."""
         self._requests[route, status] += 1
         buckets = self._buckets.setdefault(route, [0] * (len(BOUNDS) + 1))
         buckets[bisect_left(BOUNDS, seconds)] += 1
         self._seconds[route] += seconds  # type: ignore[assignment]
 
     def page(self) -> str:
-        """The text of all figures."""
+        """Returns the text of all metrics."""
         name = "headrace_openai"
         lines = [f"# TYPE {name}_requests_total counter"]
         lines += [

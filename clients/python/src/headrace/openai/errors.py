@@ -1,7 +1,7 @@
-"""Errors in OpenAI's form: an HTTP status, and an object with message, type, param and code.
+"""Errors in OpenAI's format: an HTTP status, and an object with message, type, param and code.
 
-`param` is in the caller's words: a field of the contract is told as the member of the body that it
-came from. `code` is the server's reason in small letters, so that programs can tell causes apart.
+`param` names the member of the body that a field of the contract came from. `code` is the server's
+reason in lower case, so that programs can distinguish causes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ STATUSES = {
     _Code.UNAVAILABLE: (503, "server_error"),
     _Code.DEADLINE_EXCEEDED: (504, "server_error"),
 }
-"""google.rpc's codes: the HTTP status, and OpenAI's type. Others are (500, server_error)."""
+"""The HTTP status and OpenAI's type for google.rpc's codes. Other codes are (500, server_error)."""
 _RETRY_SECONDS = 1.0
-"""Where a server did not say when to come again."""
+"""The retry delay used if the server gives none."""
 _PREFIXES = (
     "add.",
     "spec.",
@@ -51,16 +51,16 @@ _OF_CAPABILITIES = {
     "priorities": "priority",
     "reasoning_budget": "max_reasoning_tokens",
 }
-"""What needs a capability that a server may lack, where that has another name."""
+"""The members that need a capability, where they have another name than the capability."""
 _TOO_LONG = re.compile(r"limits\.max_(prompt|context)_tokens")
 
 
 class ApiError(Exception):
-    """What a caller is answered.
+    """An error to send to a caller.
 
     Attributes:
-        status: of HTTP.
-        headers: besides those of every answer.
+        status: the HTTP status.
+        headers: headers in addition to those of every answer.
     """
 
     def __init__(
@@ -79,21 +79,21 @@ class ApiError(Exception):
         self._error = {"message": message, "type": type, "param": param, "code": code}
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's object."""
+        """Returns OpenAI's error object."""
         return {"error": self._error}
 
 
 def invalid(param: str, message: str, code: str | None = "invalid_field") -> ApiError:
-    """A member of the body that cannot be obeyed."""
+    """Returns the error for an invalid member of the body."""
     return ApiError(400, f"{param}: {message}", param=param, code=code)
 
 
 def from_headrace(error: HeadraceError, names: Mapping[str, str]) -> ApiError:
-    """The answer for an error of the contract.
+    """Converts an error of the contract.
 
     Args:
-        error: of the client, or of the server.
-        names: fields of the contract, and the members of the body that they came from.
+        error: an error of the client or the server.
+        names: fields of the contract, with the members of the body that they came from.
     """
     status, kind = STATUSES.get(error.code, (500, "server_error"))
     reason = error.reason.lower() or None
@@ -121,8 +121,10 @@ def from_headrace(error: HeadraceError, names: Mapping[str, str]) -> ApiError:
 
 
 def param_of(field: str, names: Mapping[str, str]) -> str:
-    """A field's path in the words of the body: `chat.messages[1].content` is `messages[1].content`,
-    `stop.max_tokens` what the body calls it.
+    """Converts a field's path to the body's names.
+
+    For example, `chat.messages[1].content` becomes `messages[1].content`, and `stop.max_tokens`
+    becomes the body's name for it.
     """
     for prefix in _PREFIXES:
         field = field.removeprefix(prefix)

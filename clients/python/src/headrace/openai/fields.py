@@ -1,9 +1,8 @@
-"""The members that a body may have: the one table of what is done with each.
+"""The members that a body may have, in one table that says how each is handled.
 
-A member is an option of the client with the same meaning; or it is read by `asked`, which makes
-the request; or it is accepted and changes nothing; or it is refused, with what to send instead. A
-member that is in no row is refused with the one that may be meant. docs/openai.md shows this
-table.
+A member is an option of the client with the same meaning, is read by `asked`, which makes the
+request, is accepted without effect, or is refused with a note on what to send instead. A member
+without a row is refused, with a suggestion of what may be meant. docs/openai.md shows this table.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ ROUTES: tuple[Route, Route] = ("chat", "completions")
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """What is done with a member.
+    """How a member is handled.
 
     Attributes:
-        kind: of its value: a key of `_KINDS`.
-        option: the client's option that takes the value as it is; empty: none does.
-        note: for the document; of a refused one, the remedy.
+        kind: the type of its value, a key of `_KINDS`.
+        option: the client's option that takes the value unchanged; empty if there is none.
+        note: a note for the documentation; for a refused member, what to use instead.
         use: "obeyed", "ignored" or "refused".
-        routes: where it belongs.
+        routes: the routes that accept it.
     """
 
     kind: str
@@ -157,15 +156,15 @@ _MEANT = {
     "stop_sequences": "stop",
     "enable_thinking": "chat_template_kwargs",
 }
-"""What other APIs call a member, and what it is here."""
+"""Members' names in other APIs, with their names here."""
 
 
 def check(body: Mapping[str, Any], route: Route, *, ignore_unknown: bool) -> dict[str, Any]:
-    """The members that are obeyed, those that are null left out.
+    """Returns the members that are obeyed, without those that are null.
 
     Raises:
-        ApiError: a member is unknown (unless that is to be ignored), is refused, belongs to the
-            other route, or has a value of another type.
+        ApiError: a member is unknown (unless unknown members are ignored), is refused, belongs to
+            the other route, or has a value of the wrong type.
     """
     found = {}
     for name, value in body.items():
@@ -189,7 +188,7 @@ def check(body: Mapping[str, Any], route: Route, *, ignore_unknown: bool) -> dic
 
 
 def check_kind(name: str, value: Any, kind: str) -> None:
-    """Raises ApiError if a member's value is of another type."""
+    """Raises ApiError if a member's value has the wrong type."""
     kinds = _KINDS[kind]
     is_number = isinstance(value, bool) and bool not in kinds and object not in kinds
     if is_number or not isinstance(value, kinds):

@@ -1,10 +1,10 @@
-"""Who may speak to the door at all: before a body is read.
+"""Decides which requests are let in, before a body is read.
 
-A port on a loopback address is open to every page in its user's browser: by a name of the page's
-own that leads there (DNS rebinding), or by requests for which a browser asks nobody. So a Host
-must be an address, localhost or a name that was given; an Origin must have been given; and a body
-must say that it is JSON, which no page may send elsewhere unasked. A token in the address would be
-in every log on the way: it is refused.
+Every page in the user's browser can reach a port on a loopback address: through a host name of its
+own that resolves to it (DNS rebinding), or with requests that browsers send without asking.
+Therefore, a Host must be an address, localhost or a configured name, and an Origin must be
+configured. A body must be declared as JSON, which no page may send to another site without a
+preflight. A token in the URL is refused, because it would be logged all along the way.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _MAX_AUTHORIZATION = 8 << 10
 
 
 class Guard:
-    """What is let in.
+    """The rules for which requests are let in.
 
     Args:
-        hosts: names that a Host may have besides addresses and localhost; "*": any.
-        origins: pages that may ask; "*": any.
+        hosts: names allowed as Host in addition to addresses and localhost; "*" for any.
+        origins: origins whose pages may send requests; "*" for any.
     """
 
     def __init__(self, hosts: Sequence[str], origins: Sequence[str]) -> None:
@@ -64,11 +64,11 @@ class Guard:
                 )
 
     def allows(self, origin: str | None) -> bool:
-        """Whether pages of an origin may ask."""
+        """Whether pages of an origin may send requests."""
         return origin is not None and (origin in self._origins or "*" in self._origins)
 
     def cors(self, request: Request) -> list[tuple[bytes, bytes]]:
-        """What an answer tells a browser."""
+        """Returns the CORS headers of an answer."""
         origin = request.headers.get("origin")
         if origin is None or not self.allows(origin):
             return []
@@ -79,7 +79,9 @@ class Guard:
         ]
 
     def preflight(self, request: Request) -> dict[str, str] | None:
-        """What a browser is answered that asks whether it may ask; None: it does not."""
+        """Returns the headers that answer a CORS preflight request; None if the request is not
+        one.
+        """
         if request.method != "OPTIONS" or not self.allows(request.headers.get("origin")):
             return None
         return {
@@ -91,10 +93,10 @@ class Guard:
         }
 
     def caller(self, request: Request) -> Caller:
-        """Who asks.
+        """Returns the caller's identity.
 
         Raises:
-            ApiError: the header cannot be passed on.
+            ApiError: the Authorization header cannot be forwarded.
         """
         given = request.headers.getlist("authorization")
         if len(given) > 1 or (given and not _is_plain(given[0])):

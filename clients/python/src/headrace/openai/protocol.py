@@ -1,7 +1,7 @@
-"""HTTP/1.1 as uvicorn and httptools speak it, with bounds on what a connection may take besides the
-bodies of its requests: uvicorn has none on the time and the size of a head, on what stands around
-the chunks of a body, on connections of one peer, on requests that are sent before their turn, or on
-the time for which an answer waits for its reader.
+"""HTTP/1.1 with uvicorn and httptools, with limits on what a connection may use apart from bodies.
+
+uvicorn does not limit the time and size of a request's head, the bytes around the chunks of a body,
+the connections of one peer, pipelined requests, or how long an answer waits for its reader.
 """
 
 from __future__ import annotations
@@ -17,33 +17,35 @@ from typing import Any, ClassVar
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_SECONDS = 20.0
-"""How long a connection may take for a request's head."""
+"""The time limit for receiving a request's head, in seconds."""
 LINGER_SECONDS = 5.0
-"""How long the rest of a body is taken, and dropped, that was answered before its end: if the
-connection ended at once, the answer would be lost with it.
+"""How long the rest of a body is read and discarded after an early answer. If the connection closed
+immediately, the answer would be lost.
 """
 UNREAD_SECONDS = 120.0
-"""How long an answer waits for a reader who takes nothing of it; servers give up earlier."""
+"""How long an answer waits for a reader that reads nothing. Servers give up earlier."""
 MAX_HEAD_BYTES = 64 << 10
-"""Of a request's head; and of what comes between two pieces of its body."""
+"""The maximum size of a request's head, and of the data between two chunks of its body."""
 MAX_PIPELINED = 16
-"""Requests that a connection has sent before their turn."""
+"""The maximum number of pipelined requests waiting on a connection."""
 MAX_CONNECTIONS = 4_096
-"""Or half as many as the process may have files. A peer may have half of them: it is so much, since
-behind a proxy all have the same address.
+"""The maximum number of connections, or half the process's file limit if that is lower. A single
+peer may use half of them; the share is this large because behind a proxy, all clients have the same
+address.
 """
 WRITER = "headrace.writer"
-"""Where a request's scope has its `Writer`."""
+"""The key of the `Writer` in a request's scope."""
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 _TOO_LARGE = f"The request's head has more than {MAX_HEAD_BYTES} bytes."
 
 
 class Writer:
-    """Writes pieces of an answer whose head is out, at once: ASGI's `send` costs each token of a
-    stream a turn of the event loop.
+    """Writes chunks of an answer immediately, after its head was sent.
+
+    ASGI's `send` would cost an iteration of the event loop for each token of a stream.
 
     Attributes:
-        wrote_at: when it wrote last, in monotonic seconds.
+        wrote_at: the time of the last write, in monotonic seconds.
     """
 
     def __init__(self, cycle: Any) -> None:
@@ -51,7 +53,7 @@ class Writer:
         self.wrote_at = time.monotonic()
 
     def __call__(self, text: str) -> bool:
-        """Writes a text; whether there is room for more at once."""
+        """Writes a text. Returns whether there is room for more."""
         cycle, piece = self._cycle, text.encode()
         if not cycle.disconnected:
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
@@ -59,16 +61,16 @@ class Writer:
         return not cycle.flow.write_paused
 
     async def room(self) -> None:
-        """Waits until the reader has taken enough for more to be written."""
+        """Waits until the reader has read enough for more to be written."""
         await self._cycle.flow.drain()
 
 
 class _Bounded(HttpToolsProtocol):
-    """A connection to a server that limits how many connections it has in all.
+    """A connection to a server that limits the number of its connections.
 
     Attributes:
-        peers: how many each peer has.
-        most: how many there may be.
+        peers: the number of connections of each peer.
+        most: the maximum number of connections.
     """
 
     peers: ClassVar[Counter[str]]
@@ -170,7 +172,7 @@ class _Bounded(HttpToolsProtocol):
         self._stop_waiting()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP gets an error of OpenAI's form, too."""
+        """Answers anything that is not HTTP with an error in OpenAI's format."""
         self._refuse(400, "This is no HTTP/1.1 request.")
 
     def _count(self, size: int) -> None:
@@ -220,7 +222,7 @@ class _Bounded(HttpToolsProtocol):
 
 
 def make_protocol() -> type[HttpToolsProtocol]:
-    """The protocol of one server."""
+    """Creates the protocol class of one server."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
     class Bounded(_Bounded):
@@ -231,15 +233,17 @@ def make_protocol() -> type[HttpToolsProtocol]:
 
 
 def _without_upgrade(data: bytes) -> bytes:
-    """A head, or a part of it, without the offer of another protocol, which the parser would take
-    at its word: Java's client offers HTTP/2 in every first request. What follows stays as it is.
+    """Hides the Upgrade header in a head or a fragment of one.
+
+    The parser would otherwise accept the upgrade; Java's client offers HTTP/2 in every first
+    request. Data after the head is unchanged.
     """
     head, end, rest = data.partition(b"\r\n\r\n")
     return _UPGRADE.sub(b"\r\nignored:", head) + end + rest
 
 
 def refusal(status: int, message: str) -> bytes:
-    """A whole answer that ends its connection."""
+    """Returns a complete answer that closes its connection."""
     error: dict[str, Any] = {"message": message, "type": "invalid_request_error"}
     body = json.dumps({"error": error | {"param": None, "code": None}}).encode()
     return (

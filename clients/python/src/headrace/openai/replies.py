@@ -1,7 +1,7 @@
-"""What comes back, in OpenAI's objects: whole answers, and the events of streams.
+"""Converts results to OpenAI's objects: whole answers, and the events of streams.
 
-A stream's event is a template with the new text in it: most events of a stream differ in that
-alone, and the rest is made once.
+An event of a stream is a template with the new text inserted. Most events of a stream differ only
+in their text, so the rest is built once.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ _REASONS = {
     FinishReason.TOOL_CALLS: "tool_calls",
 }
 _MISSING = -9999.0
-"""What OpenAI shows for a log-probability that is too small to be told."""
+"""The value that OpenAI shows for a log-probability too small to report."""
 _LEVELS = 5
-"""Down to a token of a choice's log-probabilities, whose candidates are few."""
+"""The nesting depth of a token in a choice's log-probabilities. A token has few candidates."""
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def dumps(value: Any) -> str:
-    """JSON in its shortest form."""
+    """Serializes a value as compact JSON."""
     return _ENCODER.encode(value)
 
 
 def dumps_in_pieces(value: Any) -> str:
-    """The same for an answer that is large: other threads run between the pieces, as they cannot
-    while the encoder does.
+    """Serializes a large value as compact JSON in several chunks.
+
+    Other threads can run between the chunks, but not while the encoder runs.
     """
     return "".join(_pieces(value, _LEVELS))
 
@@ -55,10 +56,10 @@ class Replies:
     """The answer to one body.
 
     Args:
-        asked: what it asks for.
-        id: of the answer, without its prefix.
-        model: as it is called in the answer.
-        created: seconds since 1970.
+        asked: the parsed body.
+        id: the id of the answer, without its prefix.
+        model: the model's name in the answer.
+        created: the time of creation, in seconds since 1970.
     """
 
     def __init__(self, asked: Asked, id: str, model: str, created: int) -> None:
@@ -80,7 +81,7 @@ class Replies:
     # ---- whole ----------------------------------------------------------------------------------
 
     def whole(self, results: list[Result], prompt_ids: list[list[int]]) -> dict[str, Any]:
-        """The answer of all prompts. prompt_ids: of each, if they were asked for."""
+        """Returns the answer for all prompts. `prompt_ids` are their token ids, if requested."""
         choices = []
         for number, result in enumerate(results):
             for choice in result.choices:
@@ -146,8 +147,12 @@ class Replies:
     # ---- streamed -------------------------------------------------------------------------------
 
     def event(self, number: int, chunk: Chunk, before: Iterable[TokenInfo] = ()) -> str:
-        """The events of a chunk. number: of its prompt; before: the prompt's tokens, if they are
-        shown with the first chunk of a choice.
+        """Returns the events for a chunk.
+
+        Args:
+            number: the index of the chunk's prompt.
+            chunk: the new output.
+            before: the prompt's tokens, if they are shown with the first chunk of a choice.
         """
         index = number * self._asked.n + chunk.choice_index
         head = self._heads.get(index)
@@ -179,7 +184,7 @@ class Replies:
         return first + self._choice(index, '"delta":' + dumps(parts), logprobs, chunk)
 
     def finish(self, number: int, result: Result) -> str:
-        """The events that end a prompt's choices."""
+        """Returns the events that end the choices of a prompt."""
         found = []
         for choice in result.choices:
             index = number * self._asked.n + choice.index
@@ -190,11 +195,11 @@ class Replies:
         return "".join(found)
 
     def usage(self, results: list[Result]) -> str:
-        """The event without choices that tells the cost."""
+        """Returns the event with the token usage, which has no choices."""
         return self._data(self._start + "]" + ',"usage":' + dumps(usage_of(results)) + "}\n\n")
 
     def _first(self, index: int) -> str:
-        """The event that says who speaks, once."""
+        """Returns the event that names the role, the first time it is called for a choice."""
         if index in self._begun:
             return ""
         self._begun.add(index)
@@ -233,7 +238,9 @@ class Replies:
         return {"content": content, "refusal": None}
 
     def _text_logprobs(self, tokens: Iterable[TokenInfo], offset: int) -> dict[str, Any] | None:
-        """The older form. offset: in the text, of the first token."""
+        """Returns log-probabilities in the older format. `offset` is the first token's text
+        offset.
+        """
         if self._asked.logprobs is None:
             return None
         found: dict[str, list[Any]] = {
@@ -252,7 +259,7 @@ class Replies:
 
 
 def usage_of(results: list[Result]) -> dict[str, Any]:
-    """The cost of all prompts together."""
+    """Returns the token usage of all prompts together."""
     return _usage(
         Usage(
             sum(result.usage.prompt_tokens for result in results),
@@ -288,8 +295,9 @@ def _token(text: str, bytes_: bytes, logprob: float | None) -> dict[str, Any]:
 
 
 def _prompt_logprobs(result: Result) -> list[Mapping[str, Any] | None]:
-    """A prompt's log-probabilities in vLLM's form: of each token its own and the candidates', by
-    id.
+    """Returns a prompt's log-probabilities in vLLM's format.
+
+    Each token has an entry with the log-probabilities of the token and its candidates, by id.
     """
     found: list[Mapping[str, Any] | None] = []
     for token in result.prompt.tokens if result.prompt else ():

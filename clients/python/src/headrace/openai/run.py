@@ -1,4 +1,4 @@
-"""The door as a process: its socket, its signals, its end."""
+"""The gateway process: its socket, its signals and its shutdown."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from headrace.openai.door import Door
 from headrace.openai.protocol import make_protocol
 
 SWITCH_SECONDS = 0.001
-"""How long a thread with a large body or answer may hold up the streams at a time."""
+"""How long a thread with a large body or answer may delay the streams at a time."""
 KEEP_ALIVE_SECONDS = 75
-"""How long a connection without a request is kept: longer than proxies keep theirs."""
+"""How long an idle connection is kept, which is longer than proxies keep theirs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where HTTP is spoken.
+    """Where HTTP is served.
 
     Attributes:
-        address: host:port.
-        cert, key: of TLS (PEM); None: plain text.
-        drain_seconds: how long what runs may go on after SIGTERM.
+        address: the address, as host:port.
+        cert, key: the TLS certificate and key (PEM); None for plaintext.
+        drain_seconds: how long running requests may continue after SIGTERM.
     """
 
     address: str
@@ -42,15 +42,15 @@ class Listening:
 
     @property
     def url(self) -> str:
-        """What clients are given as their base URL."""
+        """The base URL for clients."""
         return f"{'https' if self.cert else 'http'}://{self.address}/v1"
 
     @property
     def place(self) -> tuple[str, int]:
-        """Host and port.
+        """The host and port.
 
         Raises:
-            ValueError: the address has another form.
+            ValueError: the address is not host:port.
         """
         host, _, port = self.address.rpartition(":")
         if not (host and port.isascii() and port.isdigit() and int(port) < 65536):
@@ -59,23 +59,24 @@ class Listening:
 
     @property
     def is_local(self) -> bool:
-        """Whether this machine alone can reach it. Raises ValueError, as `place`."""
+        """Whether only this machine can reach it. Raises ValueError if the address is invalid."""
         host, port = self.place
         return is_local(f"{host}:{port}")
 
     def bind(self) -> socket.socket:
-        """A socket there.
+        """Opens a listening socket.
 
         Raises:
-            OSError: the address is in use, or not of this machine.
+            OSError: the address is in use, or does not belong to this machine.
         """
         family = socket.AF_INET6 if ":" in self.place[0] else socket.AF_INET
         return socket.create_server(self.place, family=family, backlog=2048)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, which says when it is ready, and does not end the process by the signal that it
-    was given.
+    """A uvicorn server that reports when it is ready.
+
+    Unlike uvicorn's own, it does not end the process with the signal that stopped it.
     """
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
@@ -83,18 +84,18 @@ class _Server(uvicorn.Server):
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to take requests."""
+        """Starts accepting requests."""
         await super().startup(sockets)
         if self.started:
             self._ready()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Nothing: `serve` handles them."""
+        """Does nothing, because `serve` handles signals."""
         yield
 
     def stop(self) -> None:
-        """Ends when what runs has ended; the second time at once."""
+        """Stops once running requests have ended or, if called again, immediately."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -102,13 +103,13 @@ class _Server(uvicorn.Server):
 async def serve(
     door: Door, listening: Listening, ready: Callable[[], None], parent: int | None
 ) -> None:
-    """Serves until a signal, or until the parent is gone; a second signal ends what still runs.
+    """Serves until a signal arrives or the parent is gone. A second signal stops immediately.
 
     Args:
         door: the application.
-        listening: where.
-        ready: is called when requests are taken.
-        parent: a pipe whose other end the parent holds open; None: there is none.
+        listening: where to listen.
+        ready: called when requests are accepted.
+        parent: a pipe whose other end the parent holds open; None if there is no parent.
 
     Raises:
         OSError: the address is in use, or a file cannot be read.
@@ -146,7 +147,7 @@ async def serve(
 
 
 def log_to_stderr(is_supervised: bool) -> None:
-    """Lines of the door's own, for a person or for the server that started it."""
+    """Logs the gateway's messages to stderr, for a person or for the server that started it."""
     handler = logging.StreamHandler(sys.stderr)
     form = "%(levelname)s %(message)s" if is_supervised else "headrace openai: %(message)s"
     handler.setFormatter(logging.Formatter(form))

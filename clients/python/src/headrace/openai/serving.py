@@ -1,4 +1,4 @@
-"""From a body to its answer: what each route does, without HTTP's own matters (see `app`)."""
+"""What each route does, from a body to its answer, without the HTTP layer (`door`)."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ from headrace.v1.generation_pb2 import GenerationSpec
 
 _ID = re.compile(r"[A-Za-z0-9._:/-]{1,100}")
 _SMALL_BYTES, _AROUND_BYTES = 60_000, 1_000
-"""What every server takes as a message, and what one may have besides the request."""
+"""The message size that every server accepts, and the maximum overhead around a request."""
 
 Handle = AsyncRequestHandle | AsyncStream
 
 
 class Run:
-    """The requests of one body, from their start to the answer. Leaving its block cancels what
-    runs, unless the caller named it to ask for it again.
+    """The requests of one body, from their start to the answer.
+
+    Leaving its block cancels running requests, unless the caller gave an Idempotency-Key to ask for
+    them again.
 
     Args:
         callers: the sessions.
-        caller: whose it is.
-        asked: what to run.
-        key: the caller's Idempotency-Key; empty: none.
-        labels: of the requests, for traces.
-        turn: for an answer that takes a thread a while.
+        caller: the caller that sent the body.
+        asked: the parsed body.
+        key: the caller's Idempotency-Key; empty if there is none.
+        labels: trace labels of the requests.
+        turn: a lock held while a large answer is serialized in a thread.
     """
 
     def __init__(
@@ -73,10 +75,10 @@ class Run:
         await self._stack.aclose()
 
     async def start(self) -> Replies:
-        """Starts all requests; returns once their servers have accepted them.
+        """Starts all requests, and returns once their servers have accepted them.
 
         Raises:
-            ApiError: one was refused.
+            ApiError: a request was refused.
         """
         try:
             line = await self._connect()
@@ -98,10 +100,10 @@ class Run:
         return Replies(self.asked, self.id, name, int(time.time()))
 
     async def whole(self, replies: Replies) -> str:
-        """The whole answer, as JSON.
+        """Returns the whole answer as JSON.
 
         Raises:
-            ApiError: a request failed, or somebody ended it.
+            ApiError: a request failed or was cancelled by someone else.
         """
         try:
             # All at once: what nobody reads is held by its server, and ended after a while.
@@ -118,7 +120,7 @@ class Run:
             raise from_headrace(error, self.asked.names) from None
 
     async def stream(self, replies: Replies, write: Writer) -> None:
-        """Writes the events of a stream, to its [DONE]; or to one that says what failed."""
+        """Writes the events of a stream, up to [DONE] or an event that reports a failure."""
         failure: Exception | None = None
         try:
             async with asyncio.TaskGroup() as group:
@@ -137,7 +139,7 @@ class Run:
             write(f"event: error\ndata: {dumps(failure.body())}\n\n")
 
     async def _pass_on(self, number: int, replies: Replies, write: Writer) -> Result:
-        """Writes the events of one prompt as they come; returns its result."""
+        """Writes the events of one prompt as they come. Returns its result."""
         handle = self._handles[number]
         begun: set[int] = set()
         is_echoed = self.asked.echo and self.asked.logprobs is not None
@@ -159,7 +161,7 @@ class Run:
         return result
 
     async def rendered(self) -> list[list[int]]:
-        """The token ids of the prompts.
+        """Returns the token ids of the prompts.
 
         Raises:
             ApiError: a prompt was refused.
@@ -171,7 +173,7 @@ class Run:
             raise from_headrace(error, self.asked.names) from None
 
     async def card(self) -> ModelCard:
-        """The model that the prompts are for."""
+        """Returns the card of the model that the prompts are for."""
         target = await self._callers.target(self.asked.model, self._caller)
         return await self._callers.card(target, self._caller)
 
@@ -196,8 +198,10 @@ class Run:
         return line.attach(spec.request_id)
 
     async def _check_size(self, spec: GenerationSpec) -> None:
-        """By a message that is too large a server would end the session, with all that runs on
-        it.
+        """Raises ApiError if a request is too large for its server.
+
+        A message that is too large would make the server end the session and everything that runs
+        on it.
         """
         size = spec.ByteSize() + _AROUND_BYTES
         if size > _SMALL_BYTES and size > (most := (await self.card()).limits.max_message_bytes):
@@ -205,7 +209,7 @@ class Run:
             raise ApiError(413, message, code="body_too_large")
 
     def _before(self, handle: Handle, chunk: Chunk, begun: set[int]) -> tuple[TokenInfo, ...]:
-        """The prompt's tokens, for the first chunk of a choice that echoes it."""
+        """Returns the prompt's tokens for the first chunk of a choice that echoes the prompt."""
         if chunk.choice_index in begun:
             return ()
         begun.add(chunk.choice_index)
@@ -229,7 +233,7 @@ def _named(key: str) -> str:
 
 
 def _check_end(result: Result) -> None:
-    """Raises ApiError if somebody else ended the request."""
+    """Raises ApiError if someone else cancelled the request."""
     if any(choice.finish_reason is FinishReason.CANCELLED for choice in result.choices):
         raise ApiError(
             503,

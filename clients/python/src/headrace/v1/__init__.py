@@ -1,1 +1,4 @@
-"""The generated stubs of the contract `headrace.v1`. Everything else here is written by `make protos`."""
+"""The generated stubs of the contract `headrace.v1`.
+
+Everything else in this package is written by `make protos`.
+"""

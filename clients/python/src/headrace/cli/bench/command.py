@@ -1,4 +1,6 @@
-"""The command: from its options to a job, the connection, and the end in each case."""
+"""The bench command: turns its options into a job, connects, and handles each way the load can
+end.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,14 @@ _INTERRUPTED = "interrupted"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The options that the rest of the command goes by.
+    """The options used by the rest of the command.
 
     Attributes:
-        prompts: a file; None: random token ids.
-        prompt_tokens, shared_prefix: of random prompts.
-        output_tokens: how many tokens are asked for.
-        warmup: requests that are not measured.
-        sessions: how many; `connections`: to how many connections they are divided.
+        prompts: a file with prompts; None for random token ids.
+        prompt_tokens, shared_prefix: the lengths of random prompts.
+        output_tokens: how many tokens are requested.
+        warmup: the number of requests that are not measured.
+        sessions: the number of sessions, which are spread over `connections` connections.
     """
 
     load: Load
@@ -64,7 +66,7 @@ class Job:
     progress: bool
 
     def meaning(self) -> str:
-        """In words."""
+        """Returns a description in words."""
         load = self.load
         how = (
             f"closed loop, {load.concurrency} at a time"
@@ -81,7 +83,7 @@ class Job:
         return f"{how}, {sessions}; {what}, outputs of {self.output_tokens} tokens"
 
     def settings(self) -> dict[str, Any]:
-        """As JSON has them."""
+        """Returns the options as JSON values."""
         return {
             **asdict(self.load),
             "prompts": None if self.prompts is None else str(self.prompts),
@@ -132,7 +134,7 @@ def bench(
 
 
 def _make_job(load: LoadOptions, prompts: PromptOptions, output: ReportOptions) -> Job:
-    """What the options ask for; wrong ones end the command."""
+    """Makes a job from the options. Invalid options end the command."""
     asked, goals = load.load(), output.goals()
     prompts.check()
     output.check_files()
@@ -153,7 +155,7 @@ def _make_job(load: LoadOptions, prompts: PromptOptions, output: ReportOptions) 
 
 
 async def _measure(connection: common.Connection, job: Job) -> tuple[Report, HeadraceError | None]:
-    """Runs the load. Returns what was measured, and why a session ended before the load did.
+    """Runs the load. Returns the measurements, and why a session ended before the load did.
 
     Raises:
         HeadraceError: the server cannot be reached, or a request of the warm-up failed.
@@ -209,7 +211,9 @@ async def _opened(clients: Sequence[AsyncClient], count: int) -> AsyncIterator[l
 
 @contextmanager
 def _interrupting(run: LoadRun) -> Iterator[None]:
-    """Makes the first Ctrl-C end the load in an orderly way; the second one interrupts at once."""
+    """Makes the first Ctrl-C end the load in an orderly way. The second one interrupts
+    immediately.
+    """
     if threading.current_thread() is not threading.main_thread():  # signals are the main one's
         yield
         return

@@ -1,12 +1,12 @@
-"""Sends the requests of a load, and has their times measured.
+"""Sends the requests of a load and measures their times.
 
-A closed loop keeps a number of requests going: each of its places sends its next request when its
-last one has ended. An open loop sends requests when they are due, whatever became of the earlier
-ones; all its times count from when a request was due, so that a server that stands still makes
-every request slow that was due meanwhile, and not only those that it had (no coordinated omission).
+A closed loop keeps a fixed number of requests in flight: a new one is sent whenever one has ended.
+An open loop sends requests when they are due, whether or not earlier ones have ended. All its times
+count from when a request was due. A stalled server therefore slows every request due during the
+stall, not only those already sent (no coordinated omission).
 
-Each request is a task that reads its handle, as an application would do it. A request for which the
-server has no room is sent again when the server's advice has passed.
+Each request is a task that reads its handle, as an application would. A request that the server has
+no room for is resent after the delay that the server advises.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headrace.errors import HeadraceError, ResourceExhaustedError
 from headrace.v1.generation_pb2 import GenerationSpec
 
 _PAUSE = 0.1
-"""Seconds that a closed loop's place rests after a request that failed, at least."""
+"""The minimum pause in seconds before a closed loop replaces a request that failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,14 @@ class Load:
     """How requests are sent.
 
     Attributes:
-        requests: how many; None: until `duration` has passed.
-        duration: seconds after which no more are sent; None: `requests` says it.
-        concurrency: how many run at the same time, at most.
-        rate: of an open loop, requests a second; None: a closed loop.
-        arrivals: of an open loop: at random times, or at equal distances.
-        room_timeout: for how many seconds a request is sent again that the server has no room for.
-        seed: of the arrivals.
+        requests: the number of requests; None to send until `duration` has passed.
+        duration: the number of seconds after which no more requests are sent; None if only
+            `requests` limits the load.
+        concurrency: the maximum number of requests in flight.
+        rate: an open loop's rate in requests per second; None for a closed loop.
+        arrivals: whether an open loop's requests arrive at random times or at equal intervals.
+        room_timeout: how many seconds a request is resent while the server has no room for it.
+        seed: the random seed of the arrivals.
     """
 
     requests: int | None
@@ -54,7 +55,7 @@ class Load:
     seed: int
 
     def gaps(self, rate: float) -> Iterator[float]:
-        """Seconds from one arrival of an open loop to the next, at so many a second."""
+        """Yields the seconds between consecutive arrivals of an open loop, at `rate` per second."""
         chance = random.Random(f"{self.seed} arrivals")
         while True:
             yield chance.expovariate(rate) if self.arrivals == "poisson" else 1 / rate
@@ -64,11 +65,11 @@ class LoadRun:
     """One load on some sessions.
 
     Args:
-        sessions: requests take turns on them.
+        sessions: the sessions, which requests use in rotation.
         prompts: the requests.
-        load: how they are sent.
-        tally: what is measured.
-        clock: seconds.
+        load: how the requests are sent.
+        tally: collects the measurements.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -91,15 +92,15 @@ class LoadRun:
         self._stopped = asyncio.Event()
 
     def interrupt(self) -> None:
-        """Ends the load: what runs is cancelled."""
+        """Ends the load and cancels the running requests."""
         self.interrupted = True
         self._stopped.set()
 
     async def warm_up(self, requests: int) -> None:
-        """Sends so many requests, some at a time, which are not measured.
+        """Sends `requests` requests that are not measured, several at a time.
 
         Raises:
-            HeadraceError: one of them was refused or failed.
+            HeadraceError: a request was refused or failed.
         """
         # None of those that are measured: the server might have their prompts in its cache.
         specs = iter([self._prompts.request(-1 - number) for number in range(requests)])
@@ -116,7 +117,7 @@ class LoadRun:
         await self._unless_stopped(work)
 
     async def run(self) -> None:
-        """Sends everything, and waits until it has ended, or the load was ended."""
+        """Sends all requests and waits until they have ended or the load is interrupted."""
         tally, cpu = self._tally, time.process_time()
         tally.began = self._clock()
         await self._unless_stopped(
@@ -130,8 +131,8 @@ class LoadRun:
             await asyncio.gather(*(session.close(cancel=True) for session in self._sessions))
 
     async def _unless_stopped(self, work: asyncio.Future[Any]) -> None:
-        """Waits for something, or until the load is ended; the work is cancelled then. Raises what
-        the work raised.
+        """Waits for `work`, and cancels it if the load is interrupted. Raises its exception, if
+        any.
         """
         stop = asyncio.create_task(self._stopped.wait())
         try:
@@ -186,7 +187,7 @@ class LoadRun:
     async def _one(
         self, session: AsyncSession, spec: GenerationSpec, due: float
     ) -> HeadraceError | None:
-        """One request, from when it was due to its end. Returns the failure, if it failed."""
+        """Runs one request, measured from when it was due. Returns the failure, if it failed."""
         tally, progress = self._tally, Progress(self._tally, due)
         progress.sent(self._clock())
         try:

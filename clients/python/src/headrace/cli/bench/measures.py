@@ -1,5 +1,7 @@
-"""What is measured, in bounded memory however long the load lasts: times go into histograms of
-fixed buckets, and what happened when into a fixed number of cells, which become longer.
+"""The measurements of a load, in bounded memory however long the load lasts.
+
+Times are counted in histograms with fixed buckets. Counts over time go into a limited number of
+cells, which grow longer over time.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ _FIRST_CELL = 0.25  # seconds
 
 
 class Histogram:
-    """Times in buckets that are 1 % wide: a percentile is at most 0.5 % from the true one. At most
-    2,778 buckets. The least, the greatest and the mean are exact.
+    """A histogram of times, with buckets 1 % wide.
+
+    A percentile is within 0.5 % of the true one. There are at most 2,778 buckets. The minimum,
+    maximum and mean are exact.
     """
 
     def __init__(self) -> None:
@@ -33,7 +37,7 @@ class Histogram:
         self._buckets: Counter[int] = Counter()
 
     def add(self, seconds: float, count: int = 1) -> None:
-        """Counts a time so many times."""
+        """Adds a time, counted `count` times."""
         seconds = max(seconds, 0.0)
         self.count += count
         self.total += seconds * count
@@ -44,12 +48,13 @@ class Histogram:
 
     @property
     def mean(self) -> float | None:
-        """The mean, seconds; None: nothing was counted."""
+        """The mean in seconds; None if the histogram is empty."""
         return self.total / self.count if self.count else None
 
     def percentile(self, percent: float) -> float | None:
-        """The least time that at least so many per cent of all do not exceed, seconds; None:
-        nothing was counted.
+        """Returns a percentile in seconds, or None if the histogram is empty.
+
+        This is the smallest time that at least `percent` % of the times do not exceed.
         """
         wanted = max(math.ceil(self.count * percent / 100), 1)
         for place, count in sorted(self._buckets.items()):
@@ -60,20 +65,22 @@ class Histogram:
         return None
 
     def buckets(self) -> Iterator[tuple[float, float, int]]:
-        """The lower and the upper end of each bucket that is not empty, seconds, and its count."""
+        """Yields the lower and upper bound in seconds, and the count, of each non-empty bucket."""
         for place, count in sorted(self._buckets.items()):
             yield _LEAST * _RATIO**place, _LEAST * _RATIO ** (place + 1), count
 
 
 class Timeline:
-    """A count over time, in at most 240 cells. When time outgrows them, each two become one."""
+    """A count over time, in at most 240 cells. When they do not suffice, pairs of cells are
+    merged.
+    """
 
     def __init__(self) -> None:
         self.cell_seconds = _FIRST_CELL
         self.cells: list[int] = []
 
     def add(self, seconds: float, count: int) -> None:
-        """Counts so many at a time since the beginning."""
+        """Adds `count` at a time given in seconds since the start."""
         while (place := int(seconds / self.cell_seconds)) >= _CELLS:
             self.cells = [sum(self.cells[i : i + 2]) for i in range(0, len(self.cells), 2)]
             self.cell_seconds *= 2
@@ -83,11 +90,11 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """What a good request does; None: that does not matter.
+    """The goals that make a request count as good. None means no goal.
 
     Attributes:
-        ttft: seconds until its first token, at most.
-        itl: seconds from token to token, at most, in the request's mean.
+        ttft: the maximum number of seconds to the first token.
+        itl: the maximum mean time between tokens of a request, in seconds.
     """
 
     ttft: float | None = None
@@ -95,23 +102,23 @@ class Goals:
 
     @property
     def are_set(self) -> bool:
-        """Whether there are any."""
+        """Whether there are any goals."""
         return self.ttft is not None or self.itl is not None
 
 
 @dataclass(slots=True)
 class Tally:
-    """Everything that was measured. Times of the clock that `Progress` is given, in seconds.
+    """All measurements. Times are in seconds of the clock used for `Progress`.
 
     Attributes:
-        goals: of a good request.
+        goals: the goals of a good request.
         ttft: from when each request was due to its first token.
-        itl: from token to token. Tokens that come in one piece share the wait before it.
-        stall: the longest wait between two pieces, of each request that had two.
-        whole: from when each request that was finished was due to its end.
-        late: from when each request was due until it was sent the first time.
-        refused, failed, retried, ends: how many, by reason.
-        interrupted: requests that were cancelled because the load was ended.
+        itl: from token to token. Tokens that arrive in one chunk share the wait before it.
+        stall: the longest wait between two chunks, for each request with at least two.
+        whole: from when each finished request was due to its end.
+        late: from when each request was due until it was first sent.
+        refused, failed, retried, ends: the number of requests, by reason.
+        interrupted: the number of requests cancelled because the load was interrupted.
     """
 
     goals: Goals = field(default_factory=Goals)
@@ -138,15 +145,15 @@ class Tally:
 
     @property
     def ended(self) -> int:
-        """How many requests have ended, and not because the load was."""
+        """The number of requests that have ended, except those interrupted with the load."""
         return self.done + self.refused.total() + self.failed.total()
 
 
 class Progress:
-    """One request's times."""
+    """Records the times of one request."""
 
     def __init__(self, tally: Tally, due: float) -> None:
-        """`due`: when it was to be sent."""
+        """Initializes the record of a request that is to be sent at `due`."""
         self._tally = tally
         self._due = due
         self._first: float | None = None
@@ -156,15 +163,15 @@ class Progress:
         tally.started += 1
 
     def sent(self, now: float) -> None:
-        """It was sent the first time."""
+        """Records that the request was sent for the first time."""
         self._tally.late.add(now - self._due)
 
     def waits_for_room(self, refusal: HeadraceError) -> None:
-        """The server has no room for it; it is sent again."""
+        """Records that the server had no room for the request, so that it is sent again."""
         count(self._tally.retried, reason(refusal))
 
     def output(self, tokens: int, now: float) -> None:
-        """A piece of its output came."""
+        """Records that a chunk of output arrived."""
         if not tokens:
             return
         tally = self._tally
@@ -181,7 +188,7 @@ class Progress:
         self._last = now
 
     def finished(self, result: Result, now: float) -> None:
-        """It ended as it should."""
+        """Records that the request finished successfully."""
         tally = self._tally
         tally.done += 1
         tally.whole.add(now - self._due)
@@ -202,10 +209,13 @@ class Progress:
 
 
 def reason(error: HeadraceError) -> str:
-    """What an error is counted under: the server's reason, or the code."""
+    """The name that an error is counted under: the server's reason, or the status code."""
     return error.reason or error.code.name
 
 
 def count(counter: Counter[str], name: str) -> None:
-    """Counts a name; there are at most 100, which a server could choose."""
+    """Counts a name. After 100 different names, new ones are counted as "other".
+
+    The limit exists because a server could choose arbitrary names.
+    """
     counter[name if name in counter or len(counter) < _MOST_NAMES else "other"] += 1

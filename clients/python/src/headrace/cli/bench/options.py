@@ -41,7 +41,7 @@ class Arrivals(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How many requests there are, and when."""
+    """The number of requests, and when they are sent."""
 
     rate: Annotated[
         float | None,
@@ -126,7 +126,7 @@ class LoadOptions:
     ] = None
 
     def load(self) -> Load:
-        """What they ask for; options that are out of bounds end the command."""
+        """Makes a `Load` from the options. Options that are out of bounds end the command."""
         _check_time(self.rate, "--rate", 1e6)
         _check_time(self.duration, "--duration", 1e7)
         common.check_seconds(self.room_timeout, "--room-timeout", 0, 1e7)
@@ -156,7 +156,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class PromptOptions:
-    """What the requests are."""
+    """The prompts of the requests, and their options."""
 
     prompts: Annotated[
         Path | None,
@@ -205,7 +205,7 @@ class PromptOptions:
     option: OtherOptions = None
 
     def check(self) -> None:
-        """Ends the command if they exclude each other."""
+        """Ends the command if the options exclude each other."""
         if self.prompts is not None and (self.prompt_tokens is not None or self.shared_prefix):
             common.fail(
                 "--prompt-tokens and --shared-prefix are those of random prompts: leave them or "
@@ -214,7 +214,7 @@ class PromptOptions:
             )
 
     def request_options(self) -> GenerationOptions:
-        """The options of all requests; wrong ones end the command."""
+        """Returns the options of all requests. Invalid ones end the command."""
         named = {
             "temperature": self.temperature,
             "priority": self.priority,
@@ -235,7 +235,7 @@ class PromptOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReportOptions:
-    """What is told, and where."""
+    """What is reported, and where."""
 
     goal_ttft: Annotated[
         float | None,
@@ -272,13 +272,13 @@ class ReportOptions:
     ] = True
 
     def goals(self) -> Goals:
-        """What a good request is."""
+        """Returns the goals of a good request."""
         _check_time(self.goal_ttft, "--goal-ttft", 1e7)
         _check_time(self.goal_itl, "--goal-itl", 1e7)
         return Goals(self.goal_ttft, self.goal_itl)
 
     def check_files(self) -> None:
-        """Finds files that cannot be written before the load, not after it."""
+        """Checks that the output files can be written before the load starts."""
         for file in (self.json_file, self.svg_file):
             if file is None or str(file) == "-":
                 continue

@@ -1,6 +1,7 @@
-"""What was measured as a picture: how times are distributed, and output over time. SVG, written
-here: a plotting library would be larger than the client. Its colours follow the reader's light or
-dark mode.
+"""Draws the measurements: the distribution of times, and the output over time.
+
+The SVG is written directly, because a plotting library would be larger than the client. Its colours
+follow the reader's light or dark mode.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _STYLE = """\
 
 
 def draw(report: Report) -> str:
-    """The SVG."""
+    """Returns the SVG."""
     tally = report.tally
     height = _TOP + 3 * _STEP
     title = f"{report.card.name}: {report.meaning}"
@@ -49,7 +50,7 @@ def draw(report: Report) -> str:
 
 
 def _distribution(top: int, title: str, unit: str, times: Histogram) -> list[str]:
-    """How many took how long; time to a logarithmic scale."""
+    """Draws how many requests took how long, on a logarithmic time scale."""
     if not times.count:
         return _empty(top, title)
     least, greatest = (max(one, 1e-6) for one in (times.least, times.greatest))
@@ -83,7 +84,7 @@ def _distribution(top: int, title: str, unit: str, times: Histogram) -> list[str
 
 
 def _over_time(top: int, cells: list[int], cell_seconds: float) -> list[str]:
-    """Output tokens a second."""
+    """Draws the output tokens per second over time."""
     title = "Output tokens per second"
     if not any(cells):
         return _empty(top, title)
@@ -104,7 +105,7 @@ def _over_time(top: int, cells: list[int], cell_seconds: float) -> list[str]:
 
 
 def _bars(top: int, heights: list[float]) -> list[str]:
-    """Bars over the whole width, the highest as high as the panel."""
+    """Draws bars over the whole width. The highest bar is as high as the panel."""
     most, width = max(heights), _inner() / len(heights)
     parts = [
         f'<rect class="bar" x="{_LEFT + place * width:.2f}" '

@@ -17,7 +17,7 @@ _LOOK_SECONDS = 0.2
 
 
 class Bar:
-    """A progress bar on stderr while its block runs, if it is wanted and stderr is a terminal."""
+    """A progress bar on stderr within its block, shown if requested and stderr is a terminal."""
 
     def __init__(self, wanted: bool, load: Load, tally: Tally) -> None:
         self._wanted = wanted and sys.stderr.isatty()
@@ -61,7 +61,7 @@ class Bar:
                 bar.update(task, completed=self._share(seconds), note=self._note(seconds))
 
     def _share(self, seconds: float) -> float:
-        """How much is done: of the requests, or of the time, whichever is nearer its end."""
+        """The completed share of the requests or of the time, whichever is larger."""
         load, shares = self._load, [0.0]
         if load.requests is not None:
             shares.append(self._tally.ended / load.requests)

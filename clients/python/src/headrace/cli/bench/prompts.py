@@ -1,5 +1,7 @@
-"""The requests of a load: random token ids, or the lines of a file. Request number i is the same in
-each run with the same options and seed, in whatever order requests are sent.
+"""The requests of a load: random token ids, or the lines of a file.
+
+Request number i is the same in every run with the same options and seed, regardless of the order in
+which requests are sent.
 """
 
 from __future__ import annotations
@@ -18,19 +20,19 @@ from headrace.options import GenerationOptions, Request, build_spec
 from headrace.v1.generation_pb2 import GenerationSpec
 
 MOST_TOKENS = 10_000_000
-"""Of a length that is asked for."""
+"""The maximum length that can be requested, in tokens."""
 _MOST_FILE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A range of lengths, both ends included."""
+    """An inclusive range of lengths."""
 
     least: int
     most: int
 
     def draw(self, chance: random.Random) -> int:
-        """One of them, each as likely as the others."""
+        """Returns a random length, uniformly distributed."""
         return chance.randint(self.least, self.most)
 
     def __str__(self) -> str:
@@ -38,7 +40,7 @@ class Lengths:
 
 
 def parse_lengths(text: str, what: str) -> Lengths:
-    """`128`, or `64:256`; anything else ends the command."""
+    """Parses `128` or `64:256`. Anything else ends the command."""
     first, colon, last = text.partition(":")
     try:
         found = Lengths(int(first), int(last) if colon else int(first))
@@ -53,22 +55,22 @@ def parse_lengths(text: str, what: str) -> Lengths:
 
 
 class Prompts(Protocol):
-    """Where requests come from."""
+    """A source of requests."""
 
     def request(self, number: int) -> GenerationSpec:
-        """Request number 0, 1, …"""
+        """Returns request number 0, 1, …"""
 
 
 class RandomPrompts:
-    """Random token ids of the model's vocabulary, without those that end an output.
+    """Random token ids of the model's vocabulary, except those that end an output.
 
     Args:
-        card: the model.
-        prompt: how many random ids a prompt has.
-        shared: how many ids all prompts begin with, before these.
-        output: how many tokens are asked for.
-        options: what else a request has.
-        seed: of all draws.
+        card: the model card.
+        prompt: the number of random ids in a prompt.
+        shared: the number of ids that all prompts begin with, before the random ones.
+        output: how many tokens are requested.
+        options: further options of each request.
+        seed: the random seed.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class RandomPrompts:
         self._seed = seed
 
     def request(self, number: int) -> GenerationSpec:
-        """Request number 0, 1, …"""
+        """Returns request number 0, 1, …"""
         chance = random.Random(f"{self._seed} {number}")
         ids = chance.choices(self._ids, k=self._prompt.draw(chance))
         max_tokens = self._output.draw(chance)
@@ -101,10 +103,10 @@ class RandomPrompts:
 
 
 class FilePrompts:
-    """The lines of a file, over again where there are not enough.
+    """The lines of a file, repeated if there are not enough.
 
-    A line is a prompt; in a file whose name ends with .jsonl it is what `headrace batch` takes. A
-    request's own `max_tokens` is kept. A file that is no such thing ends the command.
+    A line is a prompt, or, in a file whose name ends with .jsonl, a request as in `headrace batch`.
+    A request's own `max_tokens` is kept. An invalid file ends the command.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class FilePrompts:
             common.fail(f"--prompts {path} has no lines", common.EXIT_USAGE)
 
     def request(self, number: int) -> GenerationSpec:
-        """Request number 0, 1, …"""
+        """Returns request number 0, 1, …"""
         spec = GenerationSpec()
         spec.CopyFrom(self._specs[number % len(self._specs)])
         if not spec.stop.HasField("max_tokens"):

@@ -1,4 +1,4 @@
-"""What was measured, as a table and as JSON."""
+"""Presents the measurements as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from headrace.cli.bench.measures import Histogram, Tally
 from headrace.model_card import ModelCard
 
 FORMAT = 1
-"""Of the JSON; another one when a reader of the old would misread the new."""
+"""The version of the JSON format. It changes when a reader of the old format would misread the new.
+"""
 _BUSY = 0.8
-"""Of one CPU: a client that takes so much may be what was measured."""
+"""The share of one CPU from which the client itself may have limited the measurement."""
 
 TIMES = (
     ("ttft", "time to first token"),
@@ -29,15 +30,15 @@ TIMES = (
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A load and what it was like.
+    """A load and its measurements.
 
     Attributes:
         target: the server's address.
-        card: its model.
+        card: its model card.
         settings: the command's options.
         meaning: how requests were sent, in words.
-        tally: what was measured.
-        ended: why it was ended early; empty: it was not.
+        tally: the measurements.
+        ended: why the load ended early; empty if it did not.
     """
 
     target: str
@@ -48,7 +49,7 @@ class Report:
     ended: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; times in seconds."""
+        """Returns the report as JSON values, with times in seconds."""
         tally, card = self.tally, self.card
         return {
             "format": FORMAT,
@@ -106,7 +107,7 @@ class Report:
         }
 
     def table(self) -> str:
-        """For a person."""
+        """Returns the report as a human-readable table."""
         card = self.card
         lines = [
             f"{card.name} ({card.dtype}, {card.device}) at {self.target}",
@@ -174,7 +175,7 @@ class Report:
 
 
 def told(seconds: float | None) -> str:
-    """A time for a person: three digits, in ms or s."""
+    """Formats a time with three digits, in ms or s."""
     if seconds is None:
         return "-"
     milliseconds = seconds * 1e3
