@@ -35,7 +35,7 @@ def try_out(
         root: the image's file system, mounted.
         config: the image's configuration.
         torch: cuda or cpu.
-        torch_at: a folder with another torch, for an image with a stand-in.
+        torch_at: a folder with a real torch to mount over an empty stand-in in the image, or None.
     """
 
     def box(user: int = USER, **more: Any) -> Box:

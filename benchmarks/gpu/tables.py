@@ -170,9 +170,9 @@ def _smoke(rows: list[dict[str, Any]]) -> list[str]:
         ]
         lines += [
             "",
-            f"A step of {row['key'].removeprefix('busy at ')}: {row['launches'] / steps:.0f} "
-            f"kernels and copies in {span / steps * 1e3:.2f} ms, of which the device computes "
-            f"{row['busy_share']:.1%}.",
+            f"A step at {row['key'].removeprefix('busy at ')}: {row['launches'] / steps:.0f} "
+            f"kernels and copies in {span / steps * 1e3:.2f} ms; the device is busy for "
+            f"{row['busy_share']:.1%} of that time.",
             "",
             *_table("kernel | a step | µs each | of the time", cells),
         ]

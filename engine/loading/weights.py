@@ -102,7 +102,7 @@ def _files(checkpoint: Checkpoint) -> list[Path] | None:
 def _generation_config(folder: Path) -> GenerationConfig:
     """Read the generation config as transformers does.
 
-    It comes from its own file, or for old models, from the model's config.
+    It comes from its own file or, for old models, from the model's config.
     """
     if (folder / _GENERATION).exists():
         return GenerationConfig.from_pretrained(folder)

@@ -130,10 +130,11 @@ def plain_choice(
 
 
 def choose_most_likely(logits: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Write the first of each row's largest entries; see `engine.sampling.greedy.Greedy`.
+    """Write the index of each row's largest entry, the first one in a tie.
 
     Args:
-        logits: [R, V]. tokens: int64 [R], the output.
+        logits: [R, V].
+        tokens: int64 [R], the output; see `engine.sampling.greedy.Greedy`.
     """
     best, ids = logits.max(dim=-1)
     tokens.copy_(valid(ids, best))

@@ -46,7 +46,7 @@ class PriorityScheduler(Scheduler):
         self._limits.queued(request)
 
     def next_waiting(self) -> Request | None:
-        """Return the first request to arrive of the highest priority."""
+        """Return the earliest request among those with the highest priority."""
         first = self._queue.peek()
         return None if first is None else first[1]
 

@@ -199,7 +199,7 @@ class InputEncoder:
         return array("I", self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def _check_tokens(self, field: str, text: str) -> None:
-        """Refuse a text with far too many tokens, before all of them are made."""
+        """Refuse a text that has too many tokens, without tokenizing all of it."""
         count = 0
         for start in range(0, len(text), _PART_CHARACTERS):
             count += self.tokenizer.count(text[start : start + _PART_CHARACTERS])

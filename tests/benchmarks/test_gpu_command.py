@@ -236,7 +236,7 @@ def test_smoke_is_short_and_says_what_a_step_launches(tmp_path: Path) -> None:
     }
     text = render_part("smoke", {**part, "rows": [*part["rows"], busy]})
     assert (
-        "A step of 1: 420 kernels and copies in 5.00 ms, of which the device computes 75.0%."
+        "A step at 1: 420 kernels and copies in 5.00 ms; the device is busy for 75.0% of that time."
         in (text)
     )
     assert "| `paged/decode` | 36.0 | 20.0 | 14.4% |" in text

@@ -159,7 +159,8 @@ class ToolLoop:
     def spec(self) -> pb.GenerationSpec:
         """Returns the next request.
 
-        A required call is required only in the first turn. After that the model may answer.
+        If a tool call is required, it is required only in the first turn. After that, the model may
+        answer without one.
         """
         spec = build_spec(self.messages, self._options)
         choice = spec.chat.tool_choice

@@ -84,13 +84,14 @@ class AsyncSession:
     ) -> AsyncRequestHandle:
         """Starts a request and returns immediately. Await the handle for its result.
 
-        The handle raises the server's refusals, not this method. A request for which the server has
-        no room is resent when there may be room (see `room_timeout`).
+        If the server refuses the request, the handle raises the error, not this method. If the
+        server has no room, the request is sent again when there may be room (see `room_timeout`).
 
         Args:
             prompt: text, token ids or a conversation.
             timeout: the time limit of the request in seconds, from now. When it passes, the request
-                is cancelled and its handle raises DeadlineExceededError. None for the client's.
+                is cancelled and its handle raises DeadlineExceededError. None for the client's
+                default.
             options: see `GenerationOptions`.
 
         Raises:
