@@ -1,9 +1,11 @@
-"""Inputs that nobody should send: what they are, how they are sent, and how it is judged what a
-neighbour feels of them. The campaign's part `hostile` (`benchmarks.trust.hostile`) tries them.
+"""Hostile inputs: what is sent, how it is sent, and how the effect on a well-behaved caller is
+judged.
 
-    inputs      what is sent, as data where it is one message, in groups of a server each
-    sending     how: plain gRPC with messages as bytes; `http2` for what no library sends
+The campaign's part `hostile` (`benchmarks.trust.hostile`) runs them.
+
+    inputs      the inputs, in groups that share a server; single messages are given as data
+    sending     sends messages as bytes over plain gRPC; `http2` sends what no library sends
     attacker    the process that sends
-    server      what is attacked
-    judging     what a neighbour may feel of it
+    server      the server under attack
+    judging     limits on what a well-behaved caller may notice
 """

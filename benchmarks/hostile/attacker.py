@@ -1,8 +1,8 @@
-"""An attacker's process: told which input, it says that it is ready, sends, and tells the answers;
-then the next one may come.
+"""The attacker's process.
 
-It speaks the lines of `benchmarks.adapters.loop` over its pipes, and gives way to all others: the
-machine that it takes time from would be another one.
+For each input, it receives the input's name, reports that it is ready, sends the input and reports
+the answers. It uses the line protocol of `benchmarks.adapters.loop` over its pipes. It runs at low
+priority so that it does not take CPU time from the server on the same machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NICENESS = 10
 
 
 def main() -> None:
-    """Serve the inputs of one server."""
+    """Send the inputs that are requested on stdin to one server."""
     os.nice(NICENESS)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -38,7 +38,10 @@ def main() -> None:
 
 
 async def attack(load: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Send an input for so long: how long it took, the answers, the connections."""
+    """Send an input for at most `seconds`.
+
+    Returns the time taken, the tally of answers and the number of connections.
+    """
     one = INPUTS[load["input"]]
     began = time.monotonic()
     async with sender(

@@ -1,8 +1,8 @@
-"""Attacks on the HTTP door (`headrace openai`), its process, and a neighbour who uses it.
+"""Attacks on the HTTP door (`headrace openai`), the door's process, and a well-behaved HTTP caller.
 
     python -m benchmarks.hostile.door NAME PORT SECONDS [TOKEN]
 
-runs one attack, gives way to all others meanwhile, and prints what was answered, as JSON.
+runs one attack at low priority and prints a tally of the answers as JSON.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}]}
 
 
 class Door:
-    """A door's process.
+    """The process of an HTTP door.
 
     Attributes:
-        port: where it speaks HTTP, on the loopback address.
-        pid: its process.
+        port: its HTTP port on the loopback address.
+        pid: its process id.
     """
 
     def __init__(self, target: str, folder: Path, *options: str) -> None:
-        """Start it in front of a server. Raises SystemFailure."""
+        """Start the door in front of a server. Raises SystemFailure."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
@@ -68,32 +68,32 @@ class Door:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process runs."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     @property
     def peak_bytes(self) -> int:
-        """The most resident memory that it had."""
+        """The peak resident memory of the process, in bytes."""
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         [peak] = [line for line in lines if line.startswith("VmHWM:")]
         return int(peak.split()[1]) * 1024
 
     def log(self) -> str:
-        """What it said."""
+        """Return the door's log output."""
         return self._log.read_text(errors="replace")
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """Stop the process, whatever it is doing."""
         self._process.kill()
         self._process.wait()
 
 
 class Neighbour(threading.Thread):
-    """Streams one chat after the other through the door, until it is closed.
+    """A caller that streams one chat after another through the door until it is closed.
 
     Attributes:
-        answers: streams that came to their end.
-        wrong: what came instead of an answer.
+        answers: the number of streams that completed.
+        wrong: the errors that came instead of an answer.
     """
 
     def __init__(self, port: int, token: str) -> None:
@@ -107,16 +107,16 @@ class Neighbour(threading.Thread):
         self._over = threading.Event()
 
     def begin(self) -> None:
-        """What was seen so far is forgotten."""
+        """Discard what was recorded so far and start a new measurement."""
         self._worst, self._at, self.wrong, self.answers = 0.0, time.monotonic(), [], 0
 
     @property
     def worst_s(self) -> float:
-        """The longest time without an event."""
+        """The longest time without an event, in seconds."""
         return max(self._worst, time.monotonic() - self._at)
 
     def run(self) -> None:
-        """Until `close`."""
+        """Stream chats until `close` is called."""
         body = json.dumps(CHAT | {"stream": True, "max_tokens": 200, "ignore_eos": True})
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
         while not self._over.is_set():
@@ -140,7 +140,7 @@ class Neighbour(threading.Thread):
         connection.close()
 
     def close(self) -> None:
-        """Ends it."""
+        """Stop the caller."""
         self._over.set()
         self.join(60)
 
@@ -150,11 +150,14 @@ class Neighbour(threading.Thread):
 
 @dataclass
 class Attacker:
-    """Attributes:
-    port: the door's.
-    token: which it sends.
-    until: when it ends, in monotonic seconds.
-    answers: statuses that it was told, and how often; "closed": a connection that just ended.
+    """Connections and requests for one attack on the door.
+
+    Attributes:
+        port: the door's port.
+        token: the token that requests carry.
+        until: when the attack ends, in monotonic seconds.
+        answers: the number of answers by HTTP status; "closed" counts connections that closed
+            without an answer.
     """
 
     port: int
@@ -164,11 +167,11 @@ class Attacker:
 
     @property
     def has_time(self) -> bool:
-        """Whether it goes on."""
+        """Whether the attack still has time left."""
         return time.monotonic() < self.until
 
     async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection with little room for what nobody reads."""
+        """Open a connection with a small receive buffer, so that unread data fills it quickly."""
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.setblocking(False)
@@ -177,20 +180,21 @@ class Attacker:
         return await asyncio.open_connection(sock=sock, limit=4096)
 
     def head(self, *lines: str, path: str = "/v1/chat/completions", length: int = -1) -> bytes:
-        """The head of a POST."""
+        """Return the head of a POST request."""
         found = [f"POST {path} HTTP/1.1", f"Host: 127.0.0.1:{self.port}"]
         found += ["Content-Type: application/json", f"Authorization: Bearer {self.token}", *lines]
         found += [f"Content-Length: {length}"] if length >= 0 else []
         return "\r\n".join([*found, "", ""]).encode()
 
     def post(self, body: Any, *lines: str, path: str = "/v1/chat/completions") -> bytes:
-        """A whole POST."""
+        """Return a complete POST request."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.head(*lines, path=path, length=len(data)) + data
 
     async def say(self, *pieces: bytes, keep: float = 0.0) -> bytes:
-        """Sends, and returns the answer's first bytes. keep: seconds for which it then reads no
-        more.
+        """Send bytes and return the first bytes of the answer.
+
+        keep: seconds for which the connection then stays open without reading more.
         """
         answer = b""
         try:
@@ -418,7 +422,7 @@ ATTACKS: dict[str, Attack] = {
 
 
 def attacked(name: str, port: int, seconds: float, token: str) -> dict[str, int]:
-    """What an attack was answered, which a process of its own runs. Raises SystemFailure."""
+    """Run an attack in a separate process and return its tally of answers. Raises SystemFailure."""
     command = [
         sys.executable,
         "-m",
@@ -436,7 +440,7 @@ def attacked(name: str, port: int, seconds: float, token: str) -> dict[str, int]
 
 
 def main() -> None:
-    """The command."""
+    """Run the attack named on the command line."""
     os.nice(NICENESS)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

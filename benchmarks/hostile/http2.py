@@ -1,5 +1,7 @@
-"""HTTP/2 by hand: what no gRPC library sends. Headers are never compressed, and what is received is
-looked at only as far as flow control and the tally need it.
+"""A minimal HTTP/2 client that can send what no gRPC library sends.
+
+It never compresses headers. It parses received frames only as far as flow control and the tally
+require.
 """
 
 from __future__ import annotations
@@ -16,18 +18,18 @@ END_STREAM = ACK = 0x1
 END_HEADERS = 0x4
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 WINDOW_BYTES = 65535
-"""Of streams and connections, until the server says otherwise."""
+"""The initial flow-control window of streams and connections, until the server changes it."""
 FRAME_BYTES = 16384
 _INITIAL_WINDOW = 4  # of a setting
 
 
 def frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:
-    """A frame."""
+    """Encode a frame."""
     return struct.pack(">I", len(content))[1:] + struct.pack(">BBI", kind, flags, stream) + content
 
 
 def literal(name: bytes, value: bytes) -> bytes:
-    """A header as a literal that is not indexed (RFC 7541, 6.2.2)."""
+    """Encode a header as a literal without indexing (RFC 7541, 6.2.2)."""
     return b"\x00" + _length(len(name)) + name + _length(len(value)) + value
 
 
@@ -43,10 +45,10 @@ def _length(number: int) -> bytes:
 
 
 class Connection:
-    """One connection. Made by `connect`.
+    """One connection. Created by `connect`.
 
     Attributes:
-        tally: the frames that came, by name.
+        tally: the number of received frames by name.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Connection:
         self._reading = asyncio.create_task(self._read())
 
     async def send(self, *frames: bytes) -> None:
-        """Send frames as they are. Raises OSError once the server has closed the connection."""
+        """Send frames unchanged. Raises OSError once the server has closed the connection."""
         self._writer.writelines(frames)
         await self._writer.drain()
         await asyncio.sleep(0)  # a drain of what is taken at once gives nobody else a turn
@@ -75,7 +77,10 @@ class Connection:
         *,
         ended: bool = False,
     ) -> int:
-        """Begin a call; its stream's number. ended: the client sends nothing more."""
+        """Begin a call and return its stream number.
+
+        ended: whether the client sends nothing after the headers.
+        """
         stream, self._next = self._next, self._next + 2
         self._windows[stream] = self._initial
         headers = [
@@ -92,7 +97,7 @@ class Connection:
         return stream
 
     async def data(self, stream: int, content: bytes, *, ended: bool = False) -> None:
-        """Send a stream's data, as the windows allow."""
+        """Send data on a stream, as the flow-control windows allow."""
         at = 0
         while at < len(content):
             room = min(self._window, self._windows[stream], FRAME_BYTES, len(content) - at)
@@ -107,7 +112,7 @@ class Connection:
             at += room
 
     def close(self) -> None:
-        """End it."""
+        """Close the connection."""
         self._reading.cancel()
         self._writer.transport.abort()
 
@@ -148,7 +153,7 @@ class Connection:
 
 
 async def connect(target: str, tally: Counter[str]) -> Connection:
-    """A connection that has said its preface. Raises OSError."""
+    """Open a connection and send the HTTP/2 preface. Raises OSError."""
     reader, writer = await raw_connection(target)
     connection = Connection(reader, writer, tally)
     await connection.send(PREFACE, frame(SETTINGS, 0, 0))
@@ -158,7 +163,7 @@ async def connect(target: str, tally: Counter[str]) -> Connection:
 async def raw_connection(
     target: str, tls: ssl.SSLContext | None = None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection on which nothing was said. Raises OSError."""
+    """Open a connection without sending anything. Raises OSError."""
     if target.startswith("unix:"):
         return await asyncio.open_unix_connection(target.removeprefix("unix:"))
     host, _, port = target.rpartition(":")

@@ -1,4 +1,4 @@
-"""How much of a hostile input a neighbour may feel, and whether it felt more."""
+"""The criterion for a hostile input: how much a well-behaved caller may notice of it."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ from benchmarks.hostile.sending import UNEXPECTED
 from benchmarks.witness.report import Report, Waits
 
 WORST_S = 0.25
-"""The longest wait beside a hostile input, where the calm time was calm."""
+"""The longest wait that is always allowed during a hostile input."""
 MORE_S = 0.2
-"""How much longer than the calm time's worst it may be elsewhere."""
+"""How much longer a wait may be than the worst wait of the calm period."""
 GROWTH_BYTES = 256_000_000
-"""Of either process, beyond the KV cache's announced size."""
+"""Allowed memory growth of either process, in addition to the KV cache's announced size."""
 STRANGERS_BYTES = 64_000_000
-"""Of both processes together, for all strangers; connections count beside it."""
+"""Allowed memory growth of both processes together for all strangers, not counting connections."""
 CONNECTION_BYTES = 64 << 10
 MAX_CONNECTIONS = 1024
-"""What a connection may take, and of how many: the server's default bound."""
+"""The memory allowed per connection, and the server's default connection limit."""
 FRONT_END, ENGINE = "front_end", "engine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One attempt with an input.
+    """One run of an input.
 
     Attributes:
-        calm, seen: what the witness saw in the calm time, and beside the input.
-        first: the memory of the server's processes before anything was tried on it, bytes by name.
-        highest: the most that they took beside earlier inputs on that server: those are to blame
-            for it, not this one.
+        calm, seen: the witness' reports of the calm period and of the run.
+        first: the memory of the server's processes before any input, in bytes by process name.
+        highest: their highest memory during earlier inputs on this server. Growth up to that level
+            is not attributed to this input.
         cache_bytes: the KV cache's announced size.
-        answers: what the attacker was told, and how often.
-        connections: how many it opened.
-        secrets: the callers whose tokens stand in what the server said meanwhile.
-        died: what ended meanwhile: "the server", "the engine", or nothing.
-        recovered_s: how long after it the server was as before; None: it was not in time.
+        answers: the attacker's tally of answers.
+        connections: the number of connections that the attacker opened.
+        secrets: the callers whose tokens appeared in the server's log during the run.
+        died: what ended during the run: "the server", "the engine", or an empty string.
+        recovered_s: how long the server took to recover after the input; None if it did not recover
+            in time.
     """
 
     calm: Report
@@ -52,20 +53,22 @@ class Run:
     recovered_s: float | None
 
     def growth(self, name: str) -> int:
-        """Of a process, beyond what it had when the server was new; bytes."""
+        """Return a process's peak memory growth in bytes since the server was new."""
         memory = self.seen.memory.get(name)
         return 0 if memory is None else memory.peak - self.first.get(name, memory.start)
 
 
 def allowed_s(calm: Waits) -> float:
-    """The longest wait, given the calm time's. What the witness itself was late then does not
-    excuse the server.
+    """Return the longest allowed wait, given the waits of the calm period.
+
+    The calm period's worst wait counts without the witness' own lag, so that the lag does not raise
+    the limit for the server.
     """
     return max(WORST_S, calm.worst_s - calm.late_s + MORE_S)
 
 
 def waits_too_long(run: Run) -> list[tuple[str, Waits, float]]:
-    """The witness' waits that are too long: what for, how long, and how long they may be."""
+    """Return the witness' waits that exceed their limits, as (what, waits, limit in seconds)."""
     pairs = (
         ("gap between tokens", run.seen.gaps, allowed_s(run.calm.gaps)),
         ("health's answer", run.seen.health, allowed_s(run.calm.health)),
@@ -74,7 +77,10 @@ def waits_too_long(run: Run) -> list[tuple[str, Waits, float]]:
 
 
 def why_discarded(run: Run) -> str | None:
-    """Why a run says nothing: what was too long is so for the witness' own lag; None: it counts."""
+    """Return why a run is inconclusive, or None if it counts.
+
+    A run is inconclusive if a wait exceeds its limit only because of the witness' own lag.
+    """
     for name, found, most in waits_too_long(run):
         if found.worst_s - found.late_s <= most:
             return (
@@ -85,7 +91,9 @@ def why_discarded(run: Run) -> str | None:
 
 
 def faults(one: Input, run: Run, *, waits: bool = True) -> list[str]:
-    """What is wrong; empty: the criterion is met. `waits`: whether they are judged."""
+    """Return what is wrong; empty if the run meets the criterion. `waits`: whether waits are
+    judged.
+    """
     seen = run.seen
     found = [
         f"{name} {wait.worst_s:.3f} s, above {most:.3f}"

@@ -1,10 +1,11 @@
-"""A tiny model with a long context and a large vocabulary, random weights: what is bounded by the
-context or by the vocabulary is largest here, while a step stays quick.
+"""A tiny model with random weights, a long context and a large vocabulary.
 
-Its tokenizer is a byte-level BPE of letters: every pair, triple and many fours of small letters are
-tokens, so that long words take many merges, as they do for the tokenizers of large models. Its chat
-template shows tools and reasoning as those of many models do, so that the server knows how they are
-written, and may hold replies to them.
+Everything that the context or the vocabulary bounds is large here, while a step stays fast.
+
+Its tokenizer is a byte-level BPE of letters. Every pair and triple of lowercase letters and many
+sequences of four are tokens, so that long words take many merges, as with the tokenizers of large
+models. Its chat template renders tools and reasoning as many models do, so that the server can
+recognize their syntax and constrain replies to the tools.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from benchmarks.models import random_model
 
 NAME = "long"
-"""As of benchmarks.models.SHAPES."""
+"""The model's name, as in `benchmarks.models.SHAPES`."""
 SPECIAL = ("<|pad|>", "<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>")
 TEMPLATE = """\
 {{- bos_token }}
@@ -44,7 +45,7 @@ TEMPLATE = """\
 
 
 def long_model(cache: Path) -> Path:
-    """Its directory, made where it is not there yet: half a minute."""
+    """Return the model's directory. Creates it if necessary, which takes half a minute."""
     folder = cache / f"{NAME}-{hashlib.sha256(TEMPLATE.encode()).hexdigest()[:8]}"
     if folder.exists():
         return folder
@@ -60,7 +61,7 @@ def long_model(cache: Path) -> Path:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A tokenizer of so many entries."""
+    """Write a tokenizer with the given number of entries."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = [chr(97 + number) for number in range(26)]

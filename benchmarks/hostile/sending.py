@@ -1,4 +1,4 @@
-"""How an attacker sends: plain gRPC with messages as bytes, and a tally of what was answered."""
+"""How an attacker sends: plain gRPC with messages as bytes, and a tally of the answers."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ OPTIONS = [
     ("grpc.enable_retries", 0),
 ]
 NO_ANSWER = "no answer"
-"""In a tally: calls that were still open when the time was over."""
+"""The tally's key for calls that were still open when time was up."""
 KEPT_KINDS = 40
-"""Of answers in a tally; the others count as one."""
+"""The number of distinct answers in a tally; all further ones are counted together."""
 UNEXPECTED = "unexpected: "
-"""Before an answer in a tally that is not the one that is known."""
+"""The prefix of unexpected answers in a tally."""
 GZIP_BYTES = 64 << 10
-"""Longer messages are compressed: what arrives is as long."""
+"""Messages longer than this are sent compressed; the server still receives the full length."""
 _INDEX = re.compile(r"\[\d+\]")
 
 
@@ -55,9 +55,9 @@ class Card:
     """What an attacker knows of the server.
 
     Attributes:
-        context, vocabulary: tokens.
-        limit: the largest message that it receives, bytes.
-        choices, logprobs, logit_bias, stop_strings, stop_string_bytes: the most of a request.
+        context, vocabulary: sizes in tokens.
+        limit: the largest message that the server accepts, in bytes.
+        choices, logprobs, logit_bias, stop_strings, stop_string_bytes: the limits of one request.
     """
 
     context: int
@@ -71,18 +71,18 @@ class Card:
 
 
 class Sender:
-    """One attacker.
+    """One attacker's connections and its tally of answers.
 
     Attributes:
-        target: the server, as gRPC writes it.
-        tls_target: its TCP address that speaks TLS; empty where there is none.
-        token: the attacker's own; empty: a stranger.
-        operator: a token that ControlService is granted to.
+        target: the server's gRPC target.
+        tls_target: the server's TCP address with TLS; empty if it has none.
+        token: the attacker's token; empty for a stranger.
+        operator: a token that may call ControlService.
         card: the server's limits.
-        source: of what is drawn.
-        tally: how often what was answered.
-        connections: how many were opened.
-        channel: a connection that all calls use that name no other.
+        source: the random generator for everything that is drawn.
+        tally: the number of calls by answer.
+        connections: the number of connections opened.
+        channel: the default connection of all calls.
     """
 
     def __init__(
@@ -108,31 +108,33 @@ class Sender:
 
     @property
     def below(self) -> int:
-        """A size that leaves a message just below what the server receives."""
+        """A payload size that keeps a message just below the server's size limit."""
         return self.card.limit - (4 << 10)
 
     @property
     def above(self) -> int:
-        """A size far beyond it."""
+        """A payload size far above the server's size limit."""
         return min(4 * self.card.limit, self.card.limit + (4 << 20))
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Both."""
+        """The sizes `below` and `above`."""
         return self.below, self.above
 
     @property
     def longest_text(self) -> int:
-        """The bytes of the longest text that is taken in, in a message that is."""
+        """The length in bytes of the longest text that the server accepts within the message size
+        limit.
+        """
         return min(self.below, max(MIN_MOST_TEXT_BYTES, TEXT_BYTES_OF_TOKEN * self.card.context))
 
     @property
     def most_ids(self) -> int:
-        """The most ids that are turned into a text, in a message that is taken in."""
+        """The most ids that the server detokenizes within the message size limit."""
         return min(self.below // 3, max(MIN_MOST_TOKENS, self.card.context))
 
     def connect(self) -> grpc.aio.Channel:
-        """A connection of its own, once it is used; open until the end."""
+        """Return a new channel. It connects on first use and stays open until `close`."""
         self.connections += 1
         channel = grpc.aio.insecure_channel(
             self.target, options=[*OPTIONS, ("headrace.number", self.connections)]
@@ -142,7 +144,7 @@ class Sender:
         return channel
 
     def count(self, what: str, number: int = 1) -> None:
-        """Note what was answered."""
+        """Add an answer to the tally."""
         known = what in self.tally or len(self.tally) < KEPT_KINDS
         self.tally[what if known else "other answers"] += number
 
@@ -157,16 +159,17 @@ class Sender:
         patience_s: float | None = None,
         metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> bytes | None:
-        """Send one message, read all that comes, and tally how it ended; the first answer.
+        """Send one message, read all answers and tally how the call ended. Returns the first
+        answer.
 
         Args:
-            method: its path.
+            method: the RPC's path.
             raw: the message.
-            gzip: whether it is compressed.
-            token: None: the attacker's own; empty: none.
-            channel: None: the one that all share.
-            patience_s: the caller goes after so long.
-            metadata: more of it.
+            gzip: whether to compress it.
+            token: the bearer token; None for the attacker's own, empty for none.
+            channel: the connection; None for the default one.
+            patience_s: the call's timeout.
+            metadata: additional metadata.
         """
         found, answer = await self._called(
             method, raw, gzip=gzip, token=token, channel=channel, patience_s=patience_s,
@@ -186,7 +189,7 @@ class Sender:
         patience_s: float | None,
         metadata: Sequence[tuple[str, str | bytes]],
     ) -> tuple[str, bytes | None]:
-        """How a call ended, and its first answer; one that is cut is tallied here."""
+        """Return how a call ended and its first answer. A cancelled call is tallied here."""
         token = self.token if token is None else token
         if token:
             metadata = [*metadata, ("authorization", f"Bearer {token}")]
@@ -223,13 +226,18 @@ class Sender:
         patience_s: float | None = None,
         metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> str:
-        """Send one message, of a session too, of which the answer is known; how it was answered.
+        """Send one message, which may be a session's command, and compare the answer with those
+        expected.
 
         Args:
-            method: its path.
+            method: the RPC's path.
             raw: the message.
-            answers: what may be answered. So may be that there is no room, if it is told when.
-            token, patience_s, metadata: as of `call`.
+            answers: the expected answers. A refusal for lack of room with a retry time is always
+                expected.
+            token, patience_s, metadata: as in `call`.
+
+        Returns:
+            The answer.
         """
         found, _ = await self._called(
             method, raw, gzip=len(raw) > GZIP_BYTES, token=token, patience_s=patience_s,
@@ -253,15 +261,15 @@ class Sender:
         channel: grpc.aio.Channel | None = None,
         heard: Callable[[bytes], None] | None = None,
     ) -> None:
-        """Send messages on one stream, and tally how it ended.
+        """Send messages on one stream and tally how it ended.
 
         Args:
-            messages: what is sent, as fast as it is taken.
-            method: its path.
-            read: whether what comes is read.
-            stay: whether the stream is kept open after the last message.
-            token, channel: as of `call`.
-            heard: called with each message that comes.
+            messages: sent as fast as the server accepts them.
+            method: the RPC's path.
+            read: whether to read the answers.
+            stay: whether to keep the stream open after the last message.
+            token, channel: as in `call`.
+            heard: called with each received message.
         """
         token = self.token if token is None else token
         metadata = [("authorization", f"Bearer {token}")] if token else []
@@ -296,11 +304,11 @@ class Sender:
                 self.count("messages of sessions", came)
 
     async def crowd(self, number: int, one: Callable[[int], Awaitable[object]]) -> None:
-        """So many at once."""
+        """Run `number` coroutines concurrently."""
         await asyncio.gather(*(one(index) for index in range(number)))
 
     async def again(self, number: int, one: Callable[[int], Awaitable[object]]) -> None:
-        """So many at once, each again and again, until the time is over."""
+        """Run `number` workers that each repeat a coroutine until time is up."""
 
         async def on(index: int) -> None:
             while True:
@@ -312,13 +320,13 @@ class Sender:
         await self.crowd(number, on)
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
 
 @asynccontextmanager
 async def sender(target: str, card: Card, **more: str) -> AsyncIterator[Sender]:
-    """A sender, whose connections are ended."""
+    """Yield a sender and close its connections at the end."""
     found = Sender(target, card, **more)
     try:
         yield found
@@ -331,7 +339,7 @@ async def _once(raw: bytes) -> AsyncIterator[bytes]:
 
 
 def _refusal(message: bytes) -> str:
-    """What a session's message says of a command that was refused, or a request that failed."""
+    """Return the refusal or failure that a session's message reports."""
     answer = rpc.StreamResultResponse.FromString(message)
     failed = [one.failed for one in answer.events if one.HasField("failed")]
     for one in (*answer.rejections, *failed):
@@ -340,7 +348,7 @@ def _refusal(message: bytes) -> str:
 
 
 def told(error: grpc.aio.AioRpcError) -> str:
-    """What an error said: code, reason and field, and whether it lacked a time to try again."""
+    """Format an error as code, reason and field, with a note if a retry time is missing."""
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin":
             return status_told(error.code().name, status_pb2.Status.FromString(value))
@@ -348,7 +356,7 @@ def told(error: grpc.aio.AioRpcError) -> str:
 
 
 def status_told(code: str, status: status_pb2.Status) -> str:
-    """The same of a status that came in a message."""
+    """Format a status that came in a message in the same way as `told`."""
     reason, field, retry = "", "", False
     for detail in status.details:
         info = error_details_pb2.ErrorInfo()

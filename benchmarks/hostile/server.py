@@ -1,7 +1,8 @@
-"""The server that is attacked: `headrace-server serve` at its defaults, as a process, with a file
-of callers, without which nobody is a stranger, and with an address of its own for health, where the
-witness asks, as probes do. The model is served in float32, where the witness' tokens are the same
-beside any others.
+"""The server under attack: a `headrace-server serve` process with default settings.
+
+A callers file requires tokens, so that callers without one are strangers. Health checks have a
+separate address, which the witness uses as probes do. The model runs in float32, so that the
+witness' tokens do not depend on the other requests in a batch.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmarks.hostile.sending import Card
 from benchmarks.processes import ROOT, SystemFailure
 
 START_S = 180.0
-"""A server that is not ready by then is stuck."""
+"""The time limit for the server to become ready."""
 CALL_S = 10.0
 WITNESS, ATTACKER, OPERATOR = "witness", "mallory", "operator"
 SERVICES = {
@@ -42,14 +43,14 @@ _CACHE = re.compile(r"KV cache: ([\d.,]+) (MiB|GiB), \d")
 
 
 class Server:
-    """One server's process.
+    """A server process.
 
     Attributes:
-        target: where it is reached in plain text.
-        health_target: where it answers health alone.
-        tls_target: its TCP address that speaks TLS; empty where there is none.
-        card: its limits, once it is ready.
-        cache_bytes: of its KV cache, as it announced it.
+        target: its address without TLS.
+        health_target: its address for health checks only.
+        tls_target: its TCP address with TLS; empty if it has none.
+        card: its limits, available once it is ready.
+        cache_bytes: the KV cache's announced size.
     """
 
     def __init__(
@@ -61,14 +62,15 @@ class Server:
         more: Sequence[str] = (),
         program: Sequence[str] | None = None,
     ) -> None:
-        """Start it; `wait` comes next.
+        """Start the process; call `wait` next.
 
         Args:
-            model: its directory.
-            folder: for its log, its callers, tokens and socket.
-            tls: whether it speaks TLS on a TCP address; it is then in plain text on a Unix socket.
+            model: the model's directory.
+            folder: where the log, the callers file, the tokens and the socket are written.
+            tls: whether the server uses TLS on a TCP address; it then has a Unix socket without
+                TLS.
             more: further options of the server.
-            program: what is run instead of `headrace-server`.
+            program: the program to run instead of `headrace-server`.
         """
         self.target = self.tls_target = self.health_target = ""
         self.cache_bytes = 0
@@ -109,7 +111,7 @@ class Server:
         )
 
     def grant(self, names: Sequence[str]) -> None:
-        """Let these be all callers, from when the server reads its file again."""
+        """Write the callers file; it takes effect when the server rereads it."""
         # All at once: a server that reads half of it would say so.
         new = self._callers.with_suffix(".new")
         _write_secret(new, "\n".join(map(self._entry, names)))
@@ -117,11 +119,11 @@ class Server:
 
     @property
     def certificate(self) -> bytes:
-        """The certificate that it was given last."""
+        """The current certificate."""
         return (self._folder / "cert.pem").read_bytes()
 
     def renew_certificate(self) -> bytes:
-        """Give it another certificate and key; the certificate."""
+        """Replace the server's certificate and key, and return the new certificate."""
         new = self._folder / "new"
         new.mkdir(exist_ok=True)
         for path in make_certificate(new):
@@ -129,15 +131,15 @@ class Server:
         return self.certificate
 
     def token_file(self, name: str) -> Path:
-        """Where a caller's token is."""
+        """Return the path of the file with a caller's token."""
         return self._folder / f"{name}.token"
 
     def token(self, name: str) -> str:
-        """A caller's token."""
+        """Return a caller's token."""
         return self._tokens[name]
 
     def wait(self) -> None:
-        """Wait until it is ready, and ask for its limits. Raises SystemFailure."""
+        """Wait until the server is ready, and read its limits. Raises SystemFailure."""
         ends = time.monotonic() + START_S
         while "Stop it with" not in (text := self.log()):
             if self._process.poll() is not None or time.monotonic() > ends:
@@ -167,7 +169,7 @@ class Server:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Its processes now: "front_end", and "engine" while there is one."""
+        """The process ids of "front_end" and, while it runs, "engine"."""
         found = {"front_end": self._process.pid}
         try:
             for child in psutil.Process(self._process.pid).children():
@@ -179,24 +181,24 @@ class Server:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process runs."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     def log(self, since: int = 0) -> str:
-        """What it said, since it had said so many bytes."""
+        """Return the log from the given byte offset."""
         return self._log.read_bytes()[since:].decode(errors="replace")
 
     def log_bytes(self) -> int:
-        """How much that is."""
+        """Return the length of the log in bytes."""
         return self._log.stat().st_size
 
     def told_secrets(self, since: int) -> list[str]:
-        """The callers whose tokens stand in what it said since it had said so much."""
+        """Return the callers whose tokens appear in the log after the given byte offset."""
         text = self._log.read_bytes()[since:]
         return [name for name, token in self._tokens.items() if token.encode() in text]
 
     def forget_attacker(self) -> None:
-        """Cancel what the attacker has left, as an operator. Raises RpcError."""
+        """Cancel the attacker's remaining requests as an operator. Raises RpcError."""
         with grpc.insecure_channel(self.target) as channel:
             stub: Any = ControlServiceStub(channel)
             metadata = self._metadata(OPERATOR)
@@ -220,7 +222,7 @@ class Server:
                 time.sleep(0.05)
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """Stop the process, whatever it is doing."""
         self._process.kill()  # its engine ends by itself then
         self._process.wait()
 
@@ -229,7 +231,7 @@ class Server:
 
 
 def limits_of(card: model.ModelCard) -> Card:
-    """What an attacker knows from the model's card."""
+    """Read an attacker's knowledge of the server from the model's card."""
     limits = card.limits
     return Card(
         context=limits.max_context_tokens,
@@ -244,7 +246,7 @@ def limits_of(card: model.ModelCard) -> Card:
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """A certificate for this machine and its key, by the openssl command."""
+    """Create a certificate for this machine and its key with the openssl command."""
     certificate, key = folder / "cert.pem", folder / "key.pem"
     subprocess.run(
         [

@@ -20,8 +20,10 @@ MINUTES = 180.0
 
 
 def main() -> int:
-    """Run it; the exit code: 0, 1 where a promise was not kept or nothing could be run, 2 for a
-    wrong option, 130 for Ctrl-C.
+    """Run the command and return the exit code.
+
+    The code is 0 on success, 1 if a promise was not kept or nothing could be run, 2 for an invalid
+    option, and 130 for Ctrl-C.
     """
     arguments = _arguments()
     if arguments.list:

@@ -1,6 +1,4 @@
-"""A server with the demo model, and a witness of it: what a calm machine is like, and what is
-measured beside an attack.
-"""
+"""A server with the demo model and a witness, used for the calm baseline and during attacks."""
 
 from __future__ import annotations
 
@@ -25,14 +23,14 @@ def witnessed(
     program: Sequence[str] | None = None,
     tokens: int = 500,
 ) -> Iterator[tuple[Server, Witness]]:
-    """A ready server with these further options, and its witness.
+    """Yield a ready server and its witness.
 
     Args:
-        more: options of the server.
-        model: its directory.
-        tls: whether it speaks TLS on a TCP address.
-        program: what is run instead of `headrace-server`.
-        tokens: of each request of the witness.
+        more: further options of the server.
+        model: the model's directory.
+        tls: whether the server uses TLS on a TCP address.
+        program: the program to run instead of `headrace-server`.
+        tokens: the number of tokens of each of the witness' requests.
     """
     with TemporaryDirectory(prefix="headrace-") as name:
         server = Server(model, Path(name), tls=tls, more=more, program=program)
@@ -51,14 +49,14 @@ def witnessed(
 
 
 def look(witness: Witness, seconds: float) -> Report:
-    """What it sees in so many seconds from now."""
+    """Return what the witness sees in the next `seconds` seconds."""
     witness.begin()
     time.sleep(seconds)
     return witness.report()
 
 
 def told(seen: Report) -> dict[str, Any]:
-    """As the record has it."""
+    """Convert a report to the format of the record."""
     return {
         "seconds": seen.seconds,
         "gap_s": seen.gaps.worst_s,
@@ -69,6 +67,6 @@ def told(seen: Report) -> dict[str, Any]:
 
 
 def calm_minute(seconds: float) -> dict[str, Any]:
-    """What a witness sees of a server that nobody else uses."""
+    """Return what a witness sees of a server that nobody else uses."""
     with witnessed() as (_, witness):
         return told(look(witness, seconds))

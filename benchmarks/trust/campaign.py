@@ -1,4 +1,4 @@
-"""Runs parts, one after the other, and writes their records."""
+"""Runs the parts one after another and writes their records."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ CALM_S, CUT_CALM_S = 60.0, 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is run.
+    """What to run.
 
     Attributes:
-        parts: in this order.
-        seed: of everything that is drawn.
-        is_cut: whether it is the short one.
-        again: whether to begin anew what is recorded already.
-        folder: where the records are.
-        minutes: no part is begun after so many.
-        seconds: of each thing whose time can be chosen; None: the part's own.
-        only: rows whose names contain this; empty: all.
-        calm_seconds: of the calm minute; None: a minute, or what the cut has.
+        parts: the parts in the order in which they run.
+        seed: the seed of all random choices.
+        is_cut: whether to run only CI's cut.
+        again: whether to repeat rows that are already recorded.
+        folder: the folder of the records.
+        minutes: the time after which no further part starts.
+        seconds: the duration of each item with an adjustable duration; None for the part's default.
+        only: run only rows whose names contain this; empty for all.
+        calm_seconds: the length of the calm baseline; None for a minute, or the cut's default.
     """
 
     parts: Sequence[Part]
@@ -43,17 +43,17 @@ class Plan:
 
     @property
     def calm_s(self) -> float:
-        """How long a calm server is looked at."""
+        """The length of the calm baseline in seconds."""
         if self.calm_seconds is not None:
             return self.calm_seconds
         return CUT_CALM_S if self.is_cut else CALM_S
 
 
 class Campaign:
-    """See the module.
+    """Runs a plan and collects the results.
 
     Attributes:
-        wrong: what was not as promised, as "part/row".
+        wrong: the broken promises, as "part/row".
         left: the parts for which there was no time.
     """
 
@@ -66,7 +66,7 @@ class Campaign:
         self.left: list[str] = []
 
     def run(self) -> None:
-        """All of it."""
+        """Run all parts of the plan."""
         for part in self._plan.parts:
             if time.monotonic() - self._began > 60 * self._plan.minutes:
                 self.left.append(part.name)
@@ -110,7 +110,7 @@ class Campaign:
         self._count(part, record)
 
     def _look(self) -> dict[str, float]:
-        """The calm minute; the cut has one for all of its parts."""
+        """Return the calm baseline. The cut measures it once for all parts."""
         if self._calm is None or not self._plan.is_cut:
             self._calm = calm_minute(self._plan.calm_s)
             waits = ", ".join(
@@ -133,5 +133,5 @@ class Campaign:
 
 
 def is_wrong(row: dict[str, object]) -> bool:
-    """Whether a row says that a promise was not kept."""
+    """Whether a row shows a broken promise."""
     return bool(row["wrong"]) and not row["not_judged"]

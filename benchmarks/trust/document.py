@@ -1,4 +1,4 @@
-"""docs/trust.md, written from the records: nothing in it is written by hand but the text below."""
+"""Generates docs/trust.md from the records and the text below."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NOTES = {
         "third of the rate at which they do afterwards, and advice goes by what was measured."
     ),
 }
-"""What is known of single verdicts, by part, commit and row; shown while that run is."""
+"""Notes on single verdicts, by part, commit and row; shown while that run is in the record."""
 REMARKS = {
     ("bytes", "454f311"): (
         "Two more targets were tried on 2026-11-23 at commit 68161a2, for 540 s each: `callers` "
@@ -59,19 +59,19 @@ REMARKS = {
         "so none was left for the demo model."
     ),
 }
-"""What else is known of a run, by part and commit; shown while that run is."""
+"""Remarks on a run, by part and commit; shown while that run is in the record."""
 
 
 def update(folder: Path, parts: Sequence[Part], *, check: bool) -> bool:
-    """Write the document from the records in a folder. Returns whether it was as it should be.
+    """Write the document from the records in a folder. Returns whether it was already up to date.
 
     Args:
-        folder: where the records are.
-        parts: of the campaign.
-        check: only look.
+        folder: the folder of the records.
+        parts: the parts of the campaign.
+        check: only check, without writing.
 
     Raises:
-        ValueError: a record is of another format.
+        ValueError: a record has another format.
     """
     found = {part.name: read_record(folder / f"trust-{part.name}.json") for part in parts}
     records = {name: record for name, record in found.items() if record is not None}
@@ -83,7 +83,7 @@ def update(folder: Path, parts: Sequence[Part], *, check: bool) -> bool:
 
 
 def render(promises: str, parts: Sequence[Part], records: Records) -> str:
-    """The document's text. `promises`: the text of docs/promises.md."""
+    """Return the document's text. `promises`: the text of docs/promises.md."""
     sections = [_INTRO, _by_promise(promises, records)]
     for part in parts:
         sections.append(_part(part, records.get(part.name)))
@@ -167,7 +167,7 @@ def _cell(text: str) -> str:
 
 
 def _again(run: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """How another run compares."""
+    """Return a sentence that compares a run with another."""
     ours, theirs = run["rows"], other["rows"]
     both = [name for name in ours if name in theirs]
     differ = [name for name in both if is_wrong(ours[name]) != is_wrong(theirs[name])]

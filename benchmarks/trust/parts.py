@@ -1,4 +1,4 @@
-"""What a part of the campaign is, and what it tells."""
+"""The types for a part of the campaign and its results."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import TypeVar
 
 T = TypeVar("T")
 MOST_WRONG = 12
-"""So many of the things that were wrong are told of each row; the others are counted."""
+"""The number of violations listed in each row; the rest are only counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """One row: what was tried, and what came of it.
+    """One row: what was tried, and the result.
 
     Attributes:
-        name: unique in its part.
-        what: one line that says what was tried.
-        promises: the numbers of those in docs/promises.md that it is about.
+        name: a name that is unique in its part.
+        what: a one-line description of what was tried.
+        promises: the numbers of the promises in docs/promises.md that the row tests.
         count: how often it was tried.
-        worst: the worst that was seen, with its unit; empty where nothing is measured.
-        wrong: what was not as promised; empty: it was held.
-        not_judged: why nothing depends on it; empty: it is judged.
+        worst: the worst value seen, with its unit; empty if nothing is measured.
+        wrong: the violations; empty if the promises were kept.
+        not_judged: why the row is not judged; empty if it is.
     """
 
     name: str
@@ -41,14 +41,14 @@ class Course:
     """One run of a part, as the part sees it.
 
     Attributes:
-        seed: of everything that is drawn.
-        is_cut: whether it is the short one.
-        folder: for files; it is removed at the end.
-        known: the rows that were recorded before: they are not tried again.
-        record: takes a row as soon as it is known.
+        seed: the seed of all random choices.
+        is_cut: whether this is CI's short run.
+        folder: a temporary folder, removed at the end.
+        known: the rows that are already recorded and are not tried again.
+        record: called with each row as soon as it is known.
         say: shows progress.
-        seconds: of each thing whose time can be chosen; None: the part's own.
-        only: rows whose names contain this; empty: all.
+        seconds: the duration of each item with an adjustable duration; None for the part's default.
+        only: run only rows whose names contain this; empty for all.
     """
 
     seed: int
@@ -61,22 +61,22 @@ class Course:
     only: str = ""
 
     def is_wanted(self, name: str) -> bool:
-        """Whether a row is to be tried."""
+        """Whether to try a row."""
         return name not in self.known and (not self.only or self.only in name)
 
     def add(self, tried: Tried) -> None:
-        """A row is known."""
+        """Record a row and show it."""
         self.record(tried)
         verdict = "held" if not tried.wrong else f"WRONG: {tried.wrong[0]}"
         told = f", worst {tried.worst}" if tried.worst else ""
         self.say(f"{tried.name}: {tried.count:,}{told}: {verdict}")
 
     def source(self, name: str) -> random.Random:
-        """Chance for one thing: the same for the same seed, whatever else is tried."""
+        """Return a random source that depends only on the seed and the name."""
         return random.Random(f"{self.seed}/{name}")
 
     def either(self, whole: T, cut: T) -> T:
-        """What the whole campaign takes, or the cut."""
+        """Return the full campaign's value or, in the cut, the cut's value."""
         return cut if self.is_cut else whole
 
 
@@ -85,13 +85,13 @@ class Part:
     """One part of the campaign.
 
     Attributes:
-        name: as `--part` takes it.
-        meaning: one line.
-        minutes: about how long the whole takes.
-        run: tries it.
-        has_calm: whether the campaign looks at a calm server before; a part that has a server and a
-            witness of its own does so itself.
-        in_cut: whether CI's cut has it.
+        name: the part's name for `--part`.
+        meaning: a one-line description.
+        minutes: the approximate duration of the full part.
+        run: runs the part.
+        has_calm: whether the campaign measures a calm server first. A part with its own server and
+            witness does so itself.
+        in_cut: whether CI's cut includes the part.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Part:
 
 
 def some(wrong: list[str]) -> tuple[str, ...]:
-    """What was wrong, as a row tells it."""
+    """Shorten a list of violations for a row."""
     if len(wrong) <= MOST_WRONG:
         return tuple(wrong)
     return (*wrong[:MOST_WRONG], f"and {len(wrong) - MOST_WRONG:,} more")

@@ -1,5 +1,6 @@
-"""The record of a part: a JSON file, written after each row. A run that is stopped has lost only
-the row that it was at.
+"""The record of a part: a JSON file that is written after each row.
+
+A run that is stopped loses only the current row.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ from benchmarks.report import KIND_TRUST
 from benchmarks.trust.parts import Tried
 
 RUNS_KEPT = 2
-"""Of each part: the last one, and the last one of another seed."""
+"""The number of runs kept for each part: the last one, and the last one with another seed."""
 PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "llguidance", "headrace-server")
 
 
 class Record:
-    """One part's record, of which one run is being written.
+    """The record of one part, to which one run is being written.
 
     Attributes:
-        path: where it is written.
+        path: the file.
         run: the run that is being written.
     """
 
     def __init__(self, path: Path, part: str, *, seed: int, is_cut: bool, again: bool) -> None:
-        """Begin a run, or go on with the one that is there.
+        """Begin a run, or resume the recorded one.
 
         Args:
-            path: where it is written.
+            path: the file.
             part: the part's name.
-            seed, is_cut: of the run.
-            again: begin anew, whatever is there.
+            seed, is_cut: the run's settings.
+            again: whether to start over even if a run is recorded.
 
         Raises:
-            ValueError: the file is of another format or part.
+            ValueError: the file has another format or is for another part.
         """
         self.path = path
         found = read_record(path)
@@ -72,33 +73,33 @@ class Record:
 
     @property
     def known(self) -> set[str]:
-        """The rows that are there."""
+        """The names of the recorded rows."""
         return set(self.run["rows"])
 
     def add(self, tried: Tried) -> None:
-        """A row is known."""
+        """Record a row."""
         row = asdict(tried)
         del row["name"]
         self.run["rows"][tried.name] = row
         self.write()
 
     def took(self, seconds: float) -> None:
-        """So much more time was spent on it."""
+        """Add to the time spent on the run."""
         self.run["seconds"] += seconds
         self.write()
 
     def is_whole(self) -> None:
-        """Everything was tried."""
+        """Record that everything was tried."""
         self.run["is_whole"] = True
         self.write()
 
     def calm(self, seen: Mapping[str, Any]) -> None:
-        """What a witness saw before anything was tried."""
+        """Record what a witness saw before anything was tried."""
         self.run["calm"] = dict(seen)
         self.write()
 
     def write(self) -> None:
-        """Write all of it."""
+        """Write the whole record to its file."""
         data = {"format": FORMAT, "kind": KIND_TRUST, "part": self._part, "runs": self._runs}
         self.run["date"] = _now()
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""All parts, in the order in which they are run."""
+"""All parts in the order in which they run."""
 
 from __future__ import annotations
 

@@ -16,7 +16,10 @@ from benchmarks.witness.report import WitnessError
 
 
 def main() -> int:
-    """Run it; the exit code: 0, 1 where there is nothing to witness, 2 for a wrong option."""
+    """Run the command and return the exit code.
+
+    The code is 0 on success, 1 if the server cannot be witnessed, and 2 for an invalid option.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.witness",
         description="Stream greedy tokens, tokenize and ask health until Ctrl-C, and report what "
@@ -102,7 +105,7 @@ async def _run(plan: Plan, arguments: argparse.Namespace) -> None:
 
 
 def _obey(call: Callable[..., object], observer: Observer, end: Callable[[], None]) -> None:
-    """A thread's work: stdin's lines, carried out on the event loop."""
+    """Read commands from stdin in a thread and run them on the event loop."""
     for line in sys.stdin:
         call(_carry_out, line.strip(), observer)
     call(end)

@@ -13,8 +13,8 @@ class Watched:
     """A process whose memory is watched.
 
     Attributes:
-        pid: the process.
-        start, peak, now: as of Memory.
+        pid: the process id.
+        start, peak, now: as in `Memory`.
     """
 
     pid: int
@@ -24,25 +24,25 @@ class Watched:
     _mark: int = 0
 
     def begin(self) -> None:
-        """A new window."""
+        """Begin a new window."""
         self.now, self._mark = resident(self.pid)
         self.start = self.peak = self.now
 
     def sample(self) -> None:
-        """Read the memory now, and keep the peak."""
+        """Read the current memory and update the peak."""
         self.now, mark = resident(self.pid)
         self.peak = max(self.peak, self.now)
         if mark > self._mark:  # the peak lay between two samples
             self.peak = max(self.peak, mark)
 
     def memory(self) -> Memory:
-        """The figures now."""
+        """Return the current figures."""
         self.sample()
         return Memory(self.pid, self.start, self.now, self.peak)
 
 
 def resident(pid: int) -> tuple[int, int]:
-    """Resident memory of a process now and its high-water mark, bytes; 0 once it has gone."""
+    """Return a process's current and peak resident memory in bytes; 0 once the process is gone."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:

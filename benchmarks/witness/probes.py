@@ -1,8 +1,9 @@
-"""What a witness does all the time, on one event loop, each thing on a connection of its own:
-where only one of them stands still, the server does not.
+"""The witness' continuous probes, on one event loop, each on a separate connection.
 
-The stream is one greedy request after the other, of one prompt. Before it is a witness it runs the
-request twice, undisturbed; every later run must give the same tokens in the same order.
+If only one of the probes stalls, the server as a whole is not stalled.
+
+The stream repeats one greedy request with a fixed prompt. The witness first runs the request twice
+undisturbed; every later run must give the same tokens in the same order.
 """
 
 from __future__ import annotations
@@ -29,28 +30,28 @@ from benchmarks.witness.memory import Watched
 from benchmarks.witness.report import Report, Timer, Watch, WitnessError, lag_figures
 
 TICK_S = 0.005
-"""Between two ticks of the witness' own timer."""
+"""The interval between two ticks of the witness' timer."""
 NOTED_LAG_S = 0.01
-"""A lag from which on it is kept when it was."""
+"""The lag from which the witness records when it occurred."""
 HEALTH_EVERY_S = 0.02
 TOKENIZE_EVERY_S = 0.05
 MEMORY_EVERY_S = 0.05
 MIN_RETRY_S, MAX_RETRY_S = 0.02, 1.0
-"""How long it waits after a refusal, whatever the server advises."""
+"""Bounds on the wait after a refusal, whatever the server advises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a witness does.
+    """The settings of a witness.
 
     Attributes:
-        target: the server, as gRPC writes it.
-        health_target: where it is asked for its health; None: at `target`.
-        token: a bearer token; None: it sends none.
-        prompt: what its requests continue, and what it tokenizes.
-        tokens: of each request.
+        target: the server's gRPC target.
+        health_target: the address for health checks; None for `target`.
+        token: a bearer token; None to send none.
+        prompt: the prompt of its requests, which it also tokenizes.
+        tokens: the number of tokens of each request.
         pids: the processes whose memory is watched, by name.
-        ready_s: how long it waits for the server to be ready.
+        ready_s: how long to wait for the server to be ready.
     """
 
     target: str
@@ -63,7 +64,7 @@ class Plan:
 
 
 class Observer:
-    """Runs the probes. Made by `observing`."""
+    """Runs the probes. Created by `observing`."""
 
     def __init__(self, plan: Plan, channels: Mapping[str, grpc.aio.Channel]) -> None:
         self._plan = plan
@@ -79,7 +80,7 @@ class Observer:
         self.begin()
 
     def begin(self) -> None:
-        """A new window: what was seen so far is forgotten, what is waited for counts from now."""
+        """Begin a new window. Earlier data is discarded, and open waits are measured from now."""
         now = self._began = time.monotonic()
         self._timer = Timer()
         for watch in (self._gaps, self._firsts, self._tokenizes, self._healths):
@@ -91,7 +92,7 @@ class Observer:
         self._refusals: Counter[str] = Counter()
 
     def report(self) -> Report:
-        """The window so far."""
+        """Return the report of the current window."""
         now, timer = time.monotonic(), self._timer
         return Report(
             seconds=now - self._began,
@@ -112,7 +113,7 @@ class Observer:
         )
 
     async def learn(self) -> None:
-        """The undisturbed run. Raises WitnessError, AioRpcError."""
+        """Do the undisturbed runs. Raises WitnessError, AioRpcError."""
         runs = [await self._undisturbed() for _ in range(2)]
         if runs[0] != runs[1]:
             raise WitnessError(
@@ -123,7 +124,7 @@ class Observer:
         self._expected_ids = list((await self._tokenize()).token_ids)
 
     def probes(self) -> list[Coroutine[Any, Any, None]]:
-        """What it does all the time; none of them ends by itself."""
+        """Return the probes' coroutines, none of which ends by itself."""
         return [self._tick(), self._look(), self._stream(), self._tokenizing(), self._asking()]
 
     async def _tick(self) -> None:
@@ -193,7 +194,7 @@ class Observer:
             self._gaps.drop(number)
 
     async def _request(self, number: int) -> bool:
-        """One attempt at a request; False if it was refused."""
+        """Try a request once. Returns False if it was refused."""
         received, accepted = 0, False
         try:
             async for event in self._events():
@@ -248,7 +249,7 @@ class Observer:
 
 
 def named(error: grpc.aio.AioRpcError) -> str:
-    """The code of an error, and its reason where it tells one."""
+    """Return the code of an error, and its reason if there is one."""
     code: str = error.code().name
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin":
@@ -261,10 +262,10 @@ def named(error: grpc.aio.AioRpcError) -> str:
 
 @asynccontextmanager
 async def observing(plan: Plan) -> AsyncIterator[Observer]:
-    """An observer that has learnt what it expects, and watches until the end.
+    """Yield an observer that has learned the expected results and keeps watching.
 
     Raises:
-        WitnessError: there is no server, or none that one could be a witness of.
+        WitnessError: there is no server, or it cannot be witnessed.
     """
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with contextlib.AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""A witness for tests and campaigns: its process, and how it is asked."""
+"""Controls a witness process from tests and campaigns."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from benchmarks.processes import ROOT
 from benchmarks.witness.report import Report, WitnessError
 
 PATIENCE_S = 120.0
-"""No single answer of the witness takes longer; what does is stuck. It waits for no server: while
-that stands still, reports come all the same.
+"""The time limit for an answer of the witness; after that it counts as stuck. The witness answers
+even while the server is stalled.
 """
 
 
 class Witness:
-    """A witness beside whatever is tried.
+    """A witness that runs beside whatever is tried.
 
         with Witness(target, {"front_end": 123, "engine": 124}) as witness:
             ...
@@ -31,8 +31,8 @@ class Witness:
             ...
             report = witness.report()
 
-    Its methods block; they may be called from the thread that the server runs on, which then
-    stands still: that is a stall, and the report has it.
+    The methods block. If they are called from the thread that runs the server, the server stalls,
+    and the report shows that stall.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class Witness:
         tokens: int = 500,
         prompt: str | None = None,
     ) -> None:
-        """Nothing runs yet.
+        """Store the settings without starting anything.
 
         Args:
-            target: the server, as gRPC writes it; without TLS.
+            target: the server's gRPC target, without TLS.
             pids: the processes whose memory is watched, by name.
-            health_target: where health is asked; None: at `target`.
+            health_target: the address for health checks; None for `target`.
             token_file: a file with a bearer token.
-            tokens: of each request.
-            prompt: what its requests continue; None: a few words.
+            tokens: the number of tokens of each request.
+            prompt: the prompt of its requests; None for a few words.
         """
         self._command = [sys.executable, "-m", "benchmarks.witness", target, "--driven"]
         self._command += ["--tokens", str(tokens)]
@@ -82,7 +82,11 @@ class Witness:
         self.close()
 
     def start(self) -> None:
-        """Start it; back when the undisturbed run is over and it watches. Raises WitnessError."""
+        """Start the process. Returns once the undisturbed runs are over and the witness is
+        watching.
+
+        Raises WitnessError.
+        """
         process = subprocess.Popen(
             self._command,
             cwd=ROOT,
@@ -106,15 +110,15 @@ class Witness:
             raise
 
     def begin(self) -> None:
-        """Begin a new window: what was seen so far is forgotten."""
+        """Begin a new window and discard what was seen so far."""
         self._ask("begin")
 
     def report(self) -> Report:
-        """What was seen in this window so far. Raises WitnessError if the witness has ended."""
+        """Return the report of the current window. Raises WitnessError if the witness has ended."""
         return Report.from_json(self._ask("report"))
 
     def close(self) -> None:
-        """End it."""
+        """Stop the process."""
         process, self._process = self._process, None
         if process is None:
             return

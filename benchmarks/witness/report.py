@@ -1,4 +1,4 @@
-"""What a witness tells: how long it waited for what, what was wrong, and the servers' memory."""
+"""A witness' report: waits by kind, errors, and the memory of the server's processes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 from benchmarks.measures import quantile
 
 WORST_KEPT = 8
-"""Of so many of the longest waits it is known when they were."""
+"""The number of longest waits whose times are kept."""
 
 
 class WitnessError(Exception):
-    """The witness cannot be one; the message says why."""
+    """The server cannot be witnessed; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Waits of one kind, in seconds; all 0 where there was none.
+    """Waits of one kind, in seconds; all 0 if there were none.
 
     Attributes:
-        count: how many there were; one that is not over counts with what it has come to.
-        late_s: how late the witness' own timer was within the worst of them: a wait of which this
-            is a large part says more of the witness' machine than of the server.
+        count: the number of waits; an open one counts with its duration so far.
+        late_s: how late the witness' timer was during the worst wait. If this is a large part of
+            the wait, the delay is due to the witness' machine rather than to the server.
     """
 
     count: int = 0
@@ -39,9 +39,9 @@ class Memory:
     """Resident memory of one process, in bytes.
 
     Attributes:
-        pid: the process.
-        start, now: at the window's beginning, and at its end; now is 0 where the process has gone.
-        peak: the most in between, by samples, or by the kernel's high-water mark where it rose.
+        pid: the process id.
+        start, now: at the beginning and the end of the window; `now` is 0 if the process is gone.
+        peak: the highest in between, from samples, or from the kernel's high-water mark if it rose.
     """
 
     pid: int
@@ -51,7 +51,7 @@ class Memory:
 
     @property
     def growth(self) -> int:
-        """The most beyond what there was at the beginning."""
+        """The peak growth since the beginning of the window."""
         return self.peak - self.start
 
     @property
@@ -65,21 +65,22 @@ class Report:
     """What a witness saw in one window of time.
 
     Attributes:
-        seconds: how long the window was.
-        tokens: tokens that came.
-        requests: requests that ended with all their tokens.
-        gaps: between two messages with tokens of one request.
-        first_tokens: from a request's start, or a first try that was refused, to its first token.
-        tokenize, health: from a call to its answer.
-        wrong_tokens: tokens that were not those of the undisturbed run, or came out of order.
-        lost_tokens: tokens that were still to come when an accepted request ended early.
-        wrong_texts: answers of Tokenize that were not those of the undisturbed run.
-        not_serving: health checks that were answered with anything else, or failed.
-        refusals: how often a request, a Tokenize or a health check was refused, or failed, by code
-            and reason.
+        seconds: the length of the window.
+        tokens: the number of tokens received.
+        requests: the number of requests that ended with all their tokens.
+        gaps: the waits between two messages with tokens of one request.
+        first_tokens: the waits from a request's start to its first token, including refused tries.
+        tokenize, health: the waits from a call to its answer.
+        wrong_tokens: the number of tokens that differ from the undisturbed run or came out of
+            order.
+        lost_tokens: the number of tokens missing when an accepted request ended early.
+        wrong_texts: the number of Tokenize answers that differ from the undisturbed run.
+        not_serving: the number of health checks that failed or had another answer than SERVING.
+        refusals: the number of requests, Tokenize calls and health checks that were refused or
+            failed, by code and reason.
         ticks: how often the witness' timer fired.
-        lag: how late it fired each time.
-        memory: of the processes that are watched, by the names that they were given.
+        lag: how late the timer fired.
+        memory: the memory of the watched processes, by name.
     """
 
     seconds: float
@@ -99,12 +100,12 @@ class Report:
     memory: Mapping[str, Memory]
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON can say it."""
+        """Return the report as a JSON-serializable dictionary."""
         return asdict(self)
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> Report:
-        """What `as_json` gave."""
+        """Restore a report from the result of `as_json`."""
         waits = {
             name: Waits(**found[name])
             for name in ("gaps", "first_tokens", "tokenize", "health", "lag")
@@ -114,12 +115,13 @@ class Report:
 
 
 class Timer:
-    """How late the witness' own event loop was, and when: what was measured then is not the
-    server's doing alone.
+    """Records how late the witness' event loop was, and when.
+
+    Measurements during a lag are not due to the server alone.
 
     Attributes:
-        ticks: how often it fired.
-        lags: how late each time, in seconds.
+        ticks: how often the timer fired.
+        lags: how late it fired each time, in seconds.
     """
 
     def __init__(self) -> None:
@@ -128,21 +130,21 @@ class Timer:
         self._late: list[tuple[float, float]] = []
 
     def tick(self, now: float, lag: float, noted: float) -> None:
-        """It fired at `now`; lags of at least `noted` seconds are kept with their time."""
+        """Record a tick at `now`. Lags of at least `noted` seconds are kept with their time."""
         self.ticks += 1
         self.lags.append(lag)
         if lag >= noted:
             self._late.append((now, lag))
 
     def latest_within(self, began: float, ended: float) -> float:
-        """The longest lag that lies within a time, at least in part."""
+        """Return the longest lag that overlaps a period of time."""
         return max(
             (lag for at, lag in self._late if at >= began and at - lag <= ended), default=0.0
         )
 
 
 class Watch:
-    """Waits of one kind, as they end."""
+    """Measures waits of one kind."""
 
     def __init__(self) -> None:
         self._seconds = array("d")
@@ -150,11 +152,11 @@ class Watch:
         self._open: dict[object, float] = {}
 
     def begin(self, key: object, now: float) -> None:
-        """A wait begins."""
+        """Begin a wait."""
         self._open[key] = now
 
     def end(self, key: object, now: float) -> None:
-        """It is over."""
+        """End a wait and record it."""
         began = self._open.pop(key)
         self._seconds.append(now - began)
         self._worst.append((now - began, began))
@@ -162,17 +164,17 @@ class Watch:
             self._worst = sorted(self._worst, reverse=True)[:WORST_KEPT]
 
     def drop(self, key: object) -> None:
-        """It is not counted: what was waited for did not come, and that is counted elsewhere."""
+        """Discard a wait. What was awaited did not come, which is counted elsewhere."""
         self._open.pop(key, None)
 
     def reset(self, now: float) -> None:
-        """A new window: waits that are not over go on from now."""
+        """Begin a new window. Open waits are measured from now."""
         self._seconds = array("d")
         self._worst = []
         self._open = dict.fromkeys(self._open, now)
 
     def waits(self, now: float, timer: Timer) -> Waits:
-        """The figures; what is not over counts with what it has come to."""
+        """Return the figures; an open wait counts with its duration so far."""
         running = [(now - began, began) for began in self._open.values()]
         seconds = [*self._seconds, *(length for length, _ in running)]
         if not seconds:
@@ -182,7 +184,7 @@ class Watch:
 
 
 def lag_figures(timer: Timer) -> Waits:
-    """The timer's own lags as waits."""
+    """Return the timer's lags as waits."""
     return _figures(timer.lags, max(timer.lags)) if timer.lags else Waits()
 
 

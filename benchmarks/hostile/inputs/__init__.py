@@ -1,4 +1,4 @@
-"""All hostile inputs, in the order in which they are tried: one server for each group."""
+"""All hostile inputs in the order in which they run, with one server for each group."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ GROUPS = (
     WAITING,
     WAITING_PROMPTS,
 )
-"""Where memory is what matters, a server of its own."""
+"""All groups. Inputs that mainly test memory use are in small groups with a new server each."""
 INPUTS: dict[str, Input] = {one.name: one for group in GROUPS for one in group.inputs}
 __all__ = ["CHATS", "GROUPS", "INPUTS", "Group", "Input"]

@@ -1,5 +1,7 @@
-"""Conversations: tools, choices of tools, marks of reasoning, media. The server is told how the
-model writes calls, so that it holds replies to the tools.
+"""Conversations with hostile tools, tool choices, reasoning markers and media.
+
+The server is configured with the model's tool-call syntax, so that it can constrain replies to the
+tools.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from benchmarks.hostile.sending import GENERATION, MODEL, Sender
 GENERATE = GENERATION + "Generate"
 TOKENIZE = MODEL + "Tokenize"
 HELD = 250 << 10
-"""Forms of all tools together stay below 256 KiB."""
+"""A total schema size for all tools that stays below the limit of 256 KiB."""
 MOST_TOOLS = 128
 REQUIRED = pb.TOOL_CHOICE_MODE_REQUIRED
 NONE = pb.TOOL_CHOICE_MODE_NONE
 USER, ASSISTANT, TOOL = pb.CHAT_ROLE_USER, pb.CHAT_ROLE_ASSISTANT, pb.CHAT_ROLE_TOOL
 SPEC = "spec.chat."
 [TOO_LONG] = invalid(SPEC + "messages")
-"""What the template shows of tools and reasoning may be beyond the context."""
+"""The answer when the rendered tools and reasoning do not fit in the context."""
 _HI = {"role": USER, "content": "hi"}
 
 
@@ -40,7 +42,7 @@ def _case(
 
 
 def _rendered(*answers: str, **chat: Any) -> Case:
-    """The same conversation, for Tokenize."""
+    """Return a case that sends the conversation to Tokenize."""
     chat = {"messages": [_HI], **chat}
     return Case(TOKENIZE, lambda s: model.TokenizeRequest(chat=chat), answers or (OK,))
 
@@ -61,7 +63,7 @@ def _object(properties: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def _new_tools(s: Sender, size: int = HELD) -> rpc.GenerateRequest:
-    """As many tools as may be held, with forms of so many bytes, of names that are new."""
+    """Return the largest allowed number of tools, with new names and schemas of the given size."""
     number = s.source.getrandbits(40)
     names = [f"p{number:x}_{index}" for index in range(size // MOST_TOOLS // 90)]
     schema = _object({name: {"type": "string", "maxLength": 8} for name in names})

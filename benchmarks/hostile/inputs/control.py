@@ -1,5 +1,6 @@
-"""Operators' methods and reflection, by the hundred. Whoever may call them is trusted with the
-server; that it stands still for them is wanted by nobody all the same.
+"""Hundreds of concurrent calls to the operators' methods and to reflection.
+
+Callers of these methods are trusted with the server, but the calls must still not stall it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from benchmarks.hostile.sending import CONTROL, GENERATION, REFLECTION, Sender
 
 
 async def statistics_watches(s: Sender) -> None:
-    """300 WatchStatistics of ten messages a second."""
+    """Open 300 WatchStatistics streams that each ask for ten messages a second."""
     every = wire.field(1, wire.count(2, 100_000_000))
     await s.crowd(300, lambda _: s.call(CONTROL + "WatchStatistics", every, token=s.operator))
 
 
 async def list_requests(s: Sender) -> None:
-    """Lists of 1,000 waiting requests, 64 at once."""
+    """List 1,000 waiting requests, with 64 calls at the same time."""
     spec = wire.text_input("Once upon a time") + wire.max_tokens(500, ignore_eos=True)
     await s.crowd(900, lambda _: s.call(GENERATION + "AddRequest", wire.request(spec)))
     await s.again(
@@ -31,13 +32,13 @@ async def list_requests(s: Sender) -> None:
 
 
 async def cancel_requests(s: Sender) -> None:
-    """Cancels of 1,024 requests that nobody has, 16 at once."""
+    """Cancel 1,024 unknown request ids per call, with 16 calls at the same time."""
     name = wire.field(1, wire.field(1, "mallory") + wire.field(2, "none"))
     await s.again(16, lambda _: s.call(CONTROL + "CancelRequests", name * 1024, token=s.operator))
 
 
 async def reflection(s: Sender) -> None:
-    """Questions for all services and for the largest file, on four streams."""
+    """Ask reflection for all services and for the largest file, on four streams."""
     questions = itertools.cycle(
         [wire.field(7, "*"), wire.field(4, "headrace.v1.GenerationService"), wire.field(3, "none")]
     )

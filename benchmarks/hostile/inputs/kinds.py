@@ -1,4 +1,4 @@
-"""What an input is."""
+"""The types that describe a hostile input."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Input:
     """A hostile input.
 
     Attributes:
-        name: unique among all.
+        name: a name that is unique among all inputs.
         meaning: one line that says what is sent.
-        send: sends it; it ends when everything was sent and answered, or is cancelled when its time
-            is over.
-        fields: what it attacks, as message and field of the contract: "Label.name".
-        answers: one of these must come, as `sending.told` tells them: then it reaches what it is
-            for. Empty: nothing is known of them.
-        cases: where it is made of single messages, these.
-        models: those that it is tried on.
-        stranger: whether it has no token: then its memory has a bound of its own.
-        judge: looks at the answers too; what is wrong with them, or None.
-        seconds: its time, where it needs another than the campaign's.
+        send: sends the input. It returns when everything has been sent and answered, or is
+            cancelled when its time is up.
+        fields: the contract fields under attack, as "Label.name" (message and field).
+        answers: the answers of which at least one must occur, in the format of `sending.told`, to
+            show that the input reached its target. Empty if no answer is required.
+        cases: the single messages that make up the input, if it is made of such messages.
+        models: the models that the input is tried on.
+        stranger: whether the attacker has no token. The server's memory then has a separate limit.
+        judge: checks the answers too; returns what is wrong with them, or None.
+        seconds: the duration, if it differs from the campaign's default.
     """
 
     name: str
@@ -47,16 +47,16 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One message, and what it is answered with.
+    """One message and its expected answers.
 
     Attributes:
-        method: the path of the RPC; of a session it is the first command.
-        message: makes it, from what the attacker knows of the server.
-        answers: those that are right, as `sending.told` tells them.
-        each: whether it is made anew each time: what was seen before helps nobody.
-        metadata: what comes with it.
-        patience_s: the caller goes after so long.
-        is_operator: whether the call is an operator's.
+        method: the path of the RPC; for a session, the message is the first command.
+        message: builds the message from what the attacker knows of the server.
+        answers: the expected answers, in the format of `sending.told`.
+        each: whether the message is rebuilt for every call, so that the server cannot use a cache.
+        metadata: the metadata of the call.
+        patience_s: the time after which the caller gives up.
+        is_operator: whether an operator makes the call.
     """
 
     method: str
@@ -68,7 +68,7 @@ class Case:
     is_operator: bool = False
 
     async def ask(self, s: Sender, raw: bytes) -> str:
-        """Send it, and tally how it was answered: as it should have been, or not."""
+        """Send the message and tally the answer as expected or unexpected."""
         return await s.ask(
             self.method,
             raw,
@@ -88,7 +88,7 @@ def by_cases(
     seconds: float | None = None,
     models: tuple[str, ...] = BOTH,
 ) -> Input:
-    """An input that sends one message after the other, again and again, so many at once."""
+    """Return an input that repeats a list of messages with the given number of concurrent calls."""
 
     async def send(s: Sender) -> None:
         known = [None if case.each else case.message(s).SerializeToString() for case in cases]
@@ -112,24 +112,24 @@ def by_cases(
 
 
 def invalid(*fields: str) -> tuple[str, ...]:
-    """The answer to a field that is wrong."""
+    """Return the answer to a field with an invalid value."""
     return tuple(f"INVALID_ARGUMENT INVALID_FIELD {one}" for one in fields)
 
 
 def lacking(field: str) -> str:
-    """The answer to a field that needs what the server has not."""
+    """Return the answer to a field that needs something the server lacks."""
     return f"UNIMPLEMENTED UNSUPPORTED_FIELD {field}"
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Inputs that are tried on one server, after one calm time.
+    """Inputs that are tried on one server after one calm period.
 
     Attributes:
-        name: unique among all groups.
-        inputs: in the order in which they are tried.
-        tls: whether the server speaks TLS on a TCP address; the witness is then on a Unix socket.
-        options: of the server, besides its defaults.
+        name: a name that is unique among all groups.
+        inputs: the inputs in the order in which they are tried.
+        tls: whether the server uses TLS on a TCP address; the witness then uses a Unix socket.
+        options: the server's options in addition to its defaults.
     """
 
     name: str

@@ -1,5 +1,7 @@
-"""Messages that are large, or of many or deep parts: what a server does before it knows that it
-refuses them. Each is sent just below what the server receives, and far above.
+"""Messages that are large or have many or deeply nested elements.
+
+They show how much work the server does before it refuses a message. Each message is sent just below
+and far above the size that the server accepts.
 """
 
 from __future__ import annotations
@@ -14,19 +16,19 @@ from benchmarks.hostile.sending import CONTROL, GENERATION, HEALTH, MODEL, Sende
 GENERATE = GENERATION + "Generate"
 TOKENIZE = MODEL + "Tokenize"
 DEEPEST = 60
-"""Lists in lists: a template is shown at most 64 of them in each other."""
+"""Nesting depth of lists; a template accepts at most 64 levels."""
 
 JSON_BYTES = 256 << 10
-"""No JSON may be longer."""
+"""The longest JSON text that the server accepts."""
 
 
 def _either(field: str) -> tuple[str, ...]:
-    """The answers of Generate and of Tokenize to a wrong field of a conversation."""
+    """Return the answers of Generate and Tokenize to an invalid field of a conversation."""
     return invalid(field, f"spec.{field}")
 
 
 async def _chats(s: Sender, part: bytes) -> None:
-    """A chat of this part many times, for Generate and for Tokenize in turns, two at once."""
+    """Send a chat that repeats an element to Generate and Tokenize, with two concurrent callers."""
     bodies = [wire.message() + wire.filled(part, size) for size in s.sizes]
 
     async def one(index: int) -> None:
@@ -38,27 +40,27 @@ async def _chats(s: Sender, part: bytes) -> None:
 
 
 async def chat_tools(s: Sender) -> None:
-    """Tools with a name of one letter."""
+    """Send chats with many tools that have one-letter names."""
     await _chats(s, wire.field(2, wire.field(1, "f")))
 
 
 async def chat_empty_tools(s: Sender) -> None:
-    """Tools without anything."""
+    """Send chats with many empty tools."""
     await _chats(s, wire.field(2, b""))
 
 
 async def chat_messages(s: Sender) -> None:
-    """Messages of a user who says nothing."""
+    """Send chats with many empty user messages."""
     await _chats(s, wire.field(1, wire.count(1, 2)))
 
 
 async def chat_short_messages(s: Sender) -> None:
-    """Messages of one letter: these need tokens."""
+    """Send chats with many one-letter messages, each of which produces tokens."""
     await _chats(s, wire.message("a"))
 
 
 async def chat_tool_calls(s: Sender) -> None:
-    """One message of an assistant with very many calls of tools."""
+    """Send an assistant message with a very large number of tool calls."""
 
     async def one(_: int) -> None:
         for size in s.sizes:
@@ -70,31 +72,35 @@ async def chat_tool_calls(s: Sender) -> None:
 
 
 def _arguments(value: str, size: int) -> bytes:
-    """`template_arguments_json` of about this size, with a list of these values."""
+    """Return `template_arguments_json` of about the given size, with a list that repeats one
+    value.
+    """
     values = ",".join([value] * max(1, size // (len(value) + 1)))
     return wire.field(5, f'{{"a":[{values}]}}')
 
 
 async def template_nulls(s: Sender) -> None:
-    """A list of nulls among the template's arguments."""
+    """Send template arguments with a long list of nulls."""
     await _chats_once(s, lambda size: _arguments("null", size))
 
 
 async def template_deep(s: Sender) -> None:
-    """Lists in lists, as many as fit: one of them is as deep as it is long."""
+    """Send nested lists as template arguments: one as deep as fits, and many at the allowed
+    depth.
+    """
     await _chats_once(s, lambda size: _arguments("[" * (size // 2) + "]" * (size // 2), size))
     await _chats_once(s, lambda size: _arguments("[" * DEEPEST + "]" * DEEPEST, size))
 
 
 async def deep_tool_schema(s: Sender) -> None:
-    """Tools whose parameters are objects in objects, as many as fit."""
+    """Send as many tools as fit, each with deeply nested objects as its parameters."""
     deep = '{"a":' * DEEPEST + "1" + "}" * DEEPEST
     tool = wire.field(2, wire.field(1, "f") + wire.field(3, deep))
     await _chats_once(s, lambda size: wire.filled(tool, size))
 
 
 async def template_keys(s: Sender) -> None:
-    """Many arguments of the template, each of another name."""
+    """Send many template arguments with distinct names."""
 
     def arguments(size: int) -> bytes:
         names = ",".join(f'"k{number}":0' for number in range(size // 12))
@@ -104,12 +110,12 @@ async def template_keys(s: Sender) -> None:
 
 
 async def template_names_twice(s: Sender) -> None:
-    """An object that names one member as often as fits."""
+    """Send a JSON object that repeats one member name as often as fits."""
     await _chats_once(s, lambda size: wire.field(5, "{" + ",".join(['"k":0'] * (size // 6)) + "}"))
 
 
 async def content_parts(s: Sender) -> None:
-    """A message of as many empty parts as fit."""
+    """Send a message with as many empty content parts as fit."""
 
     def message(size: int) -> bytes:
         parts = wire.filled(wire.field(1, wire.field(1, "")), size)
@@ -119,7 +125,7 @@ async def content_parts(s: Sender) -> None:
 
 
 async def required_capabilities(s: Sender) -> None:
-    """As many names of capabilities as fit, and one as long as fits."""
+    """Send as many required capabilities as fit, and one whose name is as long as fits."""
     short = wire.field(15, "x")
 
     async def one(_: int) -> None:
@@ -131,8 +137,10 @@ async def required_capabilities(s: Sender) -> None:
 
 
 async def json_escapes(s: Sender) -> None:
-    """Arguments of the template and of calls with quotes, escapes and commas, and strings without
-    an end: what takes a careless reader the square of its length.
+    """Send template arguments with many quotes, escapes, commas and digits, and unterminated
+    strings.
+
+    A careless JSON parser takes quadratic time on such texts.
     """
     commas = b"[," * 9000
     texts = [
@@ -147,14 +155,16 @@ async def json_escapes(s: Sender) -> None:
 
 
 async def json_of_many_calls(s: Sender) -> None:
-    """Calls of tools with arguments of as many values as one text may have, as many as fit."""
+    """Send as many tool calls as fit, each with as many argument values as one JSON text may
+    have.
+    """
     arguments = b'{"a":[' + b"0," * 16_000 + b"0]}"
     call = wire.field(4, wire.field(2, "f") + wire.field(3, arguments))
     await _chats_once(s, lambda size: wire.field(1, wire.count(1, 3) + wire.filled(call, size)))
 
 
 async def _chats_once(s: Sender, more: Callable[[int], bytes]) -> None:
-    """A chat with more in it, of both sizes."""
+    """Send a chat with extra fields, at both message sizes."""
     bodies = [wire.message() + more(size) for size in s.sizes]
 
     async def one(_: int) -> None:
@@ -166,7 +176,7 @@ async def _chats_once(s: Sender, more: Callable[[int], bytes]) -> None:
 
 
 async def unknown_fields(s: Sender) -> None:
-    """Fields of numbers that the contract does not have, in several methods."""
+    """Send messages full of unknown field numbers to several methods."""
     methods = [
         GENERATE,
         TOKENIZE,
@@ -188,7 +198,9 @@ async def unknown_fields(s: Sender) -> None:
 
 
 async def unknown_fields_of_strangers(s: Sender) -> None:
-    """The same without a token: health checks, and methods that refuse strangers."""
+    """Send unknown fields without a token, to health checks and to methods that refuse
+    strangers.
+    """
     body = wire.filled(wire.count(1000, 1), s.below)
 
     async def one(_: int) -> None:
@@ -203,12 +215,12 @@ def _spec_with_ids(sampling_field: int, ids: bytes) -> bytes:
 
 
 async def banned_ids(s: Sender) -> None:
-    """One banned id again and again."""
+    """Send one banned token id a very large number of times."""
     await _generates(s, [_spec_with_ids(12, b"\x05" * size) for size in s.sizes])
 
 
 async def allowed_ids(s: Sender) -> None:
-    """As many allowed ids as the contract takes, twice the same ones, then far more."""
+    """Send as many allowed ids as the contract permits, each twice, and then far more ids."""
     few = min(262_144, s.below)
     ids = b"".join(wire.varint(number) for number in range(min(few // 3, s.card.vocabulary)))
     await _generates(
@@ -217,12 +229,12 @@ async def allowed_ids(s: Sender) -> None:
 
 
 async def token_ids(s: Sender) -> None:
-    """A prompt of ids: far more than the context has room for."""
+    """Send a prompt of far more token ids than fit in the context."""
     await _generates(s, [wire.request(wire.token_input(b"\x05" * size)) for size in s.sizes])
 
 
 async def stop_ids(s: Sender) -> None:
-    """Stop ids and end-of-sequence ids."""
+    """Send very many stop ids and end-of-sequence ids."""
     specs = [
         wire.request(
             wire.text_input("hi")
@@ -234,7 +246,7 @@ async def stop_ids(s: Sender) -> None:
 
 
 async def many_stop_strings(s: Sender) -> None:
-    """Stop strings of one letter."""
+    """Send very many one-letter stop strings."""
     specs = [
         wire.request(wire.text_input("hi") + wire.field(6, wire.filled(wire.field(3, "a"), n)))
         for n in s.sizes
@@ -243,7 +255,7 @@ async def many_stop_strings(s: Sender) -> None:
 
 
 async def long_names(s: Sender) -> None:
-    """Request ids, cancels and reads with names of the largest size, and very many short names."""
+    """Send request ids of the largest possible size in several methods, and very many short ids."""
     name, names = b"a" * s.below, wire.filled(wire.field(1, "a"), s.below)
 
     async def one(_: int) -> None:
@@ -266,13 +278,15 @@ async def _generates(s: Sender, messages: list[bytes]) -> None:
 
 
 def raw_add(request: bytes) -> bytes:
-    """A session's `add` of the spec in a request: both hold it in their field 1."""
+    """Return a session's `add` command with the spec of a request; both use field 1 for the
+    spec.
+    """
     return wire.field(3, request)
 
 
 async def gzip_bombs(s: Sender) -> None:
-    """Send 64 MiB of zeros, compressed to 64 KB, to every method that a caller may call, and as a
-    stranger's health check.
+    """Send 64 MiB of zeros, compressed to 64 KB, to several methods and as a stranger's health
+    check.
     """
     bomb = bytes(64 << 20)
 
@@ -285,7 +299,7 @@ async def gzip_bombs(s: Sender) -> None:
 
 
 async def malformed(s: Sender) -> None:
-    """Random bytes for every method."""
+    """Send random bytes to randomly chosen methods."""
     methods = [
         *(GENERATION + name for name in ("Generate", "GenerateStream", "AddRequest", "Cancel")),
         *(MODEL + name for name in ("GetModel", "Tokenize", "Detokenize")),

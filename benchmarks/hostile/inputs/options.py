@@ -1,5 +1,5 @@
-"""The other fields of a request, with values that nobody needs: bounds from both sides, what is no
-number, the most of everything there may be.
+"""The remaining request fields with hostile values: both sides of each limit, NaN and infinity, and
+the largest number of everything.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def _wrong_output(name: str, *values: Any) -> list[Case]:
 
 
 def _all_choices(sampling: dict[str, Any]) -> Case:
-    """With as many choices as there may be."""
+    """Return a case that asks for the largest allowed number of choices."""
     spec = {"sampling": sampling, "stop": _LONG}
     return Case(GENERATE, lambda s: _generate({**spec, "n": s.card.choices}))
 
 
 def _biased(s: Sender) -> rpc.GenerateRequest:
-    """As many extreme biases as there may be."""
+    """Return a request with as many extreme logit biases as allowed."""
     ids = range(min(s.card.logit_bias, s.card.vocabulary))
     bias = {number: -100.0 if number % 2 else 100.0 for number in ids}
     return _generate({"sampling": {"logit_bias": bias}, "stop": _LONG, "n": s.card.choices})
@@ -64,7 +64,7 @@ def _too_many_biases(s: Sender) -> rpc.GenerateRequest:
 
 
 def _overlapping(s: Sender) -> rpc.GenerateRequest:
-    """Stop strings that nearly begin at every letter of an output of one letter."""
+    """Return a request whose stop strings partially match at every character of the output."""
     most = s.card.stop_string_bytes
     strings = ["a" * (most - 1 - n) + "b" for n in range(s.card.stop_strings)]
     return _generate(
@@ -77,7 +77,7 @@ def _overlapping(s: Sender) -> rpc.GenerateRequest:
 
 
 def _logprob_ids(s: Sender) -> rpc.GenerateRequest:
-    """As many ids as there may be, the same one twice."""
+    """Return a request with as many logprob token ids as allowed, one of them repeated."""
     ids = [*range(127), 5]
     return _generate(
         {
@@ -89,7 +89,7 @@ def _logprob_ids(s: Sender) -> rpc.GenerateRequest:
 
 
 def _salted(s: Sender) -> rpc.GenerateRequest:
-    """A request with a salt of its own, a prompt of several blocks and a grammar."""
+    """Return a request with a new cache salt, a prompt of several blocks and a grammar."""
     salt = f"{s.source.getrandbits(256):064x}"
     return _generate(
         {

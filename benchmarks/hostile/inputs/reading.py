@@ -1,5 +1,5 @@
-"""Commands of sessions and the calls by id, with values that nobody needs; what comes back twice;
-what is told besides the message.
+"""Session commands and calls by request id with hostile values, repeated commands and calls, and
+hostile metadata.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ NEEDING: dict[str, tuple[type[Message], str, bool]] = {
     "ResetPrefixCache": (control.ResetPrefixCacheRequest, CONTROL, True),
     "SetLogLevel": (control.SetLogLevelRequest, CONTROL, True),
 }
-"""Each method whose message may need capabilities."""
+"""The methods whose messages may require capabilities."""
 TOO_MANY = invalid("required_capabilities")
 MISSING = ("UNIMPLEMENTED CAPABILITY_MISSING",)
 
@@ -76,7 +76,7 @@ def _needing(number: int, name: str, answers: tuple[str, ...]) -> list[Case]:
 
 
 async def read_again(s: Sender) -> None:
-    """A result of many details, read whole again and again, 32 at once."""
+    """Read a large detailed result repeatedly, with 32 calls at the same time."""
     name = f"kept-{s.source.getrandbits(40):x}"
     spec = {
         **SPEC,
@@ -91,14 +91,16 @@ async def read_again(s: Sender) -> None:
 
 
 async def told_loads(s: Sender) -> None:
-    """300 sessions that are told the load as often as may be."""
+    """Open 300 sessions that ask for load updates as often as allowed."""
     opened = rpc.StreamResultRequest(open={"load_interval": {"nanos": 100_000_000}})
     raw = opened.SerializeToString()
     await s.crowd(300, lambda _: s.session([raw], stay=True))
 
 
 async def the_same_call(s: Sender) -> None:
-    """The same call with the same id by 64 at once, and another with that id."""
+    """Send identical calls with the same request id from 64 callers, and different calls with that
+    id.
+    """
     numbers = itertools.count()
     run = f"{s.source.getrandbits(40):x}"
 
@@ -249,7 +251,7 @@ HEADERS: dict[str, list[tuple[str, str | bytes]]] = {
     "two tokens": [("authorization", "Bearer nobody")],
     "agents": [("x-forwarded-for", "1.2.3.4, " * 500), ("x-request-id", "\x7e" * 4000)],
 }
-"""Of calls. What is beyond the bound of all headers together is refused by the transport."""
+"""Hostile metadata of calls. The transport refuses headers above the total size limit."""
 
 
 def _beside(headers: list[tuple[str, str | bytes]], *answers: str) -> Case:

@@ -1,4 +1,6 @@
-"""Requests that are admitted, or nearly: many at once, costly options, results nobody reads."""
+"""Requests that are admitted or nearly admitted: many at the same time, with costly options, or
+with results that nobody reads.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ ADD = GENERATION + "AddRequest"
 
 
 def answered(answers: Mapping[str, int]) -> str | None:
-    """Whether each of a crowd got an answer, or a refusal with its reason and a time."""
+    """Check that each call got an answer, or a refusal with a reason and a retry time.
+
+    Returns what is wrong, or None.
+    """
     wrong = {
         name: number
         for name, number in answers.items()
@@ -34,18 +39,18 @@ def _short(tokens: int = 4) -> bytes:
 
 
 async def calls_at_once(s: Sender) -> None:
-    """3,000 calls on one connection."""
+    """Send 3,000 concurrent calls on one connection."""
     await s.crowd(3000, lambda _: s.call(GENERATE, _short()))
 
 
 async def calls_at_once_apart(s: Sender) -> None:
-    """3,000 calls on 30 connections."""
+    """Send 3,000 concurrent calls on 30 connections."""
     channels = [s.connect() for _ in range(30)]
     await s.crowd(3000, lambda n: s.call(GENERATE, _short(), channel=channels[n % 30]))
 
 
 async def unread_logprobs(s: Sender) -> None:
-    """300 streams that nobody reads, each token with as many candidates as there may be."""
+    """Open 300 streams that are never read, with as many logprobs per token as allowed."""
     spec = (
         wire.text_input("Once upon a time")
         + wire.max_tokens(1500, ignore_eos=True)
@@ -55,8 +60,9 @@ async def unread_logprobs(s: Sender) -> None:
 
 
 async def whole_results(s: Sender) -> None:
-    """AddRequest and Generate, each of more tokens with more candidates than can be kept or sent:
-    refused before anything is computed.
+    """Send AddRequest and Generate calls whose results are too large to be kept or sent.
+
+    The server must refuse them before it computes anything.
     """
     spec = (
         wire.text_input("Once upon a time")
@@ -68,7 +74,7 @@ async def whole_results(s: Sender) -> None:
 
 
 async def logit_bias(s: Sender) -> None:
-    """As many biases as there may be, of as many choices, 32 at once."""
+    """Send requests with as many logit biases and choices as allowed, 32 at the same time."""
     entries = b"".join(
         wire.field(10, wire.count(1, number % s.card.vocabulary) + b"\x15\x00\x00\x80\x3f")
         for number in range(s.card.logit_bias)
@@ -83,8 +89,9 @@ async def logit_bias(s: Sender) -> None:
 
 
 async def prompt_logprobs(s: Sender) -> None:
-    """Prompts that are scored with as many candidates and choices as there may be: one that is
-    taken in, and one whose scores are too large for a message.
+    """Ask for prompt logprobs with as many candidates and choices as allowed.
+
+    One prompt is accepted; the other has scores that do not fit in a message.
     """
     specs = [
         wire.token_input(bytes(5 + number % 90 for number in range(tokens)))
@@ -102,7 +109,9 @@ async def prompt_logprobs(s: Sender) -> None:
 
 
 async def stop_strings(s: Sender) -> None:
-    """As many of the longest stop strings as there may be, for as many choices, 16 at once."""
+    """Send requests with as many stop strings of the longest size, and as many choices, as
+    allowed.
+    """
     strings = b"".join(
         wire.field(3, b" " * (s.card.stop_string_bytes - 1) + bytes([97 + number]))
         for number in range(s.card.stop_strings)
@@ -113,7 +122,7 @@ async def stop_strings(s: Sender) -> None:
 
 
 async def detailed_answers(s: Sender) -> None:
-    """All details of all choices in one answer."""
+    """Ask for all details of as many choices as allowed in one answer."""
     asked = wire.count(1, 2) + wire.count(3, s.card.logprobs) + wire.count(8, 1)
     spec = (
         wire.text_input("Once upon a time")
@@ -125,7 +134,7 @@ async def detailed_answers(s: Sender) -> None:
 
 
 async def echo_longest(s: Sender) -> None:
-    """A prompt of nearly 2,000 tokens, whose text comes back with each of the choices."""
+    """Send a prompt of nearly 2,000 tokens whose text is echoed with each choice."""
     ids = bytes(5 + number % 90 for number in range(min(s.card.context, 2000) - 60))
     spec = (
         wire.token_input(ids)
@@ -137,13 +146,13 @@ async def echo_longest(s: Sender) -> None:
 
 
 async def long_prompt(s: Sender) -> None:
-    """A prompt that leaves room for one token, once."""
+    """Send one prompt that leaves room in the context for a single token."""
     ids = bytes(5 + number % 90 for number in range(s.card.context - 1))
     await s.call(GENERATE, wire.request(wire.token_input(ids) + wire.max_tokens(1)))
 
 
 async def high_priority(s: Sender) -> None:
-    """300 requests of the highest priority."""
+    """Send 300 requests with the highest priority."""
     spec = (
         wire.text_input("Once upon a time")
         + wire.max_tokens(200, ignore_eos=True)
@@ -153,17 +162,17 @@ async def high_priority(s: Sender) -> None:
 
 
 async def short_requests(s: Sender) -> None:
-    """One short request after the other, 64 at once."""
+    """Send short requests continuously from 64 concurrent callers."""
     await s.again(64, lambda _: s.call(GENERATE, _short(1)))
 
 
 async def gone_callers(s: Sender) -> None:
-    """Calls whose callers go within milliseconds, 64 at once."""
+    """Send calls whose callers disconnect within milliseconds, 64 at the same time."""
     await s.again(64, lambda _: s.call(STREAM, _short(500), patience_s=0.02))
 
 
 async def cancel_storm(s: Sender) -> None:
-    """Requests that are added and cancelled."""
+    """Add requests and cancel them."""
     numbers = itertools.count()
 
     async def one(_: int) -> None:
@@ -176,13 +185,13 @@ async def cancel_storm(s: Sender) -> None:
 
 
 async def refused_requests(s: Sender) -> None:
-    """Requests that are refused for a field, 64 at once."""
+    """Send requests with an invalid field, 64 at the same time."""
     spec = wire.text_input("") + wire.max_tokens(1)
     await s.again(64, lambda _: s.call(ADD, wire.request(spec)))
 
 
 async def waiting_lists(s: Sender) -> None:
-    """Requests that wait with as long lists of ids as there may be: 64 run, 80 more wait."""
+    """Queue requests with id lists of the largest allowed size: 64 run and 80 more wait."""
     running = wire.text_input("Once upon a time") + wire.max_tokens(1900, ignore_eos=True)
     await s.crowd(64, lambda _: s.call(ADD, wire.request(running)))
     each = min(262_144, (s.below - 200) // 2)
@@ -199,7 +208,7 @@ async def waiting_lists(s: Sender) -> None:
 
 
 async def waiting_prompts(s: Sender) -> None:
-    """Requests that wait with the longest prompts: as many as the queue takes."""
+    """Queue as many requests as allowed, each with the longest possible prompt."""
     ids = bytes(5 + number % 90 for number in range(min(s.card.context - 300, s.below)))
     raw = wire.request(wire.token_input(ids) + wire.max_tokens(200))
     running = wire.text_input("Once upon a time") + wire.max_tokens(1900, ignore_eos=True)
@@ -208,7 +217,7 @@ async def waiting_prompts(s: Sender) -> None:
 
 
 async def waiting_forms(s: Sender) -> None:
-    """Requests that wait with forms of 200 KiB, each another."""
+    """Queue requests that each have a different 200 KiB output format."""
     running = wire.text_input("Once upon a time") + wire.max_tokens(1900, ignore_eos=True)
     await s.crowd(64, lambda _: s.call(ADD, wire.request(running)))
 

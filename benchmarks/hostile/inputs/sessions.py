@@ -1,4 +1,4 @@
-"""Sessions: many of them, and many commands in one."""
+"""Large numbers of sessions, and sessions with large numbers of commands."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ OPEN = wire.field(2, wire.field(1, wire.count(1, 300)))  # a lease of 300 s
 
 
 async def session_cancels(s: Sender) -> None:
-    """Cancels of ids that nobody has, on four sessions."""
+    """Send cancels of unknown request ids on four sessions."""
     commands = [wire.field(5, wire.field(1, f"none-{number}")) for number in range(1000)]
     await s.crowd(4, lambda _: s.session(itertools.cycle(commands)))
 
 
 async def session_refusals(s: Sender) -> None:
-    """Adds that are refused, on four sessions."""
+    """Send adds that the server refuses, on four sessions."""
     command = wire.add(wire.text_input("") + wire.max_tokens(1))
     await s.crowd(4, lambda _: s.session(itertools.repeat(command)))
 
 
 async def session_unread_refusals(s: Sender) -> None:
-    """The same, and nobody reads the answers."""
+    """Send adds that the server refuses, on four sessions, without reading the answers."""
     command = wire.add(wire.text_input("") + wire.max_tokens(1))
     await s.crowd(4, lambda _: s.session(itertools.repeat(command), read=False))
 
 
 async def session_adds(s: Sender) -> None:
-    """Short requests on four sessions, as fast as they are taken."""
+    """Add short requests on four sessions as fast as the server accepts them."""
     command = wire.add(wire.text_input("hi") + wire.max_tokens(1))
     await s.crowd(4, lambda _: s.session(itertools.repeat(command)))
 
 
 async def session_credits(s: Sender) -> None:
-    """Credits of a token each for requests that are not there, on four sessions."""
+    """Send one-token credits for unknown requests, on four sessions."""
     opened = wire.field(2, wire.count(2, 1))
     credit = wire.field(6, wire.field(1, "none") + wire.count(2, 1))
     await s.crowd(4, lambda _: s.session(itertools.chain([opened], itertools.repeat(credit))))
 
 
 async def attach_storm(s: Sender) -> None:
-    """Eight sessions that take a request from each other, again and again."""
+    """Let eight sessions repeatedly attach to the same request and take it from each other."""
     name = wire.field(1, "wanted")
     spec = name + wire.text_input("Once upon a time") + wire.max_tokens(1500, ignore_eos=True)
     await s.call(ADD, wire.request(spec))
@@ -55,13 +55,13 @@ async def attach_storm(s: Sender) -> None:
 
 
 async def idle_sessions(s: Sender) -> None:
-    """3,000 sessions with a lease, in which nothing happens, on 40 connections."""
+    """Keep 3,000 idle sessions with a lease open on 40 connections."""
     channels = [s.connect() for _ in range(40)]
     await s.crowd(3000, lambda n: s.session([OPEN], stay=True, channel=channels[n % len(channels)]))
 
 
 async def session_storm(s: Sender) -> None:
-    """Sessions that begin, ask for a lease, and are cut."""
+    """Open sessions that ask for a lease and are then cut off."""
 
     async def one(_: int) -> None:
         await s.session([OPEN])
@@ -70,7 +70,7 @@ async def session_storm(s: Sender) -> None:
 
 
 async def lost_leases(s: Sender) -> None:
-    """Sessions with a lease and a request, lost at once."""
+    """Open sessions with a lease and a request, and cancel each after its first message."""
 
     async def one(_: int) -> None:
         spec = wire.text_input("Once upon a time") + wire.max_tokens(1000, ignore_eos=True)
@@ -87,7 +87,7 @@ async def lost_leases(s: Sender) -> None:
 
 
 async def long_polls(s: Sender) -> None:
-    """500 reads that wait for a result that does not come."""
+    """Start 500 long-polling reads of a result that never arrives."""
     name = wire.field(1, "slow")
     spec = name + wire.text_input("Once upon a time") + wire.max_tokens(1500, ignore_eos=True)
     await s.call(ADD, wire.request(spec))

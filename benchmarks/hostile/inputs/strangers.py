@@ -1,4 +1,4 @@
-"""Callers without a token, and what no gRPC library sends: bytes on a socket."""
+"""Callers without a token, and raw bytes on a socket that no gRPC library sends."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Raw = Callable[[http2.Connection], Awaitable[None]]
 
 
 async def _connected(s: Sender, send: Raw, *, stay: bool = True) -> None:
-    """One connection on which something is sent; then it is kept as it is, until the server ends
-    it or the time is over.
+    """Open a connection, send something on it, and hold it until the server closes it or time is
+    up.
     """
     s.connections += 1
     try:
@@ -42,7 +42,7 @@ async def _connected(s: Sender, send: Raw, *, stay: bool = True) -> None:
 
 
 async def half_bodies(s: Sender) -> None:
-    """30 health checks whose bodies, of the largest size, lack their last byte."""
+    """Send 30 health checks of the largest body size without their last byte."""
     body = struct.pack(">BI", 0, s.below) + bytes(s.below - 1)
 
     async def send(connection: http2.Connection) -> None:
@@ -52,7 +52,7 @@ async def half_bodies(s: Sender) -> None:
 
 
 async def many_half_bodies(s: Sender) -> None:
-    """The same in 64 streams of each of 30 connections, 64 KB each."""
+    """Send incomplete health checks of 64 KB on 64 streams of each of 30 connections."""
     body = struct.pack(">BI", 0, s.below) + bytes(64 << 10)
 
     async def send(connection: http2.Connection) -> None:
@@ -63,7 +63,7 @@ async def many_half_bodies(s: Sender) -> None:
 
 
 async def idle_streams(s: Sender) -> None:
-    """Ten connections that open stream after stream and send no body."""
+    """Open stream after stream on ten connections without sending a body."""
 
     async def send(connection: http2.Connection) -> None:
         for _ in range(2000):
@@ -73,7 +73,7 @@ async def idle_streams(s: Sender) -> None:
 
 
 async def idle_connections(s: Sender) -> None:
-    """3,000 connections that say the preface and then nothing."""
+    """Open 3,000 connections that send the HTTP/2 preface and nothing more."""
 
     async def nothing(_: http2.Connection) -> None:
         pass
@@ -82,7 +82,7 @@ async def idle_connections(s: Sender) -> None:
 
 
 async def silent_connections(s: Sender) -> None:
-    """3,000 connections on which nothing is said."""
+    """Open 3,000 connections that send nothing."""
 
     async def one(_: int) -> None:
         s.connections += 1
@@ -101,18 +101,18 @@ async def silent_connections(s: Sender) -> None:
 
 
 async def watches(s: Sender) -> None:
-    """3,000 Watches on 40 connections."""
+    """Open 3,000 health Watch streams on 40 connections."""
     channels = [s.connect() for _ in range(40)]
     await s.crowd(3000, lambda n: s.call(HEALTH + "Watch", token="", channel=channels[n % 40]))
 
 
 async def check_storm(s: Sender) -> None:
-    """Health checks by 64 workers at once, each sending one check after the other."""
+    """Send health checks continuously from 64 concurrent workers."""
     await s.again(64, lambda _: s.call(HEALTH + "Check", token=""))
 
 
 async def rapid_reset(s: Sender) -> None:
-    """Streams that are reset as soon as they are open, on four connections."""
+    """Open streams and reset them immediately, on four connections."""
 
     async def send(connection: http2.Connection) -> None:
         while True:
@@ -123,7 +123,7 @@ async def rapid_reset(s: Sender) -> None:
 
 
 async def ping_flood(s: Sender) -> None:
-    """Pings on four connections."""
+    """Send a flood of PING frames on four connections."""
     pings = http2.frame(http2.PING, 0, 0, bytes(8)) * 100
 
     async def send(connection: http2.Connection) -> None:
@@ -134,7 +134,7 @@ async def ping_flood(s: Sender) -> None:
 
 
 async def settings_flood(s: Sender) -> None:
-    """Settings on four connections."""
+    """Send a flood of SETTINGS frames on four connections."""
     settings = http2.frame(http2.SETTINGS, 0, 0, struct.pack(">HI", 4, 65535)) * 100
 
     async def send(connection: http2.Connection) -> None:
@@ -145,7 +145,7 @@ async def settings_flood(s: Sender) -> None:
 
 
 async def continuation_flood(s: Sender) -> None:
-    """Headers that go on and on in CONTINUATION frames, on four connections."""
+    """Send endless headers in CONTINUATION frames on four connections."""
     block = b"".join(http2.literal(b"x-%d" % number, b"a" * 900) for number in range(16))
 
     async def send(connection: http2.Connection) -> None:
@@ -157,13 +157,13 @@ async def continuation_flood(s: Sender) -> None:
 
 
 async def metadata(s: Sender) -> None:
-    """100 KB of metadata."""
+    """Send calls with 100 KB of metadata."""
     more = [("x-large", "a" * 100_000)]
     await s.again(4, lambda _: s.call(HEALTH + "Check", token="", metadata=more))
 
 
 async def header_bytes(s: Sender) -> None:
-    """Header values that are no UTF-8, a valid token with a byte too many among them."""
+    """Send header values that are not UTF-8, including a valid token with one extra byte."""
     token = b"Bearer " + s.token.encode() + b"\xe9"
 
     async def send(connection: http2.Connection) -> None:
@@ -176,7 +176,7 @@ async def header_bytes(s: Sender) -> None:
 
 
 async def odd_paths(s: Sender) -> None:
-    """Paths that name no method."""
+    """Call paths that name no method."""
     paths = itertools.cycle(
         [b"/", b"//", b"/a", b"", b"*", b"/\xff", b"/a/b/c", b"/" + b"a" * 4000]
     )
@@ -189,7 +189,7 @@ async def odd_paths(s: Sender) -> None:
 
 
 async def noise(s: Sender) -> None:
-    """Connections that speak another language: HTTP/1.1, TLS, zeros."""
+    """Open connections that send other protocols: HTTP/1.1, TLS, zeros."""
     said = [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01" + bytes(512), bytes(4096)]
 
     async def one(number: int) -> None:
@@ -210,7 +210,7 @@ async def noise(s: Sender) -> None:
 
 
 async def half_tls(s: Sender) -> None:
-    """1,000 TLS connections that stop within the handshake."""
+    """Open 1,000 TLS connections that stop in the middle of the handshake."""
     hello = _client_hello()
 
     async def one(number: int) -> None:
@@ -231,7 +231,7 @@ async def half_tls(s: Sender) -> None:
 
 
 async def tls_storm(s: Sender) -> None:
-    """TLS handshakes, 32 at once, each connection closed when it is open."""
+    """Make TLS handshakes, 32 at the same time, and close each connection once it is open."""
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -250,7 +250,7 @@ async def tls_storm(s: Sender) -> None:
 
 
 def _client_hello() -> bytes:
-    """The first bytes that a TLS client says."""
+    """Return the first bytes that a TLS client sends."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     context = ssl.create_default_context()
     context.check_hostname = False

@@ -1,4 +1,4 @@
-"""Forms of output that are small to send and costly to compile or to obey."""
+"""Output formats that are small to send but costly to compile or to follow."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ async def _forms(s: Sender, kind: int, *forms: str, n: int = 1, width: int = 2) 
 
 
 async def slow_grammar(s: Sender) -> None:
-    """A grammar of 75 bytes that can be read in very many ways, with 16 choices; three of them."""
+    """Send highly ambiguous 75-byte grammars with 16 choices, three requests at the same time."""
     await _forms(s, GRAMMAR, SLOW, n=min(16, s.card.choices), width=3)
 
 
 async def schema_properties(s: Sender) -> None:
-    """A schema of 2,000 plain properties."""
+    """Send a schema with 2,000 plain properties."""
     properties = {f"property_{number}": {"type": "string"} for number in range(2000)}
     schema = {"type": "object", "properties": properties, "required": list(properties)}
     await _forms(s, JSON_SCHEMA, json.dumps(schema))
 
 
 async def schema_deep(s: Sender) -> None:
-    """Arrays in arrays: 200, and as many as fit."""
+    """Send schemas of nested arrays: 200 levels, and as many as fit."""
 
     def deep(levels: int) -> str:
         return '{"type":"array","items":' * levels + "{}" + "}" * levels
@@ -55,13 +55,13 @@ async def schema_deep(s: Sender) -> None:
 
 
 async def schema_enum(s: Sender) -> None:
-    """An enum of as many strings as fit."""
+    """Send an enum with as many strings as fit."""
     names = [f"value-{number:07d}" for number in range(LARGEST // 18)]
     await _forms(s, JSON_SCHEMA, json.dumps({"enum": names}))
 
 
 async def schema_references(s: Sender) -> None:
-    """Definitions that each hold the one before twice: 2^25 when they are written out."""
+    """Send definitions that each refer to the previous one twice, and expand to 2^25 elements."""
     definitions = {
         f"d{number}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/d{number - 1}"}] * 2}
         for number in range(1, 26)
@@ -71,7 +71,7 @@ async def schema_references(s: Sender) -> None:
 
 
 async def schema_counts(s: Sender) -> None:
-    """Strings, arrays and numbers within far bounds."""
+    """Send schemas of strings, arrays and numbers with very large bounds."""
     schemas = [
         {"type": "string", "minLength": 100_000, "maxLength": 1_000_000},
         {"type": "array", "minItems": 10_000, "maxItems": 1_000_000, "items": {"type": "null"}},
@@ -82,7 +82,7 @@ async def schema_counts(s: Sender) -> None:
 
 
 async def regexes(s: Sender) -> None:
-    """Repetitions of repetitions, alternatives of a common beginning, classes of all characters."""
+    """Send regexes with nested repetitions, alternatives with a common prefix, and huge classes."""
     await _forms(
         s,
         REGEX,
@@ -96,7 +96,7 @@ async def regexes(s: Sender) -> None:
 
 
 async def choices(s: Sender) -> None:
-    """One of as many strings as fit."""
+    """Send a choice of as many strings as fit."""
     strings = b"".join(wire.field(1, f"choice {number:07d}") for number in range(LARGEST // 18))
     spec = (
         wire.text_input("Once upon a time")
@@ -107,7 +107,7 @@ async def choices(s: Sender) -> None:
 
 
 async def grammars(s: Sender) -> None:
-    """Rules that call each other, rules of nothing, and as many rules as fit."""
+    """Send grammars with mutually recursive rules, empty rules, and as many rules as fit."""
     rules = "\n".join(f'r{n}: "a" r{n + 1} | "b"' for n in range(8000))
     many = f'start: r0\n{rules}\nr8000: "c"'
     await _forms(
@@ -121,7 +121,7 @@ async def grammars(s: Sender) -> None:
 
 
 async def other_forms(s: Sender) -> None:
-    """A new schema each time: nothing that was compiled before helps."""
+    """Send a new schema with every request, so that nothing can be reused from a cache."""
 
     numbers = itertools.count()
 

@@ -1,4 +1,4 @@
-"""Structural tags and JSON objects: forms in forms, triggers in triggers."""
+"""Structural tags and JSON objects with nested formats and nested triggers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _deep(levels: int) -> str:
 
 
 def _new(s: Sender) -> rpc.GenerateRequest:
-    """Some hundred tags of names that are new."""
+    """Return a request with 200 structural tags that have new names."""
     number = s.source.getrandbits(40)
     tags = _triggered(["<f"], [f"<f{number:x}_{n}>" for n in range(200)], at_least_one=True)
     return _held(structural_tag=_whole(tags))

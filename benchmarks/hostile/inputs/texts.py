@@ -1,4 +1,4 @@
-"""Texts: what a tokenizer, a detokenizer or a chat template takes long for."""
+"""Texts that are slow to process for a tokenizer, a detokenizer or a chat template."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def _tokenize(text: bytes | str, *, details: bool = False) -> bytes:
 
 
 async def _texts(s: Sender, text: str, width: int = 2) -> None:
-    """A text repeated to the longest that is taken in and to both sizes of messages, tokenized
-    again and again, and as a prompt.
+    """Repeat a text to the longest accepted length and to both message sizes, and send the results
+    to Tokenize and as prompts.
     """
     part = text.encode()
     bodies = [wire.filled(part, size) for size in sorted({s.longest_text, *s.sizes})]
@@ -34,7 +34,7 @@ async def _texts(s: Sender, text: str, width: int = 2) -> None:
 
 
 async def gone_texts(s: Sender) -> None:
-    """Long texts whose callers give up at once, three at a time, over and over."""
+    """Send long texts from callers that give up immediately, three at a time."""
     text = wire.filled(b"Once upon a time there was a river. ", s.longest_text)
 
     async def one(_: int) -> None:
@@ -44,37 +44,37 @@ async def gone_texts(s: Sender) -> None:
 
 
 async def long_word(s: Sender) -> None:
-    """One word without an end, of one letter: every pair can be merged."""
+    """Send one endless word of a single letter, in which every pair can be merged."""
     await _texts(s, "a")
 
 
 async def long_mixed_word(s: Sender) -> None:
-    """One word of all letters."""
+    """Send one endless word of all letters."""
     await _texts(s, "thequickbrownfoxjumpsoverthelazydog")
 
 
 async def combining(s: Sender) -> None:
-    """Marks that combine with what is before them."""
+    """Send long runs of combining marks."""
     await _texts(s, "a" + "\u0301\u0323\u0308" * 10)
 
 
 async def characters(s: Sender) -> None:
-    """Characters of four bytes that no vocabulary has, and joiners."""
+    """Send four-byte characters that are in no vocabulary, and joiners."""
     await _texts(s, "\U0001f469\u200d\U0001f680\U00020000\ufffd")
 
 
 async def blanks(s: Sender) -> None:
-    """Blanks, line ends and tabs: what pre-tokenizers look ahead in."""
+    """Send long runs of blanks, newlines and tabs, which cause look-ahead in pre-tokenizers."""
     await _texts(s, " " * 50 + "\n\t")
 
 
 async def special_tokens(s: Sender) -> None:
-    """Names of special tokens, and their beginnings."""
+    """Send names of special tokens and prefixes of such names."""
     await _texts(s, "<|bos|><|user|><|us<|eos|><s></s>")
 
 
 async def token_details(s: Sender) -> None:
-    """Each token's text and bytes, for the longest text."""
+    """Ask for the text and bytes of each token of the longest text."""
     text = wire.filled(b"a1 b2.", s.longest_text)
 
     async def one(_: int) -> None:
@@ -84,7 +84,7 @@ async def token_details(s: Sender) -> None:
 
 
 async def detokenize(s: Sender) -> None:
-    """The longest lists of ids."""
+    """Detokenize the longest accepted lists of ids."""
     many = s.card.vocabulary
     ids = b"".join(wire.varint(7 + 37 * number % (many - 7)) for number in range(s.most_ids))
 
@@ -96,13 +96,14 @@ async def detokenize(s: Sender) -> None:
 
 
 async def tokenize_crowd(s: Sender) -> None:
-    """64 of the largest texts at once, again and again."""
+    """Tokenize the largest text continuously from 64 concurrent callers."""
     await _texts(s, "Once upon a time there was a river. ", width=64)
 
 
 async def truncated(s: Sender) -> None:
-    """The largest text, and a quarter of it, which is no more tokens than are counted, of which
-    one token is wanted.
+    """Send the largest text, and a quarter of it, and ask for truncation to one token.
+
+    The quarter stays within the number of tokens that the server counts.
     """
     cut = wire.max_tokens(1) + wire.field(11, wire.count(1, 1))
     messages = [
@@ -118,7 +119,7 @@ async def truncated(s: Sender) -> None:
 
 
 async def chat_long_content(s: Sender) -> None:
-    """A chat of one long message, mostly blanks that a template trims."""
+    """Send a chat with one long message that is mostly blanks, which the template trims."""
     chat = wire.message(b" " * (s.longest_text // 2) + b"a" * (s.longest_text // 3))
 
     async def one(_: int) -> None:
@@ -128,7 +129,7 @@ async def chat_long_content(s: Sender) -> None:
 
 
 async def session_texts(s: Sender) -> None:
-    """The largest text as one command of a session after the other."""
+    """Send the largest text in one session command after another."""
     text = wire.filled(b"Once upon a time there was a river. ", s.longest_text)
     command = wire.add(wire.text_input(text) + wire.max_tokens(1))
     await s.session(command for _ in range(64))

@@ -1,8 +1,8 @@
-"""Part `bytes`: whatever reads what others send, given bytes that nobody would send.
+"""Part `bytes`: fuzzing of everything that parses input from others.
 
-    target ──seeds, mutate──▶ input ──▶ test: it is taken, or refused with an error for its sender
+    target ──seeds, mutate──▶ input ──▶ test: accepted, or refused with an error for the sender
 
-Each target runs in a process of its own (`fuzz`), under Atheris where that is installed (the extra
-`fuzz`), which keeps inputs that reach new code; else by chance alone. The inputs know the structure
-of what they are: messages of the contract with fields changed, texts made of the marks that matter.
+Each target runs in a separate process (`fuzz`). If Atheris is installed (the extra `fuzz`), it
+keeps inputs that reach new code; otherwise inputs are random. Mutations know the structure of the
+input: they change fields of messages and build texts from significant characters.
 """

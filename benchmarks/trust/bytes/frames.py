@@ -1,5 +1,6 @@
-"""Raw bytes at a server's port: HTTP/2 that is almost right, and what is none at all. A witness is
-beside it, and a call that is right must be answered at the end.
+"""Raw bytes sent to a server's port: almost valid HTTP/2, and bytes that are not HTTP/2 at all.
+
+A witness watches meanwhile, and a valid call must be answered at the end.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _HEADS = (
 
 
 def garbage(source: random.Random) -> bytes:
-    """What one connection sends."""
+    """Return the bytes that one connection sends."""
     if source.random() < 0.1:
         return source.randbytes(source.randint(1, 2000))
     found = [http2.PREFACE, http2.frame(http2.SETTINGS, 0, 0)]
@@ -63,7 +64,7 @@ def _frame(source: random.Random) -> bytes:
 
 
 def tried(course: Course, seconds: float) -> Tried:
-    """Send garbage for so long, and judge."""
+    """Send garbage for the given time and judge the result."""
     with witnessed() as (server, witness):
         calm = look(witness, course.either(CALM_S, CUT_CALM_S))
         said = server.log_bytes()

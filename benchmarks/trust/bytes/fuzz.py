@@ -1,9 +1,8 @@
-"""One target's process: `python -m benchmarks.trust.bytes.fuzz TARGET SECONDS SEED FOLDER`.
+"""The process of one target: `python -m benchmarks.trust.bytes.fuzz TARGET SECONDS SEED FOLDER`.
 
-Findings do not end it: each is written to FOLDER/findings.jsonl, once for each place in the code
-that raised it, and counts of what was tried to FOLDER/stats.json. What ends the process (a crash of
-native code, an input that never comes back) is told by its exit code and by FOLDER/last, the input
-that it was at.
+A finding does not end the process. Findings are written to FOLDER/findings.jsonl, one for each code
+location that raised one, and counts of what was tried to FOLDER/stats.json. If the process crashes
+in native code or hangs, its exit code shows that, and FOLDER/last holds the input.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from typing import Any
 
 MOST_BYTES = 4096
 SLOW_S = 1.0
-"""CPU time that no input of so few bytes may take; Atheris' counting makes code some times slower.
+"""The CPU time above which a small input counts as slow. It allows for the overhead of Atheris'
+instrumentation.
 """
 STATS_S = 0.5
 POOL = 200
@@ -31,7 +31,7 @@ INSTRUMENTED = (
 
 
 class Fuzzing:
-    """Gives inputs to a target's test, and notes what comes of them."""
+    """Runs a target's test on inputs and records the results."""
 
     def __init__(self, target: Any, folder: Path, seed: int, seconds: float) -> None:
         self.target = target
@@ -47,11 +47,11 @@ class Fuzzing:
 
     @property
     def is_over(self) -> bool:
-        """Whether the time has passed."""
+        """Whether the time is up."""
         return time.monotonic() > self._ends
 
     def give(self, data: bytes) -> None:
-        """Try one input."""
+        """Test one input."""
         self._last.seek(0)
         self._last.truncate()
         self._last.write(data)
@@ -73,7 +73,7 @@ class Fuzzing:
             self.tell()
 
     def tell(self) -> None:
-        """Write the counts."""
+        """Write the counts to the statistics file."""
         told = {"tried": self.tried, "slowest_s": self.slowest_s}
         (self._folder / "stats.json").write_text(json.dumps(told))
 
@@ -85,7 +85,7 @@ class Fuzzing:
             file.write(json.dumps({"what": what, "input": data.hex()}) + "\n")
 
     def by_chance(self) -> None:
-        """Without counting what code is reached."""
+        """Test random inputs, without coverage guidance."""
         pool = self.target.seeds()
         for data in pool[:]:
             self.give(data)
@@ -102,7 +102,7 @@ class Fuzzing:
 
 
 def main() -> None:
-    """Run it; under Atheris it ends with the process."""
+    """Run the target. Under Atheris, this ends the process."""
     name, seconds, seed, folder = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     try:
         atheris: Any = importlib.import_module("atheris")

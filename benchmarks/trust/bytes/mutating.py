@@ -1,5 +1,6 @@
-"""Inputs that are changed where it matters: messages by their fields, texts by what is written in
-them. Everything is drawn from the source that is given.
+"""Structured mutations: messages are changed by field, texts by their significant characters.
+
+All random choices come from the given source.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 Mutate = Callable[[bytes, random.Random, int], bytes]
-"""Changes an input: the input, chance, and the most bytes of the result."""
+"""Mutates an input. Takes the input, a random source and the maximum size of the result in bytes.
+"""
 
 INTEGERS = (0, 1, 2, 3, 5, 16, 17, 100, 257, 258, 1000, 2047, 2048, 1 << 16, 2**31 - 1, 2**32 - 1)
 WIDE = (2**53, 2**63 - 1, 2**64 - 1)
@@ -27,7 +29,7 @@ _MOST_ADDED = 40
 
 
 def mutate_message(kind: type[Message], texts: Sequence[str] = TEXTS) -> Mutate:
-    """Changes some fields of a message; what is no message becomes one."""
+    """Change some fields of a message. Bytes that are not a message are replaced with one."""
 
     def mutate(data: bytes, source: random.Random, most: int) -> bytes:
         message = kind()
@@ -70,7 +72,7 @@ def _change(message: Any, source: random.Random, texts: Sequence[str], depth: in
 def _change_list(
     values: Any, descriptor: Any, source: random.Random, texts: Sequence[str], depth: int
 ) -> None:
-    """Add to a list or a map of scalars, or change or remove a part of it."""
+    """Add, change or remove an element of a list or of a map of scalars."""
     entry = descriptor.message_type
     if entry is not None and entry.GetOptions().map_entry:
         key, value = entry.fields_by_name["key"], entry.fields_by_name["value"]
@@ -116,7 +118,7 @@ def _value(descriptor: Any, source: random.Random, texts: Sequence[str]) -> Any:
 
 
 def mutate_text(snippets: Sequence[str], head: int = 0) -> Mutate:
-    """Changes a text of UTF-8 behind `head` bytes, which choose what is done with it."""
+    """Change a UTF-8 text that follows `head` control bytes."""
 
     def mutate(data: bytes, source: random.Random, most: int) -> bytes:
         first = bytearray(data[:head].ljust(head, b"\0"))
@@ -144,7 +146,7 @@ def _edit(text: str, source: random.Random, snippets: Sequence[str]) -> str:
 
 
 def mutate_bytes(data: bytes, source: random.Random, most: int) -> bytes:
-    """Changes, adds and removes bytes."""
+    """Change, add and remove bytes."""
     found = bytearray(data)
     for _ in range(source.choice((1, 1, 2, 4, 8))):
         at = source.randint(0, len(found))

@@ -1,4 +1,4 @@
-"""The part: each target for its time, one after the other."""
+"""Run each target for its time, one after another."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from benchmarks.trust.parts import Course, Part, Tried, some
 
 SECONDS, CUT_SECONDS = 120.0, 2.0
 STUCK_S = 90.0
-"""A target's process may take so much longer than its time."""
+"""How much longer than its time a target's process may run before it counts as stuck."""
 _COUNTS = importlib.util.find_spec("atheris") is not None
 
 
 def run(course: Course) -> None:
-    """All targets."""
+    """Run all targets."""
     seconds = course.seconds or course.either(SECONDS, CUT_SECONDS)
     for target in TARGETS.values():
         if course.is_wanted(target.name):
@@ -31,7 +31,7 @@ def run(course: Course) -> None:
 
 
 def fuzzed(course: Course, target: Target, seconds: float) -> Tried:
-    """One target, in a process of its own."""
+    """Run one target in a separate process."""
     folder = course.folder / target.name
     folder.mkdir()
     seed = course.source(target.name).randrange(1 << 31)

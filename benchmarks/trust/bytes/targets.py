@@ -1,7 +1,7 @@
-"""The targets: what reads bytes of others, and what must be true of it.
+"""The fuzz targets: the code that parses bytes from others, and the properties that must hold.
 
-A test takes an input, or refuses it with one of the errors that are made for the sender; any other
-exception, and anything that is not true of the result, is a finding.
+A test accepts an input or refuses it with one of the errors meant for the sender. Any other
+exception, or a result that violates a property, is a finding.
 """
 
 from __future__ import annotations
@@ -69,26 +69,26 @@ COMPILE_S = 2.0
 
 
 class Finding(Exception):
-    """Something is not as it must be."""
+    """A property does not hold."""
 
 
 def demand(law: bool, what: str) -> None:
-    """Raise a finding unless something is true."""
+    """Raise a Finding unless the condition is true."""
     if not law:
         raise Finding(what)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is given bytes.
+    """Code that parses bytes from others.
 
     Attributes:
-        name: as `--only` takes it.
-        what: one line.
-        promises: those that it is about.
-        prepare: makes the test, once in a process.
-        mutate: changes an input.
-        seeds: makes the inputs to begin with.
+        name: the target's name for `--only`.
+        what: a one-line description.
+        promises: the promises that the target tests.
+        prepare: creates the test, once in each process.
+        mutate: mutates an input.
+        seeds: creates the initial inputs.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Target:
 
 
 def _check_refusal(error: HeadraceError) -> None:
-    """An error for the sender: its status says so, and stays small."""
+    """Check that an error is meant for the sender and that its status is small."""
     status = to_status(error)
     demand(status.code in REFUSALS, f"{type(error).__name__} comes as code {status.code}")
     demand(bool(status.message), "a refusal without a message")
@@ -327,7 +327,9 @@ def _grammars() -> Test:
 
 
 def _walk(matcher: Any, source: random.Random) -> None:
-    """Follow a form at random: what it allows, it accepts, and something is allowed."""
+    """Follow a grammar at random; it must allow at least one token and accept every token it
+    allows.
+    """
     for _ in range(TOKENS_WALKED):
         if matcher.is_complete:
             return
@@ -370,7 +372,9 @@ def _stops() -> Test:
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> str:
-    """The text before the stop string that is complete first; of those, the longest."""
+    """Return the text before the first complete stop string; on a tie, the longest stop string
+    wins.
+    """
     best: tuple[int, int] | None = None
     for stop in stops:
         place = text.find(stop)

@@ -1,4 +1,4 @@
-"""Part `door`: attacks on `headrace openai`, beside a witness of the server and a stream of its.
+"""Part `door`: attacks on `headrace openai`, beside a witness of the server and an HTTP caller.
 
 part
   ├── server     headrace-server serve, with a file of callers

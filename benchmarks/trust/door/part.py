@@ -1,4 +1,4 @@
-"""The part: each attack in turn, on one door."""
+"""Run all attacks on one door, one after another."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from benchmarks.witness.report import Report
 SECONDS, CUT_SECONDS = 10.0, 2.0
 CALM_S = 3.0
 STREAM_S = 0.5
-"""The longest wait for a stream's next event, of a neighbour at the door."""
+"""The longest allowed wait of the neighbour at the door for a stream's next event."""
 DOOR_BYTES = 256_000_000
-"""Resident memory of the door's process."""
+"""Allowed resident memory of the door's process."""
 ANSWER_S = 10.0
-"""In so much time it answers again after an attack."""
+"""The time within which the door must answer again after an attack."""
 
 
 def run(course: Course) -> None:
-    """Each attack; waits are judged in the whole campaign alone."""
+    """Run each attack. Waits are judged only in the full campaign, not in the cut."""
     names = [name for name in ATTACKS if course.is_wanted(name)]
     if not names:
         return

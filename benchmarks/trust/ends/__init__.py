@@ -1,8 +1,7 @@
 """Part `ends`: how requests end, whatever fails meanwhile.
 
-The service is the real one, over sockets; so are the engine's loop, core, scheduler and KV cache.
-Only the model is a script (`tests.engine.fake_runner`), whose tokens are worked out by hand and
-which checks every batch and block that it is given. A `Gate` holds each step back, so that a
-request stands still in the state that is wanted; the engine may be in this process or in one of its
-own.
+The service is real and uses sockets; the engine's loop, core, scheduler and KV cache are real too.
+Only the model is scripted (`tests.engine.fake_runner`): its tokens are computed by hand, and it
+checks every batch and block. A `Gate` can hold back each step, so that a request stays in the
+desired state. The engine runs in this process or in a separate one.
 """

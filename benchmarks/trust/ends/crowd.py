@@ -1,10 +1,10 @@
-"""Requests of all kinds at the same time on one server, and what may happen to them, by chance.
+"""Concurrent requests of all kinds on one server, with random events and faults.
 
-    client ──▶ one request after the other: by an RPC that is drawn, ended in a way that is drawn
+    client ──▶ one request after another, by a random RPC, ended in a random way
     engine ──▶ forward passes, allocations and samples that fail now and then
 
-What is checked of each is what its client sees: numbers without gaps, one end for each choice, the
-script's tokens, usage; and of all together that nothing is left.
+Each request is checked by what its client sees: numbers without gaps, one end for each choice, the
+script's tokens, and usage. At the end of a round, nothing may be left of any request.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from tests.service.helpers import (
 CLIENTS = 24
 MOST_TOKENS = 40
 FAILING = 1 / 150
-"""How likely a step fails in one of the ways."""
+"""The probability that a step fails in one of the ways."""
 BROKEN = 1 / 100
-"""How likely no token can be sampled for a request."""
+"""The probability that no token can be sampled for a request."""
 RPCS = ("Generate", "Generate with an id", "GenerateStream", "StreamResult", "leased", "AddRequest")
 WAYS = (*("finish",) * 6, *("cancel", "RPC cancelled") * 2, "deadline", "cut", "time limit")
 SOON_S = 0.02
-"""Something happens to a request within so many seconds."""
+"""The longest time in seconds until something happens to a request."""
 PATIENCE_S = 60.0
 READ_S = 0.5
-"""After the end of a call, what it has brought is read by then."""
+"""The time limit for reading what a call delivered, counted from the call's end."""
 
 
 class Crowd:
-    """A round of so many requests.
+    """One round of requests.
 
     Attributes:
-        ends: how many ended how.
-        wrong: what was not as promised.
+        ends: the number of requests by kind of end.
+        wrong: the violations found.
     """
 
     def __init__(self, source: random.Random, count: int) -> None:
@@ -70,7 +70,7 @@ class Crowd:
 
 
 async def crowds(crowd: Crowd, folder: Path) -> None:
-    """Run a round on a server of its own."""
+    """Run a round on a new server."""
     path = folder / "gate"
     path.unlink(missing_ok=True)
     engine = ScriptedEngine(
@@ -92,7 +92,7 @@ async def crowds(crowd: Crowd, folder: Path) -> None:
 
 
 class Trouble:
-    """What fails in the engine, by chance: called at the start of each step."""
+    """Random faults in the engine; called at the start of each step."""
 
     def __init__(self, engine: ScriptedEngine, source: random.Random) -> None:
         self._engine = engine
@@ -123,7 +123,7 @@ class Trouble:
 
 
 class Client:
-    """Runs one request after the other, each on a connection that may be cut."""
+    """Runs one request after another, each on a connection that may be cut."""
 
     def __init__(self, crowd: Crowd, h: Harness) -> None:
         self.crowd = crowd
@@ -133,7 +133,7 @@ class Client:
         self._channel: Any = None
 
     async def run(self) -> None:
-        """All that the round has left."""
+        """Run requests until the round has none left."""
         async with fault_proxy(self.h.server.addresses[0]) as self._proxy:
             for number in self.crowd.numbers:
                 one = Request(self, number)
@@ -152,19 +152,19 @@ class Client:
 
     @property
     def stub(self) -> Any:
-        """The RPCs, on this client's connection through the proxy."""
+        """The RPC stub on this client's connection through the proxy."""
         if self._channel is None:
             assert self._proxy is not None
             self._channel = grpc.aio.insecure_channel(self._proxy.target, options=OWN_CONNECTION)
         return GenerationServiceStub(self._channel)
 
     def cut(self) -> None:
-        """Its connection breaks."""
+        """Break the connection."""
         assert self._proxy is not None
         self._proxy.cut()
 
     async def after_cut(self) -> None:
-        """The next request is on another connection."""
+        """Close the channel, so that the next request uses a new connection."""
         await self._close()
 
     async def _close(self) -> None:
@@ -174,7 +174,7 @@ class Client:
 
 
 class Request:
-    """One request: how it is made, what happens to it, and what came."""
+    """One request: how it is sent, what happens to it, and what was received."""
 
     def __init__(self, client: Client, number: int) -> None:
         source = client.source
@@ -196,7 +196,7 @@ class Request:
         return f"{self.name} ({self.kind}, {self.way}, n={self.n}, {self.most} tokens)"
 
     async def run(self) -> None:
-        """Start it, let happen what is to happen, and read what comes."""
+        """Start the request, apply the chosen event and read what arrives."""
         wanted = spec(
             self.prompt,
             request_id="" if self.kind == "Generate" else self.name,
@@ -279,7 +279,7 @@ class Request:
         return "failed" in found or found.count("finished") == self.n
 
     async def _resume(self) -> None:
-        """What goes on without its caller is had again, from the event after the last."""
+        """Fetch the remaining events of a request that continues without its caller."""
         question = rpc.GetResultRequest(
             request_id=self.name,
             from_seq=len(self.events) + 1,
@@ -297,7 +297,7 @@ class Request:
         self.status = "OK"
 
     def check(self) -> str:
-        """Check what came; how it ended. Raises AssertionError."""
+        """Check what was received and return how the request ended. Raises AssertionError."""
         if self.answer is not None:
             return self._check_answer(self.answer)
         if not self.events:
@@ -352,7 +352,7 @@ class Request:
         assert ids == right[: len(ids)], f"wrong tokens {ids}, not {right}"
 
     def _check_why(self) -> None:
-        """An RPC that ends without the request's end does so for what happened to it."""
+        """Check that an RPC that ended before its request did so because of what happened to it."""
         if self.status == "CANCELLED":
             assert self.way == "RPC cancelled", self.status
         if self.status == "DEADLINE_EXCEEDED":
@@ -360,8 +360,10 @@ class Request:
 
 
 async def _with(call: Any, reading: Coroutine[Any, Any, None]) -> None:
-    """Read a call to its end. In grpcio, a write to a call that is cancelled before it is connected
-    never returns: a moment after the call's end it is given up.
+    """Read a call to its end.
+
+    In grpcio, a write to a call that is cancelled before it is connected never returns. The write
+    is therefore abandoned shortly after the call's end.
     """
     over = asyncio.Event()
     call.add_done_callback(lambda _: over.set())

@@ -1,4 +1,6 @@
-"""The campaign's scripted engine: everything real but the model, and a gate before each step."""
+"""The campaign's scripted engine: everything is real except the model, and a gate precedes each
+step.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,14 @@ _POLL_S = 0.0005
 
 
 class Gate:
-    """Lets so many steps pass, as a file that two processes may share.
+    """Limits how many steps may pass. Its state is in a file that two processes can share.
 
     Attributes:
         path: the file.
     """
 
     def __init__(self, path: Path) -> None:
-        """Map the file, which is made if it is not there; all steps may pass."""
+        """Map the file, which is created if necessary. All steps may pass initially."""
         self.path = path
         if not path.exists():
             path.write_bytes(array("q", [_FOREVER, 0, 0, 0]).tobytes())
@@ -45,24 +47,24 @@ class Gate:
 
     @property
     def begun(self) -> int:
-        """Steps that have come to the gate."""
+        """The number of steps that have reached the gate."""
         return self._fields[1]
 
     def shut(self) -> None:
-        """No further step passes."""
+        """Let no further step pass."""
         self._fields[0] = self._fields[1]
 
     def let(self, steps: int) -> None:
-        """So many more steps may pass."""
+        """Let the given number of further steps pass."""
         self._fields[0] += steps
 
     def open(self) -> None:
-        """All steps may pass."""
+        """Let all steps pass."""
         self._fields[0] = _FOREVER
 
     @property
     def ahead_s(self) -> int:
-        """How far the engine's clock is ahead of the true one."""
+        """How far the engine's clock is ahead of the true one, in seconds."""
         return self._fields[2]
 
     @ahead_s.setter
@@ -70,16 +72,16 @@ class Gate:
         self._fields[2] = seconds
 
     def break_target(self, request_is_broken: bool) -> None:
-        """Whether no token can be sampled for the request that is looked at."""
+        """Set whether sampling fails for the target request."""
         self._fields[3] = request_is_broken
 
     @property
     def is_target_broken(self) -> bool:
-        """See `break_target`."""
+        """Whether sampling fails for the target request."""
         return bool(self._fields[3])
 
     def pass_through(self) -> int:
-        """A step is at the gate; back when it may pass, with its number."""
+        """Block a step until it may pass, and return its number."""
         self._fields[1] += 1
         number = self._fields[1]
         while self._fields[0] < number:
@@ -87,16 +89,16 @@ class Gate:
         return number
 
     def clock(self) -> float:
-        """The engine's monotonic seconds."""
+        """Return the engine's monotonic time in seconds."""
         return time.monotonic() + self._fields[2]
 
 
 class ScriptedEngine(LocalEngineClient):
-    """The real engine's client around a scripted runner.
+    """The real engine client around a scripted runner.
 
     Attributes:
-        at_step: what is to happen when a step of this number passes; it may raise.
-        core, runner, kv_cache: of the engine, once it has started.
+        at_step: actions by step number, run when that step passes; an action may raise.
+        core, runner, kv_cache: the engine's objects, once it has started.
     """
 
     core: EngineCore
@@ -106,7 +108,7 @@ class ScriptedEngine(LocalEngineClient):
     def __init__(
         self, gate: Gate, *, target: str = "", overlap: bool = False, max_requests: int = 2
     ) -> None:
-        """`target`: the name of the request that the gate may break."""
+        """`target`: the name of the request for which the gate can make sampling fail."""
         super().__init__("scripted")
         self.gate = gate
         self.at_step: dict[int, Callable[[], None]] = {}
@@ -149,12 +151,12 @@ class ScriptedEngine(LocalEngineClient):
             event()
 
     def holds(self, name: str) -> bool:
-        """Whether it has a request of this name."""
+        """Whether the engine holds a request with this name."""
         loop = self._engine
         return loop is not None and any(f"/{name}#" in one for one in tuple(loop._live))
 
     def left(self) -> list[str]:
-        """What it still has, though no request lives."""
+        """Return what the engine still holds although no request is live."""
         loop, core = self._engine, self.core
         assert loop is not None
         found = {
@@ -178,7 +180,7 @@ class ScriptedEngine(LocalEngineClient):
 
 
 class ScriptedProcess(ProcessEngineClient):
-    """The same in a process of its own, behind the real pipe and worker."""
+    """A scripted engine in a separate process, behind the real pipe and worker."""
 
     def __init__(self, gate: Gate, *, target: str = "", hang_timeout_s: float = 60.0) -> None:
         super().__init__("scripted", log_level="error", hang_timeout_s=hang_timeout_s)
@@ -194,11 +196,11 @@ class ScriptedProcess(ProcessEngineClient):
         )
 
     def holds(self, name: str) -> bool:
-        """Whether it has accepted a request of this name that lives."""
+        """Whether a live request with this name has been accepted."""
         return any(f"/{name}#" in one for one in self._admitted)
 
     def left(self) -> list[str]:
-        """What this side of the pipe still has, though no request lives."""
+        """Return what this side of the pipe still holds although no request is live."""
         found = {
             "live requests of the client": self._live,
             "accepted requests of the client": self._admitted,

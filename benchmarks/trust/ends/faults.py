@@ -1,4 +1,4 @@
-"""What fails, by name: how it is made to fail, and how a request may end that it hits."""
+"""The faults by name: how each is caused, and how a request that it affects may end."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from service.telemetry.telemetry_config import OTLP, TelemetryConfig
 from tests.service.ends import NAME
 
 OWN_ERROR, DEATH, CUT = "its own error", "engine dies", "connection lost"
-"""Rows of the table of ends, as which a fault ends what it hits."""
+"""Rows of the table of ends that describe how a fault ends a request."""
 NOBODY, TARGET, ALL = "nobody", "the target", "all"
-"""Whom a fault may hit."""
+"""The requests that a fault may affect."""
 AHEAD_S = 30
-"""How far the clock jumps: less than any time limit of the requests here."""
+"""How far the clock jumps, in seconds; less than any time limit of the requests here."""
 SLOW_S = 0.05
 LINES = 300
-"""What is logged beside a log that nobody reads; more than a pipe takes."""
+"""The number of lines logged while nobody reads the log; more than fits in a pipe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +44,14 @@ class Fault:
     """A fault.
 
     Attributes:
-        name: as the campaign's issue and the record have it.
-        what: one line.
-        row: the row of the table as which it ends what it hits; empty: it ends nothing.
-        hits: whom it may hit.
-        strike: makes it happen; `later`: one step later than the one at the gate, where it happens
-            in a step.
-        process: whether the engine must be in a process of its own.
-        around: what must be set up before the server starts.
+        name: its name in the campaign's issue and in the record.
+        what: a one-line description.
+        row: the row of the table of ends for affected requests; empty if it ends no request.
+        hits: the requests that it may affect.
+        strike: causes the fault. `later`: for a fault within a step, use the step after the one at
+            the gate.
+        process: whether the engine must run in a separate process.
+        around: the setup required before the server starts.
     """
 
     name: str
@@ -96,7 +96,7 @@ def _allocator(stage: Stage, later: int) -> None:
 
 
 class _BrokenText:
-    """A text stream that cannot turn a token into text."""
+    """A text stream that fails to convert a token to text."""
 
     stop = None
 
@@ -132,7 +132,7 @@ class _BrokenMetrics(MetricExporter):
 
 @contextlib.contextmanager
 def _broken_exporters() -> Iterator[None]:
-    """Telemetry is on, and every export fails."""
+    """Enable telemetry whose exports all fail."""
 
     def spans(_: object) -> TracerProvider:
         provider = TracerProvider(shutdown_on_exit=False)
@@ -159,7 +159,7 @@ def _broken_exporters() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unread_log() -> Iterator[None]:
-    """stderr is a full pipe that nobody reads, with the process's own log before it."""
+    """Replace stderr with a full pipe that nobody reads, behind the process's log."""
     kept = os.dup(2)
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -188,7 +188,9 @@ def _log(stage: Stage, later: int) -> None:
 
 
 def _clock(stage: Stage, later: int) -> None:
-    """As after a suspend: monotonic clocks are ahead, and the wall clock was set back a day."""
+    """Simulate a resume from suspend: monotonic clocks jump ahead, and the wall clock goes back a
+    day.
+    """
     now = time.time
 
     def yesterday() -> float:

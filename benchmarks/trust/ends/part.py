@@ -1,4 +1,4 @@
-"""The part: every cell beside every fault, and then many requests by chance."""
+"""Run every cell of the table with every fault, and then rounds of random requests."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from benchmarks.trust.ends.play import CELLS, Cell, play
 from benchmarks.trust.parts import Course, Part, Tried, some
 
 PATIENCE_S = 90.0
-"""A cell that takes longer is stuck."""
+"""The time after which a cell counts as stuck."""
 CUT_CELLS = {False: 16, True: 2}
-"""How many cells of a fault the cut draws, by whether the engine is in a process of its own."""
+"""The number of cells per fault in the cut, by whether the engine is in a separate process."""
 ROUNDS, CUT_ROUNDS = 20, 1
 ROUND = 5_000
 CUT_ROUND = 1_000
-"""Requests of a round, on one server."""
+"""The number of requests of a round in the full part and in the cut, on one server."""
 THREADS = 6
-"""So many more threads than at the beginning may be there at the end: pools that gRPC keeps."""
+"""How many more threads than at the start may exist at the end: pools that gRPC keeps."""
 
 
 def run(course: Course) -> None:
-    """All of it. What the server logs is left out: thousands of faults are told one by one."""
+    """Run all rows with the server's logging disabled, since it would report thousands of
+    faults.
+    """
     logging.disable(logging.CRITICAL)
     try:
         for fault in FAULTS.values():
@@ -44,7 +46,7 @@ def run(course: Course) -> None:
 
 
 async def _beside(course: Course, fault: Fault) -> Tried:
-    """Every cell, with the fault before it and after it; in the cut some of them, by chance."""
+    """Play every cell with the fault before and after the event; the cut plays a random sample."""
     plays = [(cell, is_first) for cell in CELLS for is_first in (True, False)]
     if course.is_cut:
         plays = course.source(fault.name).sample(plays, CUT_CELLS[fault.process])
@@ -72,8 +74,9 @@ async def _beside(course: Course, fault: Fault) -> Tried:
 
 
 def _threads() -> int:
-    """How many there are, without those of the logs: they are a process's, and each server here has
-    one.
+    """Return the number of threads without log threads.
+
+    A process normally has only one, but here each server starts one.
     """
     return sum(not one.name.startswith("log-") for one in threading.enumerate())
 
@@ -94,7 +97,7 @@ async def _played(course: Course, fault: Fault, cell: Cell, is_first: bool) -> l
 
 
 def _by_chance(course: Course, name: str) -> Tried:
-    """A round of requests of all kinds, with everything that may happen to them, by chance."""
+    """Run a round of random requests of all kinds with random events."""
     count = course.either(ROUND, CUT_ROUND)
     crowd = Crowd(course.source(name), count)
     wrong: list[str] = []

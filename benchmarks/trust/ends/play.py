@@ -1,9 +1,9 @@
-"""One cell of the table of ends, with a fault beside it: what happens, and what must be true then.
+"""One cell of the table of ends combined with a fault, and the checks afterwards.
 
-What came to the caller must be what the table says of the event, or what it says of the fault;
-nothing else. Whatever it is: the events are numbered without gaps and end once, every token is the
-script's, usage is what was delivered, the neighbours end as if nothing had been (or as the fault
-says, where it hits all), the blocks add up, and nothing is left of any of them.
+The caller's result must be what the table says of the event or of the fault. In all cases, events
+are numbered without gaps and end once, every token is the script's, usage matches what was
+delivered, the block counts add up, and nothing is left of any request. The neighbours end normally,
+or as the fault says if it affects all requests.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from tests.service.ends import (
 from tests.service.helpers import DEADLINE_S, Harness, spec, until
 
 HANG_S = 1.0
-"""After so long an engine that is stopped counts as hung, here."""
+"""The time after which a stopped engine counts as hung here."""
 FIRST_DEADLINE_S = 0.4
 LEFT_S = 10.0
-"""What is not gone by then is left."""
+"""The time limit for cleanup; anything still there afterwards counts as left over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What happens to a request in which state."""
+    """An event that happens to a request of some kind in some state."""
 
     kind: str
     event: str
@@ -82,7 +82,7 @@ async def _cancel_call(there: Stage) -> None:
 
 
 async def _let_go(there: Stage) -> None:
-    """Wait until the service knows that the caller is gone."""
+    """Wait until the service has noticed that the caller is gone."""
     caller = there.caller
     await until(caller.call.done)
     await until(
@@ -149,7 +149,9 @@ EVENTS: dict[str, Callable[[Stage], Awaitable[None]]] = {
 
 
 def allowed(cell: Cell, fault: Fault) -> set[tuple[str, str]]:
-    """How it may end: as the table says of the event, or of the fault."""
+    """Return how the request may end, according to the table's entries for the event and the
+    fault.
+    """
     found = {_documented(cell.kind, cell.event)}
     if fault.row:
         _, comma, more = cell.event.partition(", ")
@@ -172,7 +174,7 @@ def _documented(kind: str, row: str) -> tuple[str, str]:
 
 
 async def play(cell: Cell, fault: Fault, *, is_first: bool, folder: Path) -> list[str]:
-    """Play one cell; what was wrong. `is_first`: whether the fault comes before the event."""
+    """Play one cell and return the violations. `is_first`: whether the fault precedes the event."""
     deadline_s = FIRST_DEADLINE_S if cell.event.startswith("RPC deadline") else None
     while True:
         wrong = await _try(cell, fault, is_first, folder, deadline_s)
@@ -217,7 +219,7 @@ async def _try(
 
 
 def _check(outcome: Outcome, cell: Cell, fault: Fault) -> list[str]:
-    """What the caller got."""
+    """Check what the caller received."""
     wrong = []
     ways = allowed(cell, fault)
     ends = {"ended": "", "goes on": "", "no end": ""}
@@ -244,7 +246,7 @@ def _check_tokens(outcome: Outcome, name: str, most: int) -> list[str]:
 
 
 async def _check_going_on(there: Stage, cell: Cell, fault: Fault, outcome: Outcome) -> list[str]:
-    """A request that goes on without its caller can be had from its first event."""
+    """Check that a request that continues without its caller can be read from its first event."""
     ways = {end for status, end in allowed(cell, fault) if outcome.status in status.split(" or ")}
     if "goes on" not in ways or outcome.end:
         return []
@@ -275,8 +277,8 @@ async def _check_going_on(there: Stage, cell: Cell, fault: Fault, outcome: Outco
 
 
 async def _check_others(there: Stage, cell: Cell, fault: Fault) -> list[str]:
-    """The neighbours: their tokens are right, and they end well unless the event or the fault may
-    hit all.
+    """Check that the neighbours have the right tokens, and that they end well unless the event or
+    the fault may affect all requests.
     """
     wrong = []
     stops = cell.event == "server stops"
@@ -294,7 +296,7 @@ async def _check_others(there: Stage, cell: Cell, fault: Fault) -> list[str]:
 
 
 async def _check_left(there: Stage, cell: Cell) -> list[str]:
-    """Nothing of any request is left: in the registry, the ledgers, the engine."""
+    """Check that nothing of any request is left in the registry, the ledgers or the engine."""
     for task in there.tasks:
         await task
     registry = there.h.registry
@@ -308,7 +310,7 @@ async def _check_left(there: Stage, cell: Cell) -> list[str]:
 
 
 async def left_at_last(h: Harness, engine: Any) -> list[str]:
-    """What is left when everything has had its time to go."""
+    """Return what is left after the time allowed for cleanup."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LEFT_S):
             await until(lambda: not left_by(h, engine))
@@ -316,7 +318,7 @@ async def left_at_last(h: Harness, engine: Any) -> list[str]:
 
 
 def left_by(h: Harness, engine: Any) -> list[str]:
-    """What is left in a service and its engine, of which nobody wants anything any more."""
+    """Return what is left in a service and its engine although no request needs it any more."""
     registry, server = h.registry, h.server
     admission = server.limits.admission
     counts = {
@@ -340,7 +342,7 @@ def left_by(h: Harness, engine: Any) -> list[str]:
 
 
 async def _check_service(there: Stage, cell: Cell, fault: Fault) -> list[str]:
-    """It serves as before, where it is still there."""
+    """Check that the service, if it still runs, serves as before."""
     if cell.event in ("server stops", "server drains"):
         return []
     if there.in_process and there.engine.failure is not None:

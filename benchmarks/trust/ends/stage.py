@@ -1,8 +1,8 @@
-"""Where one request is brought into a state, beside others, and everything that can be seen of it
-afterwards.
+"""Brings one request into a chosen state beside others, and gives access to all that can be
+observed.
 
     neighbour ──▶ runs from the first step on       target ──▶ queued | prefilling | decoding
-    blocker ────▶ has the second place, so that     (each on a connection of its own, the target's
+    blocker ────▶ has the second slot, so that      (each on a connection of its own, the target's
                   the target waits                   through a proxy)
 """
 
@@ -27,23 +27,25 @@ from tests.service.fault_proxy import OWN_CONNECTION, FaultProxy, fault_proxy
 from tests.service.helpers import Harness, serving, spec, until
 
 TEXT = "what the target says, at"
-"""24 tokens: two steps of 16, of which the neighbour has one."""
+"""The target's prompt. Its 24 tokens take two steps of 16, each of which has one of the neighbour's
+tokens.
+"""
 OTHER_TEXT = "others"
 OTHERS_TOKENS = 40
 DECODED = 2
-"""How many tokens the target has in the state `decoding`."""
+"""The number of tokens that the target has in the state `decoding`."""
 STEPS_TO = {"queued": 0, "prefilling": 1, "decoding": 3 + DECODED - 1}
-"""How many steps the gate lets pass once the target is with the engine: the first carries it in."""
+"""The number of steps to let pass once the engine has the target. The first one admits it."""
 
 
 @dataclass(eq=False)
 class Stage:
-    """One server, and who uses it.
+    """One server and its callers.
 
     Attributes:
-        ahead_s: how far the service's clock is ahead.
-        others: the requests beside the target, by name.
-        tasks: what is to be awaited at the end.
+        ahead_s: how far the service's clock is ahead, in seconds.
+        others: the requests other than the target, by name.
+        tasks: the tasks to await at the end.
     """
 
     h: Harness
@@ -62,11 +64,11 @@ class Stage:
         return isinstance(self.engine, ScriptedEngine)
 
     def at_step(self, later: int, event: Any) -> None:
-        """Let something happen in the step that is at the gate, or in one that comes later."""
+        """Run an action in the step at the gate or in a later one."""
         self.engine.at_step[self.gate.begun + later] = event
 
     async def add_other(self, name: str) -> None:
-        """A request that nothing is done to; what becomes of it is in `others`."""
+        """Start a request that is left undisturbed; its outcome is stored in `others`."""
         wanted = spec(
             OTHER_TEXT + name,
             request_id=name,
@@ -86,15 +88,17 @@ class Stage:
         return of_events(list(answer.events), "OK")
 
     async def _pass_one(self) -> None:
-        """Let the step at the gate pass, and wait for the next one. What is waited for is known
-        before: an engine in another process may have it there at once.
+        """Let the step at the gate pass and wait for the next one.
+
+        The number to wait for is computed first, because an engine in another process may reach the
+        gate immediately.
         """
         number = self.gate.begun + 1
         self.gate.let(1)
         await until(lambda: self.gate.begun >= number)
 
     async def bring(self, state: str, *, deadline_s: float | None, event: str) -> bool:
-        """Bring the target into its state; False: its deadline was there first."""
+        """Bring the target into its state. Returns False if its deadline came first."""
         gate = self.gate
         gate.shut()
         begun = gate.begun
@@ -123,11 +127,11 @@ class Stage:
 
 
 LIMIT_S = 5.0
-"""The target's time limit, where it has one: the engine's clock is put ahead."""
+"""The target's time limit, if it has one; the test moves the engine's clock ahead to reach it."""
 
 
 def oracle(name: str) -> list[int]:
-    """All tokens of one of the requests, by hand."""
+    """Return all tokens of one of the requests, computed without the engine."""
     prompt = (TEXT if name == NAME else OTHER_TEXT + name).encode()
     return expected_tokens(list(prompt), OTHERS_TOKENS)
 
@@ -136,7 +140,7 @@ def oracle(name: str) -> list[int]:
 async def stage(
     kind: str, folder: Path, *, process: bool, hang_timeout_s: float
 ) -> AsyncIterator[Stage]:
-    """A server around a scripted engine, with the target's caller behind a proxy."""
+    """Yield a server around a scripted engine, with the target's caller behind a proxy."""
     path = folder / "gate"
     path.unlink(missing_ok=True)
     gate = Gate(path)

@@ -1,4 +1,4 @@
-"""The part: for each group of inputs a server, for each model a calm time."""
+"""Run the hostile inputs, with one server for each group and one calm period for each model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODELS: Mapping[str, Callable[[], Path]] = {
     "long": lambda: long_model(Path(tempfile.gettempdir()) / "headrace-hostile"),
 }
 SECONDS, CUT_SECONDS = 2.0, 1.0
-"""How long an input is sent that needs no time of its own."""
+"""The time for which an input without its own duration is sent."""
 CALM_S, CUT_CALM_S = 30.0, 1.0
 CUT = (
     "chat-tools",
@@ -50,34 +50,36 @@ CUT = (
     "cancel-storm",
     "metadata",
 )
-"""What the cut tries, on the demo model. Waits are told there and not judged: it runs beside other
-work, after a calm time that says little.
+"""The inputs that the cut tries, on the demo model.
+
+The cut reports waits but does not judge them, because it runs beside other work and after too
+short a calm period.
 """
 TOKENS = 300
-"""Of each request of the witness."""
+"""The number of tokens of each of the witness' requests."""
 TRIES = 3
-"""Of an input whose runs are discarded."""
+"""The number of runs of an input before it is recorded as not judged."""
 AFTER_S = 0.5
-"""How long after an input has ended the witness goes on: what it left is felt too."""
+"""How long the witness continues after an input has ended, to catch its after-effects."""
 RECOVER_S = 20.0
-"""A server that is not as before by then is exchanged for another."""
+"""The time limit for a server to recover; after that it is replaced."""
 PATIENCE_S = 60.0
-"""Beyond its time an attacker may take so long to end its calls."""
+"""The time that an attacker has to end its calls after its time is up."""
 LOG_SHOWN = 800
-"""Characters of what the server said, where something is wrong."""
+"""The number of characters of the server's log to show if something is wrong."""
 ANSWERS_SHOWN = 3
 PROMISES = (3, 7, 11)
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where inputs are tried.
+    """The processes with which inputs are tried.
 
     Attributes:
-        server, witness: both run.
-        attacker: a process for the inputs.
+        server, witness: both running.
+        attacker: the process that sends the inputs.
         first: memory by process when the server was new, in bytes.
-        highest: the most since.
+        highest: the highest memory by process since then, in bytes.
     """
 
     server: Server
@@ -88,7 +90,7 @@ class _Place:
 
 
 def run(course: Course) -> None:
-    """Every input on every model; in the cut a handful on one."""
+    """Run every input on every model; the cut runs a few inputs on one model."""
     for name, folder in MODELS.items():
         groups = [
             (group, [one for one in inputs if course.is_wanted(f"{name}/{one.name}")])
@@ -101,7 +103,7 @@ def run(course: Course) -> None:
 
 
 def _plan(course: Course, model: str) -> list[tuple[Group, list[Input]]]:
-    """What is tried on a model, by server."""
+    """Return the inputs to try on a model, by server."""
     if not course.is_cut:
         return [(group, [i for i in group.inputs if model in i.models]) for group in GROUPS]
     if model != "demo":
@@ -111,7 +113,7 @@ def _plan(course: Course, model: str) -> list[tuple[Group, list[Input]]]:
 
 
 class Attacks:
-    """All that is tried on one model."""
+    """Runs all inputs that are tried on one model."""
 
     def __init__(self, course: Course, name: str, model: Path) -> None:
         self._course = course
@@ -120,18 +122,18 @@ class Attacks:
         self._calm: Report | None = None
 
     def run(self, group: Group, inputs: list[Input]) -> None:
-        """The inputs of a group, on another server once one is lost.
+        """Run the inputs of a group. A new server replaces one that is lost.
 
         Raises:
             SystemFailure: a server did not start, or an attacker failed by itself.
-            WitnessError: there was nothing to witness.
+            WitnessError: the server cannot be witnessed.
         """
         todo = inputs
         while todo:
             todo = self._on_one_server(group, todo)
 
     def _on_one_server(self, group: Group, todo: list[Input]) -> list[Input]:
-        """Try inputs until the server is lost; those that are left."""
+        """Run inputs until none is left or the server is lost. Returns the remaining inputs."""
         with (
             witnessed(*group.options, model=self._model, tls=group.tls, tokens=TOKENS) as (
                 server,
@@ -150,7 +152,7 @@ class Attacks:
         return []
 
     def _try(self, one: Input, place: _Place, calm: Report) -> bool:
-        """Try an input until a run of it says something; whether the server is as before."""
+        """Repeat an input until a run is conclusive. Returns whether the server recovered."""
         for number in range(1, TRIES + 1):
             said = place.server.log_bytes()
             run = self._once(one, place, calm)
@@ -216,7 +218,7 @@ def _attacker(folder: Path) -> Iterator[System]:
 
 
 def _recovered(server: Server, witness: Witness, calm: Report) -> float | None:
-    """How long until the witness is served as in the calm time; None: not in time."""
+    """Return how long the witness takes to be served as in the calm period; None if not in time."""
     began = time.monotonic()
     while time.monotonic() - began < RECOVER_S:
         with contextlib.suppress(grpc.RpcError):
@@ -251,7 +253,7 @@ def _row(name: str, one: Input, run: Run, found: list[str], why_not: str | None)
 
 
 def _answers(answers: Mapping[str, int]) -> str:
-    """The most frequent ones."""
+    """Format the most frequent answers and their counts."""
     shown = sorted(answers.items(), key=lambda pair: -pair[1])
     told = [f"{number:,} {what}" for what, number in shown[:ANSWERS_SHOWN]]
     if len(shown) > ANSWERS_SHOWN:

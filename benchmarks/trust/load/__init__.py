@@ -1,6 +1,7 @@
-"""Part `load`: what stays the same while everything else goes on.
+"""Part `load`: resource use stays constant under load.
 
-Two looks at the same promise. `traced` counts Python's own bytes for each request, on the scripted
-engine: a kilobyte that stays shows in seconds. `mixed` lets a real server run under open-loop load
-of all kinds, and looks at the memory, threads and files of its processes from outside.
+Two measurements test the same promise. `traced` counts the Python memory that each request leaves
+behind, on the scripted engine; it detects a leak of a kilobyte per request within seconds. `mixed`
+runs a real server under open-loop load of all kinds and measures the memory, threads and files of
+its processes from outside.
 """

@@ -1,4 +1,4 @@
-"""When a process's memory, threads and files count as flat."""
+"""The criterion for constant memory, threads and files of a process."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import psutil
 
 EVERY_S = 0.5
 BYTES = 8 << 20
-"""How much the median memory of the last quarter may be above that of the second one. The first one
-is a warm-up: pools, caches and arenas fill.
+"""How far the median memory of the last quarter may exceed that of the second quarter. The first
+quarter is a warm-up in which pools, caches and arenas fill.
 """
 THREADS = 2
 FILES = 8
-"""The same for the medians of threads and open files."""
+"""The same limit for the median numbers of threads and of open files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One look at a process."""
+    """One measurement of a process."""
 
     memory: int
     threads: int
@@ -29,7 +29,7 @@ class Sample:
 
 
 class Watch:
-    """Looks at processes until it is closed, in a thread of its own."""
+    """Samples processes in a separate thread until it is closed."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self.samples: dict[str, list[Sample]] = {name: [] for name in pids}
@@ -50,13 +50,13 @@ class Watch:
                 self.samples[name].append(sample)
 
     def close(self) -> None:
-        """No more samples."""
+        """Stop sampling."""
         self._over.set()
         self._thread.join()
 
 
 def growth(samples: list[Sample]) -> tuple[float, float, float]:
-    """How much the medians of the last quarter are above those of the second: memory in bytes,
+    """Return how far the medians of the last quarter exceed those of the second: memory in bytes,
     threads, files.
     """
     quarter = len(samples) // 4
@@ -70,7 +70,7 @@ def growth(samples: list[Sample]) -> tuple[float, float, float]:
 
 
 def not_flat(name: str, samples: list[Sample]) -> list[str]:
-    """What of a process has grown; empty: it is flat."""
+    """Return which resources of a process have grown; empty if none has."""
     if len(samples) < 8:
         return [f"{name}: only {len(samples)} samples"]
     memory, threads, files = growth(samples)

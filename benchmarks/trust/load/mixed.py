@@ -1,4 +1,4 @@
-"""Open-loop load of all kinds: a request comes when it comes, whatever became of the last one."""
+"""Open-loop load of all kinds: requests arrive independently of how earlier ones ended."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 from benchmarks.hostile.sending import OPTIONS, told
 
 RATE = 8.0
-"""Requests a second, on average."""
+"""The average number of requests per second."""
 MOST_OPEN = 400
-"""What would come beyond so many open ones is counted, and not sent."""
+"""The maximum number of open requests; any above it are counted but not sent."""
 PATIENCE_S = 120.0
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}'
 PREFIX = "Once upon a time there was a small house by the river, and in it lived an old man. " * 12
@@ -31,9 +31,9 @@ class Load:
     """The load on one server.
 
     Attributes:
-        tally: how many requests ended how.
-        sent: how many were sent.
-        kinds: how many of each kind.
+        tally: the number of requests by how they ended.
+        sent: the number of requests sent.
+        kinds: the number of requests by kind.
     """
 
     def __init__(self, target: str, token: str, source: random.Random) -> None:
@@ -49,7 +49,7 @@ class Load:
 
     @property
     def sent(self) -> int:
-        """How many requests were sent."""
+        """The number of requests sent."""
         return sum(self.kinds.values())
 
     def _connect(self) -> Any:
@@ -101,12 +101,12 @@ class Load:
         return f"load-{self._number}"
 
     async def generate(self, **more: Any) -> None:
-        """One answer in one piece."""
+        """Send a request whose answer is not streamed."""
         stub: Any = GenerationServiceStub(self._channel)
         await stub.Generate(rpc.GenerateRequest(spec=self._spec(**more)), metadata=self._metadata)
 
     async def stream(self, most: int | None = None, channel: Any = None, **more: Any) -> None:
-        """A stream; after so many messages its caller goes."""
+        """Read a stream; its caller may leave after a given number of messages."""
         stub: Any = GenerationServiceStub(channel or self._channel)
         request = rpc.GenerateStreamRequest(spec=self._spec(**more))
         call, came = stub.GenerateStream(request, metadata=self._metadata), 0
@@ -116,7 +116,7 @@ class Load:
                 call.cancel()
 
     async def session(self) -> None:
-        """Five requests on one stream, of which one is cancelled."""
+        """Send five requests on one stream and cancel one of them."""
         stub: Any = GenerationServiceStub(self._channel)
         call = stub.StreamResult(metadata=self._metadata)
         names = [self._name() for _ in range(5)]
@@ -130,7 +130,7 @@ class Load:
             pass
 
     async def added(self) -> None:
-        """AddRequest, and its result."""
+        """Call AddRequest and read the result."""
         stub: Any = GenerationServiceStub(self._channel)
         spec = self._spec(request_id=self._name())
         await stub.AddRequest(rpc.AddRequestRequest(spec=spec), metadata=self._metadata)
@@ -140,7 +140,7 @@ class Load:
         await stub.GetResult(question, metadata=self._metadata)
 
     async def disconnected(self) -> None:
-        """A stream on a connection of its own, which is closed in the middle."""
+        """Read a stream on a separate connection that is closed midway."""
         channel = self._connect()
         with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
             async with asyncio.timeout(self._source.random() * 0.3):

@@ -1,4 +1,4 @@
-"""The part: the bytes of memory that each request leaves, then twenty minutes of mixed load."""
+"""Measure the memory that each request leaves behind, and then run twenty minutes of mixed load."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SECONDS, CUT_SECONDS = 1200.0, 10.0
 REQUESTS, CUT_REQUESTS = 2000, 200
 CALM_S, CUT_CALM_S = 60.0, 2.0
 EXPECTED = ("OK", "CANCELLED (bare)", "cancelled by its caller")
-"""How requests may end here: the rate is one that the server keeps up with."""
+"""How requests may end here; the server can keep up with the rate."""
 
 
 def run(course: Course) -> None:
-    """Both."""
+    """Run both measurements."""
     if course.is_wanted("traced"):
         course.add(traced(course.either(REQUESTS, CUT_REQUESTS)))
     if course.is_wanted("mixed"):
@@ -27,7 +27,7 @@ def run(course: Course) -> None:
 
 
 def traced(count: int) -> Tried:
-    """Bytes that stay of each request, by the allocator's own count."""
+    """Measure the bytes that each request leaves behind, as counted by the allocator."""
     found = asyncio.run(bytes_per_request(count))
     wrong = []
     if found > MOST_BYTES:
@@ -43,7 +43,7 @@ def traced(count: int) -> Tried:
 
 
 def mixed(course: Course) -> Tried:
-    """Open-loop load of all kinds, and what a witness and the processes' figures say."""
+    """Run mixed open-loop load, and report the witness' figures and the processes' resource use."""
     seconds = course.seconds or course.either(SECONDS, CUT_SECONDS)
     with witnessed() as (server, witness):
         calm = look(witness, course.either(CALM_S, CUT_CALM_S))

@@ -1,8 +1,8 @@
-"""What stays of a request in the front end, counted by Python's own allocator.
+"""The memory that a request leaves behind in the front end, as counted by Python's allocator.
 
-The same number of requests is made several times, on a server with a scripted engine; what is there
-after each time is compared with what was there after the one before. The least of the differences
-counts: what stays of every request is in each of them, caches that fill are not.
+The same number of requests runs several times on a server with a scripted engine, and the memory
+after each round is compared with that after the previous round. The smallest difference counts: it
+includes what every request leaves behind, but not caches that fill up.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tests.service.helpers import Harness, serving, spec, until
 
 ROUNDS = 4
 MOST_BYTES = 100.0
-"""Of each request."""
+"""The most bytes that a request may leave behind."""
 
 
 async def bytes_per_request(count: int) -> float:
-    """How many bytes stay of each of `count` requests."""
+    """Return how many bytes each of `count` requests leaves behind."""
     engine = FakeEngine(script=says("some words"))
     async with serving(engine, result_retention_s=0) as h:
         await _round(h, engine, 200)
@@ -43,7 +43,7 @@ async def _settled(h: Harness, engine: FakeEngine, count: int) -> int:
 
 
 async def _round(h: Harness, engine: FakeEngine, count: int) -> None:
-    """A fifth of the requests by each RPC, and a fifth cancelled."""
+    """Send requests: one fifth by each of the RPCs, and one fifth that are cancelled."""
     stub = GenerationServiceStub(h.channel)
     for number in range(count // 5):
         name = f"r{number}"

@@ -1,4 +1,4 @@
-"""The part: each plant is put in, and what ought to catch it is run."""
+"""Apply each planted fault and run the checks that should catch it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ AFTER_S = 0.6
 
 
 def run(course: Course) -> None:
-    """Plant each."""
+    """Try each plant."""
     for plant in PLANTS.values():
         if course.is_wanted(plant.name) and (plant.in_cut or not course.is_cut):
             course.add(planted(plant))
 
 
 def planted(plant: Plant) -> Tried:
-    """Put one in; it is wrong if nothing is found."""
+    """Apply one plant. The row is wrong if nothing catches it."""
     if plant.caught_by in ((WITNESS,), (LOG,)):
         by, wrong = _by_server(plant)
     else:
@@ -65,7 +65,7 @@ def _by_tests(plant: Plant) -> tuple[str, list[str]]:
 
 
 def _by_server(plant: Plant) -> tuple[str, list[str]]:
-    """A planted server must be told from a right one."""
+    """Check that the plant is seen in a server with the fault and not in one without it."""
     wrong, by = [], ""
     look = _gap if plant.caught_by == (WITNESS,) else _secrets
     for program in (None, [sys.executable, "-m", "benchmarks.trust.planted.serve", plant.name]):
@@ -77,8 +77,9 @@ def _by_server(plant: Plant) -> tuple[str, list[str]]:
 
 
 def _gap(program: list[str] | None) -> str:
-    """The witness' waits beside an input, each time anew: a stall is in each of them, and what the
-    machine does is not.
+    """Send an input repeatedly and judge the shortest of the witness' worst waits.
+
+    A stall that the fault causes occurs every time; a delay caused by the machine does not.
     """
     with witnessed(program=program) as (server, witness):
         gaps = []
@@ -97,7 +98,7 @@ def _gap(program: list[str] | None) -> str:
 
 
 def _secrets(program: list[str] | None) -> str:
-    """Whose tokens the log shows."""
+    """Return whose tokens appear in the log."""
     with witnessed(program=program) as (server, _):
         _send(server)
         time.sleep(AFTER_S)

@@ -1,4 +1,4 @@
-"""The faults. Each changes the product's code in the process that it is applied in."""
+"""The planted faults. Each changes the product's code in the process in which it is applied."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from typing import Any
 
 WITNESS, LOG = "witness", "log"
-"""What catches a fault in a server: who looks on from outside, or what the server says."""
+"""What catches a fault in a server: the external witness, or the server's log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """A fault.
+    """A planted fault.
 
     Attributes:
-        name: as the record has it.
-        promises: those that it breaks.
-        what: one line.
-        apply: puts it in.
-        caught_by: the tests that must fail, as pytest takes them; or WITNESS, or LOG.
-        in_cut: whether CI's cut plants it.
+        name: its name in the record.
+        promises: the promises that it breaks.
+        what: a one-line description.
+        apply: applies the fault.
+        caught_by: the tests that must fail, as pytest arguments; or WITNESS or LOG.
+        in_cut: whether CI's cut includes it.
     """
 
     name: str
@@ -37,13 +37,13 @@ PLANTS: dict[str, Plant] = {}
 CHANCE = "tests/benchmarks/test_trust.py::test_a_round_by_chance"
 STALL_S = 0.5
 STALLING = "stall me"
-"""The text of a request at which a planted server stands still."""
+"""The text of the request that makes a planted server stall."""
 
 
 def plant(
     *promises: int, what: str, caught_by: str, in_cut: bool = False
 ) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Enter a plant; its name is the function's."""
+    """Register a plant under the function's name."""
 
     def enter(apply: Callable[[], None]) -> Callable[[], None]:
         name = apply.__name__.strip("_").replace("_", "-")

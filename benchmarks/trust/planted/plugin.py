@@ -1,4 +1,4 @@
-"""A plugin of pytest that puts a fault in before the tests run: `-p benchmarks.trust.planted.plugin
+"""A pytest plugin that plants a fault before the tests run: `-p benchmarks.trust.planted.plugin
 --plant NAME`.
 """
 
@@ -10,12 +10,14 @@ from benchmarks.trust.planted.plants import PLANTS
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option."""
+    """Add the option `--plant`."""
     parser.addoption("--plant", choices=list(PLANTS), help="the fault to put in")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Put it in once all tests are imported: they are not to find it in what they compare with."""
+    """Apply the fault once all tests are imported, so that their reference values are
+    unaffected.
+    """
     name = session.config.getoption("--plant")
     if name is not None:
         PLANTS[name].apply()

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.trust.planted.serve NAME serve …`: the server with a fault put in."""
+"""`python -m benchmarks.trust.planted.serve NAME serve …`: the server with a planted fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Headers without an end, on many connections at once, none of which is ended by the sender."""
+"""Endless headers on many concurrent connections, which the sender keeps open."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from dataclasses import dataclass
 from benchmarks.hostile import http2
 
 CONNECTIONS, FRAMES = 300, 300
-"""Of each connection: fewer than the 512 at which Envoy ends one, so that all stay open."""
+"""The numbers of connections and of frames on each. Envoy closes a connection at 512 frames, so all
+connections stay open.
+"""
 CAP_BYTES = 600_000_000
-"""Nothing more is sent once a process has grown by so much: the machine is others' too."""
+"""The memory growth of a process at which sending stops, to protect other users of the machine."""
 _LOOK_EVERY = 20
 _SEND_S = 2.0
-"""From who takes nothing for so long the next connection is taken."""
+"""The time limit for a blocked send; after that the next connection is used."""
 BLOCKS: Mapping[str, bytes] = {
     "long headers": b"".join(http2.literal(b"x-%d" % n, b"a" * 900) for n in range(17)),
     "short headers": http2.literal(b"x", b"a") * 3000,
 }
-"""The content of a frame, within the 16 KiB that one may have."""
+"""The content of a frame, within the limit of 16 KiB."""
 
 
 @dataclass(slots=True)
@@ -29,9 +31,9 @@ class Sent:
     """What was sent.
 
     Attributes:
-        bytes: of frames.
-        connections: that were opened.
-        is_capped: whether it stopped because too much memory was taken.
+        bytes: the number of frame bytes sent.
+        connections: the number of connections opened.
+        is_capped: whether sending stopped because a process used too much memory.
     """
 
     bytes: int = 0
@@ -40,12 +42,12 @@ class Sent:
 
 
 def flood(port: int, block: bytes, seconds: float, growth: Callable[[], int]) -> Sent:
-    """Send for so long, or until everything was sent; then close all connections.
+    """Send until time is up or everything has been sent; then close all connections.
 
     Args:
-        port: of 127.0.0.1.
+        port: the port on 127.0.0.1.
         block: each frame's content: whole header fields.
-        growth: the most by which a process has grown, in bytes.
+        growth: returns the largest memory growth of a process, in bytes.
     """
     head = http2.PREFACE + http2.frame(http2.SETTINGS, 0, 0)
     head += http2.frame(http2.HEADERS, 0, 1, block)

@@ -1,4 +1,4 @@
-"""The part: each kind of headers straight, and through Envoy."""
+"""Send each kind of headers directly and through Envoy."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from benchmarks.trust.proxy.flood import BLOCKS, flood
 
 SECONDS = 5.0
 READY_S = 30.0
-"""Envoy has found the server healthy by then."""
+"""The time limit for Envoy to find the server healthy."""
 STRAIGHT, THROUGH = "straight", "through Envoy"
 LACK = "gRPC's core has no bound for it, docs/promises.md says so"
 
 
 class Growth:
-    """Resident memory of processes beyond what it was at first, in bytes.
+    """Growth of the resident memory of processes since the start, in bytes.
 
     Attributes:
-        most: of each, by name.
+        most: the largest growth of each process, by name.
     """
 
     def __init__(self, pids: Mapping[str, int]) -> None:
@@ -42,7 +42,7 @@ class Growth:
         self.most = dict.fromkeys(pids, 0)
 
     def look(self) -> int:
-        """Look at all of them; the most that one has grown by."""
+        """Measure all processes and return the largest growth."""
         for name, process in self._processes.items():
             with contextlib.suppress(psutil.NoSuchProcess):
                 grown = process.memory_info().rss - self._first[name]
@@ -51,7 +51,7 @@ class Growth:
 
 
 def run(course: Course) -> None:
-    """Each kind of headers by each way."""
+    """Send each kind of headers by each route."""
     for way in (STRAIGHT, THROUGH):
         for kind in BLOCKS:
             if not course.is_wanted(f"{way}, {kind}"):
@@ -63,7 +63,7 @@ def run(course: Course) -> None:
 
 
 def flooded(course: Course, way: str, kind: str) -> Tried:
-    """One row: a server of its own, and what becomes of it.
+    """Flood a new server and return the row.
 
     Raises:
         SystemFailure: the server or Envoy did not start.
@@ -116,7 +116,7 @@ def _server(course: Course) -> Iterator[Server]:
 
 @contextmanager
 def _before(server: Server, way: str, course: Course) -> Iterator[Proxy | None]:
-    """Envoy before a server, once it serves; None where nothing is between."""
+    """Start Envoy in front of a server and wait until it serves; None for the direct route."""
     if way == STRAIGHT:
         yield None
         return
@@ -135,7 +135,7 @@ def _port(server: Server) -> int:
 
 
 def _answer(server: Server, port: int) -> str:
-    """What a caller with a token is answered at a port."""
+    """Return the answer that a caller with a token gets at a port."""
     metadata = [("authorization", f"Bearer {server.token(WITNESS)}")]
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub: Any = ModelServiceStub(channel)

@@ -1,5 +1,5 @@
-"""Part `storms`: many at once, and what an operator changes meanwhile.
+"""Part `storms`: large numbers of concurrent calls, and changes that an operator makes meanwhile.
 
-Each storm is sent to a server of its own at default settings, with a witness beside it, whose
-tokens and health checks are judged; its waits are told.
+Each storm runs against a new server with default settings. The tokens and health checks of a
+witness are judged; its waits are only reported.
 """

@@ -1,5 +1,5 @@
-"""Storms of calls: more than there is room for, on more connections than there are callers, and
-callers who do not read.
+"""Storms of calls: more calls than the server has room for, more connections than callers, and
+callers that do not read.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ from benchmarks.measures import quantile
 
 CALL_TOKENS = 4
 FIRST_RETURN = 0.9
-"""So many of the refused get in when they come again as advised."""
+"""The share of refused calls that must be admitted when they retry at the advised time."""
 TWICE, MORE_S = 2.0, 0.5
-"""Nobody is told to wait longer than twice the time after which its place came free, and this. The
-places that come free after the first refusal are for those who were refused, in their order."""
+"""Limit on the advised retry time: twice the time until the call's slot was free, plus `MORE_S`.
+
+Slots that become free after the first refusal are assigned to the refused calls in order.
+"""
 PATIENCE_S = 300.0
 
 
 @dataclass(slots=True)
 class Refused:
-    """One call that was refused: when, since the storm began, and what it was told; seconds."""
+    """A refused call: when it was refused, since the storm began, and the advised wait; in
+    seconds.
+    """
 
     at: float
     advice_s: float
@@ -37,12 +41,12 @@ class Refused:
 
 
 class Crowd:
-    """So many calls at once on so many connections.
+    """Concurrent calls on several connections.
 
     Attributes:
-        tally: how they ended at last.
+        tally: the number of calls by how they finally ended.
         refused: the calls that were refused at first, in the order of their refusals.
-        ends: when calls ended, since the storm began.
+        ends: when calls ended, in seconds since the storm began.
     """
 
     def __init__(self, server: Server, calls: int, connections: int) -> None:
@@ -55,7 +59,7 @@ class Crowd:
         self._began = 0.0
 
     async def run(self) -> None:
-        """All of it."""
+        """Run all calls."""
         channels = [
             grpc.aio.insecure_channel(self._target, options=[*OPTIONS, ("headrace.number", number)])
             for number in range(self._connections)
@@ -99,7 +103,7 @@ class Crowd:
         return "OK"
 
     def judge(self) -> tuple[str, list[str]]:
-        """What was seen of the refused, and what of it was not as promised."""
+        """Return a summary of the refused calls, and the violations."""
         if not self.refused:
             return "none was refused", []
         wrong = []
@@ -134,8 +138,9 @@ def _advice(error: grpc.aio.AioRpcError) -> float | None:
 
 
 async def non_readers(server: Server, count: int, seconds: float) -> int:
-    """So many streams that nobody reads, each on a connection of its own, for so long; how many
-    stayed open.
+    """Hold streams that nobody reads, each on a separate connection, for the given time.
+
+    Returns how many stayed open.
     """
     raw = rpc.GenerateStreamRequest(
         spec={"text": {"text": "a"}, "stop": {"max_tokens": 1500, "ignore_eos": True}}

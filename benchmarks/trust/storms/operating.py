@@ -1,4 +1,4 @@
-"""What an operator changes while callers call: tokens, certificates, the disk under the log."""
+"""Changes that an operator makes under load: tokens, certificates, the disk that holds the log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.hostile.sending import GENERATION, OPTIONS, told
 from benchmarks.hostile.server import ATTACKER, OPERATOR, WITNESS, Server
 
 SOON_S = 10.0
-"""By then a change of the callers' file or of a certificate is in force."""
+"""The time limit for a change of the callers file or of a certificate to take effect."""
 AT_ONCE = 8
 _RAW = rpc.GenerateRequest(
     spec={"text": {"text": "a"}, "stop": {"max_tokens": 3}}
@@ -34,7 +34,7 @@ async def _call(channel: Any, token: str) -> str:
 
 
 async def _until(wanted: str, channel: Any, token: str) -> float | None:
-    """How long it takes until calls end like this; None: not in time."""
+    """Return how long it takes until calls end as wanted; None if not in time."""
     began = time.monotonic()
     while time.monotonic() - began < SOON_S:
         if await _call(channel, token) == wanted:
@@ -44,8 +44,9 @@ async def _until(wanted: str, channel: Any, token: str) -> float | None:
 
 
 async def rotate_callers(server: Server, times: int) -> tuple[int, str, list[str]]:
-    """Change the callers' file under load: one caller comes and goes, those who stay notice
-    nothing. How many calls were made, the longest time until a change was in force, what was wrong.
+    """Change the callers file under load: one caller comes and goes, and the others notice nothing.
+
+    Returns the number of calls, the longest time until a change took effect, and the violations.
     """
     staying: Counter[str] = Counter()
     over = asyncio.Event()
@@ -77,8 +78,10 @@ async def rotate_callers(server: Server, times: int) -> tuple[int, str, list[str
 
 
 async def rotate_certificates(server: Server, times: int) -> tuple[int, str, list[str]]:
-    """Renew the certificate under load: every new connection succeeds, with the old one or the new
-    one, and the new one alone soon.
+    """Renew the certificate under load.
+
+    Every new connection must succeed with the old or the new certificate, and soon only with the
+    new one.
     """
     wrong, made, longest = [], 0, 0.0
     for turn in range(times):
@@ -113,7 +116,7 @@ async def _over_tls(server: Server, certificate: bytes, number: int) -> bool:
 
 
 async def revoke(server: Server, sessions: int) -> tuple[int, str, list[str]]:
-    """Take the token of callers whose sessions are open: the next command ends each."""
+    """Revoke the tokens of callers with open sessions; the next command must end each session."""
     wrong: list[str] = []
     channels, calls = [], []
     metadata = [("authorization", f"Bearer {server.token(OPERATOR)}")]
@@ -153,7 +156,7 @@ def _add(name: str) -> rpc.AddCommand:
 
 
 async def full_disk(server: Server, calls: int) -> tuple[int, str, list[str]]:
-    """Nothing more can be written to the log's file, while strangers give reasons to write."""
+    """Stop the log file from growing, as on a full disk, while strangers cause log messages."""
     for pid in server.pids.values():
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (server.log_bytes(), server.log_bytes()))
     size = server.log_bytes()

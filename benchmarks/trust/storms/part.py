@@ -1,4 +1,4 @@
-"""The part: each storm on a server of its own, beside a witness."""
+"""Run each storm on a new server, beside a witness."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks.trust.storms.calls import Crowd, non_readers
 CALM_S, CUT_CALM_S = 20.0, 1.0
 UNREAD_S = 10.0
 Storm = Callable[[Server], Awaitable[tuple[int, str, list[str]]]]
-"""Sends it; how many there were, the worst that was seen, what was wrong."""
+"""Runs a storm; returns the number of calls, the worst value seen, and the violations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One storm, whole and in the cut; None: the cut has none."""
+    """One storm, in full and for the cut; `cut` is None if the cut does not include it."""
 
     name: str
     what: str
@@ -105,7 +105,7 @@ ROWS = (
 
 
 def run(course: Course) -> None:
-    """Each storm."""
+    """Run each storm."""
     for row in ROWS:
         storm = row.cut if course.is_cut else row.whole
         if storm is not None and course.is_wanted(row.name):
