@@ -61,7 +61,7 @@ def turn_figures(prompts: Sequence[int], replies: Sequence[dict[str, Any]]) -> d
 
 
 def medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the median over the turns of each result that all of them have."""
+    """Return, for each result that every turn has, its median over the turns."""
     names = [name for name in turns[0] if all(name in turn for turn in turns)]
     return {name: statistics.median(turn[name] for turn in turns) for name in names}
 

@@ -178,8 +178,8 @@ def have_cpu_torch() -> bool:
 
 @contextmanager
 def borrowed(root: Path) -> Iterator[Path]:
-    """Copy an image's torch and the CUDA packages that it needs to a folder, and yield that
-    folder.
+    """Copy an image's torch, with the CUDA packages that it requires, into a folder, and yield
+    the folder.
     """
     site = next(root.glob("opt/headrace/lib/python*/site-packages"))
     folder = ROOT / "build" / "torch"

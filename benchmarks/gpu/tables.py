@@ -144,9 +144,10 @@ def _decode(rows: list[dict[str, Any]]) -> list[str]:
         row = found["tokens"]
         lines += [
             "",
-            f"Of {row['tokens']} tokens of {row['requests']} requests {row['best']:.1%} are the "
-            f"argmax of the same weights in float32, {row['near']:.1%} within 0.1 of the logits' "
-            f"standard deviation of it; the worst is {row['worst_gap']:.3f} from it.",
+            f"Of {row['tokens']} tokens of {row['requests']} requests, {row['best']:.1%} are the "
+            "ones that the same weights find most likely in float32. The logits of "
+            f"{row['near']:.1%} are within 0.1 standard deviations of the largest logit; the worst "
+            f"is {row['worst_gap']:.3f} standard deviations below it.",
         ]
     return lines
 

@@ -28,7 +28,7 @@ class Run:
     """One run of an input.
 
     Attributes:
-        calm, seen: the witness' reports of the calm period and of the run.
+        calm, seen: the witness's reports of the calm period and of the run.
         first: the memory of the server's processes before any input, in bytes by process name.
         highest: their highest memory during earlier inputs on this server. Growth up to that level
             is not attributed to this input.
@@ -61,14 +61,14 @@ class Run:
 def allowed_s(calm: Waits) -> float:
     """Return the longest allowed wait, given the waits of the calm period.
 
-    The calm period's worst wait counts without the witness' own lag, so that the lag does not raise
+    The calm period's worst wait excludes the witness's own lag, so that the lag does not raise
     the limit for the server.
     """
     return max(WORST_S, calm.worst_s - calm.late_s + MORE_S)
 
 
 def waits_too_long(run: Run) -> list[tuple[str, Waits, float]]:
-    """Return the witness' waits that exceed their limits, as (what, waits, limit in seconds)."""
+    """Return the witness's waits that exceed their limits, as (what, waits, limit in seconds)."""
     pairs = (
         ("gap between tokens", run.seen.gaps, allowed_s(run.calm.gaps)),
         ("health's answer", run.seen.health, allowed_s(run.calm.health)),
@@ -79,7 +79,7 @@ def waits_too_long(run: Run) -> list[tuple[str, Waits, float]]:
 def why_discarded(run: Run) -> str | None:
     """Return why a run is inconclusive, or None if it counts.
 
-    A run is inconclusive if a wait exceeds its limit only because of the witness' own lag.
+    A run is inconclusive if a wait exceeds its limit only because of the witness's own lag.
     """
     for name, found, most in waits_too_long(run):
         if found.worst_s - found.late_s <= most:

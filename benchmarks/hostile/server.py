@@ -2,7 +2,7 @@
 
 A callers file requires tokens, so that callers without one are strangers. Health checks have a
 separate address, which the witness uses as probes do. The model runs in float32, so that the
-witness' tokens do not depend on the other requests in a batch.
+witness's tokens do not depend on the other requests in a batch.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def witnessed(
         model: the model's directory.
         tls: whether the server uses TLS on a TCP address.
         program: the program to run instead of `headrace-server`.
-        tokens: the number of tokens of each of the witness' requests.
+        tokens: the number of tokens of each of the witness's requests.
     """
     with TemporaryDirectory(prefix="headrace-") as name:
         server = Server(model, Path(name), tls=tls, more=more, program=program)

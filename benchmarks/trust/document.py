@@ -146,7 +146,7 @@ def _heading(part: Part, run: Mapping[str, Any]) -> str:
     if calm is not None:
         words += (
             f" Calm, for {calm['seconds']:.0f} s: worst gap between tokens "
-            f"{calm['gap_s'] * 1e3:.0f} ms, health {calm['health_s'] * 1e3:.0f} ms, the witness' "
+            f"{calm['gap_s'] * 1e3:.0f} ms, health {calm['health_s'] * 1e3:.0f} ms, the witness's "
             f"own lag {calm['lag_s'] * 1e3:.0f} ms."
         )
     name = f"benchmarks/results/trust-{part.name}.json"

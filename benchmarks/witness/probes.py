@@ -1,4 +1,4 @@
-"""The witness' continuous probes, on one event loop, each on a separate connection.
+"""The witness's continuous probes, on one event loop, each on a separate connection.
 
 If only one of the probes stalls, the server as a whole is not stalled.
 
@@ -30,7 +30,7 @@ from benchmarks.witness.memory import Watched
 from benchmarks.witness.report import Report, Timer, Watch, WitnessError, lag_figures
 
 TICK_S = 0.005
-"""The interval between two ticks of the witness' timer."""
+"""The interval between two ticks of the witness's timer."""
 NOTED_LAG_S = 0.01
 """The lag from which the witness records when it occurred."""
 HEALTH_EVERY_S = 0.02

@@ -1,4 +1,4 @@
-"""A witness' report: waits by kind, errors, and the memory of the server's processes."""
+"""A witness's report: waits by kind, errors, and the memory of the server's processes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Waits:
     """Waits of one kind, in seconds; all 0 if there were none.
 
     Attributes:
-        count: the number of waits; an open one counts with its duration so far.
-        late_s: how late the witness' timer was during the worst wait. If this is a large part of
-            the wait, the delay is due to the witness' machine rather than to the server.
+        count: the number of waits; an open wait is included with its duration so far.
+        late_s: how late the witness's timer was during the worst wait. If this is a large part of
+            the wait, the delay is due to the witness's machine rather than to the server.
     """
 
     count: int = 0
@@ -78,7 +78,7 @@ class Report:
         not_serving: the number of health checks that failed or had another answer than SERVING.
         refusals: the number of requests, Tokenize calls and health checks that were refused or
             failed, by code and reason.
-        ticks: how often the witness' timer fired.
+        ticks: how often the witness's timer fired.
         lag: how late the timer fired.
         memory: the memory of the watched processes, by name.
     """
@@ -115,7 +115,7 @@ class Report:
 
 
 class Timer:
-    """Records how late the witness' event loop was, and when.
+    """Records how late the witness's event loop was, and when.
 
     Measurements during a lag are not due to the server alone.
 

@@ -282,7 +282,7 @@ class _Fetching:
         )
 
     def _stream(self, seen: _Seen, stop: threading.Event) -> None:
-        """Receive the rest of a file, as far as one response provides it."""
+        """Receive as much of the rest of a file as one response provides."""
         file = seen.file
         model = self._model
         url = f"{model.page}/resolve/{self._commit}/{quote(file.name)}"

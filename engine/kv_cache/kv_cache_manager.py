@@ -144,8 +144,8 @@ class KVCacheManager:
     def max_tokens_per_request(self, max_step_tokens: int) -> int:
         """Return the length in tokens of the longest request that fits when it runs alone.
 
-        Steps compute at most `max_step_tokens`. A sliding group too small for one step's window
-        limits the request like a group with full attention.
+        Steps compute at most `max_step_tokens`. If a sliding-window group is too small for one
+        step's window, it limits the request as a group with full attention does.
         """
         longest: int | None = None
         for group, pool in zip(self.groups, self.pools, strict=True):

@@ -296,7 +296,8 @@ def _is_plain_linear(module: torch.nn.Linear, dtype: torch.dtype) -> bool:
 def _is_plain_embedding(module: torch.nn.Embedding) -> bool:
     """Return whether a module is torch's own Embedding, or one of Gemma's.
 
-    Gemma's multiply rows by a buffer. Replacing them checks that they do nothing else.
+    Gemma's multiply rows by a buffer. The code that replaces them checks that they do nothing
+    else.
     """
     is_scaled = list(module._buffers) == ["embed_scale"] and _OF_LIBRARY in type(module).__module__
     return (

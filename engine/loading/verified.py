@@ -168,7 +168,7 @@ class VerifiedModel:
 
     @exact_sums()
     def _verify_again(self) -> None:
-        """Put the model in its current state through the load gate. Raises the gate's
+        """Run the load gate again on the model as it is now. Raises the gate's
         exceptions.
         """
         _, model, _ = make_view(self.original)

@@ -63,7 +63,9 @@ class LayerParts(Protocol):
 
 
 class OurDecoder(Protocol):
-    """The interface of our decoders for comparisons; see `engine.models.native_decoder`."""
+    """The interface through which comparisons use our decoders; see
+    `engine.models.native_decoder`.
+    """
 
     @property
     def description(self) -> described.Decoder:

@@ -196,7 +196,7 @@ class Sampler:
             logits: [R, V] from the model, on the device; row i belongs to the position before token
                 i.
             token_ids: R ids below V.
-            top_n: how many most likely candidates to report with each.
+            top_n: how many of the most likely candidates to report with each.
         """
         pieces: list[RowLogprobs] = []
         for piece in _pieces(len(token_ids), self._chunk):

@@ -163,7 +163,7 @@ class ReasoningMatcher:
 
     @property
     def is_free(self) -> bool:
-        """Whether any output may follow, now and later."""
+        """Whether the output is unconstrained from here on."""
         return self._at is _At.OVER
 
     @property

@@ -121,7 +121,7 @@ class _Bytes:
         return text
 
     def _beginning(self, token_ids: Sequence[int]) -> bytes:
-        """Return the bytes of ids that may be the first in the text."""
+        """Return the bytes of token ids, which may be the first ones in the text."""
         parts = []
         for token_id in token_ids:
             piece = self._pieces[token_id]

@@ -4,7 +4,7 @@ table.
     heldout.jsonl ──prompts──▶ headrace-server ──replies──▶ marks ──▶ table
                                      │ token ids
                                      ▼
-                  drafts: how much of a reply its own prompt foretells
+                  drafts: how much of a reply its own prompt predicts
     corpus.Writer(990001), or a file ──texts──▶ transformers, float32 ──▶ nats per byte
 
 Replies come from the server as a user would get them, with its chat template and its tool call
@@ -21,8 +21,8 @@ Lines of heldout.jsonl have `messages`, `max_tokens`, `expect`, and `tools` or `
     edit     {"text"}: this text
     form     {"object"}: this object
 
-The prompts and their words must not be used in training, and must not change after a model was
-measured with them.
+The prompts and their words must not be used in training, and must not change once a model has
+been measured with them.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class AdmissionBounds:
         max_tokens: tokens that running requests reserve, or None for no limit.
         max_tokens_of_identity: the same for each identity, or None for no limit.
         max_undelivered_bytes: approximate bytes of unread results, or None for no limit. Results
-            that are kept after they were read or their request has ended do not count.
+        kept after they have been read, or after their request has ended, do not count.
         max_live_bytes: approximate bytes that live requests take, or None for no limit.
     """
 

@@ -1,4 +1,4 @@
-"""On SIGHUP, reads again the options that can change while the server runs.
+"""On SIGHUP, rereads the options that can change while the server runs.
 
     SIGHUP ──▶ the config file, and the files that it names ──▶ a mistake: nothing changes
                   └──▶ the differences from the running config

@@ -76,7 +76,8 @@ class WholeLimit:
     Attributes:
         tokens: the most tokens.
         option: the name of the limit in bytes that `tokens` is derived from.
-        bytes, bytes_per_token: the value of that limit, and the bytes that each token takes of it.
+        bytes, bytes_per_token: the value of that limit, and how many bytes of it each token
+        takes.
     """
 
     tokens: int

@@ -88,8 +88,8 @@ class JsonScanner:
 
     @property
     def container(self) -> str | None:
-        """The type of the value that contains the string in which the text so far ends; None if the
-        text does not end in a string.
+        """If the text so far ends inside a string, the type of the value that contains that
+        string; otherwise None.
         """
         if self.failed or not self._stack or self._at not in (_At.STRING, _At.ESCAPE, _At.HEX):
             return None

@@ -216,8 +216,8 @@ class ReplyReader:
         return self.text[self.pos : place]
 
     def literal(self, literal: str) -> Generator[None, None, bool]:
-        """Read this text if it comes next; otherwise read nothing. A special token's text must be
-        that token.
+        """Read this text if it comes next; otherwise read nothing. If it is the text of a
+        special token, it must come from that token itself.
         """
         while not self.text.startswith(literal, self.pos):
             ahead = self.text[self.pos : self.pos + len(literal)]

@@ -1,7 +1,7 @@
 """The witness sees what goes wrong: stalls, wrong and lost tokens, refusals, memory.
 
 The server runs on the test's own event loop, so that a stall is as long as the test says, in the
-witness' ticks.
+witness's ticks.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def counts(report: Report) -> dict[str, int]:
 
 
 async def test_it_sees_the_server_stand_still() -> None:
-    """The event loop of the server stands still while the witness' timer fires 100 times."""
+    """The event loop of the server stands still while the witness's timer fires 100 times."""
     async with witnessed() as (witness, _):
         await ask(witness, lambda found: found.tokens > 0)
         witness.begin()

@@ -25,8 +25,8 @@ SECONDS = 1.0
 
 @pytest.mark.timeout(240)
 async def test_a_witness_loses_nothing_beside_hostile_inputs(tmp_path: Path) -> None:
-    # In float32 the witness' tokens do not depend on who else is in its batch. At the address where
-    # the inputs are sent, checks may be lost among them.
+    # In float32 the witness's tokens do not depend on who else is in its batch. Checks may be lost
+    # at the address where the inputs are sent.
     health = f"unix:{tmp_path}/health"
     options = ("--dtype", "float32", "--listen", "127.0.0.1:0", "--health-listen", health)
     with real_server(*options) as server:

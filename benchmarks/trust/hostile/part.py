@@ -56,7 +56,7 @@ The cut reports waits but does not judge them, because it runs beside other work
 short a calm period.
 """
 TOKENS = 300
-"""The number of tokens of each of the witness' requests."""
+"""The number of tokens of each of the witness's requests."""
 TRIES = 3
 """The number of runs of an input before it is recorded as not judged."""
 AFTER_S = 0.5

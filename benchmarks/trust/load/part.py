@@ -43,7 +43,9 @@ def traced(count: int) -> Tried:
 
 
 def mixed(course: Course) -> Tried:
-    """Run mixed open-loop load, and report the witness' figures and the processes' resource use."""
+    """Run mixed open-loop load, and report the witness's figures and the processes' resource
+    use.
+    """
     seconds = course.seconds or course.either(SECONDS, CUT_SECONDS)
     with witnessed() as (server, witness):
         calm = look(witness, course.either(CALM_S, CUT_CALM_S))

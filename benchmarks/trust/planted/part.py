@@ -77,7 +77,7 @@ def _by_server(plant: Plant) -> tuple[str, list[str]]:
 
 
 def _gap(program: list[str] | None) -> str:
-    """Send an input repeatedly and judge the shortest of the witness' worst waits.
+    """Send an input repeatedly and judge the shortest of the witness's worst waits.
 
     A stall that the fault causes occurs every time; a delay caused by the machine does not.
     """

@@ -86,7 +86,7 @@ class AsyncToolRun:
 
     async def events(self) -> AsyncIterator[Chunk | ToolAnswer | ToolTurn]:
         """Yields events as they happen: the chunks of each reply, the answers to its calls in the
-        order of the calls, and the turn. If a loop may leave it early, use `contextlib.aclosing`.
+        order of the calls, and the turn. If a loop may exit early, use `contextlib.aclosing`.
 
         Raises:
             HeadraceError: a request was refused or failed.
