@@ -8,9 +8,9 @@ keeps that much. Two arenas are enough for a process in which threads mostly wai
 interpreter's lock.
 
 glibc does not return freed memory that lies between blocks still in use: after all but the last of
-500 MB of results had been freed, 500 MB were still in use. `malloc_trim` returns whole pages. It takes
-up to 90 ms, during which other threads may wait for memory, so it is called only when a lot has
-been freed.
+500 MB of results had been freed, 500 MB were still in use. `malloc_trim` returns whole pages. It
+takes up to 90 ms, during which other threads may wait for memory, so it is called only when a lot
+has been freed.
 """
 
 from __future__ import annotations
