@@ -205,20 +205,28 @@ def find_bound(logits, stride, tokens, numbers, counts, farthest, width, INTERPR
 @triton.jit
 def _weights_of_cut(
     logits,
-    places,
-    width,
-    best,
-    temperature,
+    token,
+    numbers,
     farthest,
-    min_p,
+    cut,
+    width,
     FILTERED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    """Return int64 [CUT]. logits, numbers and farthest point to the cut's row; token is the row's
+    most likely one.
+    """
+    places = cut * CUT + tl.arange(0, CUT)
     value = tl.load(logits + places, mask=places < width, other=float("-inf")).to(tl.float32)
-    scaled = _scaled(value, best, temperature)
+    best = tl.load(logits + token).to(tl.float32)
+    scaled = _scaled(value, best, tl.load(numbers + 1).to(tl.float32))
+    bound = tl.full((), float("inf"), tl.float32)
+    if FILTERED:
+        bound = tl.load(farthest)
     weights = tl.zeros((CUT,), tl.int64)
-    if tl.max(scaled, 0) >= -farthest:
-        weights = _weight(scaled, farthest, min_p, FILTERED, INTERPRETED)
+    if tl.max(scaled, 0) >= -bound:
+        min_p = tl.load(numbers + 4).to(tl.float32)
+        weights = _weight(scaled, bound, min_p, FILTERED, INTERPRETED)
     return weights
 
 
@@ -245,19 +253,8 @@ def sum_weights(
     numbers += row * COLUMNS
     if (token >= 0) & (tl.load(numbers) >= 0.0):
         logits += row * stride
-        bound = tl.full((), float("inf"), tl.float32)
-        if FILTERED:
-            bound = tl.load(farthest + row)
         weights = _weights_of_cut(
-            logits,
-            cut * CUT + tl.arange(0, CUT),
-            width,
-            tl.load(logits + token).to(tl.float32),
-            tl.load(numbers + 1).to(tl.float32),
-            bound,
-            tl.load(numbers + 4).to(tl.float32),
-            FILTERED,
-            INTERPRETED,
+            logits, token, numbers, farthest + row, cut, width, FILTERED, INTERPRETED
         )
         tl.store(sums + row * CUTS + cut, tl.sum(weights, 0))
 
@@ -291,19 +288,8 @@ def pick_token(
         target = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
         cut = tl.sum((tl.cumsum(mass, 0) <= target).to(tl.int32), 0)
         rest = target - tl.sum(tl.where(cuts < cut, mass, 0), 0)
-        bound = tl.full((), float("inf"), tl.float32)
-        if FILTERED:
-            bound = tl.load(farthest + row)
         weights = _weights_of_cut(
-            logits,
-            cut * CUT + tl.arange(0, CUT),
-            width,
-            tl.load(logits + token).to(tl.float32),
-            tl.load(numbers + 1).to(tl.float32),
-            bound,
-            tl.load(numbers + 4).to(tl.float32),
-            FILTERED,
-            INTERPRETED,
+            logits, token, numbers, farthest + row, cut, width, FILTERED, INTERPRETED
         )
         found = tl.sum((tl.cumsum(weights, 0) <= rest).to(tl.int32), 0)
         tl.store(tokens + row, tl.minimum(cut * CUT + found, width - 1).to(tl.int64))

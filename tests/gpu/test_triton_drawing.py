@@ -98,8 +98,8 @@ def test_a_row_depends_on_no_other(device: torch.device) -> None:
     assert alone.tolist() == together.tolist()
 
 
-def test_rows_of_little_use_are_counted_without_contention(device: torch.device) -> None:
-    """What occurs most in a cut is added once: it may be nearly all of a row."""
+def test_a_row_of_almost_one_value(device: torch.device) -> None:
+    """What occurs most in a cut is counted once, together."""
     row = torch.full((1, 9000), -3.0, dtype=torch.bfloat16, device=device)
     row[0, 17] = 2.0
     numbers = torch.tensor([[0.5, 1.0, 9000.0, 0.9, 0.0]], dtype=torch.float64, device=device)

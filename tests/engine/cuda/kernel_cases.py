@@ -299,6 +299,8 @@ def faults(case: Case, found: Found) -> list[str]:
     elements at once (only those of Hopper are told).
     """
     wrong = []
+    if found.starts_early != (found.ahead is not None):
+        wrong.append("it is launched early without waiting, or waits without being launched early")
     if (allowed := AHEAD.get(found.kernel)) is not None and case.properties.major >= 9:
         if found.ahead is None:
             wrong.append("it does not wait for the kernel in front of it")

@@ -45,6 +45,7 @@ class Found:
         loads: bytes of its other reads of the device's memory, each once.
         ahead: the arguments whose memory it reads or writes before it waits for the kernel in front
             of it; None: it does not wait.
+        starts_early: whether it is launched so that it may start before that kernel has ended.
     """
 
     kernel: str
@@ -54,6 +55,7 @@ class Found:
     copies: tuple[int, ...]
     loads: tuple[int, ...] = ()
     ahead: frozenset[str] | None = None
+    starts_early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ def _compile(launch: _Launch) -> Found:
         products=tuple(sorted({int(found) for found in _PRODUCT.findall(ptx)})),
         copies=tuple(sorted({int(found, 16) for found in _COPY.findall(ptx)})),
         loads=tuple(sorted({int(n or 1) * int(bits) // 8 for n, bits in _LOAD.findall(ptx)})),
+        starts_early=bool(launch.kwargs.get("launch_pdl")),
         ahead=_ahead(
             ptx, [name for name, kind in made.src.signature.items() if kind != "constexpr"]
         ),

@@ -12,7 +12,15 @@ from tests.compile_kernels import compile_case, describe, main
 from tests.engine.cuda.kernel_cases import Case, faults
 from tests.engine.cuda.kernels import Found
 
-RIGHT = Found("rotate_kernel", shared=64, spilled=0, products=(), copies=(), ahead=frozenset())
+RIGHT = Found(
+    "rotate_kernel",
+    shared=64,
+    spilled=0,
+    products=(),
+    copies=(),
+    ahead=frozenset(),
+    starts_early=True,
+)
 WRONG = dataclasses.replace(RIGHT, spilled=24)
 CASE = Case("a layer", lambda: None, torch.bfloat16)
 

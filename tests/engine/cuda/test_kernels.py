@@ -82,6 +82,22 @@ def test_a_kernel_is_as_it_should_be(case: Case) -> None:
     assert not any(wrong.values()), wrong
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_product_of_one_token_is_ours_in_16_bits(dtype: torch.dtype) -> None:
+    found = {one.kernel for one in compile_all(between(RESTS[0], dtype).run)}
+    assert ("product_kernel" in found) == (dtype is not torch.float32)
+
+
+def test_a_kernel_that_starts_early_must_wait() -> None:
+    [found] = [one for one in compile_all(FEW[0].run) if one.kernel == "decode_kernel"]
+    assert faults(FEW[0], found) == []
+    for wrong in (
+        dataclasses.replace(found, ahead=None),
+        dataclasses.replace(found, starts_early=False),
+    ):
+        assert any("launched early" in one for one in faults(FEW[0], wrong))
+
+
 @triton.jit
 def early_kernel(x, weight, output, SIZE: tl.constexpr, BEFORE: tl.constexpr):
     place = tl.arange(0, SIZE)

@@ -241,6 +241,23 @@ def test_draws_without_memory_are_the_sampler_s(
     assert traffic(built, **{}) == expected
 
 
+def test_without_memory_for_any_draw_all_are_the_sampler_s(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def scarce(logits: torch.Tensor) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    expected = traffic(build(loaded))
+    monkeypatch.setattr(captured_choices, "choose_draws", scarce)
+    built = build(loaded, graphs=RecordingBackend())
+    assert traffic(built) == expected
+    assert "not enough memory to capture how tokens are drawn" in caplog.text
+    assert captured_of(built).steps[0].choices.draws == {
+        PlainKind.DRAWN: [],
+        PlainKind.FILTERED: [],
+    }
+
+
 # ---- planted faults ----------------------------------------------------------------------------
 
 
