@@ -62,8 +62,8 @@ def main() -> int:
         return 130
     if campaign.left:
         print(f"no time was left for {', '.join(campaign.left)}; the same command tries them")
-    if campaign.wrong:
-        print(f"not as promised: {', '.join(campaign.wrong)}")
+    for name, found in campaign.wrong.items():
+        print(f"not as promised: {name}: {found}")
     print(f"the records are in {plan.folder}")
     return 1 if campaign.wrong else 0
 

@@ -53,7 +53,7 @@ class Campaign:
     """Runs a plan and collects the results.
 
     Attributes:
-        wrong: the broken promises, as "part/row".
+        wrong: the broken promises: what was found first, by "part/row".
         left: the parts for which there was no time.
     """
 
@@ -62,7 +62,7 @@ class Campaign:
         self._say = say
         self._began = time.monotonic()
         self._calm: dict[str, float] | None = None
-        self.wrong: list[str] = []
+        self.wrong: dict[str, str] = {}
         self.left: list[str] = []
 
     def run(self) -> None:
@@ -127,9 +127,11 @@ class Campaign:
         return say
 
     def _count(self, part: Part, record: Record) -> None:
-        self.wrong += [
-            f"{part.name}/{name}" for name, row in record.run["rows"].items() if is_wrong(row)
-        ]
+        self.wrong |= {
+            f"{part.name}/{name}": row["wrong"][0]
+            for name, row in record.run["rows"].items()
+            if is_wrong(row)
+        }
 
 
 def is_wrong(row: dict[str, object]) -> bool:

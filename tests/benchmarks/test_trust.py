@@ -128,7 +128,7 @@ def test_what_is_wrong_is_told_unless_it_is_not_judged(tmp_path: Path) -> None:
 
     campaign = Campaign(plan(tmp_path, part(run)), lambda text: None)
     campaign.run()
-    assert campaign.wrong == ["one/bad"]
+    assert list(campaign.wrong) == ["one/bad"]
 
 
 def test_what_is_drawn_depends_on_the_seed_and_the_name_alone(tmp_path: Path) -> None:
