@@ -204,6 +204,12 @@ class Request:
             core.
         num_computed_tokens: how many of token_ids have their KV in the cache; set by the scheduler.
         num_pending_tokens: how many of token_ids, at the end, are PENDING_TOKEN.
+        drafts: guesses at the tokens after token_ids. The next step that computes the last of
+            token_ids tries as many as there is room for, and drops the others.
+        max_drafted_tokens: drafts are tried only as far as the output then still ends below this
+            length; 0: never, because choosing a token needs all that stand before it.
+        is_verifying: whether a pending step computes drafts, so that the number of tokens that it
+            gives is not known.
         num_cached_tokens: how many prompt tokens came from the prefix cache when the request was
             first scheduled.
         num_counted_tokens: how many of token_ids, from the first on, have been charged to the
@@ -236,6 +242,9 @@ class Request:
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
+    drafts: tuple[TokenId, ...] = ()
+    max_drafted_tokens: int = 0
+    is_verifying: bool = False
     num_cached_tokens: int = 0
     num_counted_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
@@ -274,11 +283,13 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def is_generated(self) -> bool:
-        """Whether the request has all the tokens it may have, including pending ones, so that
-        nothing is left to schedule.
+    def awaits_results(self) -> bool:
+        """Whether nothing can be scheduled before a pending step's results: the request has all the
+        tokens it may have, or how many it has is not known.
         """
-        return self.num_pending_tokens > 0 and len(self.token_ids) >= self.max_total_tokens
+        return self.num_pending_tokens > 0 and (
+            self.is_verifying or len(self.token_ids) >= self.max_total_tokens
+        )
 
     @property
     def num_tokens_to_compute(self) -> int:

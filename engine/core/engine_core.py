@@ -129,6 +129,7 @@ class EngineCore:
                 ending_token_ids=endings,
                 rope_group=0 if self.rope is None else self.rope.group(len(spec.prompt)),
             )
+            self._bound_drafts(choices[choice])
         live = self._live.add(spec, choices)
         if make_matcher is not None:
             try:
@@ -298,9 +299,21 @@ class EngineCore:
             if self.rope is not None and not request.status.is_terminal:
                 request.rope_length = request.num_tokens
                 request.rope_group = self.rope.group(request.rope_length)
+                self._bound_drafts(request)
                 request.block_hashes.clear()
                 self.scheduler.restart(request)
         self._outgrown.clear()
+
+    def _bound_drafts(self, request: Request) -> None:
+        """Set how far drafts may be tried. Those that would pass the original length are computed
+        when the request has been restarted there.
+        """
+        spec, rope, most = request.spec, self.rope, request.max_total_tokens
+        if spec.grammar is not None or spec.sampling.needs_history:
+            most = 0
+        elif rope and rope.restarts and request.rope_length <= rope.original:
+            most = min(most, rope.original)
+        request.max_drafted_tokens = most
 
     def _launch(self, batch: ScheduledBatch, now: float) -> bool:
         """Launch a batch. If that raises, the batch's requests fail and the engine continues.
@@ -319,7 +332,7 @@ class EngineCore:
             return False
         for part in batch.requests:
             self.scheduler.launched(part)
-            if part.samples:
+            if part.num_sampled:
                 part.request.token_ids.append(PENDING_TOKEN)
                 part.request.num_pending_tokens += 1
                 rope = self.rope
@@ -375,6 +388,7 @@ class EngineCore:
                 step.void.add(request.key)
             del request.token_ids[request.num_tokens - request.num_pending_tokens :]
             request.num_pending_tokens = 0
+            request.is_verifying = False
 
     def _end_hopeless(self, now: float) -> None:
         """End the waiting requests that the policy gives up on. Choices that are already running

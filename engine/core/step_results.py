@@ -7,17 +7,18 @@ SampledTokens ──take──▶ each request of the batch: computed ─▶ tok
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from engine.contract.outputs import FinishReason, RequestOutput, StepRecord, TokenLogprobs
-from engine.contract.request import Request
+from engine.contract.request import Request, TokenMatcher
 from engine.contract.types import RequestKey, TokenId
 from engine.core import grammar_budget
 from engine.core.endings import LiveRequest, LiveRequests, describe_end
 from engine.scheduler.base import Scheduler
 from engine.scheduler.runner_protocol import INVALID_TOKEN, PendingStep, SampledTokens
-from engine.scheduler.scheduled_batch import ScheduledBatch
+from engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,18 @@ class StepInFlight:
     pending: PendingStep
     launched: float
     void: set[RequestKey] = field(default_factory=set)
+
+
+class _TokenRefusedError(Exception):
+    """A sampled token cannot be appended.
+
+    Attributes:
+        fail_request: ends the request. Called when the tokens before this one were delivered.
+    """
+
+    def __init__(self, fail_request: Callable[[], None]) -> None:
+        super().__init__()
+        self.fail_request = fail_request
 
 
 class StepResults:
@@ -71,19 +84,18 @@ class StepResults:
         """
         self.num_steps += 1
         now = self._clock()
-        tokens = iter(sampled.token_ids)
-        logprobs = iter(sampled.logprobs) if sampled.logprobs is not None else None
+        tokens, logprobs = sampled.token_ids, sampled.logprobs
+        end = 0  # of the part's rows among the sampled ones
         num_prompt_tokens = 0
         for part in step.batch.requests:
-            request, start, num_tokens, _, samples = part
+            request, start, num_tokens, _, num_sampled, _ = part
             if num_tokens > 1 or start < request.num_prompt_tokens:
                 num_prompt_tokens += num_tokens
-            token = next(tokens) if samples else None
-            token_logprobs = next(logprobs) if samples and logprobs is not None else None
+            first, end = end, end + num_sampled
             if request.status.is_terminal or request.key in step.void:
                 continue  # the request ended, or lost its blocks, while the step ran
             live = self._live.by_id[request.request_id]
-            if samples and not live.is_forked:
+            if num_sampled and not live.is_forked:
                 self._fork(live, request)
             self._scheduler.computed(part)
             if not live.is_prompt_reported:
@@ -91,8 +103,9 @@ class StepResults:
                 # Results from before a preemption are dropped.
                 done = len(request.prompt_logprobs)
                 request.prompt_logprobs.extend(known[max(0, done - start) :])
-            if token is not None:
-                self._append(live, request, start + num_tokens, token, token_logprobs, now)
+            if num_sampled:
+                known_logprobs = None if logprobs is None else logprobs[first:end]
+                self._append(live, part, tokens[first:end], known_logprobs, now)
         self._measure(step, num_prompt_tokens, now)
 
     def _measure(self, step: StepInFlight, num_prompt_tokens: int, now: float) -> None:
@@ -116,82 +129,139 @@ class StepResults:
     def _append(
         self,
         live: LiveRequest,
-        request: Request,
-        position: int,
-        token: TokenId,
-        logprobs: TokenLogprobs | None,
+        part: ScheduledRequest,
+        tokens: Sequence[TokenId],
+        logprobs: Sequence[TokenLogprobs | None] | None,
         now: float,
     ) -> None:
-        if token == INVALID_TOKEN:
-            self._live.fail_at_token(live, request, None)
-            return
+        """Append the sampled tokens that stand to a request, and report them.
+
+        If one cannot be appended, the request fails, with the tokens before it delivered.
+        """
+        request, drafts = part.request, part.drafts
+        position = part.start + part.num_tokens
         if position >= request.max_total_tokens:
-            # max_tokens is 0: the prompt was processed, and the sampled token is dropped.
-            prompt_done, prompt_logprobs = self._report_prompt(live, request)
-            self._live.outputs.append(
-                RequestOutput(
-                    request.request_id,
-                    choice=request.choice,
-                    prompt_done=prompt_done,
-                    prompt_logprobs=prompt_logprobs,
-                )
-            )
-            self._live.end_all(live, FinishReason.LENGTH)
+            self._end_without_output(live, request)
             return
-        try:
-            reason = self._reason_to_end(request, position, token)
-        except Exception as error:
-            self._live.fail_alone(live, "the grammar failed", error)
-            return
-        if reason is FinishReason.ERROR:
-            self._live.fail_at_token(live, request, "the model left the form that was asked for")
-            return
-        if reason is None and not grammar_budget.charge(request, live.choices.values()):
-            self._live.fail_grammar(live, grammar_budget.TOO_SLOW)
-            return
-        grammar_budget.release(request)
+        count, reason, refused = 0, None, None
+        for token in tokens:
+            try:
+                reason = self._accept(live, request, position + count, token)
+            except _TokenRefusedError as error:
+                refused = error
+                break
+            count += 1
+            if reason is not None or count > len(drafts) or drafts[count - 1] != token:
+                break
+        if drafts:
+            request.is_verifying = False
+            tokens = tokens[:count]
+        if count:
+            self._deliver(live, request, position, tokens, logprobs, reason, now)
+        if refused is not None:
+            refused.fail_request()
+
+    def _end_without_output(self, live: LiveRequest, request: Request) -> None:
+        """End a request whose max_tokens is 0: its prompt was processed, and the sampled token is
+        dropped.
+        """
         prompt_done, prompt_logprobs = self._report_prompt(live, request)
-        request.token_ids[position] = token
+        self._live.outputs.append(
+            RequestOutput(
+                request.request_id,
+                choice=request.choice,
+                prompt_done=prompt_done,
+                prompt_logprobs=prompt_logprobs,
+            )
+        )
+        self._live.end_all(live, FinishReason.LENGTH)
+
+    def _accept(
+        self, live: LiveRequest, request: Request, position: int, token: TokenId
+    ) -> FinishReason | None:
+        """Return why a choice ends with its new token, or None if it does not.
+
+        Raises:
+            _TokenRefusedError: the token cannot be taken.
+        """
+        if token == INVALID_TOKEN:
+            raise _TokenRefusedError(partial(self._live.fail_at_token, live, request, None))
+        if token in request.ending_token_ids:
+            return FinishReason.STOP
+        if request.matcher is not None and self._completes(live, request, request.matcher, token):
+            return FinishReason.STOP
+        if position + 1 < request.max_total_tokens:
+            return None
+        full = position + 1 - request.num_prompt_tokens >= request.spec.stop.max_tokens
+        return FinishReason.LENGTH if full else FinishReason.CONTEXT
+
+    def _completes(
+        self, live: LiveRequest, request: Request, matcher: TokenMatcher, token: TokenId
+    ) -> bool:
+        """Advance a grammar by a choice's new token. Return whether the output is then complete.
+
+        Raises:
+            _TokenRefusedError: the grammar does not allow the token, or is too costly to follow.
+        """
+        try:
+            is_allowed = matcher.accept(token)
+            is_complete = is_allowed and matcher.is_complete
+        except Exception as error:
+            fail = partial(self._live.fail_alone, live, "the grammar failed", error)
+            raise _TokenRefusedError(fail) from error
+        if not is_allowed:
+            what = "the model left the form that was asked for"
+            raise _TokenRefusedError(partial(self._live.fail_at_token, live, request, what))
+        if not is_complete and not grammar_budget.charge(request, live.choices.values()):
+            fail = partial(self._live.fail_grammar, live, grammar_budget.TOO_SLOW)
+            raise _TokenRefusedError(fail)
+        grammar_budget.release(request)
+        return is_complete
+
+    def _deliver(
+        self,
+        live: LiveRequest,
+        request: Request,
+        position: int,
+        tokens: Sequence[TokenId],
+        logprobs: Sequence[TokenLogprobs | None] | None,
+        reason: FinishReason | None,
+        now: float,
+    ) -> None:
+        """Put tokens at a position, the first one in the place of a pending token, and report them.
+
+        logprobs: one entry for each token, or for more; None if no request asked for them.
+        """
+        prompt_done, prompt_logprobs = self._report_prompt(live, request)
+        request.token_ids[position] = tokens[0]
         request.num_pending_tokens -= 1
-        self.num_generated_tokens += 1
+        self.num_generated_tokens += len(tokens)
+        if len(tokens) > 1:
+            request.token_ids.extend(tokens[1:])
+            self._scheduler.verified(request, len(tokens) - 1)
         if request.first_token is None:
             request.first_token = now
         request.last_token = now
+        reported = None
+        if logprobs is not None and request.spec.logprobs is not None:
+            reported = tuple([one for one in logprobs[: len(tokens)] if one is not None])
         finish = None
         if reason is not None:
-            stop_token_id = token if token in request.ending_token_ids else None
+            stop_token_id = tokens[-1] if tokens[-1] in request.ending_token_ids else None
             self._live.close(live, request, reason)
             finish = describe_end(request, reason, self._clock(), stop_token_id=stop_token_id)
         self._live.outputs.append(
             RequestOutput(
                 request.request_id,
                 request.choice,
-                (token,),
-                (logprobs,) if logprobs is not None else None,
+                tuple(tokens),
+                reported,
                 prompt_done,
                 prompt_logprobs,
                 finish,
                 ends_request=not live.choices,
             )
         )
-
-    def _reason_to_end(
-        self, request: Request, position: int, token: TokenId
-    ) -> FinishReason | None:
-        """Return why a choice ends with its new token, or None if it does not. ERROR means that its
-        grammar does not allow the token.
-        """
-        if token in request.ending_token_ids:
-            return FinishReason.STOP
-        if request.matcher is not None:
-            if not request.matcher.accept(token):
-                return FinishReason.ERROR
-            if request.matcher.is_complete:
-                return FinishReason.STOP
-        if position + 1 < request.max_total_tokens:
-            return None
-        full = position + 1 - request.num_prompt_tokens >= request.spec.stop.max_tokens
-        return FinishReason.LENGTH if full else FinishReason.CONTEXT
 
     def _report_prompt(
         self, live: LiveRequest, request: Request

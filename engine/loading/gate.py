@@ -370,7 +370,7 @@ def self_check(
     def part(request: Request, start: int, end: int) -> ScheduledRequest:
         # The last token of each part is requested: in one step a few of many rows, in another every
         # row.
-        return ScheduledRequest(request, start, end - start, manager.tables(request.key), True)
+        return ScheduledRequest(request, start, end - start, manager.tables(request.key), 1)
 
     long, short = requests
     steps: Sequence[tuple[ScheduledRequest, ...]] = (
@@ -441,7 +441,7 @@ def _paged_logits(
         ) from error
     except (IndexError, TypeError, ValueError, RuntimeError) as error:
         raise ModelRefusedError(f"{name} fails on a ragged batch: {error}") from error
-    sampled = sum(part.samples for part in step)
+    sampled = sum(part.num_sampled for part in step)
     if logits.shape[0] != sampled:
         raise ModelRefusedError(
             f"{name} gives logits of {logits.shape[0]} tokens where {sampled} were asked for: it "

@@ -278,7 +278,7 @@ def largest_batch(
         tables = manager.tables(request.key)
         for table in tables:
             table.blocks[:] = 0
-        parts.append(ScheduledRequest(request, 0, count, tables, samples=True))
+        parts.append(ScheduledRequest(request, 0, count, tables, num_sampled=1))
     # Requests with one token come first.
     parts.sort(key=lambda part: part.num_tokens > 1)
     return ScheduledBatch(tuple(parts), sum(part.num_tokens for part in parts))

@@ -107,6 +107,7 @@ class RankStep(msgspec.Struct, frozen=True, tag=True):
             logit_rows=_array(self.logit_rows),
             wants_all_rows=self.wants_all_rows,
             sampling=(),
+            lengths=(),
             prompts=(),
             layouts=tuple(
                 BatchLayout(

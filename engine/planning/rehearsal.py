@@ -69,7 +69,7 @@ class _Told:
     """A step that is skipped."""
 
     def __init__(self, batch: ScheduledBatch) -> None:
-        self._count = sum(part.samples for part in batch.requests)
+        self._count = sum(part.num_sampled for part in batch.requests)
 
     def sample(self) -> None:
         """Do nothing."""

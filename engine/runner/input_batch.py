@@ -1,12 +1,14 @@
 """Converts a scheduled batch to the flat ragged arrays of one step.
 
-request   a        b        c             requests that compute one token come first
-tokens    a7       b3       c0 c1 c2      token_ids, T = 5
-position  7        3        0  1  2       positions
-sampled   0        1              4       logit_rows: the last token of each request that samples
+request   a     b        c          requests that compute one token come first
+tokens    a7    b3 b4'   d0 d1 d2   token_ids, T = 6; b4' is a draft
+position  7     3  4     0  1  2    positions
+sampled   0     1  2           5    logit_rows: those of the sampled rows
 
-A step in which every request computes one token may take the decode path. Other steps take the path
-for varying lengths. Padding comes after the last request.
+To the attention, the rows are requests: a, b, b and c here. A draft reads the cache in a row of its
+own, as the next step's token would, so that its sums are the same. A step whose rows all have one
+token may take the decode path. Other steps take the path for varying lengths. Padding comes after
+the last row.
 """
 
 from __future__ import annotations
@@ -50,10 +52,11 @@ class InputBatch:
         num_tokens: the number of tokens, without padding.
         token_ids, positions: int64 [T], including padding, which is token 0 at position 0.
             Positions may carry a length (see `engine.contract.rope`).
-        logit_rows: int64 [S + P], the tokens whose logits are needed: those of the S requests that
-            sample, then P prompt tokens.
+        logit_rows: int64 [S + P], the tokens whose logits are needed: those of the S sampled rows,
+            then P prompt tokens.
         wants_all_rows: whether these are all tokens in order, so that no rows need to be selected.
-        sampling: the S requests.
+        sampling: the requests of the S rows.
+        lengths: how many of the request's tokens come before the one sampled from each of the rows.
         prompts: the requests of the P prompt tokens, in order.
         layouts: one per layer group.
         carried: tokens that are not on the host yet and are 0 in token_ids: (index of the token,
@@ -67,6 +70,7 @@ class InputBatch:
     logit_rows: npt.NDArray[np.int64]
     wants_all_rows: bool
     sampling: tuple[Request, ...]
+    lengths: Sequence[int]
     prompts: tuple[PromptRows, ...]
     layouts: tuple[BatchLayout, ...]
     carried: tuple[tuple[int, RequestKey], ...] = ()
@@ -107,28 +111,32 @@ class InputBatchBuilder:
         come first.
         """
         parts, options = batch.requests, self._options
-        places = [part.start for part in parts]
+        rows = parts
+        if batch.num_tokens > len(parts) and any(part.drafts for part in parts):
+            rows = tuple([row for part in parts for row in _rows(part)])
+        places = [row.start for row in rows]
         starts = np.array(places, dtype=np.int64)
-        is_decode = parts[-1].num_tokens == 1
+        is_decode = rows[-1].num_tokens == 1
         if is_decode:
-            counts, last_rows = self._decode_counts(len(parts))
-            num_decodes, positions = len(parts), starts
+            counts, last_rows = self._decode_counts(len(rows))
+            num_decodes, positions = len(rows), starts
         else:
-            counts = np.array([part.num_tokens for part in parts], dtype=np.int64)
+            counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
             ends = np.cumsum(counts)
             last_rows = ends - 1
             num_decodes = int(np.count_nonzero(counts == 1))
             positions = np.arange(batch.num_tokens) + np.repeat(starts - (ends - counts), counts)
         num_tokens = batch.num_tokens
         num_padding = -num_tokens % options.q_interval if options.q_interval else 0
-        token_ids, pending = _token_ids(parts, num_decodes, num_tokens + num_padding)
-        sampling = tuple([part.request for part in parts if part.samples])
-        logit_rows = last_rows
-        if len(sampling) != len(parts):
-            logit_rows = last_rows[[part.samples for part in parts]]
+        token_ids, pending = _token_ids(batch, num_tokens + num_padding)
+        sampling = tuple([row.request for row in rows if row.num_sampled])
+        logit_rows, lengths = last_rows, starts + counts
+        if len(sampling) != len(rows):
+            sampled = [row.num_sampled > 0 for row in rows]
+            logit_rows, lengths = last_rows[sampled], lengths[sampled]
         prompts: tuple[PromptRows, ...] = ()
-        if any(part.request.spec.prompt_logprobs is not None for part in parts):
-            prompts, prompt_rows = _prompts(parts, last_rows.tolist())
+        if any(row.request.spec.prompt_logprobs is not None for row in rows):
+            prompts, prompt_rows = _prompts(rows, last_rows.tolist())
             logit_rows = np.concatenate((logit_rows, *prompt_rows))
         fits_decode = is_decode and max(places) // self._block_size < options.max_decode_blocks
         layouts = tuple(
@@ -138,7 +146,7 @@ class InputBatchBuilder:
                     counts=counts,
                     num_decodes=num_decodes,
                     positions=positions,
-                    tables=tables.stack(parts),
+                    tables=tables.stack(rows),
                     block_size=self._block_size,
                     num_padding=num_padding,
                     kv_interval=options.kv_interval,
@@ -148,7 +156,7 @@ class InputBatchBuilder:
         )
         position_ids = positions
         if self._rope is not None:
-            rope_lengths = np.array([part.request.rope_length for part in parts], dtype=np.int64)
+            rope_lengths = np.array([row.request.rope_length for row in rows], dtype=np.int64)
             rope_lengths = np.repeat(rope_lengths, counts)
             position_ids = with_lengths(positions, rope_lengths, self._rope.original)
         return InputBatch(
@@ -163,23 +171,22 @@ class InputBatchBuilder:
             # the sampled ones.
             wants_all_rows=len(sampling) == len(token_ids),
             sampling=sampling,
+            lengths=lengths.tolist(),
             prompts=prompts,
             layouts=layouts,
-            carried=tuple([(row, parts[row].request.key) for row in pending]),
+            carried=tuple([(row, rows[row].request.key) for row in pending]),
         )
 
-    def _decode_counts(
-        self, num_requests: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the counts and rows for requests that compute one token each: int64 [R]."""
-        if num_requests > len(self._ones):
-            self._ones = np.ones(num_requests, dtype=np.int64)
-            self._rows = np.arange(num_requests, dtype=np.int64)
-        return self._ones[:num_requests], self._rows[:num_requests]
+    def _decode_counts(self, num_rows: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the counts and indices of rows of one token each: int64 [R]."""
+        if num_rows > len(self._ones):
+            self._ones = np.ones(num_rows, dtype=np.int64)
+            self._rows = np.arange(num_rows, dtype=np.int64)
+        return self._ones[:num_rows], self._rows[:num_rows]
 
 
 class _StackedTables:
-    """The block tables of a step's requests in one group, as the rows of an array."""
+    """The block tables of a step's rows in one group, as an array."""
 
     def __init__(self, group: int) -> None:
         self._group = group
@@ -187,63 +194,76 @@ class _StackedTables:
         self._state: list[tuple[int, int]] = []
         self._stacked = np.zeros((0, 0), dtype=np.int32)
 
-    def stack(self, parts: Sequence[ScheduledRequest]) -> npt.NDArray[np.int32]:
+    def stack(self, rows: Sequence[ScheduledRequest]) -> npt.NDArray[np.int32]:
         """Return int32 [R, blocks of the longest], padded with the null block.
 
         If nothing has changed, this is the array of the last call. If the requests are the same,
         only rows that have changed are read again, which halves the time with 256 requests.
         """
-        tables = [part.tables[self._group] for part in parts]
+        tables = [row.tables[self._group] for row in rows]
         # Entries only change by appending, or by release from the front.
         state = [(table.length, table.released) for table in tables]
         is_same = tables == self._tables
         if is_same and state == self._state:
             return self._stacked
         stacked = np.zeros((len(tables), max(length for length, _ in state)), dtype=np.int32)
-        rows: Iterable[int] = range(len(tables))
+        changed: Iterable[int] = range(len(tables))
         if is_same:
             stacked[:, : self._stacked.shape[1]] = self._stacked
-            rows = [row for row in rows if state[row] != self._state[row]]
-        for row in rows:
+            changed = [row for row in changed if state[row] != self._state[row]]
+        for row in changed:
             table = tables[row]
             stacked[row, : table.length] = table.blocks[: table.length]
         self._tables, self._state, self._stacked = tables, state, stacked
         return stacked
 
 
-def _token_ids(
-    parts: Sequence[ScheduledRequest], num_decodes: int, length: int
-) -> tuple[npt.NDArray[np.int64], list[int]]:
+def _rows(part: ScheduledRequest) -> Sequence[ScheduledRequest]:
+    """Divide a request's part with drafts into rows of one token."""
+    if not part.drafts:
+        return (part,)
+    return [
+        part._replace(start=start, num_sampled=1, drafts=())
+        for start in range(part.start, part.start + part.num_rows)
+    ]
+
+
+def _token_ids(batch: ScheduledBatch, length: int) -> tuple[npt.NDArray[np.int64], list[int]]:
     """Return the step's tokens, int64 [length], padded with 0, and the indices of pending tokens,
     which are also 0.
     """
-    known: list[int] = [part.request.token_ids[part.start] for part in parts[:num_decodes]]
+    parts = batch.requests
+    known: list[int] = []
+    if batch.num_tokens == len(parts):  # the usual decode step, at half the cost
+        known = [part.request.token_ids[part.start] for part in parts]
+    else:
+        for part in parts:
+            known += part.request.token_ids[part.start : part.start + part.num_tokens]
+            known += part.drafts
     pending: list[int] = []
     if PENDING_TOKEN in known:
         pending = [row for row, token in enumerate(known) if token == PENDING_TOKEN]
         for row in pending:
             known[row] = 0
-    for part in parts[num_decodes:]:
-        known += part.request.token_ids[part.start : part.start + part.num_tokens]
     known += [0] * (length - len(known))
     return np.array(known, dtype=np.int64), pending
 
 
 def _prompts(
-    parts: Sequence[ScheduledRequest], last_rows: Sequence[int]
+    rows: Sequence[ScheduledRequest], last_rows: Sequence[int]
 ) -> tuple[tuple[PromptRows, ...], list[npt.NDArray[np.int64]]]:
-    """Return the prompt tokens for which a step computes log-probabilities, and their rows.
+    """Return the prompt tokens for which a step computes log-probabilities, and their indices.
 
-    last_rows: the index of each request's last token in the flat row.
+    last_rows: the index of each row's last token among the step's tokens.
     """
-    prompts, rows = [], []
-    for part, last in zip(parts, last_rows, strict=True):
-        spec = part.request.spec
+    prompts, places = [], []
+    for row, last in zip(rows, last_rows, strict=True):
+        spec = row.request.spec
         if spec.prompt_logprobs is None:
             continue
-        targets = spec.prompt[part.start + 1 : part.start + 1 + part.num_tokens]
+        targets = spec.prompt[row.start + 1 : row.start + 1 + row.num_tokens]
         if targets:
-            prompts.append(PromptRows(part.request.key, spec.prompt_logprobs, targets))
-            first = last - part.num_tokens + 1
-            rows.append(np.arange(first, first + len(targets)))
-    return tuple(prompts), rows
+            prompts.append(PromptRows(row.request.key, spec.prompt_logprobs, targets))
+            first = last - row.num_tokens + 1
+            places.append(np.arange(first, first + len(targets)))
+    return tuple(prompts), places

@@ -58,7 +58,9 @@ class CarriedTokens:
         self._token_ids = torch.empty(0, dtype=torch.int64)
 
     def keep(self, requests: Sequence[Request], token_ids: torch.Tensor) -> None:
-        """Store a step's tokens: int64 [S] on the device, one for each request."""
+        """Store a step's tokens: int64 [S] on the device, one for each sampled row, with the rows'
+        requests. The next step carries none over of a request with several rows.
+        """
         self._requests = requests
         self._token_ids = token_ids
 

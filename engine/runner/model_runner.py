@@ -143,8 +143,7 @@ class ModelRunner:
     def _compute(self, inputs: InputBatch, buffers: int) -> LaunchedStep:
         """Queue a step's work up to its logits."""
         requests = inputs.sampling
-        count = len(requests)
-        lengths = [request.num_tokens for request in requests]
+        count, lengths = len(requests), inputs.lengths
         logits, tokens = self._run(inputs, buffers, lengths)
         prompts = report_prompts(self._sampler, logits[count:], inputs.prompts)
         logits = logits[:count]
@@ -216,7 +215,7 @@ class ModelRunner:
             table.blocks[:] = 0
         count = len(spec.prompt)
         for start, end in ((0, count), (count - 1, count)):
-            part = ScheduledRequest(request, start, end - start, tables, samples=True)
+            part = ScheduledRequest(request, start, end - start, tables, num_sampled=1)
             try:
                 self.launch(ScheduledBatch((part,), end - start)).result()
             except (RuntimeError, NotImplementedError) as error:

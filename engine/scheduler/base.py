@@ -278,8 +278,11 @@ class Scheduler(ABC):
         """
         request = part.request
         request.num_computed_tokens = part.start + part.num_tokens
-        if part.samples:
+        if part.num_sampled:
             request.status = RequestStatus.DECODING
+            if request.drafts:
+                request.is_verifying = bool(part.drafts)
+                request.drafts = ()
         service = self.callers.count(part)
         if service:
             self.served(request, service)
@@ -287,6 +290,14 @@ class Scheduler(ABC):
     def computed(self, part: ScheduledRequest) -> None:
         """Record that a request's tokens were computed. The request must still be running."""
         self.kv_cache.commit(part.request, part.start + part.num_tokens)
+
+    def verified(self, request: Request, num_drafts: int) -> None:
+        """Record that a request's first `num_drafts` drafts were right. Called after they were
+        appended to its tokens.
+        """
+        request.num_computed_tokens += num_drafts
+        self.callers.count_drafts(request)
+        self.kv_cache.commit(request, request.num_computed_tokens)
 
     def step_done(self, batch: ScheduledBatch, seconds: float, *, is_decode: bool) -> None:
         """Record how long a step took.
@@ -334,7 +345,7 @@ class Scheduler(ABC):
         return [
             request
             for key, request in self.running.items()
-            if not request.is_generated and key not in resting
+            if not request.awaits_results and key not in resting
         ]
 
     def extend_all(self, plan: StepPlan) -> bool:
@@ -361,12 +372,14 @@ class Scheduler(ABC):
             if not self._has_room(request, len(request.token_ids)):
                 return False
         tables = self.kv_cache.tables
+        plan.budget -= num_tokens
         for request, count in zip(requests, counts, strict=True):
             key = request.key
-            plan.parts[key] = ScheduledRequest(
-                request, request.num_computed_tokens, count, tables(key), samples=True
-            )
-        plan.budget -= num_tokens
+            part = ScheduledRequest(request, request.num_computed_tokens, count, tables(key), 1)
+            if request.drafts:
+                part = self._with_drafts(part, plan.budget)
+                plan.budget -= len(part.drafts)
+            plan.parts[key] = part
         return True
 
     def extend(self, plan: StepPlan, request: Request) -> bool:
@@ -523,16 +536,31 @@ class Scheduler(ABC):
         start = request.num_computed_tokens
         if not self._has_room(request, start + num_tokens):
             return False
-        plan.put(
-            ScheduledRequest(
-                request=request,
-                start=start,
-                num_tokens=num_tokens,
-                tables=self.kv_cache.tables(request.key),
-                samples=start + num_tokens == len(request.token_ids),
-            )
+        part = ScheduledRequest(
+            request=request,
+            start=start,
+            num_tokens=num_tokens,
+            tables=self.kv_cache.tables(request.key),
+            num_sampled=int(start + num_tokens == len(request.token_ids)),
         )
+        if request.drafts:
+            # Every running request that may still enter the step keeps its token.
+            others = len(self.running) - len(plan.parts)
+            part = self._with_drafts(part, plan.budget - num_tokens - others)
+        plan.put(part)
         return True
+
+    def _with_drafts(self, part: ScheduledRequest, budget: int) -> ScheduledRequest:
+        """Add the request's drafts to its part: at most `budget`, and none if others would have to
+        give up blocks for them.
+        """
+        request, end = part.request, part.start + part.num_tokens
+        most = min(len(request.drafts), budget, request.max_drafted_tokens - end - 1)
+        if most < 1 or part.num_tokens > 1 or not part.num_sampled:
+            return part
+        if not self.kv_cache.allocate(request.key, end + most):
+            return part
+        return part._replace(num_sampled=1 + most, drafts=request.drafts[:most])
 
     def _has_room(self, request: Request, num_tokens: int) -> bool:
         """Try to get the blocks for a running request's first `num_tokens` tokens. Return True if

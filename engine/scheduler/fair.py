@@ -307,7 +307,7 @@ class _FairStep:
         else:
             victims = self._overserved(share, head, is_full)
         # A request that has nothing to compute ends by itself.
-        victims = [one for one in victims if not one.is_generated]
+        victims = [one for one in victims if not one.awaits_results]
         if not victims or not scheduler.could_admit(plan, head, victims):
             return False
         for victim in victims:

@@ -114,6 +114,10 @@ class LiveCallers:
             caller.service += service
         return service
 
+    def count_drafts(self, request: Request) -> None:
+        """Record that the request's computed tokens were charged, as those of drafts are."""
+        request.num_counted_tokens = max(request.num_counted_tokens, request.num_computed_tokens)
+
     def has(self, caller: CallerKey) -> bool:
         """Whether a caller has running or waiting requests."""
         return caller in self._active
@@ -167,10 +171,10 @@ class LiveCallers:
 
 
 def service_of(part: ScheduledRequest) -> int:
-    """The service that a request's share of a step counts as, without tokens that were charged
-    before.
+    """The service that a request's share of a step counts as, drafts included, without tokens that
+    were charged before.
     """
-    request, end = part.request, part.start + part.num_tokens
+    request, end = part.request, part.start + part.num_tokens + len(part.drafts)
     start = max(part.start, request.num_counted_tokens)
     if start >= end:
         return 0

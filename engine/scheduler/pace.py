@@ -192,8 +192,8 @@ def shape_of(batch: ScheduledBatch) -> StepShape:
     num_prompt_tokens = num_pairs = num_decodes = context = 0
     for part in batch.requests:
         if part.num_tokens == 1:
-            num_decodes += 1
-            context += part.start + 1
+            num_decodes += part.num_rows
+            context += pairs(part.start, part.num_rows)
         else:
             num_prompt_tokens += part.num_tokens
             num_pairs += pairs(part.start, part.num_tokens)

@@ -19,8 +19,7 @@ INVALID_TOKEN = TokenId(-1)
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The results of a step: one entry for each request of the batch that samples, in the batch's
-    order.
+    """The results of a step: one entry for each sampled row of the batch, in the batch's order.
 
     Attributes:
         token_ids: the sampled tokens; INVALID_TOKEN if there is none, which fails that request.

@@ -60,7 +60,7 @@ class StepPlan:
     def put(self, part: ScheduledRequest) -> None:
         """Add a request's tokens to the step."""
         self.parts[part.request.key] = part
-        self.budget -= part.num_tokens
+        self.budget -= part.num_rows
         if self._limit is not None:
             self._limit.put(part)
 
@@ -68,7 +68,7 @@ class StepPlan:
         """Remove a request that no longer runs from the step, if it is in it."""
         part = self.parts.pop(key, None)
         if part is not None:
-            self.budget += part.num_tokens
+            self.budget += part.num_rows
         if self._limit is not None:
             self._limit.take_out(key, part)
 

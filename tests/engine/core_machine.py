@@ -4,6 +4,7 @@ and any cache. The scripted runner checks what it is given, the ledger what come
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.contract.outputs import FinishReason
-from engine.contract.types import RequestId, RequestKey
-from tests.engine.fake_runner import VOCAB, Clock, make_core, make_request
+from engine.contract.request import Request
+from engine.contract.types import RequestId, RequestKey, TokenId
+from tests.engine.fake_runner import VOCAB, Clock, expected_tokens, make_core, make_request
 from tests.engine.ledger import Ledger, drain
 
 ENDING = (5, 77)
@@ -36,6 +38,7 @@ class CoreMachine(RuleBasedStateMachine):
         host_blocks=st.sampled_from([None, 2, 12]),
         margin=st.sampled_from([None, None, 0.0, 0.3, 1.0]),
         target_s=st.sampled_from([0.0, 0.0, 0.0001, 0.5]),
+        most_drafts=st.sampled_from([0, 0, 2, 6]),
     )
     def build(
         self,
@@ -52,6 +55,7 @@ class CoreMachine(RuleBasedStateMachine):
         host_blocks: int | None,
         margin: float | None,
         target_s: float,
+        most_drafts: int,
     ) -> None:
         self.clock = Clock()
         self.core, self.runner, self.kv_cache = make_core(
@@ -71,6 +75,7 @@ class CoreMachine(RuleBasedStateMachine):
             target_step_time=target_s,
         )
         self.ledger = Ledger()
+        self.most_drafts, self.chance = most_drafts, random.Random(block_size)
         self.count = 0
         self.lengths: dict[RequestKey, int] = {}  # of the held choices, when they were held
 
@@ -194,7 +199,10 @@ class CoreMachine(RuleBasedStateMachine):
         is_new = live is not None and not live.is_held
         assert self.core.hold(name) is is_new
         if live is not None and is_new:
-            self.lengths |= {one.key: one.num_tokens for one in live.choices.values()}
+            self.lengths |= {
+                one.key: one.num_tokens + self.most_drafts * one.is_verifying
+                for one in live.choices.values()
+            }
 
     @rule(data=st.data())
     def unhold(self, data: st.DataObject) -> None:
@@ -206,7 +214,22 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.1, 1.0, 5.0]))
     def step(self, seconds: float) -> None:
         self.clock.now += seconds
-        self.ledger.take(self.core.step())
+        self.steps(1)
+
+    def guess(self) -> None:
+        """Draft what follows in every choice: some of it right, and at times something wrong."""
+        for live in self.core._live.by_id.values() if self.most_drafts else ():
+            for one in live.choices.values():
+                drafts = self.right_tokens(one)[: self.chance.randint(0, self.most_drafts)]
+                if self.chance.random() < 0.5:
+                    drafts.insert(self.chance.randint(0, len(drafts)), 3)
+                one.drafts = tuple(map(TokenId, drafts[: self.most_drafts]))
+
+    def right_tokens(self, request: Request) -> list[int]:
+        """What follows a choice's tokens, pending ones included, beyond any end too."""
+        count = request.num_output_tokens
+        prompt = request.spec.prompt
+        return expected_tokens(prompt, count + self.most_drafts, choice=request.choice)[count:]
 
     @rule()
     def forget(self) -> None:
@@ -223,6 +246,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def steps(self, count: int) -> None:
         for _ in range(count):
+            self.guess()
             self.ledger.take(self.core.step())
 
     @rule(when=st.sampled_from(["launch", "choice", "result"]))

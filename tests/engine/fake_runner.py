@@ -139,11 +139,16 @@ class _History:
         self.tokens.append(token)
         self.prefixes.append((before * 1_000_003 + token + 1) % (2**61 - 1))
 
+    def forget(self, length: int) -> None:
+        """Nobody knows yet which tokens from a position on were right."""
+        del self.tokens[length:], self.prefixes[length:]
+
 
 @dataclass(frozen=True)
 class _Part:
     """What a step needs of one request's part, read at its launch. `tail`: the tokens from position
-    `known` on. `live`: the core's own record, for what may be read later.
+    `known` on, the last `drafted` of them drafts. `live`: the core's own record, for what may be
+    read later.
     """
 
     request: Request
@@ -151,7 +156,8 @@ class _Part:
     history: _History
     start: int
     end: int
-    samples: bool
+    num_sampled: int
+    drafted: int
     blocks: tuple[npt.NDArray[np.int32], ...]
     known: int
     tail: list[int]
@@ -172,7 +178,7 @@ class _Step:
         self.fails = False
         self.fails_to_sample = False
         self.waits = any(
-            part.samples and part.live.num_pending_tokens and _needs_host_tokens(part.live)
+            part.num_sampled and part.live.num_pending_tokens and _needs_host_tokens(part.live)
             for part in parts
         )
         self.masks: list[npt.NDArray[np.int32] | None] | None = None
@@ -197,7 +203,7 @@ class _Step:
 
     def _mask(self, part: _Part) -> npt.NDArray[np.int32] | None:
         request = part.live
-        if not part.samples or not _needs_host_tokens(request) or request.status.is_terminal:
+        if not part.num_sampled or not _needs_host_tokens(request) or request.status.is_terminal:
             return None
         known = request.num_tokens - (request.num_pending_tokens if self.waits else 0)
         demand(self.is_tainted or known == part.end, "the tokens before must be on the host")
@@ -260,6 +266,7 @@ class FakeRunner:
         self.released: list[RequestKey] = []
         self.steps = 0
         self.chunks = 0
+        self.drafted = 0
         self.warmups = 0
         self.overlapped = 0
         self.copied = {"offloads": 0, "restores": 0, "forks": 0}
@@ -284,7 +291,8 @@ class FakeRunner:
         self.overlapped += bool(self.in_flight)
         if self.verify:
             self._check_batch(batch)
-        self.chunks += sum(1 for part in batch.requests if not part.samples)
+        self.chunks += sum(1 for part in batch.requests if not part.num_sampled)
+        self.drafted += sum(len(part.drafts) for part in batch.requests)
         if self.fail:
             self.fail -= 1
             raise RuntimeError("scripted failure")
@@ -320,7 +328,7 @@ class FakeRunner:
         parts = batch.requests
         demand(parts or not batch.copies.is_empty, "an empty batch was launched")
         demand(len({part.request.key for part in parts}) == len(parts), "a request is in it twice")
-        demand(batch.num_tokens == sum(part.num_tokens for part in parts), "num_tokens")
+        demand(batch.num_tokens == sum(part.num_rows for part in parts), "num_tokens")
         demand(batch.num_tokens <= self.max_batch_tokens, "token budget")
         demand(len(parts) <= self.max_requests, "max_requests_per_batch")
         many = [part.num_tokens > 1 for part in parts]
@@ -332,16 +340,23 @@ class FakeRunner:
             demand(part.start == request.num_computed_tokens, "start")
             demand(end <= len(request.token_ids), "more than there is")
             demand(end <= request.max_total_tokens, "more than there may be")
-            demand(part.samples == (end == len(request.token_ids)), "samples")
+            is_last = end == len(request.token_ids)
+            demand(part.num_sampled == is_last + len(part.drafts), "the sampled rows")
+            if part.drafts:
+                demand(is_last and part.num_tokens == 1, "drafts with a chunk")
+                demand(not _needs_host_tokens(request), "drafts that cannot be sampled")
+                demand(end + len(part.drafts) < request.max_total_tokens, "drafts past the end")
+            demand(not request.is_verifying, "nobody knows how many tokens it has")
             demand(not request.status.is_terminal, f"{request.request_id} has ended")
             pending = request.token_ids[part.start : end].count(PENDING_TOKEN)
             demand(pending in (0, part.num_tokens == 1), "a pending token among others")
             demand(NULL_BLOCK not in [b for table in part.tables for b in table.held()], "null")
             for table in part.tables:
-                demand(table.length * self.kv_cache.block_size >= end, "the table is too short")
+                room = table.length * self.kv_cache.block_size
+                demand(room >= part.start + part.num_rows, "the table is too short")
 
     def _read_part(self, part: ScheduledRequest, live: Request) -> _Part:
-        request, end = part.request, part.start + part.num_tokens
+        request, end = part.request, part.start + part.num_rows
         history = self.histories.setdefault(request.key, _History())
         known = min(part.start, len(history.tokens))
         return _Part(
@@ -350,10 +365,11 @@ class FakeRunner:
             history=history,
             start=part.start,
             end=end,
-            samples=part.samples,
+            num_sampled=part.num_sampled,
+            drafted=len(part.drafts),
             blocks=tuple(table.blocks[: table.length].copy() for table in part.tables),
             known=known,
-            tail=list(request.token_ids[known:end]),
+            tail=[*request.token_ids[known : end - len(part.drafts)], *part.drafts],
         )
 
     # ---- on the device ---------------------------------------------------------------------------
@@ -377,12 +393,14 @@ class FakeRunner:
                     prompt_logprob(prompt[position], position)
                     for position in range(part.start + 1, min(part.end + 1, len(prompt)))
                 ]
-            if part.samples:
-                token = self._sample(part, mask) if is_right else POISON
-                part.history.sampled = part.end, token
+            for at in range(part.end - part.num_sampled + 1, part.end + 1):
+                token = self._sample(part, at, mask) if is_right else POISON
+                # Nobody may go on with a token of a part with drafts before it is collected.
+                part.history.sampled = (-1, POISON) if part.drafted else (at, token)
                 tokens.append(token)
                 asked = request.spec.logprobs is not None
-                logprobs.append(TokenLogprobs(-float(token), part.end, ()) if asked else None)
+                logprobs.append(TokenLogprobs(-float(token), at, ()) if asked else None)
+            part.history.forget(part.end - part.drafted)
         return SampledTokens(tokens, logprobs, prompt_logprobs)
 
     def _copy(self, copies: StepCopies) -> None:
@@ -454,10 +472,11 @@ class FakeRunner:
         demand(bool((blocks != NULL_BLOCK).all()), "the window's blocks must be there")
         return blocks * self.kv_cache.block_size + positions % self.kv_cache.block_size
 
-    def _sample(self, part: _Part, mask: npt.NDArray[np.int32] | None) -> TokenId:
+    def _sample(self, part: _Part, at: int, mask: npt.NDArray[np.int32] | None) -> TokenId:
+        """Choose the token at a position."""
         if part.request.request_id in self.invalid:
             return INVALID_TOKEN
-        token = next_token(part.history.tokens[part.end - 1], part.end - 1, part.request.choice)
+        token = next_token(part.history.tokens[at - 1], at - 1, part.request.choice)
         if mask is not None:
             while not int(mask[token // 32]) >> (token % 32) & 1:
                 token = TokenId((token + 1) % VOCAB)

@@ -39,7 +39,7 @@ def schedule(rows: list[Row], *, chunk: tuple[int, int] | None = None) -> Schedu
     wanted, a chunk.
     """
     parts = [
-        ScheduledRequest(request, len(request.token_ids) - 1, 1, tables, samples=True)
+        ScheduledRequest(request, len(request.token_ids) - 1, 1, tables, num_sampled=1)
         for request, tables in rows
     ]
     if chunk is not None:
@@ -47,7 +47,9 @@ def schedule(rows: list[Row], *, chunk: tuple[int, int] | None = None) -> Schedu
         spec = make_request("p", list(range(9)), 5, prompt_logprobs=0)
         samples = stop == 9
         parts.append(
-            ScheduledRequest(Request(spec, 0.0, 14), start, stop - start, tables, samples=samples)
+            ScheduledRequest(
+                Request(spec, 0.0, 14), start, stop - start, tables, num_sampled=int(samples)
+            )
         )
     return ScheduledBatch(tuple(parts), sum(part.num_tokens for part in parts))
 

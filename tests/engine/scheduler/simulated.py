@@ -97,9 +97,9 @@ class Simulation:
     def _timed(self, batch: ScheduledBatch) -> PendingStep:
         self.steps.append(Step({}, 0.0))
         step = self.steps[-1]
-        for request, start, num_tokens, _, samples in batch.requests:
+        for request, start, num_tokens, _, num_sampled, _ in batch.requests:
             is_decode = num_tokens == 1 and start >= request.num_prompt_tokens
-            step.parts[request.request_id] = Part(start, num_tokens, not samples, is_decode)
+            step.parts[request.request_id] = Part(start, num_tokens, not num_sampled, is_decode)
         step.seconds = self.machine.of_step(shape_of(batch)) * self.delay(len(self.steps))
         self._device_free = max(self._device_free, self.clock.now) + step.seconds
         return _Timed(self._launch(self.runner, batch), self.clock, self._device_free)  # type: ignore[return-value]

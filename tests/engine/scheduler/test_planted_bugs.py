@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Container
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 PLANTS: dict[str, Plant] = {}
 
 _launched = Scheduler.launched
+_verified = Scheduler.verified
 _remove = Scheduler.remove
 _preempt = Scheduler.preempt
 _extend = Scheduler.extend
@@ -66,8 +68,9 @@ def the_heap_forgets_who_was_preempted(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def a_choice_ends_twice(patch: pytest.MonkeyPatch) -> None:
-    def append(self: StepResults, live: Any, request: Request, *rest: Any) -> None:
-        _append(self, live, request, *rest)
+    def append(self: StepResults, live: Any, part: ScheduledRequest, *rest: Any) -> None:
+        _append(self, live, part, *rest)
+        request = part.request
         if request.status.is_terminal and self._live.outputs:
             self._live.outputs.append(self._live.outputs[-1])
 
@@ -87,11 +90,11 @@ def an_ended_request_keeps_running(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def a_token_is_delivered_twice(patch: pytest.MonkeyPatch) -> None:
-    def append(self: StepResults, live: Any, request: Request, *rest: Any) -> None:
+    def append(self: StepResults, live: Any, part: ScheduledRequest, *rest: Any) -> None:
         count = len(self._live.outputs)
-        _append(self, live, request, *rest)
+        _append(self, live, part, *rest)
         new = self._live.outputs[count:]
-        if request.preemptions and new and new[-1].finish is None:
+        if part.request.preemptions and new and new[-1].finish is None:
             self._live.outputs.append(new[-1])
 
     patch.setattr(StepResults, "_append", append)
@@ -99,7 +102,7 @@ def a_token_is_delivered_twice(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def the_token_behind_a_stop_is_delivered(patch: pytest.MonkeyPatch) -> None:
-    def reason(self: StepResults, request: Request, position: int, token: int) -> object:
+    def accept(self: StepResults, live: Any, request: Request, position: int, token: int) -> object:
         if token in request.ending_token_ids and not request.num_pending_tokens > 1:
             return FinishReason.STOP
         if position + 1 < request.max_total_tokens:
@@ -107,7 +110,7 @@ def the_token_behind_a_stop_is_delivered(patch: pytest.MonkeyPatch) -> None:
         full = position + 1 - request.num_prompt_tokens >= request.spec.stop.max_tokens
         return FinishReason.LENGTH if full else FinishReason.CONTEXT
 
-    patch.setattr(StepResults, "_reason_to_end", reason)
+    patch.setattr(StepResults, "_accept", accept)
 
 
 @plant
@@ -222,6 +225,58 @@ def pending_tokens_count_as_computed_twice(patch: pytest.MonkeyPatch) -> None:
             part.request.num_computed_tokens += 1
 
     patch.setattr(Scheduler, "launched", launched)
+
+
+@plant
+def drafts_count_as_computed(patch: pytest.MonkeyPatch) -> None:
+    def launched(self: Scheduler, part: ScheduledRequest) -> None:
+        _launched(self, part)
+        part.request.num_computed_tokens += len(part.drafts)
+
+    patch.setattr(Scheduler, "launched", launched)
+
+
+@plant
+def wrong_drafts_are_kept(patch: pytest.MonkeyPatch) -> None:
+    def append(
+        self: StepResults, live: Any, part: ScheduledRequest, tokens: Any, *rest: Any
+    ) -> None:
+        drafts = tuple(tokens[: len(part.drafts)])
+        _append(self, live, part._replace(drafts=drafts), tokens, *rest)
+
+    patch.setattr(StepResults, "_append", append)
+
+
+@plant
+def blocks_of_wrong_drafts_are_shared(patch: pytest.MonkeyPatch) -> None:
+    def verified(self: Scheduler, request: Request, num_drafts: int) -> None:
+        _verified(self, request, num_drafts)
+        self.kv_cache.commit(request, request.num_computed_tokens + 1)
+
+    patch.setattr(Scheduler, "verified", verified)
+
+
+@plant
+def a_request_goes_on_before_its_drafts_are_verified(patch: pytest.MonkeyPatch) -> None:
+    def launched(self: Scheduler, part: ScheduledRequest) -> None:
+        _launched(self, part)
+        part.request.is_verifying = False
+
+    patch.setattr(Scheduler, "launched", launched)
+
+
+@plant
+def rows_of_drafts_are_not_skipped(patch: pytest.MonkeyPatch) -> None:
+    """Results of the requests behind one that has ended are then those of another."""
+    take = StepResults.take
+
+    def shifted(self: StepResults, step: Any, sampled: Any) -> None:
+        parts = step.batch.requests
+        if any(part.drafts and part.request.status.is_terminal for part in parts):
+            sampled = replace(sampled, token_ids=[*sampled.token_ids[1:], *sampled.token_ids[:1]])
+        take(self, step, sampled)
+
+    patch.setattr(StepResults, "take", shifted)
 
 
 @plant

@@ -443,7 +443,7 @@ def test_all_that_run_go_into_a_step_at_once_or_none() -> None:
         plan = StepPlan(budget)
         done = scheduler.extend_all(plan)
         parts = {part.request.request_id: part.num_tokens for part in plan.parts.values()}
-        assert all(part.samples for part in plan.parts.values())
+        assert all(part.num_sampled == 1 for part in plan.parts.values())
         return done, parts, plan.budget
 
     assert extend_all(1) == (False, {}, 1)
