@@ -5,7 +5,8 @@ may be allocated to another request in the same step.
 
     1. offloads   device block → host block    a preempted request's KV is saved
     2. restores   host block → device block    saved KV is restored unchanged
-    3. forks      device block → device block  choices diverge within a shared block
+    3. forks      device block → device block  what is kept before a step overwrites it; then
+                                               choices diverge within a shared block
 """
 
 from __future__ import annotations

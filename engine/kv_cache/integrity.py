@@ -16,17 +16,12 @@ def check_tables(
     tables: Mapping[RequestKey, Sequence[BlockTable]],
     fork_sources: Iterable[BlockCopy],
 ) -> None:
-    """Check the lengths of the tables and the holder counts of the blocks.
-
-    A request's tables are equally long, and each used block's holder count is the number of tables
-    and planned forks that hold it.
+    """Check that each used block's holder count is the number of tables and planned forks that hold
+    it.
 
     Raises:
         ValueError: an invariant is broken.
     """
-    for key, parts in tables.items():
-        if len({table.length for table in parts}) > 1:
-            raise ValueError(f"request {key}: its tables differ in length")
     held = [Counter[BlockId]() for _ in pools]
     for parts in tables.values():
         for counter, table in zip(held, parts, strict=True):

@@ -8,9 +8,10 @@
        │                           fork ──┘  │
        └──────────────preempt────────────────┘  to the host, or to be computed again
 
-Before tokens are computed, the tables grow to cover them. In a sliding group, blocks that have
-fallen behind the window are freed and their entries become the null block. The number of blocks of
-a long generation is therefore bounded.
+Before tokens are computed, the tables grow to cover them. How long they must be, what is freed,
+shared or copied in a group, and where a prefix ends is for the group's kind to say. In a sliding
+group, blocks that have fallen behind the window are freed and their entries become the null block.
+The number of blocks of a long generation is therefore bounded.
 
 This module plans copies, but makes none. Plans are stored by request so that they can be dropped
 with the request. `take_copies` returns them once per step; steps run on the device in the order of
@@ -27,22 +28,32 @@ from engine.contract.types import BlockId, RequestKey
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.block_table import BlockTable
 from engine.kv_cache.copies import NO_COPIES, BlockCopy, StepCopies
-from engine.kv_cache.groups import LayerGroup, window_blocks
+from engine.kv_cache.group_kinds import GroupMatch, PlannedCopy
+from engine.kv_cache.groups import LayerGroup
 from engine.kv_cache.host_cache import HostCache
 from engine.kv_cache.integrity import check_tables, check_targets
-from engine.kv_cache.prefix_cache import GroupMatch, PrefixCache, PrefixMatch
+from engine.kv_cache.prefix_cache import PrefixCache, PrefixMatch
 from engine.kv_cache.prefix_index import extend_block_hashes
 
 __all__ = ["BlockTable", "KVCacheManager"]
 
 
 class _Holding:
-    """A request's tables, and the number of its blocks that `commit` has processed."""
+    """What a request holds.
 
-    __slots__ = ("num_published", "tables")
+    Attributes:
+        tables: by group.
+        num_covered: for how many tokens the tables have entries.
+        num_published: the number of its blocks that `commit` has published.
+    """
 
-    def __init__(self, tables: tuple[BlockTable, ...], num_published: int = 0) -> None:
+    __slots__ = ("num_covered", "num_published", "tables")
+
+    def __init__(
+        self, tables: tuple[BlockTable, ...], num_covered: int, num_published: int = 0
+    ) -> None:
         self.tables = tables
+        self.num_covered = num_covered
         self.num_published = num_published
 
 
@@ -53,6 +64,12 @@ class KVCacheManager:
     enters the batch, `allocate` before each step, and `commit` after it. Then comes `free`, or
     `preempt` and another `start`. Once per step, `take_copies` returns the copies planned by these
     calls.
+
+    Attributes:
+        groups, pools: the layer groups, and the blocks of each.
+        block_size: the number of tokens in a block.
+        keeps: whether a group's kind keeps what later steps overwrite, so that `launched` must be
+            called.
     """
 
     def __init__(
@@ -76,18 +93,23 @@ class KVCacheManager:
                 there are none.
         """
         self.groups = tuple(groups)
-        self._sliding = tuple(
-            (index, group) for index, group in enumerate(groups) if group.window is not None
-        )
         self.block_size = block_size
         self.pools = tuple(BlockPool(size) for size in pool_sizes)
+        self._parts = tuple(
+            (group.kind, pool) for group, pool in zip(self.groups, self.pools, strict=True)
+        )
+        self._advancing = tuple(i for i, (kind, _) in enumerate(self._parts) if kind.advances)
+        self._keeping = tuple(i for i, (kind, _) in enumerate(self._parts) if kind.keeps)
+        self.keeps = bool(self._keeping)
         self._shares_blocks = share_blocks
         self._prefixes = PrefixCache(self.groups, self.pools, block_size)
         self._host = HostCache(host_blocks if host_blocks is not None else [0] * len(self.groups))
         self._holdings: dict[RequestKey, _Holding] = {}
-        # Planned copies into children's blocks. Each holds its source block, because the parent may
-        # end before the copy is made.
+        # Planned copies into a request's blocks of what others hold. Each holds its source block,
+        # because the others may end before the copy is made.
         self._forks: dict[RequestKey, tuple[BlockCopy, ...]] = {}
+        # Planned copies of what a request's next step overwrites, within its own blocks.
+        self._keeps: dict[RequestKey, tuple[BlockCopy, ...]] = {}
         # Requests that started before the prefixes were forgotten: their blocks are not cached.
         self._muted: set[RequestKey] = set()
         self._no_match = PrefixMatch(0, tuple(GroupMatch() for _ in self.groups))
@@ -144,17 +166,14 @@ class KVCacheManager:
     def max_tokens_per_request(self, max_step_tokens: int) -> int:
         """Return the length in tokens of the longest request that fits when it runs alone.
 
-        Steps compute at most `max_step_tokens`. If a sliding-window group is too small for one
-        step's window, it limits the request as a group with full attention does.
+        Steps compute at most `max_step_tokens`. If a group is too small for the blocks that a long
+        request holds, it limits the request as a group with full attention does.
         """
-        longest: int | None = None
-        for group, pool in zip(self.groups, self.pools, strict=True):
-            full = pool.num_blocks * self.block_size
-            if group.window is None or pool.num_blocks < window_blocks(
-                group.window, self.block_size, max_step_tokens
-            ):
-                longest = full if longest is None else min(longest, full)
-        return 2**31 - 1 if longest is None else longest
+        longest = 2**31 - 1
+        for kind, pool in self._parts:
+            if pool.num_blocks < kind.most_blocks(longest, max_step_tokens, self.block_size):
+                longest = min(longest, pool.num_blocks * self.block_size)
+        return longest
 
     # ---- a request begins ----------------------------------------------------------------------
 
@@ -178,9 +197,8 @@ class KVCacheManager:
         """Return whether a request that holds no blocks can start and leave `spare_blocks` free.
 
         A group with full attention must have room for all tokens. A sliding group needs room only
-        for the found prefix and the first chunk, because blocks that fall behind the window are
-        freed before the next chunk. Found blocks that others hold take no room. Cached ones do,
-        because they can no longer be evicted.
+        for the found prefix and the first chunk. Found blocks that others hold take no room. Cached
+        ones do, because they can no longer be evicted.
 
         Args:
             request: the request.
@@ -191,12 +209,13 @@ class KVCacheManager:
         """
         kept = self._host.kept(request.key)
         match = self._match(request) if kept is None else self._no_match
-        for i, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
-            tokens = request.num_tokens if group.window is None else num_found + first_chunk
+        for i, (kind, pool) in enumerate(self._parts):
+            tokens = kind.tokens_at_start(request.num_tokens, num_found + first_chunk)
             part = match.groups[i]
             num_null = part.first if kept is None else kept.groups[i].first
-            needed = self._blocks_for(tokens) - num_null - len(part.blocks) + part.num_cached
-            if needed + spare_blocks[i] > pool.num_free:
+            num_shared = 0 if part.is_copied else len(part.blocks)
+            needed = kind.num_entries(tokens, self.block_size) - num_null - num_shared
+            if needed + part.num_cached + spare_blocks[i] > pool.num_free:
                 return False
         return True
 
@@ -215,11 +234,15 @@ class KVCacheManager:
         if self._host.kept(key) is not None:
             return self._start_restored(key)
         match = self._match(request)
-        for pool, part in zip(self.pools, match.groups, strict=True):
-            pool.share(part.blocks)
-        tables = tuple(BlockTable(part.first, part.blocks) for part in match.groups)
-        self._holdings[key] = _Holding(tables, match.num_blocks)
         num_found = match.num_blocks * self.block_size
+        started = [
+            kind.start(pool, part)
+            for (kind, pool), part in zip(self._parts, match.groups, strict=True)
+        ]
+        self._holdings[key] = _Holding(
+            tuple(table for table, _ in started), num_found, match.num_blocks
+        )
+        self._plan(self._forks, key, [copies for _, copies in started])
         if self._uses_prefixes(request):
             self._prefix_queries += request.num_prompt_tokens
             self._prefix_hits += min(num_found, request.num_prompt_tokens)
@@ -234,52 +257,46 @@ class KVCacheManager:
             raise ValueError(f"request {key} was started without room for its restored blocks")
         fresh = [pool.allocate(n) for n, pool in zip(counts, self.pools, strict=True)]
         self._host.restore(key, fresh)
-        self._holdings[key] = _Holding(
-            tuple(
-                BlockTable(part.first, blocks)
-                for part, blocks in zip(kept.groups, fresh, strict=True)
-            )
+        tables = tuple(
+            kind.table(part.first, blocks)
+            for (kind, _), part, blocks in zip(self._parts, kept.groups, fresh, strict=True)
         )
+        self._holdings[key] = _Holding(tables, kept.num_tokens)
         return kept.num_tokens
 
     def fork(self, parent: Request, child: Request) -> int | None:
-        """Let a child that holds no blocks share its parent's blocks up to the last prompt token.
+        """Let a child that holds no blocks share its parent's blocks up to the last prompt token,
+        or as far as all kinds of groups allow.
 
         Blocks that end before that token are shared. For the block that contains it, the child gets
         a copy (see `take_copies`), or a new block if no earlier token is in it.
 
         Returns:
-            The child's num_computed_tokens, which is the prompt's length − 1. None if there is no
-            free block, or if the parent's blocks do not (or no longer) hold the prompt. In that
-            case, nothing was allocated.
+            The child's num_computed_tokens, which is at most the prompt's length − 1. None if there
+            is no free block, or if the parent's blocks do not (or no longer) hold the prompt. In
+            that case, nothing was allocated.
 
         Raises:
             ValueError: the child holds blocks.
         """
         if child.key in self._holdings or self._host.kept(child.key) is not None:
             raise ValueError(f"request {child.key} has started already")
-        position = parent.num_prompt_tokens - 1
-        entry, offset = divmod(position, self.block_size)
-        firsts = [self._first_visible(group, position) for group in self.groups]
+        position, size = parent.num_prompt_tokens - 1, self.block_size
         holding = self._holdings.get(parent.key)
-        if holding is None or not self._can_fork(parent, holding, position, firsts):
+        if holding is None:
             return None
-        tables: list[BlockTable] = []
-        copies: list[BlockCopy] = []
-        for group, pool, table, first in zip(
-            self.groups, self.pools, holding.tables, firsts, strict=True
-        ):
-            shared = table.entries(first, entry)
-            pool.share(shared)
-            (fresh,) = pool.allocate(1)
-            tables.append(BlockTable(first, [*shared, fresh]))
-            if offset:
-                (source,) = table.entries(entry, entry + 1)
-                pool.share([source])
-                copies.append(BlockCopy(group.group_id, source, fresh))
-        self._holdings[child.key] = _Holding(tuple(tables), entry)
-        if copies:
-            self._forks[child.key] = tuple(copies)
+        for (kind, _), table in zip(self._parts, holding.tables, strict=True):
+            position = kind.fork_position(table, position, size)
+        if not self._can_fork(parent, holding, position):
+            return None
+        forked = [
+            kind.fork(pool, table, position, size)
+            for (kind, pool), table in zip(self._parts, holding.tables, strict=True)
+        ]
+        entry = position // size
+        tables = tuple(table for table, _ in forked)
+        self._holdings[child.key] = _Holding(tables, position + 1, entry)
+        self._plan(self._forks, child.key, [copies for _, copies in forked])
         if parent.key in self._muted:
             self._muted.add(child.key)
         if self._leaves_prefixes(parent):
@@ -287,15 +304,28 @@ class KVCacheManager:
             child.block_hashes = parent.block_hashes[:entry]
         return position
 
-    def _can_fork(
-        self, parent: Request, holding: _Holding, position: int, firsts: Sequence[int]
-    ) -> bool:
+    def _can_fork(self, parent: Request, holding: _Holding, position: int) -> bool:
         if parent.num_computed_tokens < position or self._waits_for_copies(parent.key):
             return False  # it was preempted since, so its blocks hold less, or garbage
         return all(
-            table.released <= first and pool.num_free >= 1
-            for table, pool, first in zip(holding.tables, self.pools, firsts, strict=True)
+            table.released <= kind.first_visible(position, self.block_size) and pool.num_free >= 1
+            for (kind, pool), table in zip(self._parts, holding.tables, strict=True)
         )
+
+    def _plan(
+        self,
+        plans: dict[RequestKey, tuple[BlockCopy, ...]],
+        key: RequestKey,
+        copies: Sequence[Sequence[PlannedCopy]],
+    ) -> None:
+        """Note the copies of a request, given by group, if there are any."""
+        planned = tuple(
+            BlockCopy(group.group_id, source, target)
+            for group, part in zip(self.groups, copies, strict=True)
+            for source, target in part
+        )
+        if planned:
+            plans[key] = planned
 
     # ---- a request runs ------------------------------------------------------------------------
 
@@ -307,25 +337,38 @@ class KVCacheManager:
         Returns:
             Whether all groups had enough blocks.
         """
-        needed = self._blocks_for(num_tokens)
         holding = self._holdings.get(key)
-        if holding is not None and needed <= holding.tables[0].length:
-            return True  # all tables are equally long
-        for index, pool in enumerate(self.pools):
-            if needed - (holding.tables[index].length if holding else 0) > pool.num_free:
-                return False
+        if holding is not None and num_tokens <= holding.num_covered:
+            return True
+        size = self.block_size
+        tables = holding.tables if holding else tuple(kind.table() for kind, _ in self._parts)
+        missing = [
+            max(0, kind.num_entries(num_tokens, size) - table.length)
+            for (kind, _), table in zip(self._parts, tables, strict=True)
+        ]
+        if any(count > pool.num_free for count, pool in zip(missing, self.pools, strict=True)):
+            return False
         if holding is None:
-            holding = _Holding(tuple(BlockTable() for _ in self.groups))
-            self._holdings[key] = holding
-        for table, pool in zip(holding.tables, self.pools, strict=True):
-            table.extend(pool.allocate(needed - table.length))
+            holding = self._holdings[key] = _Holding(tables, 0)
+        holding.num_covered = -(-num_tokens // size) * size
+        for table, pool, count in zip(tables, self.pools, missing, strict=True):
+            table.extend(pool.allocate(count))
         return True
+
+    def launched(self, request: Request, num_tokens: int) -> None:
+        """Record that steps were launched which compute the request's first `num_tokens` tokens."""
+        tables = self._holdings[request.key].tables
+        copies: list[list[PlannedCopy]] = [[] for _ in self.groups]
+        for index in self._keeping:
+            kind, pool = self._parts[index]
+            copies[index] = kind.keep(pool, tables[index], num_tokens, self.block_size)
+        self._plan(self._keeps, request.key, copies)
 
     def commit(self, request: Request, num_computed_tokens: int) -> None:
         """Record that the KV of the request's first `num_computed_tokens` tokens is in its blocks.
 
-        Full blocks with known tokens become shareable. In sliding groups, blocks that no later
-        token can attend to are freed.
+        Full blocks with known tokens become shareable. Blocks that no later token can attend to are
+        freed.
 
         Only call this for blocks that the step has computed. A request that gave up its blocks and
         started again has different ones.
@@ -336,19 +379,17 @@ class KVCacheManager:
         holding = self._holdings[request.key]
         known = len(request.token_ids) - request.num_pending_tokens
         num_full = min(num_computed_tokens, known) // self.block_size
-        if num_full > holding.num_published and self._leaves_prefixes(request):
+        if (num_full > holding.num_published or self._keeping) and self._leaves_prefixes(request):
             self._publish(request, holding, num_full)
-        for index, group in self._sliding:
-            first = self._first_visible(group, num_computed_tokens)
-            if first > holding.tables[index].released:
-                self.pools[index].free(holding.tables[index].release_before(first))
+        for index in self._advancing:
+            kind, pool = self._parts[index]
+            kind.advance(pool, holding.tables[index], num_computed_tokens, self.block_size)
 
     def _publish(self, request: Request, holding: _Holding, num_full: int) -> None:
         extend_block_hashes(request, num_full, self.block_size)
-        for table, pool in zip(holding.tables, self.pools, strict=True):
-            first = max(holding.num_published, table.released)
-            for entry, block in enumerate(table.entries(first, num_full), start=first):
-                pool.publish(block, request.block_hashes[entry])
+        digests = request.block_hashes[:num_full]
+        for (kind, pool), table in zip(self._parts, holding.tables, strict=True):
+            kind.publish(pool, table, digests, holding.num_published)
         holding.num_published = num_full
 
     # ---- a request stops -----------------------------------------------------------------------
@@ -372,11 +413,11 @@ class KVCacheManager:
         holding = self._holdings.get(key)
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         if holding is not None and num_tokens > 0 and key not in self._forks:
-            stop = self._blocks_for(num_tokens)
-            firsts = [self._first_visible(group, num_tokens) for group in self.groups]
+            size = self.block_size
+            firsts = [kind.first_visible(num_tokens, size) for kind, _ in self._parts]
             blocks = [
-                table.entries(first, stop)
-                for table, first in zip(holding.tables, firsts, strict=True)
+                table.entries(first, kind.num_entries(num_tokens, size))
+                for (kind, _), table, first in zip(self._parts, holding.tables, firsts, strict=True)
             ]
             if self._host.keep(key, num_tokens, firsts, blocks):
                 self._release(key)
@@ -395,6 +436,7 @@ class KVCacheManager:
 
     def _release(self, key: RequestKey) -> None:
         """Free the request's blocks, and the source blocks of its planned forks."""
+        self._keeps.pop(key, None)
         for copy in self._forks.pop(key, ()):
             self.pools[copy.group].free([BlockId(copy.source)])
         holding = self._holdings.pop(key, None)
@@ -412,16 +454,17 @@ class KVCacheManager:
         The next step makes them before it computes anything, in the order of `StepCopies`.
         """
         offloads, restores = self._host.take()
-        if not (offloads or restores or self._forks):
+        if not (offloads or restores or self._forks or self._keeps):
             return NO_COPIES
         forks, self._forks = self._forks, {}
+        keeps, self._keeps = self._keeps, {}
         for copy in chain.from_iterable(forks.values()):
             self.pools[copy.group].free([BlockId(copy.source)])
         return StepCopies(
             offloads=tuple(chain.from_iterable(offloads.values())),
             restores=tuple(chain.from_iterable(restores.values())),
-            forks=tuple(chain.from_iterable(forks.values())),
-            keys=frozenset(chain(offloads, restores, forks)),
+            forks=tuple(chain.from_iterable(chain(keeps.values(), forks.values()))),
+            keys=frozenset(chain(offloads, restores, keeps, forks)),
         )
 
     def copies_failed(self, copies: StepCopies) -> frozenset[RequestKey]:
@@ -483,7 +526,7 @@ class KVCacheManager:
 
             - In each group, free + used + cached = total.
             - A used block's holder count is the number of tables and planned forks that hold it.
-            - A request's tables are equally long.
+            - A request's tables are as long as their kinds ask.
             - The prefix indexes agree with the blocks.
             - No host block is lost.
             - A planned copy writes only to blocks that its request alone holds.
@@ -494,16 +537,13 @@ class KVCacheManager:
         for pool in self.pools:
             pool.check_integrity()
         tables = {key: holding.tables for key, holding in self._holdings.items()}
+        for key, holding in self._holdings.items():
+            for (kind, _), table in zip(self._parts, holding.tables, strict=True):
+                if table.length < kind.num_entries(holding.num_covered, self.block_size):
+                    raise ValueError(f"request {key}: a table is shorter than its kind asks")
         check_tables(self.pools, tables, chain.from_iterable(self._forks.values()))
         self._host.check_integrity()
-        planned = chain(self._forks.items(), self._host.planned_restores().items())
+        planned = chain(
+            self._forks.items(), self._keeps.items(), self._host.planned_restores().items()
+        )
         check_targets(self.pools, tables, planned)
-
-    def _first_visible(self, group: LayerGroup, position: int) -> int:
-        """Return the first entry visible to the token at `position` or to a later one."""
-        if group.window is None:
-            return 0
-        return max(0, position - group.window + 1) // self.block_size
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return (num_tokens + self.block_size - 1) // self.block_size

@@ -14,6 +14,7 @@ import torch
 
 from engine.attention.interface import LayerCache, LayerShape
 from engine.contract.types import GroupId
+from engine.kv_cache.group_kinds import FullAttention, SlidingAttention
 from engine.kv_cache.groups import LayerGroup
 from engine.loading.pinned import pinned_zeros
 from engine.runner.kv_tensors import CacheSize, KVTensors
@@ -29,7 +30,7 @@ def make_groups(shapes: Sequence[LayerShape], dtype: torch.dtype) -> tuple[Layer
         groups.append(
             LayerGroup(
                 group_id=GroupId(index),
-                window=window,
+                kind=FullAttention() if window is None else SlidingAttention(window),
                 layers=layers,
                 bytes_per_token=elements * dtype.itemsize,
             )

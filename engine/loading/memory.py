@@ -18,7 +18,7 @@ import torch
 
 from engine.contract.config import ContinuousBatchingConfig, block_size_on
 from engine.contract.errors import InsufficientMemoryError
-from engine.kv_cache.groups import LayerGroup, sliding_group_blocks, window_blocks
+from engine.kv_cache.groups import LayerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -222,16 +222,9 @@ class _Sizing:
     def blocks(self, num_blocks: int) -> tuple[int, ...]:
         """Return the blocks of each group."""
         limits = self.limits
+        requests, tokens = limits.max_requests, limits.max_batch_tokens
         return tuple(
-            num_blocks
-            if group.window is None
-            else sliding_group_blocks(
-                group.window,
-                self.block_size,
-                num_blocks,
-                limits.max_requests,
-                limits.max_batch_tokens,
-            )
+            group.kind.pool_blocks(num_blocks, requests, tokens, self.block_size)
             for group in self.groups
         )
 
@@ -365,13 +358,7 @@ def _plan_host(
     asked = int(config.cpu_offload_space * GIB)
     allowed = int(max(0, available) * config.cpu_offload_space_safety_threshold)
     space = min(asked, allowed)
-    blocks_of_longest = -(-longest // block_size)
-    needs = [
-        blocks_of_longest
-        if group.window is None
-        else min(blocks_of_longest, window_blocks(group.window, block_size, 1))
-        for group in groups
-    ]
+    needs = [group.kind.most_blocks(longest, 1, block_size) for group in groups]
     block_bytes = [block_size * group.bytes_per_token for group in groups]
     request_bytes = sum(need * size for need, size in zip(needs, block_bytes, strict=True))
     counts = tuple(need * space // request_bytes for need in needs)

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from engine.contract.config import ContinuousBatchingConfig
-from engine.kv_cache.groups import growth_blocks, window_blocks
+from engine.kv_cache.groups import growth_blocks
 from engine.loading.memory import CachePlan, HostLimits, plan_cache, step_limits
 from engine.planning.outline import Outline
 from engine.runner.buckets import MOST_MIXED_TOKENS
@@ -190,12 +190,9 @@ def step_bytes(outline: Outline, config: ContinuousBatchingConfig) -> int:
 def room(outline: Outline, cache: CachePlan, prompt_tokens: int, output_tokens: int) -> Room:
     """Return how many requests of a given length can run at once."""
     tokens = prompt_tokens + output_tokens
-    blocks = -(-tokens // cache.block_size)
     fits, held, smallest = [], 0, min(cache.num_blocks)
     for group, count in zip(outline.groups, cache.num_blocks, strict=True):
-        need = blocks
-        if group.window is not None:
-            need = min(need, window_blocks(group.window, cache.block_size, 1))
+        need = group.kind.most_blocks(tokens, 1, cache.block_size)
         held += need * cache.block_size * group.bytes_per_token
         found = count // need
         while found > 1 and found * need + growth_blocks(found - 1, smallest) > count:

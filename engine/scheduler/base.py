@@ -278,6 +278,8 @@ class Scheduler(ABC):
         """
         request = part.request
         request.num_computed_tokens = part.start + part.num_tokens
+        if self.kv_cache.keeps:
+            self.kv_cache.launched(request, request.num_computed_tokens)
         if part.num_sampled:
             request.status = RequestStatus.DECODING
             if request.drafts:

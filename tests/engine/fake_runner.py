@@ -29,6 +29,7 @@ from engine.contract.types import CallerKey, GroupId, RequestId, RequestKey, Tok
 from engine.core.engine_core import EngineCore
 from engine.kv_cache.block_pool import NULL_BLOCK
 from engine.kv_cache.copies import BlockCopy, StepCopies
+from engine.kv_cache.group_kinds import FullAttention, GroupKind, SlidingAttention
 from engine.kv_cache.groups import LayerGroup
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.scheduler.pace import StepPace
@@ -498,9 +499,19 @@ class Clock:
         return self.now
 
 
-def make_groups(*windows: int | None) -> tuple[LayerGroup, ...]:
+Kind = GroupKind | int | None
+"""Of a group; a number is a window, None is full attention."""
+
+
+def kind_of(kind: Kind) -> GroupKind:
+    if isinstance(kind, GroupKind):
+        return kind
+    return FullAttention() if kind is None else SlidingAttention(kind)
+
+
+def make_groups(*windows: Kind) -> tuple[LayerGroup, ...]:
     return tuple(
-        LayerGroup(group_id=GroupId(i), window=window, layers=(i,), bytes_per_token=8)
+        LayerGroup(group_id=GroupId(i), kind=kind_of(window), layers=(i,), bytes_per_token=8)
         for i, window in enumerate(windows)
     )
 

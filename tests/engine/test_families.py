@@ -22,7 +22,7 @@ from engine.contract.config import ContinuousBatchingConfig
 from engine.contract.errors import ModelRefusedError
 from engine.contract.request import RequestStatus
 from engine.contract.stats import EngineStats
-from engine.kv_cache.groups import window_blocks
+from engine.kv_cache.group_kinds import SlidingAttention
 from engine.loading.loader import verify_model
 from engine.models.table import FAMILIES as DESCRIBED
 from tests.families import EVERY_FAMILY
@@ -100,7 +100,7 @@ def _few_blocks(loaded: LoadedModel) -> int:
     windows = [shape.window for shape in loaded._verified.probe.shapes]
     sliding = [window for window in windows if window is not None]
     if len(sliding) == len(windows):
-        return max(window_blocks(window, BLOCK, BUDGET) for window in sliding)
+        return max(SlidingAttention(one).most_blocks(10**9, BUDGET, BLOCK) for one in sliding)
     return -(-(max(LENGTHS) + NEW_TOKENS) // BLOCK)
 
 
@@ -224,7 +224,7 @@ def test_a_window_bounds_the_memory_of_a_long_generation(family: str) -> None:
         if group.window is None:
             assert most == -(-(len(prompt) + new_tokens - 1) // BLOCK)
         else:
-            assert most <= window_blocks(WINDOW, BLOCK, 1) + 1
+            assert most <= SlidingAttention(WINDOW).most_blocks(10**9, 1, BLOCK) + 1
             assert held[-1][index] >= WINDOW // BLOCK
 
 

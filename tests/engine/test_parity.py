@@ -16,7 +16,7 @@ from engine.contract.request import GenerationRequest, Request, RequestStatus
 from engine.contract.sampling_params import SamplingParams, StopParams
 from engine.contract.token_ids import TokenIds
 from engine.contract.types import CallerKey, RequestId
-from engine.kv_cache.groups import window_blocks
+from engine.kv_cache.group_kinds import SlidingAttention
 from engine.scheduler.step_plan import StepPlan
 from tests.tiny_models import (
     FAMILIES,
@@ -87,7 +87,7 @@ def test_greedy_equals_generate(family: str, block_size: int) -> None:
     longest = max(lengths) + NEW_TOKENS
     num_blocks = -(-longest // block_size)
     if family == "mistral":  # all layers slide: it needs far fewer
-        num_blocks = window_blocks(WINDOW, block_size, 48)
+        num_blocks = SlidingAttention(WINDOW).most_blocks(longest, 48, block_size)
     config = ContinuousBatchingConfig(
         block_size=block_size, num_blocks=num_blocks, max_batch_tokens=48
     )

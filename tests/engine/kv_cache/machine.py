@@ -11,9 +11,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.contract.request import Request
 from engine.contract.types import RequestKey
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from tests.engine.fake_runner import make_groups
+from tests.engine.fake_runner import Kind, make_groups
 from tests.engine.kv_cache.simulation import Simulation
+from tests.engine.kv_cache.state_slot import StateSlot
 
+KINDS: list[tuple[Kind, ...]] = [
+    (None,),
+    (4,),
+    (None, 3),
+    (2, 6),
+    (None, 1, 5),
+    (None, StateSlot()),
+    (None, 3, StateSlot()),
+    (StateSlot(),),
+]
 SEEN: Counter[str] = Counter()
 """What the machines have done, to show that nothing is left out."""
 
@@ -24,13 +35,13 @@ class SharingMachine(RuleBasedStateMachine):
     sim: Simulation
 
     @initialize(
-        windows=st.sampled_from([(None,), (4,), (None, 3), (2, 6), (None, 1, 5)]),
+        windows=st.sampled_from(KINDS),
         block_size=st.sampled_from([1, 2, 3]),
         num_blocks=st.sampled_from([30, 16, 9]),
         host_blocks=st.sampled_from([12, 30, 5, 0]),
     )
     def build(
-        self, windows: tuple[int | None, ...], block_size: int, num_blocks: int, host_blocks: int
+        self, windows: tuple[Kind, ...], block_size: int, num_blocks: int, host_blocks: int
     ) -> None:
         self.sim = Simulation(
             KVCacheManager(
@@ -179,7 +190,7 @@ def drive(seed: int, num_calls: int) -> Counter[str]:
     random = Random(seed)
     machine = SharingMachine()
     machine.build(
-        random.choice([(None,), (4,), (None, 3), (2, 6), (None, 1, 5)]),
+        random.choice(KINDS),
         random.choice([1, 2, 3]),
         random.choice([30, 16, 9]),
         random.choice([12, 30, 5, 0]),

@@ -18,7 +18,9 @@ from engine.contract.sampling_params import SamplingParams, StopParams
 from engine.contract.types import RequestId, RequestKey, TokenId
 from engine.kv_cache.block_table import BlockTable
 from engine.kv_cache.copies import BlockCopy, StepCopies
+from engine.kv_cache.groups import LayerGroup
 from engine.kv_cache.kv_cache_manager import KVCacheManager
+from tests.engine.kv_cache.state_slot import StateSlot
 
 Content = tuple[bytes, tuple[int, ...]]
 
@@ -92,6 +94,9 @@ class Simulation:
         self.meaning: dict[bytes, Content] = {}  # what each digest stands for
         self.plan: dict[RequestKey, Part] = {}
         self.pending: Step | None = None
+        self.slots = {
+            group.group_id for group in kv_cache.groups if isinstance(group.kind, StateSlot)
+        }
         self.suspects: set[RequestKey] = set()
         self.num_keys = 0
         self.seen = {"hits": 0, "forks": 0, "offloads": 0, "restores": 0, "lost": 0}
@@ -154,10 +159,9 @@ class Simulation:
         # What was promised is kept: all that the full groups still need, and the spare blocks.
         for group, pool, before in zip(kv_cache.groups, kv_cache.pools, free, strict=True):
             table = kv_cache.tables(request.key)[group.group_id]
-            rest = 0
-            if group.window is None:
-                rest = -(-request.num_tokens // kv_cache.block_size) - table.length
-            assert pool.num_free - rest >= spare
+            kept_free = group.kind.tokens_at_start(request.num_tokens, 0)
+            rest = group.kind.num_entries(kept_free, kv_cache.block_size) - table.length
+            assert pool.num_free - max(0, rest) >= spare
             assert pool.num_free <= before
         return True
 
@@ -211,6 +215,7 @@ class Simulation:
         for part in step.parts:
             request = part.request
             request.num_computed_tokens = part.end
+            self.kv_cache.launched(request, part.end)
             if part.samples:
                 request.token_ids.append(PENDING_TOKEN)
                 request.num_pending_tokens += 1
@@ -264,7 +269,8 @@ class Simulation:
             if computed is None:
                 self.waiting[child.key] = child
             else:
-                assert computed == parent.num_prompt_tokens - 1
+                last = parent.num_prompt_tokens - 1
+                assert computed == last or (self.slots and computed < last)
                 child.num_computed_tokens = computed
                 self.running[child.key] = child
                 self.seen["forks"] += 1
@@ -302,22 +308,40 @@ class Simulation:
             target[copy.group][copy.target, offset] = None if fails else content
 
     def _write(self, part: Part, *, fails: bool) -> None:
-        for slots, table in zip(self.device, part.tables, strict=True):
+        for index, (slots, table) in enumerate(zip(self.device, part.tables, strict=True)):
+            if index in self.slots:
+                self._write_state(part, slots, int(table.blocks[0]), fails=fails)
+                continue
             for position in range(part.start, part.end):
                 content = None if fails else self._content(part.request, position)
                 slots[self._slot(table, position)] = content
 
+    def _write_state(
+        self, part: Part, slots: dict[tuple[int, int], Content | None], slot: int, *, fails: bool
+    ) -> None:
+        """Go on from the state behind the tokens before, in the same slot."""
+        if part.start and not fails:
+            wanted = self._content(part.request, part.start - 1)
+            self._demand(part.request.key, slots.get((slot, 0)), wanted, part.start)
+        slots[slot, 0] = None if fails else self._content(part.request, part.end - 1)
+
     def _read(self, part: Part) -> None:
         key = part.request.key
         for group, slots, table in zip(self.kv_cache.groups, self.device, part.tables, strict=True):
+            if group.group_id in self.slots:
+                continue
             first = 0 if group.window is None else max(0, part.start - group.window + 1)
             for position in range(first, part.end):
                 found = slots.get(self._slot(table, position))
-                wanted = self._content(part.request, position)
-                if found != wanted:
-                    is_excused = self.pending is not None and self.pending.fails
-                    assert is_excused, f"request {key} reads {found} at {position}, not {wanted}"
-                    self.suspects.add(key)
+                self._demand(key, found, self._content(part.request, position), position)
+
+    def _demand(
+        self, key: RequestKey, found: Content | None, wanted: Content, position: int
+    ) -> None:
+        if found != wanted:
+            is_excused = self.pending is not None and self.pending.fails
+            assert is_excused, f"request {key} reads {found} at {position}, not {wanted}"
+            self.suspects.add(key)
 
     def _slot(self, table: BlockTable, position: int) -> tuple[int, int]:
         entry, offset = divmod(position, self.kv_cache.block_size)
@@ -336,11 +360,14 @@ class Simulation:
         """
         kv_cache = self.kv_cache
         kv_cache.check_integrity()
-        for slots, pool in zip(self.device, kv_cache.pools, strict=True):
+        for index, (slots, pool) in enumerate(zip(self.device, kv_cache.pools, strict=True)):
             for block in pool.index.blocks():
                 digest = pool.index.digest(block)
                 assert digest in self.meaning, "a digest that stands for no request's block"
                 salt, tokens = self.meaning[digest]
+                if index in self.slots:
+                    assert slots.get((block, 0)) == (salt, tokens), "a shared state is that"
+                    continue
                 start = len(tokens) - kv_cache.block_size
                 for offset in range(kv_cache.block_size):
                     wanted = (salt, tokens[: start + offset + 1])
@@ -373,10 +400,16 @@ class Simulation:
             if all(
                 pool.index.block(digests[entry]) is not None
                 for group, pool in zip(self.kv_cache.groups, self.kv_cache.pools, strict=True)
-                for entry in range(
-                    0 if group.window is None else max(0, length * size - group.window + 1) // size,
-                    length,
-                )
+                for entry in self._needed(group, length)
             ):
                 return length * size
         return 0
+
+    def _needed(self, group: LayerGroup, length: int) -> range:
+        """Which blocks, of so many, a request needs that goes on behind them."""
+        size = self.kv_cache.block_size
+        if group.group_id in self.slots:
+            return range(length - 1, length)
+        return range(
+            0 if group.window is None else max(0, length * size - group.window + 1) // size, length
+        )

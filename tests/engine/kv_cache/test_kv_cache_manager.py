@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.contract.request import Request
 from engine.contract.types import RequestKey
-from engine.kv_cache.groups import sliding_group_blocks, window_blocks
+from engine.kv_cache.group_kinds import SlidingAttention
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from tests.engine.fake_runner import make_groups, make_request
 
@@ -76,7 +76,7 @@ class CacheMachine(RuleBasedStateMachine):
             first = 0 if group.window is None else max(0, computed - group.window + 1)
             assert (blocks[first // kv_cache.block_size :] != 0).all(), "visible blocks are held"
             if group.window is not None:
-                most = window_blocks(group.window, kv_cache.block_size, count)
+                most = group.kind.most_blocks(10**9, count, kv_cache.block_size)
                 assert len(table.held()) <= most
         self.computed[name] = computed + count
         _commit(kv_cache, name, computed + count)
@@ -98,7 +98,7 @@ TestKVCacheManager.settings = settings(
 
 
 def test_a_sliding_group_holds_a_bounded_number_of_blocks() -> None:
-    kv_cache = KVCacheManager(make_groups(8), [window_blocks(8, 4, 1)], 4)
+    kv_cache = KVCacheManager(make_groups(8), [SlidingAttention(8).most_blocks(10**9, 1, 4)], 4)
     name = RequestKey(1)
     for computed in range(1000):
         assert kv_cache.allocate(name, computed + 1)
@@ -126,8 +126,8 @@ def test_in_a_sliding_group_a_newcomer_needs_its_first_chunk_only() -> None:
 
 
 def test_sliding_pools_are_small() -> None:
-    assert sliding_group_blocks(24, 8, 10_000, 4, 64) < 50
-    assert sliding_group_blocks(24, 8, 7, 4, 64) == 7
+    assert SlidingAttention(24).pool_blocks(10_000, 4, 64, 8) < 50
+    assert SlidingAttention(24).pool_blocks(7, 4, 64, 8) == 7
 
 
 def test_integrity_finds_a_block_in_two_tables() -> None:

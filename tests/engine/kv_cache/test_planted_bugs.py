@@ -12,13 +12,14 @@ from engine.contract.types import BlockId, RequestKey
 from engine.kv_cache import kv_cache_manager as manager_module
 from engine.kv_cache import prefix_cache as prefix_cache_module
 from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.group_kinds import SlidingAttention
 from engine.kv_cache.host_cache import HostCache
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.kv_cache.prefix_cache import PrefixCache
 from engine.kv_cache.prefix_index import PrefixIndex, extend_block_hashes
 from tests.engine.kv_cache import simulation as simulation_module
 from tests.engine.kv_cache.machine import drive
 from tests.engine.kv_cache.simulation import make_request
+from tests.engine.kv_cache.state_slot import SlotTable, StateSlot
 
 SEEDS = range(40)
 CALLS = 120
@@ -138,19 +139,54 @@ def a_block_is_shared_before_it_is_computed(patch: Patch) -> None:
 
 @bug("visible must be there")
 def the_window_is_left_too_early(patch: Patch) -> None:
-    def first_visible(original: Any, kv_cache: Any, group: Any, position: int) -> int:
-        return original(kv_cache, group, position + (1 if group.window is not None else 0))
+    def first_visible(original: Any, kind: Any, position: int, block_size: int) -> int:
+        return original(kind, position + 1, block_size)
 
-    _wrap(patch, KVCacheManager, "_first_visible", first_visible)
+    _wrap(patch, SlidingAttention, "first_visible", first_visible)
 
 
 @bug("visible must be there")
 def the_window_of_a_prefix_is_too_short(patch: Patch) -> None:
-    def init(original: Any, cache: Any, groups: Any, pools: Any, block_size: int) -> None:
-        original(cache, groups, pools, block_size)
-        cache._reaches = tuple(r if r is None else max(0, r - 1) for r in cache._reaches)
+    def shorter(original: Any, kind: Any, found: Any, digests: Any, block_size: int) -> Any:
+        less = SlidingAttention(max(1, kind.window - block_size))
+        return original(less, found, digests, block_size)
 
-    _wrap(patch, PrefixCache, "__init__", init)
+    _wrap(patch, SlidingAttention, "fits", shorter)
+    _wrap(patch, SlidingAttention, "match", shorter)
+
+
+@bug("reads")
+def a_slot_is_not_copied_at_a_fork(patch: Patch) -> None:
+    def fork(original: Any, kind: Any, pool: BlockPool, *rest: Any) -> Any:
+        table, copies = original(kind, pool, *rest)
+        pool.free(source for source, _ in copies)
+        return table, []
+
+    _wrap(patch, StateSlot, "fork", fork)
+
+
+@bug("a shared state is that")
+def a_slot_is_shared_with_who_keeps_it(patch: Patch) -> None:
+    def start(original: Any, kind: Any, pool: BlockPool, match: Any) -> Any:
+        if not match.blocks:
+            return original(kind, pool, match)
+        pool.share(match.blocks)
+        return SlotTable(0, match.blocks), []
+
+    _wrap(patch, StateSlot, "start", start)
+
+
+@bug("a shared state is that")
+def a_slot_is_kept_a_token_late(patch: Patch) -> None:
+    def keep(original: Any, kind: Any, pool: Any, table: Any, num_tokens: int, size: int) -> Any:
+        return original(kind, pool, table, num_tokens - 1, size) if num_tokens > 1 else []
+
+    _wrap(patch, StateSlot, "keep", keep)
+
+
+@bug("a planned copy's target is shared")
+def a_state_is_shared_before_it_is_kept(patch: Patch) -> None:
+    patch.setattr(StateSlot, "_is_made", lambda self, table: table.kept_at > 0)
 
 
 @bug("the longest prefix")

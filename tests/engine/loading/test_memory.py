@@ -11,6 +11,7 @@ import torch
 from engine.contract.config import ContinuousBatchingConfig
 from engine.contract.errors import InsufficientMemoryError
 from engine.contract.types import GroupId
+from engine.kv_cache.group_kinds import FullAttention, SlidingAttention
 from engine.kv_cache.groups import LayerGroup
 from engine.loading.memory import GIB, CachePlan, HostLimits, plan_cache
 
@@ -177,8 +178,10 @@ def test_v1_without_limits(tree: Tree) -> None:
 
 # ---- the cache -------------------------------------------------------------------------------
 
-FULL = LayerGroup(group_id=GroupId(0), window=None, layers=(0,), bytes_per_token=1024)
-SLIDING = LayerGroup(group_id=GroupId(1), window=64, layers=(1,), bytes_per_token=1024)
+FULL = LayerGroup(group_id=GroupId(0), kind=FullAttention(), layers=(0,), bytes_per_token=1024)
+SLIDING = LayerGroup(
+    group_id=GroupId(1), kind=SlidingAttention(64), layers=(1,), bytes_per_token=1024
+)
 
 
 def plan(
