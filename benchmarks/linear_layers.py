@@ -20,8 +20,11 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks.instructions import ENVIRONMENTS, limit
-from engine.models.packed import PackedLinear, new_scales, pack, packed_size, packed_view
-from engine.models.packed_onednn import OneDnnLinear
+from engine.models.formats.int8 import Int8
+from engine.models.formats.native import Native
+from engine.models.formats.onednn import OneDnn
+from engine.models.formats.registry import Format
+from engine.models.packed import PackedLinear
 
 LAYERS = 8
 """The number of layers: 250 MB in bfloat16, more than any cache."""
@@ -67,13 +70,13 @@ class Contender:
         self.passes.append(sum(took))
 
 
-def _ours(linear: torch.nn.Linear, *, int8: bool) -> PackedLinear:
-    outputs, inputs = linear.weight.shape
-    dtype = linear.weight.dtype
-    memory = torch.empty(packed_size(outputs, inputs, dtype=dtype, int8=int8), dtype=torch.uint8)
-    packed, scales = packed_view(memory, dtype), new_scales(outputs) if int8 else None
-    pack(linear.weight, packed, scales)
-    return PackedLinear(packed, linear, scales)
+def _packed(how: Format) -> Callable[[torch.nn.Linear], PackedLinear]:
+    def make(linear: torch.nn.Linear) -> PackedLinear:
+        held = how(linear.weight.shape, linear.weight.dtype)
+        held.pack(linear.weight.detach())
+        return PackedLinear(held, linear)
+
+    return make
 
 
 def contenders(types: list[str], layers: int) -> list[Contender]:
@@ -84,13 +87,13 @@ def contenders(types: list[str], layers: int) -> list[Contender]:
         dtype = TYPES[name]
         plain = [torch.nn.Linear(k, n, bias=False, dtype=dtype) for n, k in shapes]
         ways: dict[str, Callable[[torch.nn.Linear], torch.nn.Module]] = {
-            "ours": lambda linear, int8=name == "int8": _ours(linear, int8=int8)  # type: ignore[misc]
+            "ours": _packed(Int8 if name == "int8" else Native)
         }
         if name != "int8":
             ways["torch"] = lambda linear: linear
         if name == "bfloat16":
             if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-                ways["oneDNN"] = OneDnnLinear
+                ways["oneDNN"] = _packed(OneDnn)
             else:
                 print("oneDNN: has no bfloat16 on this processor", file=sys.stderr)
         size = 1 if name == "int8" else dtype.itemsize

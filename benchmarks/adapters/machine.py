@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.adapters.loop import Turn, main
 from benchmarks.instructions import limit
-from engine.models.packed import multiply, native_library, pack, packed_size
+from engine.models.formats.native import Native, native_library
 from engine.native.library import NativeUnavailableError
 
 READ_BYTES = 512 << 20
@@ -119,11 +119,9 @@ def _our_products() -> list[Callable[[], Any]]:
 
 def _ours(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], Any]:
     """Our kernels' product of x [rows, depth] and a packed weight [columns, depth]."""
-    columns, depth = weight.shape
-    packed = torch.empty(packed_size(columns, depth, dtype=weight.dtype), dtype=torch.uint8)
-    packed = packed.view(torch.int32) if weight.dtype is torch.float32 else packed
-    pack(weight, packed)
-    return functools.partial(multiply, x, packed, None, None, columns, depth)
+    packed = Native(weight.shape, weight.dtype)
+    packed.pack(weight)
+    return functools.partial(packed.multiply, x, None)
 
 
 def _about(device: str) -> dict[str, Any]:

@@ -29,8 +29,8 @@ CUDA_TARGET_STEP_TIME = 0.05
 """The default of target_step_time on CUDA, in seconds."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "torch", "native", "triton")
-Quantization = Literal["none", "int8"]
 QUANTIZATIONS = ("none", "int8")
+"""Each but none is a module of `engine.models.formats`."""
 DecoderChoice = Literal["own", "transformers"]
 DECODERS = ("own", "transformers")
 TensorParallel = Literal["none", "auto"]
@@ -330,7 +330,7 @@ class LoadConfig:
         choices=ATTENTIONS,
         outside="Class",
     )
-    quantization: Quantization = option(
+    quantization: str = option(
         "none",
         "`int8`: on a CPU, store the bfloat16 weights of linear layers as integers with a scale "
         "for each output: half the memory and a faster single request, with slightly different "

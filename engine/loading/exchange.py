@@ -97,7 +97,7 @@ def _places(model: torch.nn.Module) -> Iterator[tuple[str, _Place]]:
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         if isinstance(module, HeldLayer):
-            yield f"{prefix}weight", _Place(module.key, module.shape, module, True)
+            yield f"{prefix}weight", _Place(module.key, module.held.shape, module, True)
         for name, one in module._parameters.items():
             if one is not None and not (isinstance(module, HeldLayer) and not one.numel()):
                 yield prefix + name, _Place(id(one), tuple(one.shape), one, True)

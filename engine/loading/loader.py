@@ -54,7 +54,6 @@ from engine.loading.model_defaults import context_length, default_sampling, eos_
 from engine.loading.model_watch import ModelWatch
 from engine.loading.packing import (
     NOT_FINITE,
-    Packing,
     choose_dtype,
     choose_packing,
     pack_model,
@@ -75,6 +74,7 @@ from engine.models.choosing import (
     plan_decoder,
 )
 from engine.models.experts import choose_experts
+from engine.models.formats.registry import Format, named
 from engine.models.held_layer import HeldLayer
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def verify_model(
     path: Path,
     progress: Callable[[str], None],
     attention: str = "auto",
-    packing: Packing | None = None,
+    packing: Format | None = None,
     *,
     own_decoder: bool = False,
     ranks: Ranks | None = None,
@@ -204,7 +204,7 @@ def verify_model(
         progress: receives one line for each stage.
         attention: see LoadConfig.
         packing: how its weights are packed, if they are. The reference for the packed layers is the
-            model before packing, or with int8, which changes results, the packed model.
+            model before packing, or the packed model if the format changes results.
         own_decoder: whether our decoder computes its steps if it can. If it cannot, linear layers
             with the same input are joined on CUDA.
         ranks: the processes that the model is split across; all of them call this. The gate then
@@ -257,22 +257,23 @@ def _prepare(
     original: PreTrainedModel,
     backend: AttentionBackend,
     attention: str,
-    packing: Packing | None,
+    packing: Format | None,
     own_decoder: bool,
     is_split: bool,
     progress: Callable[[str], None],
 ) -> _Prepared:
     """Observe a model, pack its weights, and make what runs its steps."""
-    if packing == "int8":  # it changes results, so the packed model is the one that is observed
+    is_ours = packing is not None and packing.is_ours
+    if packing is not None and packing.changes_results:  # the packed model is the one observed
         progress(str(pack_model(original, packing)))
+        packing = None
     model, view, rope = original, None, None
     if not is_split:  # the hooks of a split model are bound to its own modules
         view, model, rope = make_view(original)
-    is_packed = packing in ("native", "int8")
-    backend, probe, plan = _probe(model, backend, attention, is_packed if own_decoder else None)
+    backend, probe, plan = _probe(model, backend, attention, is_ours if own_decoder else None)
     trim()
-    was_packed = packing not in (None, "int8")
-    if packing not in (None, "int8"):
+    was_packed = packing is not None
+    if packing is not None:
         view, model = None, original  # the view would hold the originals of packed weights
         progress(str(pack_model(original, packing)))
         view, model, rope = make_view(original)
@@ -367,11 +368,11 @@ def _check_room(
     needed = float(checkpoint.file_bytes)
     if checkpoint.dtype is not None:
         needed *= dtype.itemsize / checkpoint.dtype.itemsize
-    if load_config.quantization == "int8":
-        needed /= 2
+    if load_config.quantization != "none":
+        needed *= named(load_config.quantization).share
     if needed <= available:
         return
-    lighter = "" if load_config.quantization == "int8" else ", or quantization int8 on a CPU"
+    lighter = "" if load_config.quantization != "none" else ", or quantization int8 on a CPU"
     if dtype is torch.float32:  # int8 is for bfloat16
         half = f"{needed / 2 / GIB:.2f} GiB"
         lighter = f", or dtype bfloat16, with which they take {half}, or also quantization int8"

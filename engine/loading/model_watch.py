@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
+from engine.models.formats.interface import WeightFormat
 from engine.models.held_layer import writes
 
 _TENSORS = ("_parameters", "_buffers")
@@ -120,8 +121,8 @@ class ModelWatch:
         for path, module in self._model.named_modules():
             prefix = f"{path}." if path else ""
             for name, value in vars(module).items():
-                if name in _TENSORS:
-                    for key, tensor in value.items():
+                if name in _TENSORS or isinstance(value, WeightFormat):
+                    for key, tensor in (value if name in _TENSORS else value.tensors()).items():
                         if tensor is not None and not self._is_own(module, key):
                             tensors[prefix + key] = _Tensor.of(tensor)
                 elif name not in _NOT_OF_STEPS and not self._is_own(module, name):

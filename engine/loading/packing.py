@@ -1,13 +1,12 @@
 """Replaces a model's linear layers with packed ones, in place.
 
     choose_dtype   ─▶ the type to compute in: the checkpoint's, or one that suits the machine
-    choose_packing ─▶ the method: our kernel (as bfloat16 or int8), oneDNN's, or no packing
+    choose_packing ─▶ the format (see `engine.models.formats`), or no packing
     pack_model     ─▶ for each weight: pack, compare, replace, free the original
 
-Only plain torch.nn.Linear layers on the CPU are replaced, if they are in bfloat16, or if both the
-layer and the model are in float32. A weight shared with an embedding is packed once for both. A
-weight shared with anything else is copied. Only models that Headrace itself has loaded are packed;
-others belong to their owners.
+Only plain torch.nn.Linear layers in the model's dtype are replaced, if the format takes them. A
+weight shared with an embedding is packed once for both. A weight shared with anything else is
+copied. Only models that Headrace itself has loaded are packed; others belong to their owners.
 """
 
 from __future__ import annotations
@@ -15,35 +14,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch.nn.functional import linear as torch_linear
 
-from engine.contract.config import LoadConfig, Quantization
+from engine.contract.config import LoadConfig
 from engine.contract.errors import ConfigError, ModelRefusedError
 from engine.loading.checkpoint import Checkpoint
 from engine.loading.memory import GIB
 from engine.loading.pages import Pages
-from engine.models.packed import (
-    PackedEmbedding,
-    PackedLinear,
-    in_slices,
-    native_library,
-    new_scales,
-    pack,
-    packed_size,
-    packed_view,
-    read_rows,
-    scales_size,
-)
-from engine.models.packed_onednn import OneDnnLinear
+from engine.models.formats.interface import WeightFormat
+from engine.models.formats.native import native_library
+from engine.models.formats.registry import FORMATS, Format, named
+from engine.models.packed import PackedEmbedding, PackedLinear
 from engine.native.library import NativeUnavailableError
 
-Packing = Literal["native", "onednn", "int8"]
-
-_SMALLEST = 16
-"""The smallest number of inputs and outputs of a packed layer."""
 _PROBE_ROWS = 3
 """The number of rows of random input on which a packed layer is compared."""
 _TOLERANCE = 2e-2
@@ -52,10 +37,6 @@ summation order of bfloat16 products.
 """
 _SAMPLED_ROWS = 64
 """The number of rows in each slice of a packed weight that are read back and must be equal."""
-_SLICE_BYTES = 16 << 20
-"""Large weights are packed and freed in slices of about this size, so that both versions of a
-weight are never completely in memory.
-"""
 _SHARE_OF_FLOAT32 = 0.5
 """The maximum share of free memory for weights held in a larger type than the checkpoint's. The
 rest is for keys and values, and for reading.
@@ -104,11 +85,8 @@ class DtypeChoice:
 
 
 def choose_packing(
-    device: torch.device,
-    dtype: torch.dtype,
-    wanted: bool | None,
-    quantization: Quantization = "none",
-) -> Packing | None:
+    device: torch.device, dtype: torch.dtype, wanted: bool | None, quantization: str = "none"
+) -> Format | None:
     """Choose how linear layers are packed for a device and dtype. None means no packing.
 
     Args:
@@ -118,26 +96,27 @@ def choose_packing(
         quantization: see LoadConfig.
 
     Raises:
-        ConfigError: packing or int8 is required but impossible.
+        ConfigError: packing, or a quantization, is required but impossible.
     """
-    if quantization == "int8":
-        return _int8(device, dtype, wanted)
+    if quantization != "none":
+        asked = named(quantization)
+        reason = asked.why_not(device, dtype)
+        if wanted is False:
+            reason = f"pack_weights is False: weights are {quantization} only where they are packed"
+        if reason is not None:
+            raise ConfigError("quantization", f"is {quantization}, but {reason}")
+        return asked
     if wanted is False:
         return None
-    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
-        reason = f"only bfloat16 and float32 on a CPU are packed, and this is {dtype} on {device}"
-        return _not_packed(reason, wanted)
-    try:
-        isa = native_library().isa
-    except NativeUnavailableError as error:
-        if dtype is torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
-            return "onednn"
-        return _not_packed(str(error), wanted)
-    if dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported() and isa != "amx":
-        return "onednn"  # its tiles are faster than vectors for many rows
-    if isa == "portable":
-        return _not_packed("there is no kernel for this kind of processor", wanted)
-    return "native"
+    reasons = []
+    for one in FORMATS:
+        reason = one.why_not(device, dtype)
+        if reason is None:
+            return one
+        reasons.append(reason)
+    if wanted:
+        raise ConfigError("pack_weights", f"is True, but {reasons[0]}")
+    return None
 
 
 def why_kernels_are_slower() -> str:
@@ -190,31 +169,7 @@ def choose_dtype(
     )
 
 
-def _int8(device: torch.device, dtype: torch.dtype, wanted: bool | None) -> Packing:
-    reason = None
-    if wanted is False:
-        reason = "pack_weights is False: weights are int8 only where they are packed"
-    elif device.type != "cpu" or dtype != torch.bfloat16:
-        reason = (
-            f"it is for bfloat16 on a CPU, and this is {dtype} on {device}; choose these, or none"
-        )
-    else:
-        try:
-            native_library()
-        except NativeUnavailableError as error:
-            reason = str(error)
-    if reason:
-        raise ConfigError("quantization", f"is int8, but {reason}")
-    return "int8"
-
-
-def _not_packed(reason: str, wanted: bool | None) -> Packing | None:
-    if wanted:
-        raise ConfigError("pack_weights", f"is True, but {reason}")
-    return None
-
-
-def pack_model(model: torch.nn.Module, how: Packing) -> PackingReport:
+def pack_model(model: torch.nn.Module, how: Format) -> PackingReport:
     """Replace the model's linear layers.
 
     Args:
@@ -225,40 +180,44 @@ def pack_model(model: torch.nn.Module, how: Packing) -> PackingReport:
     Raises:
         ModelRefusedError: a packed layer does not compute the same results as the original.
     """
-    groups = list(shared_weights(model, how))
     with torch.no_grad():
-        if how == "onednn":
-            report = _pack_for_onednn(model, groups)
-        else:
-            report = _pack_natively(model, groups, int8=how == "int8")
+        copied = _pack_groups(model, how)
         # The other parameters may be in a mapping of the checkpoint's file, and would keep all of
         # it in memory.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
-    return report
+    modules = list(model.modules())
+    return PackingReport(
+        linears=sum(isinstance(one, PackedLinear) for one in modules),
+        embeddings=sum(isinstance(one, PackedEmbedding) for one in modules),
+        how=how.name(),
+        copied_bytes=copied,
+    )
 
 
 @dataclass(slots=True)
 class _Group:
-    """The layers that share one weight, by name.
+    """The layers that share one weight, by name, and the format that takes it.
 
-    `is_ours` says that nothing else holds the weight.
+    `is_ours` says that nothing else holds the weight. Embeddings that cannot read a packed weight
+    hold theirs.
     """
 
     linears: dict[str, torch.nn.Linear]
     embeddings: dict[str, torch.nn.Embedding]
     is_ours: bool
+    how: Format
 
     @property
     def weight(self) -> torch.Tensor:
         return next(iter(self.linears.values())).weight
 
 
-def shared_weights(model: torch.nn.Module, how: Packing) -> Iterator[_Group]:
+def shared_weights(model: torch.nn.Module, how: Format | None) -> Iterator[_Group]:
     """Return the weights that can be packed, in the order in which their first layers are found."""
-    dtype = torch.bfloat16
-    if how == "native" and next(model.parameters()).dtype is torch.float32:
-        dtype = torch.float32
+    if how is None:
+        return
+    like = next(model.parameters())
     holders: dict[int, list[tuple[str, torch.nn.Module]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for parameter in module.parameters(recurse=False):
@@ -267,27 +226,26 @@ def shared_weights(model: torch.nn.Module, how: Packing) -> Iterator[_Group]:
         linears = {
             name: one
             for name, one in found
-            if isinstance(one, torch.nn.Linear) and _is_plain_linear(one, dtype)
+            if isinstance(one, torch.nn.Linear) and _is_plain_linear(one, like, how)
         }
         embeddings = {
             name: one
             for name, one in found
-            if isinstance(one, torch.nn.Embedding) and _is_plain_embedding(one)
+            if how.reads_rows and isinstance(one, torch.nn.Embedding) and _is_plain_embedding(one)
         }
         # A bias is also a parameter.
         weights = {id(one.weight) for one in linears.values()}
         if len(weights) != 1 or holders.get(next(iter(weights))) is not found:
             continue
-        yield _Group(linears, embeddings, len(found) == len(linears) + len(embeddings))
+        yield _Group(linears, embeddings, len(found) == len(linears) + len(embeddings), how)
 
 
-def _is_plain_linear(module: torch.nn.Linear, dtype: torch.dtype) -> bool:
+def _is_plain_linear(module: torch.nn.Linear, like: torch.Tensor, how: Format) -> bool:
+    weight = module.weight
     return (
         type(module) is torch.nn.Linear
-        and module.weight.dtype == dtype
-        and module.weight.device.type in ("cpu", "meta")
-        and module.weight.stride(1) == 1
-        and min(module.weight.shape) >= _SMALLEST
+        and (weight.dtype, weight.device) == (like.dtype, like.device)
+        and how.takes(weight)
         and not (module._forward_hooks or module._forward_pre_hooks)
         and set(dict(module.named_parameters())) <= {"weight", "bias"}
     )
@@ -307,7 +265,7 @@ def _is_plain_embedding(module: torch.nn.Embedding) -> bool:
     )
 
 
-def held_bytes(model: torch.nn.Module, how: Packing | None) -> dict[str, int]:
+def held_bytes(model: torch.nn.Module, how: Format | None) -> dict[str, int]:
     """Return how many bytes each parameter takes after packing, by its first name.
 
     Args:
@@ -315,93 +273,67 @@ def held_bytes(model: torch.nn.Module, how: Packing | None) -> dict[str, int]:
         how: see `choose_packing`.
     """
     held = {name: parameter.nbytes for name, parameter in model.named_parameters()}
-    if how is None:
-        return held
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in shared_weights(model, how):
         weight, name = group.weight, names[id(group.weight)]
-        # What is shared with an embedding can be read from our packed weight, not from oneDNN's.
-        is_held_twice = not group.is_ours or (how == "onednn" and bool(group.embeddings))
-        if how == "onednn":
-            packed = weight.nbytes
-        else:
-            int8 = how == "int8"
-            packed = packed_size(*weight.shape, dtype=weight.dtype, int8=int8)
-            packed += scales_size(len(weight)) if int8 else 0
-        held[name] = packed + (weight.nbytes if is_held_twice else 0)
+        packed = group.how.held_bytes(weight.shape, weight.dtype)
+        held[name] = packed + (0 if group.is_ours else weight.nbytes)
     return held
 
 
-def _pack_natively(model: torch.nn.Module, groups: list[_Group], *, int8: bool) -> PackingReport:
-    sizes = [
-        packed_size(*group.weight.shape, dtype=group.weight.dtype, int8=int8) for group in groups
-    ]
+def _pack_groups(model: torch.nn.Module, how: Format) -> int:
+    """Replace layers, and return the bytes of weights that are held twice."""
+    groups = list(shared_weights(model, how))
+    sizes = [one.how.placed_bytes(one.weight.shape, one.weight.dtype) for one in groups]
     # One allocation for all weights: its pages, which may be large ones, are filled while the
     # originals are freed.
     memory = torch.empty(sum(sizes), dtype=torch.uint8)
     pages = Pages(itertools.chain(model.parameters(), model.buffers()))
-    copied = start = 0
-    for group, size in zip(groups, sizes, strict=True):
+    copied = 0
+    for group, place in zip(groups, memory.split_with_sizes(sizes), strict=True):
         weight = group.weight
-        packed = packed_view(memory[start : start + size], weight.dtype)
-        scales = new_scales(len(weight)) if int8 else None
-        start += size
+        held = group.how(weight.shape, weight.dtype, place)
         name, rows = next(iter(group.linears)), _some_rows(weight)
         tables = {name: embedding(rows) for name, embedding in group.embeddings.items()}
-        products = _pack_slices(name, weight, packed, scales, pages if group.is_ours else None)
+        products = _pack_slices(name, weight, held, pages if group.is_ours else None)
         for name, linear in group.linears.items():
-            made = PackedLinear(packed, linear, scales)
+            made = PackedLinear(held, linear)
             _exchange(model, name, linear, made, products)
             if not group.is_ours:
                 made.share(linear.weight)
         if group.is_ours:
             for name, embedding in group.embeddings.items():
-                table = PackedEmbedding(packed, embedding, scales)
-                expected = tables[name]
-                if int8:
-                    expected = table.scaled(read_rows(packed, scales, rows, *weight.shape))
-                if not torch.equal(_bits(table(rows)), _bits(expected)):
+                table = PackedEmbedding(held, embedding)
+                expected = table.scaled(held.rows(rows)) if held.changes_results else tables[name]
+                if not torch.equal(table(rows).view(torch.int16), expected.view(torch.int16)):
                     raise ModelRefusedError(f"{name}: {_WRONG.format('rows')}")
                 model.set_submodule(name, table)
         else:
             copied += weight.nbytes
         group.linears.clear()
         group.embeddings.clear()
-    return PackingReport(
-        linears=_count(model, PackedLinear),
-        embeddings=_count(model, PackedEmbedding),
-        how=f"{native_library().isa}, as int8" if int8 else native_library().isa,
-        copied_bytes=copied,
-    )
+    return copied
 
 
 def _pack_slices(
-    name: str,
-    weight: torch.Tensor,
-    packed: torch.Tensor,
-    scales: torch.Tensor | None,
-    pages: Pages | None,
+    name: str, weight: torch.Tensor, held: WeightFormat, pages: Pages | None
 ) -> torch.Tensor:
-    """Pack a weight slice by slice, see `pack`.
+    """Pack a weight slice by slice.
 
     Each slice is checked against the original. The original is then given back to `pages`, unless
     `pages` is None.
 
     Returns:
-        The result of `_random_products` for the original, or for its int8 rounding.
+        The result of `_random_products` for the original, or for what the format rounds it to.
     """
     products = []
-    for part, own, own_scales in in_slices(weight, packed, scales, _SLICE_BYTES):
-        pack(part, own, own_scales)
-        if not _holds(own, own_scales, part, _some_rows(part)):
+    for part, own in held.slices(weight):
+        own.pack(part)
+        if own.reads_rows and not own.holds(part, _some_rows(part)):
             if not part.isfinite().all():
                 raise ModelRefusedError(NOT_FINITE.format(name=f"{name}.weight"))
             raise ModelRefusedError(f"{name}: {_WRONG.format('weights')}")
-        if own_scales is None:
-            products.append(_random_products(part))
-        else:
-            rounded = read_rows(own, own_scales, torch.arange(len(part)), *part.shape)
-            products.append(_random_products(rounded))
+        products.append(_random_products(own.unpacked() if own.changes_results else part))
         if pages is not None:
             pages.give_back(part)
     return torch.cat(products, -1)
@@ -409,38 +341,6 @@ def _pack_slices(
 
 def _some_rows(weight: torch.Tensor) -> torch.Tensor:
     return torch.linspace(0, len(weight) - 1, min(len(weight), _SAMPLED_ROWS)).long()
-
-
-def _holds(
-    packed: torch.Tensor, scales: torch.Tensor | None, weight: torch.Tensor, rows: torch.Tensor
-) -> bool:
-    """Return whether rows of a packed weight equal the original's, except for int8 rounding."""
-    original, actual = weight[rows], read_rows(packed, scales, rows, *weight.shape)
-    if scales is None:
-        return torch.equal(_bits(actual), _bits(original))
-    # Rounded to the next multiple of the scale, and then to bfloat16.
-    bound = scales[rows, None] * 0.5 + original.float().abs() * 2**-7
-    return bool(((actual.float() - original.float()).abs() <= bound).all())
-
-
-def _pack_for_onednn(model: torch.nn.Module, groups: list[_Group]) -> PackingReport:
-    copied = 0
-    for group in groups:
-        if len(group.linears) > 1:
-            continue  # each would hold the weight, and not see what is written to the other one
-        is_shared = bool(group.embeddings) or not group.is_ours
-        copied += group.weight.nbytes * is_shared
-        for name, linear in group.linears.items():
-            products = _random_products(linear.weight)
-            made = OneDnnLinear(linear)
-            _exchange(model, name, linear, made, products)
-            if is_shared:
-                made.share(linear.weight)
-        group.linears.clear()
-        group.embeddings.clear()
-    return PackingReport(
-        linears=_count(model, OneDnnLinear), embeddings=0, how="oneDNN", copied_bytes=copied
-    )
 
 
 NOT_FINITE = (
@@ -468,7 +368,7 @@ def _exchange(
     model: torch.nn.Module,
     name: str,
     linear: torch.nn.Linear,
-    packed: PackedLinear | OneDnnLinear,
+    packed: PackedLinear,
     products: torch.Tensor,
 ) -> None:
     """Replace a layer, and check that the new one computes the same results.
@@ -486,12 +386,3 @@ def _exchange(
         raise ModelRefusedError(f"{name}: {_WRONG.format('results')}")
     packed.train(linear.training)
     model.set_submodule(name, packed)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of elements, so that NaN equals itself."""
-    return tensor.view(torch.int16)
-
-
-def _count(model: torch.nn.Module, kind: type[torch.nn.Module]) -> int:
-    return sum(isinstance(module, kind) for module in model.modules())

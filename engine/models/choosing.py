@@ -58,8 +58,7 @@ def plan_decoder(
     """Describe what our decoder has to compute, and record what the model computes for a prompt.
 
     Args:
-        model: in evaluation mode, not in use, and not packed yet. With int8, which changes results,
-            it must already be packed.
+        model: in evaluation mode, not in use, and not packed yet, unless that changes results.
         backend: the backend that will compute attention.
         prompt: token ids.
         is_packed: whether the linear layers are, or will be, packed for our kernels.

@@ -10,34 +10,36 @@ from typing import Any
 
 import torch
 
+from engine.models.formats.interface import WeightFormat
 from engine.models.packed_weight import PackedWeight
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The types of tensors that are accepted as weights."""
+_UNPACKED = "_headrace_unpacked"
+"""The attribute of a tensor in a state dict: the id of the packed weight it was made from."""
 
 
 class HeldLayer(torch.nn.Module):
     """A layer that holds its weight [N, K] in a kernel's format, and looks like an ordinary layer.
 
     Attributes:
-        shape: N and K.
+        held: the weight, which other layers may share.
         was_asked: whether the layer has received a weight, or been told to keep the one it has,
             since this was last set to False.
         guard: called before the weight is changed. Raises if it must not be changed now.
     """
 
-    shape: tuple[int, int]
+    held: WeightFormat
     was_asked: bool
     guard: Callable[[], None] | None
     _shared: torch.Tensor | None
     _seen: dict[str, tuple[weakref.ref[torch.Tensor], int]]
 
-    def __init__(self, shape: tuple[int, int], dtype: torch.dtype) -> None:
-        """Create a layer of this shape (N and K). dtype: the type of inputs and outputs."""
+    def __init__(self, held: WeightFormat) -> None:
         super().__init__()
-        self.shape, self._held_as = shape, dtype
+        self.held = held
         # Empty, but present: a model's dtype and device are those of its first parameter.
-        nothing = torch.empty(0, dtype=dtype)
+        nothing = torch.empty(0, dtype=held.dtype)
         self.register_parameter("_dtype", torch.nn.Parameter(nothing, requires_grad=False))
         self.was_asked = False
         self.guard = None
@@ -47,22 +49,23 @@ class HeldLayer(torch.nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The weight, [N, K]. Writing to it changes the layer."""
-        return PackedWeight(self, torch.empty(self.shape, dtype=self._held_as, device="meta"))
+        held = self.held
+        return PackedWeight(self, torch.empty(held.shape, dtype=held.dtype, device="meta"))
 
     @property
     def key(self) -> Hashable:
         """A key that is equal for layers that share a weight: the id of its parameter, if it has
         one.
         """
-        return id(self) if self._shared is None else id(self._shared)
+        return id(self.held) if self._shared is None else id(self._shared)
 
     def unpacked(self) -> torch.Tensor:
         """Return the weight as the model has it, [out, in]."""
-        raise NotImplementedError
+        return self.held.unpacked()
 
-    def hold(self, weight: torch.Tensor) -> None:
-        """Replace the elements of the weight. weight: of the layer's shape, on the CPU."""
-        raise NotImplementedError
+    def _hold(self, weight: torch.Tensor) -> None:
+        for rows, own in self.held.slices(weight):
+            own.pack(rows)
 
     def take(self, weight: torch.Tensor) -> None:
         """See HoldsWeight.
@@ -73,13 +76,13 @@ class HeldLayer(torch.nn.Module):
         """
         if self.guard is not None:
             self.guard()
-        reason = why_not_taken(weight, self.shape)
+        reason = why_not_taken(weight, self.held.shape)
         if reason is not None:
             raise ValueError(reason)
         with torch.no_grad():
             self.was_asked = True
             weight = weight.clone() if isinstance(weight, PackedWeight) else weight.detach().cpu()
-            self.hold(weight)
+            self._hold(weight)
             if self._shared is not None:
                 self._shared.copy_(weight)
                 self._has_changed("shared", self._shared)
@@ -97,7 +100,7 @@ class HeldLayer(torch.nn.Module):
         This is cheap if nothing has changed.
         """
         if self._shared is not None and self._has_changed("shared", self._shared):
-            self.hold(self._shared.detach())
+            self._hold(self._shared.detach())
 
     def _has_changed(self, name: str, tensor: torch.Tensor) -> bool:
         seen, count = self._seen.get(name), writes(tensor)
@@ -113,9 +116,15 @@ class HeldLayer(torch.nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
+        # One tensor for all that share a packed weight, so that it is saved once.
+        shared = (one for one in destination.values() if vars(one).get(_UNPACKED) == id(self.held))
+        weight = next(shared, None)
         super()._save_to_state_dict(destination, prefix, keep_vars)
         del destination[f"{prefix}_dtype"]
-        destination[f"{prefix}weight"] = self.unpacked()
+        if weight is None:
+            weight = self.unpacked()
+            setattr(weight, _UNPACKED, id(self.held))
+        destination[f"{prefix}weight"] = weight
 
     def _load_from_state_dict(
         self,

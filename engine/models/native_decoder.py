@@ -26,9 +26,10 @@ from engine.attention.native_backend import NativeAttentionBackend, NativeMetada
 from engine.attention.registry import CONTEXT_KEYWORD
 from engine.models import description as described
 from engine.models.decoder_frame import DecoderFrame, DecoderOutput
+from engine.models.formats.native import Native, native_library
 from engine.models.layer_parts import Kind, Tables
 from engine.models.native_layer import BoundLayer, Held
-from engine.models.packed import PackedLinear, multiply, native_library
+from engine.models.packed import PackedLinear
 from engine.native.library import LayersCall
 
 
@@ -93,10 +94,10 @@ class NativeDecoder(DecoderFrame):
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the output layer, and scale and cap its results, in one pass: [L, K] → [L, V]."""
         layer = self._output
-        if self._finished is None or not isinstance(layer, PackedLinear):
+        held = layer.held if isinstance(layer, PackedLinear) else None
+        if self._finished is None or not isinstance(held, Native):
             return self.finish(self.output(x))
-        sizes = (layer.out_features, layer.in_features)
-        return multiply(x, layer.packed, layer.scales, layer.padded_bias, *sizes, self._finished)
+        return held.multiply(x, layer.padded_bias, self._finished)
 
     def tables(self, positions: torch.Tensor) -> list[Tables]:
         """Return the cosines and sines for tokens at these positions, for each of the rotary

@@ -6,6 +6,7 @@ comparisons, it can also compute each operation with a separate kernel.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import itertools
 from collections.abc import Sequence
@@ -15,9 +16,10 @@ from typing import Any
 import torch
 
 from engine.models import description as described
+from engine.models.formats.native import PANEL, Native, native_library
 from engine.models.joined_tensors import join_parts
 from engine.models.layer_parts import Tables, UnboundError
-from engine.models.packed import PANEL, PackedLinear, linear_weight, native_library, type_of
+from engine.models.packed import PackedLinear
 from engine.native.library import (
     BFLOAT16,
     CENTERED,
@@ -46,6 +48,8 @@ _ACTIVATIONS: dict[described.Activation, int] = {
 }
 DTYPES = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
 """The supported dtypes of models, and the kernels' codes for them."""
+_Layer = tuple[Native, torch.Tensor | None]
+"""The weight and the padded bias of a linear layer."""
 
 
 class Held:
@@ -83,21 +87,22 @@ class Held:
 
         inputs, outputs: the required width of the input and total width of the outputs.
         """
-        layers: list[PackedLinear] = []
+        layers: list[_Layer] = []
         for path in paths:
             module = self._model.get_submodule(path)
-            if type(module) is not PackedLinear:
+            if not isinstance(module, PackedLinear) or not isinstance(module.held, Native):
                 raise UnboundError(f"{path} is not packed")
-            if type_of(module.packed) is not self._dtype:
+            if module.held.dtype is not self._dtype:
                 raise UnboundError(f"{path} is not {self._dtype}")
-            layers.append(module)
-        if {one.in_features for one in layers} != {inputs} or outputs != sum(
-            one.out_features for one in layers
+            layers.append((module.held, module.padded_bias))
+        shapes = [held.shape for held, _ in layers]
+        if {shape[1] for shape in shapes} != {inputs} or outputs != sum(
+            shape[0] for shape in shapes
         ):
             raise UnboundError(f"{paths[0]} has other sizes than its neighbours")
         if len(layers) > 1 and _are_adjacent(layers):
-            return [self._joined(layers, inputs, outputs)]
-        return [self._linear(one) for one in layers]
+            return [self._joined(layers, outputs)]
+        return [self._linear(*one) for one in layers]
 
     def mlp(self, spec: LayerSpec, one: described.Mlp, width: int) -> None:
         """Add an MLP to a layer's spec. width: of its inputs and outputs."""
@@ -108,37 +113,36 @@ class Held:
         spec.down = self.linears([one.down], inner, width)[0]
         spec.gated, spec.activation = one.gated, _ACTIVATIONS[one.activation]
 
-    def _linear(self, one: PackedLinear) -> LinearWeight:
-        for tensor in (one.packed, one.scales, one.padded_bias):
+    def _linear(self, held: Native, bias: torch.Tensor | None) -> LinearWeight:
+        for tensor in (held.packed, held.scales, bias):
             self.address(tensor)
-        sizes = (one.out_features, one.in_features)
-        return linear_weight(one.packed, one.scales, one.padded_bias, *sizes)
+        return held.for_kernels(bias)
 
-    def _joined(self, layers: Sequence[PackedLinear], inputs: int, outputs: int) -> LinearWeight:
-        bias = scales = None
-        if any(one.padded_bias is not None for one in layers):
-            bias = join_parts([_bias(one) for one in layers])
-        if layers[0].scales is not None:
-            scales = join_parts([one.scales for one in layers if one.scales is not None])
-        for tensor in (*(one.packed for one in layers), bias, scales):
-            self.address(tensor)
-        return linear_weight(layers[0].packed, scales, bias, outputs, inputs)
+    def _joined(self, layers: Sequence[_Layer], outputs: int) -> LinearWeight:
+        whole, bias = copy.copy(layers[0][0]), None
+        whole.shape = (outputs, whole.shape[1])
+        if any(own is not None for _, own in layers):
+            bias = join_parts(
+                [
+                    torch.zeros(-(-held.shape[0] // PANEL) * PANEL) if own is None else own
+                    for held, own in layers
+                ]
+            )
+        if whole.scales is not None:
+            whole.scales = join_parts([one.scales for one, _ in layers if one.scales is not None])
+        for held, _ in layers:
+            self.address(held.packed)
+        return self._linear(whole, bias)
 
 
-def _are_adjacent(layers: Sequence[PackedLinear]) -> bool:
+def _are_adjacent(layers: Sequence[_Layer]) -> bool:
     return all(
         left.packed.data_ptr() + left.packed.nbytes == right.packed.data_ptr()
         and left.packed.untyped_storage().data_ptr() == right.packed.untyped_storage().data_ptr()
-        and not left.out_features % PANEL  # multiples of this are whole panels for any kernel
+        and not left.shape[0] % PANEL  # multiples of this are whole panels for any kernel
         and (left.scales is None) == (right.scales is None)
-        for left, right in itertools.pairwise(layers)
+        for (left, _), (right, _) in itertools.pairwise(layers)
     )
-
-
-def _bias(layer: PackedLinear) -> torch.Tensor:
-    if layer.padded_bias is None:
-        return torch.zeros(-(-layer.out_features // PANEL) * PANEL)
-    return layer.padded_bias
 
 
 @dataclass(frozen=True, slots=True)

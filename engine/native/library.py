@@ -211,7 +211,7 @@ class NativeLibrary:
         attention: takes an AttentionCall by reference. Returns 0, or, if the scratch memory is too
             small, the number of floats that it needs, without having done anything.
         linear_size, linear_pack, linear_rows, linear: packed linear layers; see the last lines of
-            src/library.cpp, and `engine.models.packed`, which calls them.
+            src/library.cpp, and `engine.models.formats.native`, which calls them.
         norm, gate, heads, add: the operations between a model's matrix products as separate
             functions, for the comparison with the model; see src/elementwise.cpp, and
             `engine.models.native_layer`, which calls them.

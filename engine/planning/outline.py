@@ -33,10 +33,11 @@ from engine.loading.gate import num_embeddings
 from engine.loading.kv_memory import make_groups
 from engine.loading.memory import HostLimits
 from engine.loading.model_defaults import context_length
-from engine.loading.packing import Packing, choose_dtype, choose_packing, held_bytes
+from engine.loading.packing import choose_dtype, choose_packing, held_bytes
 from engine.loading.rotary import read_rope
 from engine.loading.watching import LayerWatch, masks_of
 from engine.models.choosing import TORCH_DEVICES, computed_dtypes
+from engine.models.formats.registry import Format
 from engine.models.table import NotDescribedError, describe
 from engine.planning.operation_count import OperationCount
 
@@ -93,6 +94,7 @@ class Outline:
         name: the name of the model's class.
         device, dtype: the device that it would run on, and its dtype there.
         packing: how its layers would be packed; see `engine.loading.packing`.
+        is_ours: whether our kernels would then compute their products.
         own_decoder: whether our decoder would compute its layers; see `engine.models`.
         parameters: the number of parameters.
         shapes: the shapes of the KV cache, by layer.
@@ -117,7 +119,8 @@ class Outline:
     name: str
     device: torch.device
     dtype: torch.dtype
-    packing: Packing | None
+    packing: Format | None
+    is_ours: bool
     own_decoder: bool
     parameters: int
     shapes: tuple[LayerShape, ...]
@@ -181,8 +184,9 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
     packing = choose_packing(device, dtype, load_config.pack_weights, load_config.quantization)
     model = model_without_weights(checkpoint, dtype)
     ours: list[torch.nn.Module] = []
-    is_ours = packing in ("native", "int8") or device.type in TORCH_DEVICES
-    if is_ours and load_config.decoder == "own" and dtype in computed_dtypes(device):
+    is_ours = packing is not None and packing.is_ours
+    can_be_ours = is_ours or device.type in TORCH_DEVICES
+    if can_be_ours and load_config.decoder == "own" and dtype in computed_dtypes(device):
         ours = _computed_by_ours(model)
     watch, work = _watch(model, ours)
     text_config = model.config.get_text_config()
@@ -196,6 +200,7 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
         device=device,
         dtype=dtype,
         packing=packing,
+        is_ours=is_ours,
         own_decoder=bool(ours),
         parameters=model.num_parameters(),
         shapes=shapes,

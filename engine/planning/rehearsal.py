@@ -324,8 +324,7 @@ def _model(
 ) -> tuple[PreTrainedModel, CausalModel]:
     """Return the model with made-up weights, and what would compute its steps."""
     model = model_without_weights(outline.checkpoint, outline.dtype)
-    is_packed = outline.packing in ("native", "int8")
-    described = describe_steps(model, backend, is_packed=is_packed)
+    described = describe_steps(model, backend, is_packed=outline.is_ours)
     make_up(model, outline.packing, HostLimits.read().memory_available // 2)
     model.set_attn_implementation(ATTENTION_NAME)
     steps: CausalModel = model

@@ -10,22 +10,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar, cast
 
 import torch
 from transformers import PreTrainedModel
 
-from engine.loading.packing import Packing, shared_weights
-from engine.models.packed import (
-    PackedEmbedding,
-    PackedLinear,
-    ask_for_large_pages,
-    new_scales,
-    packed_size,
-    packed_view,
-)
-from engine.models.packed_onednn import OneDnnLinear
+from engine.loading.packing import shared_weights
+from engine.models.formats.interface import WeightFormat
+from engine.models.formats.registry import Format
+from engine.models.packed import PackedEmbedding, PackedLinear
 
 UNCACHED_BYTES = 64 << 20
 """The total size of the weights of one shape: more than a processor's cache retains of them while
@@ -80,6 +74,12 @@ class Numbers:
             done += len(part)
             self._next = (self._next + len(part)) % _TILE
 
+    def like(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of numbers."""
+        flat = torch.empty(math.prod(shape), dtype=dtype)
+        self.fill(flat)
+        return flat.view(*shape)
+
 
 class TooLargeError(Exception):
     """Even a few weights of each shape do not fit."""
@@ -107,57 +107,49 @@ class _Weights:
         """Return small random numbers, or ones for vectors, most of which are scales."""
         if len(shape) < 2 or not dtype.is_floating_point:
             return torch.ones(shape, dtype=dtype)
-        flat = torch.empty(math.prod(shape), dtype=dtype)
-        self._fill(flat)
-        return flat.view(shape)
+        self._take(math.prod(shape) * dtype.itemsize)
+        return self._numbers.like(shape, dtype)
 
-    def _fill(self, flat: torch.Tensor) -> None:
-        self._left -= flat.nbytes
+    def _take(self, size: int) -> None:
+        self._left -= size
         if self._left < 0:
             raise TooLargeError
-        self._numbers.fill(flat)
 
-    def _in_large_pages(self, size: int) -> torch.Tensor:
-        """Return memory that has not been written yet, in large pages if possible, as for packed
-        weights.
-        """
+    def _place(self, size: int) -> torch.Tensor:
+        """Return memory that has not been written yet, together with that of other weights."""
         if size > len(self._chunk) - self._used:
             # Only what is written takes memory.
             self._chunk = torch.empty(max(size, _CHUNK_BYTES), dtype=torch.uint8)
             self._used = 0
-            ask_for_large_pages(self._chunk)
         part = self._chunk[self._used : self._used + size]
         self._used += -(-size // _ALIGNED) * _ALIGNED
         return part
 
-    def packed(
-        self, weight: torch.Tensor, *, int8: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a made-up packed weight, with its scales, to replace a weight on the meta
-        device.
-        """
-        shape, dtype = tuple(weight.shape), weight.dtype
-        size = packed_size(*shape, dtype=dtype, int8=int8)
+    def packed(self, weight: torch.Tensor, how: Format) -> WeightFormat:
+        """Return a made-up packed weight to replace a weight on the meta device."""
+        shape, dtype = weight.shape, weight.dtype
+        size = how.held_bytes(shape, dtype)
 
-        def make() -> tuple[torch.Tensor, torch.Tensor | None]:
-            memory = self._in_large_pages(size)
-            self._fill(memory.view(dtype))
-            scales = new_scales(shape[0]).fill_(0.01) if int8 else None
-            return packed_view(memory, dtype), scales
+        def make() -> WeightFormat:
+            self._take(size)
+            held = how(shape, dtype, self._place(how.placed_bytes(shape, dtype)))
+            for rows, own in held.slices(weight):
+                own.pack(self._numbers.like(rows.shape, dtype))
+            return held
 
-        return self._rings.take(("packed", shape, dtype), size, make)
+        return self._rings.take((how, shape, dtype), size, make)
 
 
-def make_up(model: PreTrainedModel, packing: Packing | None, most_bytes: int) -> None:
+def make_up(model: PreTrainedModel, packing: Format | None, most_bytes: int) -> None:
     """Replace the weights of a model on the meta device by made-up ones, packed as a server would.
 
     Raises:
         TooLargeError: they would take more than `most_bytes` bytes.
     """
     weights = _Weights(most_bytes)
-    groups = [] if packing is None else list(shared_weights(model, packing))
+    groups = list(shared_weights(model, packing))
     in_linears = {id(group.weight) for group in groups}
-    unpacked = {id(group.weight) for group in groups if packing == "onednn" or not group.is_ours}
+    unpacked = {id(group.weight) for group in groups if not group.is_ours}
     made: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, one in module._parameters.items():
@@ -171,15 +163,9 @@ def make_up(model: PreTrainedModel, packing: Packing | None, most_bytes: int) ->
             if buffer is not None:
                 module._buffers[name] = weights.like(buffer)
     for group in groups:
-        if packing == "onednn":
-            weight = weights.parameter(group.weight)
-            for name, linear in group.linears.items():
-                linear.weight = weight
-                model.set_submodule(name, OneDnnLinear(linear))
-            continue
-        packed, scales = weights.packed(group.weight, int8=packing == "int8")
+        held = weights.packed(group.weight, group.how)
         for name, linear in group.linears.items():
-            model.set_submodule(name, PackedLinear(packed, linear, scales))
+            model.set_submodule(name, PackedLinear(held, linear))
         if group.is_ours:
             for name, embedding in group.embeddings.items():
-                model.set_submodule(name, PackedEmbedding(packed, embedding, scales))
+                model.set_submodule(name, PackedEmbedding(held, embedding))

@@ -15,7 +15,7 @@ from benchmarks.records import Case, Plan
 from benchmarks.runner import Runner
 from benchmarks.systems import SystemSpec
 from benchmarks.workloads import WORKLOADS, parse_load
-from engine.models.packed import native_library
+from engine.models.formats.native import native_library
 
 NOTING = '''
 """A system that repeats its prompts, and notes them in a file of its own."""

@@ -24,6 +24,7 @@ from engine.contract.request import RequestStatus
 from engine.contract.stats import EngineStats
 from engine.kv_cache.group_kinds import SlidingAttention
 from engine.loading.loader import verify_model
+from engine.models.formats.native import Native
 from engine.models.table import FAMILIES as DESCRIBED
 from tests.families import EVERY_FAMILY
 from tests.model_recipes import MODES, RECIPES, REFUSALS, WINDOW, Recipe
@@ -90,7 +91,7 @@ def _run(
 
 def _with_our_decoder(model: PreTrainedModel) -> LoadedModel:
     """Packs the model's linear layers."""
-    verified = verify_model(model, Path(), lambda line: None, packing="native", own_decoder=True)
+    verified = verify_model(model, Path(), lambda line: None, packing=Native, own_decoder=True)
     assert verified.decoder is not None
     return LoadedModel(verified)
 

@@ -31,7 +31,9 @@ from engine.loading import gate
 from engine.loading.gate import check_config, probe_layers, self_check
 from engine.loading.loader import verify_model
 from engine.loading.mask_rules import MaskWatch, UnknownMaskError
-from engine.loading.packing import Packing
+from engine.models.formats.int8 import Int8
+from engine.models.formats.native import Native
+from engine.models.formats.registry import Format
 from tests.tiny_models import FAMILIES, greedy_reference, make_model, make_prompts
 
 
@@ -433,17 +435,17 @@ def test_products_are_summed_in_float32_while_results_are_compared() -> None:
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize("packing", [None, "native", "int8"])
+@pytest.mark.parametrize("packing", [None, Native, Int8])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize(
     "name",
     ["model.norm.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"],
 )
 def test_a_weight_that_is_not_finite_is_named(
-    name: str, value: float, packing: Packing | None
+    name: str, value: float, packing: Format | None
 ) -> None:
     model = make_model(FAMILIES["llama"]())
-    if packing == "int8":
+    if packing is Int8:
         model = model.to(torch.bfloat16)
     with torch.no_grad():
         model.get_parameter(name)[-1] = value
@@ -461,8 +463,8 @@ def test_results_that_are_not_finite_though_weights_are() -> None:
         from_model(model)
 
 
-@pytest.mark.parametrize("packing", [None, "native"])
-def test_a_bias_may_mask_tokens_by_minus_infinity(packing: Packing | None) -> None:
+@pytest.mark.parametrize("packing", [None, Native])
+def test_a_bias_may_mask_tokens_by_minus_infinity(packing: Format | None) -> None:
     model = make_model(FAMILIES["phi"]())
     with torch.no_grad():
         model.get_parameter("lm_head.bias")[100:] = -INF

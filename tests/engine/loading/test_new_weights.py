@@ -188,10 +188,10 @@ def test_its_own_weights_change_nothing(packing: str, saved: Any) -> None:
     """Not a bit, also of those that were rounded to int8."""
     loaded = _loaded(saved("gemma3", packing, 0), packing)
     before = loaded.model.state_dict()
-    packed = [one.packed.clone() for one in held_layers(loaded.model) if hasattr(one, "packed")]
+    packed = [one.held.tensors()["packed"].clone() for one in held_layers(loaded.model)]
     loaded.model.load_state_dict(before)
     loaded.load_weights(before)
-    after = [one.packed for one in held_layers(loaded.model) if hasattr(one, "packed")]
+    after = [one.held.tensors()["packed"] for one in held_layers(loaded.model)]
     assert all(torch.equal(*pair) for pair in zip(packed, after, strict=True))
 
 

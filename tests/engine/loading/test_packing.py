@@ -20,13 +20,16 @@ from engine.loading.checkpoint import read_checkpoint
 from engine.loading.loader import load_model, verify_model
 from engine.loading.packing import (
     DtypeChoice,
-    Packing,
     choose_dtype,
     choose_packing,
     pack_model,
 )
+from engine.models.formats import native
+from engine.models.formats.int8 import Int8
+from engine.models.formats.native import Native
+from engine.models.formats.onednn import OneDnn
+from engine.models.formats.registry import Format
 from engine.models.packed import PackedEmbedding, PackedLinear
-from engine.models.packed_onednn import OneDnnLinear
 from engine.native.library import NativeUnavailableError
 from engine.planning.outline import read_outline
 from tests.families import EVERY_FAMILY
@@ -37,7 +40,7 @@ LINEARS = 3 * 7 + 1
 _needs_onednn = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 here"
 )
-HOW = ("native", pytest.param("onednn", marks=_needs_onednn))
+HOW = (Native, pytest.param(OneDnn, marks=_needs_onednn))
 TIED = (("llama", False), ("llama", True), ("gemma3", True))
 """Families with and without tied weights. Gemma's embedding scales what it reads."""
 
@@ -61,11 +64,11 @@ def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(("family", "tied"), TIED)
-def test_a_model_yields_what_it_did(how: Packing, family: str, tied: bool) -> None:
+def test_a_model_yields_what_it_did(how: Format, family: str, tied: bool) -> None:
     model = _model(family, tied=tied)
     expected, weights = _logits(model), copy.deepcopy(model.state_dict())
     report = pack_model(model, how)
-    assert report.embeddings == int(tied and how == "native")
+    assert report.embeddings == int(tied and how is Native)
     assert report.linears == 7 * model.config.num_hidden_layers + 1
     assert not any(type(module) is torch.nn.Linear for module in model.modules())
     assert _difference(_logits(model), expected) < 2e-2
@@ -82,7 +85,7 @@ def test_every_family_passes_the_gate_packed(family: str) -> None:
     # In bfloat16, random weights may bring a router so near a tie that another expert is taken.
     near_ties = ("gemma4 with experts", "granitemoeshared")
     model = _model(family, seed=3 if family in near_ties else 0)
-    verify_model(model, Path(), lambda line: None, packing="native")
+    verify_model(model, Path(), lambda line: None, packing=Native)
     assert any(isinstance(module, PackedLinear) for module in model.modules())
 
 
@@ -90,27 +93,29 @@ def test_every_family_passes_the_gate_packed(family: str) -> None:
 def test_weights_are_not_held_twice(family: str, tied: bool) -> None:
     model = _model(family, tied=tied)
     before = model.num_parameters() * 2
-    report = pack_model(model, "native")
+    report = pack_model(model, Native)
+    packed = [one.held.packed for one in model.modules() if isinstance(one, PackedLinear)]
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in (*model.parameters(), *model.buffers())
+        for tensor in (*model.parameters(), *model.buffers(), *packed)
         if tensor.numel()
     }
+    assert sum(storages.values()) >= before
     assert report.copied_bytes == 0
     assert sum(storages.values()) <= before * 1.02 + 4096
 
 
-@pytest.mark.parametrize("how", ["native", "int8"])
+@pytest.mark.parametrize("how", [Native, Int8])
 def test_a_large_weight_is_packed_and_given_back_in_slices(
-    how: Packing, monkeypatch: pytest.MonkeyPatch
+    how: Format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At most one slice is in memory in both forms."""
     events: list[tuple[str, int]] = []
-    pack, give_back = packing.pack, packing.Pages.give_back
+    pack, give_back = Native.pack, packing.Pages.give_back
 
-    def packed(weight: torch.Tensor, *others: Any) -> None:
+    def packed(self: Native, weight: torch.Tensor) -> None:
         events.append(("packed", len(weight)))
-        pack(weight, *others)
+        pack(self, weight)
 
     def given(self: Any, weight: torch.Tensor) -> int:
         events.append(("given", len(weight)))
@@ -118,8 +123,8 @@ def test_a_large_weight_is_packed_and_given_back_in_slices(
 
     whole, sliced = _model(tied=True), _model(tied=True)
     pack_model(whole, how)
-    monkeypatch.setattr(packing, "_SLICE_BYTES", 64 * 64 * 2)
-    monkeypatch.setattr(packing, "pack", packed)
+    monkeypatch.setattr(native, "_SLICE_BYTES", 64 * 64 * 2)
+    monkeypatch.setattr(Native, "pack", packed)
     monkeypatch.setattr(packing.Pages, "give_back", given)
     pack_model(sliced, how)
     assert events[:4] == [("packed", 64), ("given", 64)] * 2  # an embedding of 128 rows
@@ -159,7 +164,7 @@ def test_a_weight_that_others_hold_is_copied_for_them() -> None:
     model.table = Scaled(40, 32, _weight=model.head.weight)
     model.table.weight = model.head.weight
     expected = model.head.weight.detach().clone()
-    report = pack_model(model, "native")
+    report = pack_model(model, Native)
     assert report.copied_bytes == expected.nbytes
     assert "held twice" in str(report)
     assert isinstance(model.head, PackedLinear)
@@ -189,7 +194,7 @@ def test_what_is_not_plainly_a_linear_layer_is_left_alone() -> None:
         hooked,
     )
     kinds = [type(module) for module in model]
-    assert pack_model(model, "native").linears == 0
+    assert pack_model(model, Native).linears == 0
     assert [type(module) for module in model] == kinds
 
 
@@ -223,7 +228,7 @@ def test_a_model_from_disk_is_packed_and_generates(
 
 def test_a_compiled_model_yields_the_same() -> None:
     model = _model(tied=True)
-    pack_model(model, "native")
+    pack_model(model, Native)
     expected = _logits(model)
     compiled = torch.compile(model, backend="aot_eager")
     assert _difference(_logits(compiled), expected) < 2e-2
@@ -248,18 +253,18 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(PackedLinear, "forward", wrong)
     with pytest.raises(ModelRefusedError, match="packed results are not those"):
-        pack_model(_model(), "native")
+        pack_model(_model(), Native)
 
 
 def test_wrong_packing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = packing.pack
+    right = Native.pack
 
-    def wrong(weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor | None) -> None:
-        right(weight, packed, scales)
-        packed[0] ^= 16
+    def wrong(self: Native, weight: torch.Tensor) -> None:
+        right(self, weight)
+        self.packed[0] ^= 16
 
-    monkeypatch.setattr(packing, "pack", wrong)
-    for how in ("native", "int8"):
+    monkeypatch.setattr(Native, "pack", wrong)
+    for how in (Native, Int8):
         with pytest.raises(ModelRefusedError, match="packed weights are not those"):
             pack_model(_model(), how)
 
@@ -272,17 +277,17 @@ def test_a_wrong_table_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(PackedEmbedding, "forward", wrong)
     with pytest.raises(ModelRefusedError, match="packed rows are not those"):
-        pack_model(_model(tied=True), "native")
+        pack_model(_model(tied=True), Native)
 
 
 def test_a_scale_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PackedEmbedding, "scaled", lambda _, rows: rows)
     with pytest.raises(ModelRefusedError, match="packed rows are not those"):
-        pack_model(_model("gemma3", tied=True), "native")
+        pack_model(_model("gemma3", tied=True), Native)
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_gradients_are_refused(how: Packing) -> None:
+def test_gradients_are_refused(how: Format) -> None:
     """They would be those of norms and biases alone. Without a backward pass nothing is refused."""
     model = _model("qwen2")
     pack_model(model, how)
@@ -305,7 +310,7 @@ def test_the_packed_model_is_judged_by_the_model_as_it_was(monkeypatch: pytest.M
             stage,
             lambda *args, right=right, **named: (watch(*args), right(*args, **named))[1],
         )
-    verify_model(_model(), Path(), lambda line: None, packing="native")
+    verify_model(_model(), Path(), lambda line: None, packing=Native)
     assert packed == [False, True]
 
 
@@ -316,7 +321,7 @@ def test_choosing() -> None:
     assert choose_packing(cuda, torch.bfloat16, None) is None
     assert choose_packing(cpu, torch.bfloat16, None) == choose_packing(cpu, torch.bfloat16, True)
     for wanted in (None, True):
-        assert choose_packing(cpu, torch.float32, wanted) == "native"
+        assert choose_packing(cpu, torch.float32, wanted) is Native
     for device, dtype in ((cpu, torch.float16), (cuda, torch.bfloat16)):
         with pytest.raises(ConfigError, match="pack_weights: is True, but only bfloat16 and float"):
             choose_packing(device, dtype, True)
@@ -325,7 +330,7 @@ def test_choosing() -> None:
 def test_choosing_int8(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     for wanted in (None, True):
-        assert choose_packing(cpu, torch.bfloat16, wanted, "int8") == "int8"
+        assert choose_packing(cpu, torch.bfloat16, wanted, "int8") is Int8
     with pytest.raises(ConfigError, match="quantization: is int8, but pack_weights is False"):
         choose_packing(cpu, torch.bfloat16, False, "int8")
     for device, dtype in ((cpu, torch.float32), (cuda, torch.bfloat16)):
@@ -335,7 +340,7 @@ def test_choosing_int8(monkeypatch: pytest.MonkeyPatch) -> None:
     def unavailable() -> None:
         raise NativeUnavailableError("they were not built")
 
-    monkeypatch.setattr(packing, "native_library", unavailable)
+    monkeypatch.setattr(native, "native_library", unavailable)
     with pytest.raises(ConfigError, match="quantization: is int8, but they were not built"):
         choose_packing(cpu, torch.bfloat16, None, "int8")
 
@@ -348,7 +353,7 @@ def test_a_model_is_loaded_as_int8(tmp_path: Path) -> None:
     ).model
     layers = [one for one in loaded.modules() if isinstance(one, PackedLinear)]
     assert layers
-    assert all(one.scales is not None for one in layers)
+    assert all(isinstance(one.held, Int8) for one in layers)
     assert any("as int8" in line for line in lines)
 
 
@@ -356,17 +361,17 @@ def test_choosing_by_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     # Tiles that the library cannot use, as it was built without them, or the system forbids it.
-    for isa, chosen in (("amx", "native"), ("avx512_bf16", "onednn"), ("avx2", "onednn")):
-        monkeypatch.setattr(packing, "native_library", lambda isa=isa: SimpleNamespace(isa=isa))
-        assert choose_packing(cpu, torch.bfloat16, None) == chosen
+    for isa, chosen in (("amx", Native), ("avx512_bf16", OneDnn), ("avx2", OneDnn)):
+        monkeypatch.setattr(native, "native_library", lambda isa=isa: SimpleNamespace(isa=isa))
+        assert choose_packing(cpu, torch.bfloat16, None) is chosen
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
 
     def unavailable() -> None:
         raise NativeUnavailableError("they were not built")
 
-    monkeypatch.setattr(packing, "native_library", unavailable)
+    monkeypatch.setattr(native, "native_library", unavailable)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    assert choose_packing(cpu, torch.bfloat16, None) == "onednn"
+    assert choose_packing(cpu, torch.bfloat16, None) is OneDnn
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     assert choose_packing(cpu, torch.bfloat16, None) is None
     with pytest.raises(ConfigError, match="not built"):
@@ -382,7 +387,7 @@ def _hide_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     def unavailable() -> None:
         raise NativeUnavailableError("they were not built")
 
-    monkeypatch.setattr(packing, "native_library", unavailable)
+    monkeypatch.setattr(native, "native_library", unavailable)
 
 
 def test_auto_is_float32_where_bfloat16_is_slow(
@@ -418,7 +423,10 @@ def test_auto_is_the_checkpoints_type(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @_needs_onednn
 def test_onednn_layers_compile() -> None:
-    layer = OneDnnLinear(torch.nn.Linear(32, 40).bfloat16())
+    linear = torch.nn.Linear(32, 40).bfloat16()
+    held = OneDnn((40, 32), torch.bfloat16)
+    held.pack(linear.weight)
+    layer = PackedLinear(held, linear)
     x = torch.randn(3, 32).bfloat16()
     with torch.inference_mode():
         assert torch.equal(torch.compile(layer, backend="aot_eager")(x), layer(x))

@@ -19,7 +19,8 @@ from engine.contract.errors import ModelRefusedError
 from engine.loading import gate, loader
 from engine.models import choosing, comparison, native_decoder, native_layer, recording
 from engine.models.description import Decoder, Layer
-from engine.models.packed import PackedLinear, native_library, pack
+from engine.models.formats.native import native_library
+from engine.models.packed import PackedLinear
 from tests.engine.models.test_decoder import make, verify
 
 SCALED = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
@@ -50,7 +51,7 @@ def _one_row(model: Any) -> None:
     layer: PackedLinear = model.model.layers[1].mlp.down_proj
     weight = layer.weight.float()
     weight[17] *= 1.01
-    pack(weight.bfloat16(), layer.packed)
+    layer.held.pack(weight.bfloat16())
 
 
 def _one_norm(model: Any) -> None:

@@ -19,9 +19,11 @@ from engine.api.offline import LoadedModel
 from engine.attention.native_backend import NativeAttentionBackend
 from engine.contract.config import LoadConfig
 from engine.loading.loader import load_model, verify_model
-from engine.loading.packing import Packing
 from engine.loading.verified import VerifiedModel
 from engine.models import table
+from engine.models.formats.int8 import Int8
+from engine.models.formats.native import Native
+from engine.models.formats.registry import Format
 from engine.models.native_decoder import NativeDecoder
 from engine.models.packed import PackedEmbedding, PackedLinear
 from engine.models.table import FAMILIES as DESCRIBED
@@ -51,7 +53,7 @@ def make(name: str = "qwen3", seed: int = 0, **settings: Any) -> PreTrainedModel
 
 
 def verify(
-    model: PreTrainedModel, packing: Packing | None = "native", lines: list[str] | None = None
+    model: PreTrainedModel, packing: Format | None = Native, lines: list[str] | None = None
 ) -> VerifiedModel:
     """Through the load gate, with our decoder if it can be."""
     told = [] if lines is None else lines
@@ -77,9 +79,9 @@ def _gaps(judge: PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch
     return gaps
 
 
-@pytest.mark.parametrize("packing", ["native", "int8"])
+@pytest.mark.parametrize("packing", [Native, Int8])
 @pytest.mark.parametrize("family", OURS)
-def test_every_family_of_the_table(family: str, packing: Packing) -> None:
+def test_every_family_of_the_table(family: str, packing: Format) -> None:
     """It passes the comparison with itself, and chooses tokens that the model finds most likely, in
     steps of every kind.
     """
@@ -93,12 +95,12 @@ def test_every_family_of_the_table(family: str, packing: Packing) -> None:
     for option in options:
         for prompt, tokens in zip(PROMPTS, generate(verified, **option), strict=True):
             assert len(tokens) == NEW
-            if packing == "native":
+            if packing is Native:
                 assert _gaps(judge, prompt, tokens).max() <= 0.15
 
 
-@pytest.mark.parametrize("packing", ["native", "int8"])
-def test_a_scaled_embedding_of_tied_weights(packing: Packing) -> None:
+@pytest.mark.parametrize("packing", [Native, Int8])
+def test_a_scaled_embedding_of_tied_weights(packing: Format) -> None:
     """It is replaced, with int8 before the model's class is looked up."""
     lines: list[str] = []
     verified = verify(make("gemma3", tie_word_embeddings=True), packing, lines)

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import gelu, layer_norm, relu, silu
 
 from engine.models import comparison
-from engine.models.packed import native_library
+from engine.models.formats.native import native_library
 from engine.native import library
 from engine.native.library import (
     CENTERED,

@@ -11,18 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.models.packed import (
-    PackedEmbedding,
-    PackedLinear,
-    multiply,
-    native_library,
-    new_scales,
-    pack,
-    packed_size,
-    packed_view,
-    pad_bias,
-    read_rows,
-)
+from engine.models.formats.int8 import Int8
+from engine.models.formats.native import Native, native_library
+from engine.models.packed import PackedEmbedding, PackedLinear
 from engine.native import library
 
 ROUNDING = 2.0**-8
@@ -46,13 +37,10 @@ def int8(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def _packed(
-    weight: torch.Tensor, *, int8: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    packed = torch.empty(packed_size(*weight.shape, int8=int8), dtype=torch.uint8)
-    scales = new_scales(len(weight)) if int8 else None
-    pack(weight, packed, scales)
-    return packed, scales
+def _packed(weight: torch.Tensor, *, int8: bool = False) -> Native:
+    packed = (Int8 if int8 else Native)(weight.shape, weight.dtype)
+    packed.pack(weight)
+    return packed
 
 
 def _as_int8(weight: torch.Tensor) -> torch.Tensor:
@@ -70,8 +58,8 @@ def _random(*shape: int, seed: int = 0) -> torch.Tensor:
 def _check(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, int8: bool = False
 ) -> torch.Tensor:
-    outputs, inputs = weight.shape
-    actual = multiply(x, *_packed(weight, int8=int8), pad_bias(bias), outputs, inputs)
+    packed = _packed(weight, int8=int8)
+    actual = packed.multiply(x, packed.padded(bias))
     numbers = _as_int8(weight) if int8 else weight.double()
     exact = x.double() @ numbers.T
     size = x.double().abs() @ numbers.abs().T
@@ -79,7 +67,7 @@ def _check(
         exact, size = exact + bias.double(), size + bias.double().abs()
     assert actual.dtype == torch.bfloat16
     assert actual.shape == exact.shape
-    bound = ROUNDING * exact.abs() + inputs * 2.0**-23 * size
+    bound = ROUNDING * exact.abs() + weight.shape[1] * 2.0**-23 * size
     assert ((actual.double() - exact).abs() <= bound).all()
     return actual
 
@@ -106,13 +94,13 @@ def test_a_row_is_the_same_among_any_others_and_for_any_threads(
 ) -> None:
     weight = _random(300, inputs)
     x, packed = _random(150, inputs, seed=3), _packed(weight, int8=int8)
-    all_rows = multiply(x, *packed, None, 300, inputs)
+    all_rows = packed.multiply(x, None)
     before = torch.get_num_threads()
     try:
         for threads, rows in itertools.product((1, 2, 7, 40), (1, 2, 5, 6, 7, 16, 17, 97, 100)):
             torch.set_num_threads(threads)
             torch.testing.assert_close(
-                multiply(x[:rows], *packed, None, 300, inputs), all_rows[:rows], rtol=0, atol=0
+                packed.multiply(x[:rows], None), all_rows[:rows], rtol=0, atol=0
             )
     finally:
         torch.set_num_threads(before)
@@ -120,14 +108,14 @@ def test_a_row_is_the_same_among_any_others_and_for_any_threads(
 
 @pytest.mark.parametrize("outputs", [5, 64, 200])
 def test_what_becomes_of_results(isa: str, int8: bool, outputs: int) -> None:
-    weight, bias = _random(outputs, 48), pad_bias(_random(outputs, seed=1))
+    packed = _packed(_random(outputs, 48), int8=int8)
+    bias = packed.padded(_random(outputs, seed=1))
     every = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16)
     finished = torch.tanh(every / 3.0) * 3.0
-    packed = _packed(weight, int8=int8)
     for rows in (1, 5, 16, 97):
         x = _random(rows, 48, seed=rows)
-        expected = torch.tanh(multiply(x, *packed, bias, outputs, 48) / 3.0) * 3.0
-        actual = multiply(x, *packed, bias, outputs, 48, finished)
+        expected = torch.tanh(packed.multiply(x, bias) / 3.0) * 3.0
+        actual = packed.multiply(x, bias, finished)
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
@@ -150,7 +138,7 @@ def test_packing_changes_no_number(isa: str) -> None:
     for weight in (bits.view(256, 256), bits[:63175].view(95, 665)):
         packed = _packed(weight.view(torch.bfloat16))
         rows = torch.randperm(len(weight))[:95].view(5, 19)
-        actual = read_rows(*packed, rows, *weight.shape)
+        actual = packed.rows(rows)
         assert torch.equal(actual.view(torch.int16), weight[rows])
 
 
@@ -158,8 +146,7 @@ def test_packing_changes_no_number(isa: str) -> None:
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="there are no large pages"
 )
 def test_the_system_is_asked_for_large_pages() -> None:
-    packed = torch.empty(packed_size(4096, 1024), dtype=torch.uint8)
-    pack(_random(4096, 1024), packed)
+    packed = _packed(_random(4096, 1024)).packed
     middle, own = packed.data_ptr() + packed.nbytes // 2, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -174,14 +161,14 @@ def test_int8_is_the_nearest_there_is(isa: str) -> None:
     weight = _random(95, 133)
     weight[3], weight[4, 7:] = 0, 0
     rows = torch.randperm(95)
-    actual = read_rows(*_packed(weight, int8=True), rows, 95, 133)
+    actual = _packed(weight, int8=True).rows(rows)
     assert torch.equal(actual, _as_int8(weight).float().bfloat16()[rows])
 
 
 def test_what_is_not_a_number_stays_none(isa: str) -> None:
     x, weight = _random(2, 32), _random(40, 32)
     weight[3, 5], weight[7, 0] = float("inf"), float("nan")
-    actual = multiply(x, *_packed(weight), None, 40, 32)
+    actual = _packed(weight).multiply(x, None)
     expected = x.float() @ weight.float().T
     assert torch.equal(actual.isnan(), expected.isnan())
     assert torch.equal(actual.isinf(), expected.isinf())
@@ -190,7 +177,7 @@ def test_what_is_not_a_number_stays_none(isa: str) -> None:
 @pytest.mark.parametrize("row", [-1, 40, 2**40])
 def test_a_row_that_does_not_exist(row: int) -> None:
     with pytest.raises(IndexError, match="between 0 and 39"):
-        read_rows(*_packed(_random(40, 32)), torch.tensor([0, row]), 40, 32)
+        _packed(_random(40, 32)).rows(torch.tensor([0, row]))
 
 
 @pytest.mark.parametrize(
@@ -199,13 +186,13 @@ def test_a_row_that_does_not_exist(row: int) -> None:
 )
 def test_input_that_does_not_fit(x: torch.Tensor) -> None:
     with pytest.raises(RuntimeError, match=r"takes torch\.bfloat16"):
-        multiply(x, *_packed(_random(40, 32)), None, 40, 32)
+        _packed(_random(40, 32)).multiply(x, None)
 
 
 def test_a_layer_compiles_and_keeps_its_weight(tmp_path: Path) -> None:
     linear = torch.nn.Linear(32, 40).bfloat16().eval()
     embedding = torch.nn.Embedding(40, 32, _weight=linear.weight.detach())
-    packed, _ = _packed(linear.weight)
+    packed = _packed(linear.weight)
     layers = torch.nn.Sequential(PackedEmbedding(packed, embedding), PackedLinear(packed, linear))
     ids = torch.tensor([[3, 39, 0]])
     expected = linear(embedding(ids)).float()
@@ -225,16 +212,15 @@ def test_a_layer_compiles_and_keeps_its_weight(tmp_path: Path) -> None:
 def test_float32(isa: str, outputs: int, inputs: int) -> None:
     weight = torch.randn((outputs, inputs), generator=torch.Generator().manual_seed(2))
     bias = torch.linspace(-1, 1, outputs)
-    memory = torch.empty(packed_size(outputs, inputs, dtype=torch.float32), dtype=torch.uint8)
-    packed = packed_view(memory, torch.float32)
-    pack(weight, packed)
+    packed = _packed(weight)
+    padded = packed.padded(bias)
     rows = torch.arange(outputs).flip(0)
-    assert torch.equal(read_rows(packed, None, rows, outputs, inputs), weight.flip(0))
+    assert torch.equal(packed.rows(rows), weight.flip(0))
     for count in (1, 3, 6, 7, 40, 97, 200):
         x = torch.randn((count, inputs), generator=torch.Generator().manual_seed(count))
-        actual = multiply(x, packed, None, pad_bias(bias), outputs, inputs)
+        actual = packed.multiply(x, padded)
         exact = x.double() @ weight.double().T + bias.double()
         size = x.double().abs() @ weight.double().abs().T + bias.double().abs()
         assert ((actual.double() - exact).abs() <= (inputs + 2) * 2.0**-23 * size).all()
-        one = multiply(x[:1], packed, None, pad_bias(bias), outputs, inputs)
+        one = packed.multiply(x[:1], padded)
         assert torch.equal(one, actual[:1]), "a row is the same among others"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.loading.packing import pack_model
+from engine.models.formats.native import Native
 from engine.models.packed import PackedLinear
 
 
@@ -16,7 +17,7 @@ from engine.models.packed import PackedLinear
 def layer() -> PackedLinear:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 48))
-    pack_model(model, "native")
+    pack_model(model, Native)
     found = model[0]
     assert isinstance(found, PackedLinear)
     return found

@@ -15,7 +15,8 @@ from engine.contract.errors import ConfigError, InsufficientMemoryError, ModelRe
 from engine.loading.loader import load_model
 from engine.loading.memory import HostLimits
 from engine.loading.running import build_runner
-from engine.models.packed import native_library
+from engine.models.formats.native import native_library
+from engine.models.held_layer import held_layers
 from engine.planning import memory_plan as memory
 from engine.planning.expected_times import ExpectedTimes, Rates
 from engine.planning.memory_plan import plan_memory, room, step_bytes
@@ -50,7 +51,8 @@ def _saved(path: Path, name: str, dtype: torch.dtype = torch.float32, **changes:
 def _held_bytes(model: PreTrainedModel) -> int:
     """The memory of a loaded model's parameters and buffers."""
     found: dict[int, int] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    packed = [tensor for one in held_layers(model) for tensor in one.held.tensors().values()]
+    for tensor in (*model.parameters(), *model.buffers(), *packed):
         for address in (tensor.data_ptr(),):
             if tensor.numel():
                 found[address] = max(found.get(address, 0), tensor.nbytes)

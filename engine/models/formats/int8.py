@@ -1,0 +1,58 @@
+"""Weights as int8 with a scale for each output, for bfloat16 inputs and results on a CPU.
+
+Each element is a multiple of its row's scale, which is the row's largest absolute element / 127.
+"""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import override
+
+from engine.models.formats.native import PANEL, Native, why_missing
+
+
+class Int8(Native):
+    """A weight as int8 for our kernels; see Native."""
+
+    share = 0.5
+    changes_results = True
+    as_int8 = True
+    scales: torch.Tensor
+
+    @override
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, memory: torch.Tensor | None = None
+    ) -> None:
+        super().__init__(shape, dtype, memory)
+        self.scales = torch.zeros(-(-shape[0] // PANEL) * PANEL)
+
+    @classmethod
+    @override
+    def why_not(cls, device: torch.device, dtype: torch.dtype) -> str | None:
+        if device.type != "cpu" or dtype is not torch.bfloat16:
+            return (
+                f"it is for bfloat16 on a CPU, and this is {dtype} on {device}; choose these, or "
+                "none"
+            )
+        return why_missing()
+
+    @classmethod
+    @override
+    def name(cls) -> str:
+        return f"{super().name()}, as int8"
+
+    @classmethod
+    @override
+    def held_bytes(cls, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        scales = -(-shape[0] // PANEL) * PANEL * torch.float32.itemsize
+        return cls.placed_bytes(shape, dtype) + scales
+
+    @override
+    def holds(self, weight: torch.Tensor, indices: torch.Tensor) -> bool:
+        original = weight[indices].float()
+        # Rounded to the next multiple of the scale, and then to bfloat16.
+        bound = self.scales[indices, None] * 0.5 + original.abs() * 2**-7
+        return bool(((self.rows(indices).float() - original).abs() <= bound).all())
+
+
+FORMAT = Int8

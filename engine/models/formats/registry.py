@@ -1,0 +1,22 @@
+"""The weight formats. A new one is a line here, or a choice of LoadConfig.quantization."""
+
+from __future__ import annotations
+
+import importlib
+
+from engine.models.formats.interface import WeightFormat
+from engine.models.formats.native import Native
+from engine.models.formats.onednn import OneDnn
+
+Format = type[WeightFormat]
+
+FORMATS: tuple[Format, ...] = (Native, OneDnn)
+"""Those that change no results. The first that serves is used."""
+
+
+def named(quantization: str) -> Format:
+    """Return the format that a choice of LoadConfig.quantization asks for: FORMAT in the module of
+    that name.
+    """
+    found: Format = importlib.import_module(f"engine.models.formats.{quantization}").FORMAT
+    return found
