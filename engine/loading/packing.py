@@ -108,15 +108,11 @@ def choose_packing(
         return asked
     if wanted is False:
         return None
-    reasons = []
-    for one in FORMATS:
-        reason = one.why_not(device, dtype)
-        if reason is None:
-            return one
-        reasons.append(reason)
-    if wanted:
-        raise ConfigError("pack_weights", f"is True, but {reasons[0]}")
-    return None
+    reasons = {one: one.why_not(device, dtype) for one in FORMATS}
+    chosen = next((one for one, reason in reasons.items() if reason is None), None)
+    if chosen is None and wanted:
+        raise ConfigError("pack_weights", f"is True, but {reasons[FORMATS[0]]}")
+    return chosen
 
 
 def why_kernels_are_slower() -> str:
@@ -169,6 +165,7 @@ def choose_dtype(
     )
 
 
+@torch.no_grad()
 def pack_model(model: torch.nn.Module, how: Format) -> PackingReport:
     """Replace the model's linear layers.
 
@@ -180,19 +177,42 @@ def pack_model(model: torch.nn.Module, how: Format) -> PackingReport:
     Raises:
         ModelRefusedError: a packed layer does not compute the same results as the original.
     """
-    with torch.no_grad():
-        copied = _pack_groups(model, how)
-        # The other parameters may be in a mapping of the checkpoint's file, and would keep all of
-        # it in memory.
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
-    modules = list(model.modules())
-    return PackingReport(
-        linears=sum(isinstance(one, PackedLinear) for one in modules),
-        embeddings=sum(isinstance(one, PackedEmbedding) for one in modules),
-        how=how.name(),
-        copied_bytes=copied,
-    )
+    groups = list(shared_weights(model, how))
+    sizes = [one.how.placed_bytes(one.weight.shape, one.weight.dtype) for one in groups]
+    # One allocation for all weights: its pages, which may be large ones, are filled while the
+    # originals are freed.
+    memory = torch.empty(sum(sizes), dtype=torch.uint8)
+    pages = Pages(itertools.chain(model.parameters(), model.buffers()))
+    linears = embeddings = copied = 0
+    for group, place in zip(groups, memory.split_with_sizes(sizes), strict=True):
+        weight = group.weight
+        linears += len(group.linears)
+        held = group.how(weight.shape, weight.dtype, place)
+        name, rows = next(iter(group.linears)), _some_rows(weight)
+        tables = {name: embedding(rows) for name, embedding in group.embeddings.items()}
+        products = _pack_slices(name, weight, held, pages if group.is_ours else None)
+        for name, linear in group.linears.items():
+            made = PackedLinear(held, linear)
+            _exchange(model, name, linear, made, products)
+            if not group.is_ours:
+                made.share(linear.weight)
+        if group.is_ours:
+            embeddings += len(group.embeddings)
+            for name, embedding in group.embeddings.items():
+                table = PackedEmbedding(held, embedding)
+                expected = table.scaled(held.rows(rows)) if held.changes_results else tables[name]
+                if not torch.equal(table(rows).view(torch.int16), expected.view(torch.int16)):
+                    raise ModelRefusedError(f"{name}: {_WRONG.format('rows')}")
+                model.set_submodule(name, table)
+        else:
+            copied += weight.nbytes
+        group.linears.clear()
+        group.embeddings.clear()
+    # The other parameters may be in a mapping of the checkpoint's file, and would keep all of it in
+    # memory.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return PackingReport(linears, embeddings, how.name(), copied)
 
 
 @dataclass(slots=True)
@@ -279,40 +299,6 @@ def held_bytes(model: torch.nn.Module, how: Format | None) -> dict[str, int]:
         packed = group.how.held_bytes(weight.shape, weight.dtype)
         held[name] = packed + (0 if group.is_ours else weight.nbytes)
     return held
-
-
-def _pack_groups(model: torch.nn.Module, how: Format) -> int:
-    """Replace layers, and return the bytes of weights that are held twice."""
-    groups = list(shared_weights(model, how))
-    sizes = [one.how.placed_bytes(one.weight.shape, one.weight.dtype) for one in groups]
-    # One allocation for all weights: its pages, which may be large ones, are filled while the
-    # originals are freed.
-    memory = torch.empty(sum(sizes), dtype=torch.uint8)
-    pages = Pages(itertools.chain(model.parameters(), model.buffers()))
-    copied = 0
-    for group, place in zip(groups, memory.split_with_sizes(sizes), strict=True):
-        weight = group.weight
-        held = group.how(weight.shape, weight.dtype, place)
-        name, rows = next(iter(group.linears)), _some_rows(weight)
-        tables = {name: embedding(rows) for name, embedding in group.embeddings.items()}
-        products = _pack_slices(name, weight, held, pages if group.is_ours else None)
-        for name, linear in group.linears.items():
-            made = PackedLinear(held, linear)
-            _exchange(model, name, linear, made, products)
-            if not group.is_ours:
-                made.share(linear.weight)
-        if group.is_ours:
-            for name, embedding in group.embeddings.items():
-                table = PackedEmbedding(held, embedding)
-                expected = table.scaled(held.rows(rows)) if held.changes_results else tables[name]
-                if not torch.equal(table(rows).view(torch.int16), expected.view(torch.int16)):
-                    raise ModelRefusedError(f"{name}: {_WRONG.format('rows')}")
-                model.set_submodule(name, table)
-        else:
-            copied += weight.nbytes
-        group.linears.clear()
-        group.embeddings.clear()
-    return copied
 
 
 def _pack_slices(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from engine.models import description as described
-from engine.models.formats.native import PANEL, Native, native_library
+from engine.models.formats.native import PANEL, Native, in_panels, native_library
 from engine.models.joined_tensors import join_parts
 from engine.models.layer_parts import Tables, UnboundError
 from engine.models.packed import PackedLinear
@@ -124,7 +124,7 @@ class Held:
         if any(own is not None for _, own in layers):
             bias = join_parts(
                 [
-                    torch.zeros(-(-held.shape[0] // PANEL) * PANEL) if own is None else own
+                    torch.zeros(in_panels(held.shape[0])) if own is None else own
                     for held, own in layers
                 ]
             )

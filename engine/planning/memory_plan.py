@@ -167,7 +167,7 @@ def kernel_bytes(outline: Outline) -> int:
     compute the products. The number of rows varies freely for experts and for the chunks of
     prompts.
     """
-    ours = outline.is_ours and not outline.experts
+    ours = outline.packing is not None and outline.packing.is_ours and not outline.experts
     if outline.device.type != "cpu" or outline.dtype is not torch.bfloat16 or ours:
         return 0
     return _KERNELS * _KERNEL_BYTES

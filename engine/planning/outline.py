@@ -94,7 +94,6 @@ class Outline:
         name: the name of the model's class.
         device, dtype: the device that it would run on, and its dtype there.
         packing: how its layers would be packed; see `engine.loading.packing`.
-        is_ours: whether our kernels would then compute their products.
         own_decoder: whether our decoder would compute its layers; see `engine.models`.
         parameters: the number of parameters.
         shapes: the shapes of the KV cache, by layer.
@@ -120,7 +119,6 @@ class Outline:
     device: torch.device
     dtype: torch.dtype
     packing: Format | None
-    is_ours: bool
     own_decoder: bool
     parameters: int
     shapes: tuple[LayerShape, ...]
@@ -185,8 +183,8 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
     model = model_without_weights(checkpoint, dtype)
     ours: list[torch.nn.Module] = []
     is_ours = packing is not None and packing.is_ours
-    can_be_ours = is_ours or device.type in TORCH_DEVICES
-    if can_be_ours and load_config.decoder == "own" and dtype in computed_dtypes(device):
+    is_ours |= device.type in TORCH_DEVICES
+    if is_ours and load_config.decoder == "own" and dtype in computed_dtypes(device):
         ours = _computed_by_ours(model)
     watch, work = _watch(model, ours)
     text_config = model.config.get_text_config()
@@ -200,7 +198,6 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
         device=device,
         dtype=dtype,
         packing=packing,
-        is_ours=is_ours,
         own_decoder=bool(ours),
         parameters=model.num_parameters(),
         shapes=shapes,

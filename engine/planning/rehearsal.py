@@ -324,7 +324,8 @@ def _model(
 ) -> tuple[PreTrainedModel, CausalModel]:
     """Return the model with made-up weights, and what would compute its steps."""
     model = model_without_weights(outline.checkpoint, outline.dtype)
-    described = describe_steps(model, backend, is_packed=outline.is_ours)
+    is_packed = outline.packing is not None and outline.packing.is_ours
+    described = describe_steps(model, backend, is_packed=is_packed)
     make_up(model, outline.packing, HostLimits.read().memory_available // 2)
     model.set_attn_implementation(ATTENTION_NAME)
     steps: CausalModel = model

@@ -1,5 +1,5 @@
 """The examples of docs/extending.md, run as they stand there: a policy of one's own on the server,
-and a control RPC from the command down to the engine's loop."""
+a control RPC from the command down to the engine's loop, and a weight format."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from typing import Any
 import grpc
 import headrace
 import pytest
+import torch
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from headrace.cli.app import app
 from headrace.cli.control import app as control_commands
 from headrace.v1 import control_service_pb2, control_service_pb2_grpc
+from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from engine.contract.config import ContinuousBatchingConfig, LoadConfig
@@ -36,7 +38,8 @@ from service.server import HeadraceServer
 from service.servicers.control_servicer import ControlServicer
 from tests.service import helpers
 from tests.service.fake_engine import EOS, FakeEngine, byte_tokenizer
-from tests.service.real_server import real_server
+from tests.service.real_server import clean_environment, real_server
+from tests.tiny_models import FAMILIES, greedy_reference, make_model
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
@@ -254,3 +257,64 @@ async def test_the_rpc_of_the_page_goes_from_the_command_to_the_engine() -> None
         await client.control.resume()
         await running
         assert await client.control.engine_requests() == []
+
+
+@pytest.fixture
+def with_format(tmp_path: Path) -> str:
+    """A PYTHONPATH with the engine and the page's weight format in it: one file and one line."""
+    shutil.copytree(ROOT / "engine", tmp_path / "engine")
+    [(file, code)] = blocks("A weight format", "python")
+    told = re.search(r"`(\S+)`, the line `(\w+)( = .*?)`", section("A weight format"))
+    assert told is not None
+    registry, name, value = told.groups()
+    new = tmp_path / file
+    assert not new.exists()
+    new.write_text(code)
+    changed = tmp_path / registry
+    text, count = re.subn(rf"(?m)^{name} = .*", name + value, changed.read_text())
+    assert count == 1
+    changed.write_text(text)
+    return os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+
+
+def first_logprobs(model: PreTrainedModel, prompt: list[int]) -> list[float]:
+    """What the model gives each token after a prompt."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt])).logits[0, -1]
+    return torch.log_softmax(logits, -1).tolist()
+
+
+def test_the_weight_format_of_the_page_is_served_and_planned(
+    tmp_path: Path, with_format: str
+) -> None:
+    config = FAMILIES["llama"]()
+    config.tie_word_embeddings = True  # so that the embedding reads packed rows
+    model = make_model(config)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(8.0)  # so that logits differ by more
+    path, prompt, count = str(tmp_path / "model"), [7, 8, 9, 10], 12
+    model.save_pretrained(path)
+    exact = first_logprobs(model, prompt)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.copy_(weight.half().float())
+    options = ("--model", path, "--quantization", "float16")
+    with real_server(*options, "--listen", "127.0.0.1:0", PYTHONPATH=with_format) as server:
+        server.wait_until_ready()
+        with headrace.Client(server.addresses[0]) as client:
+            assert client.model().quantization == "float16"
+            result = client.generate(
+                prompt, temperature=0, max_tokens=count, ignore_eos=True, logprobs=0
+            )
+    assert "packed for torch, as float16" in server.said
+    assert list(result.token_ids) == greedy_reference(model, prompt, count)
+    first, rounded = result.token_ids[0], first_logprobs(model, prompt)
+    assert result.logprobs[0] == pytest.approx(rounded[first], abs=2e-5)
+    assert abs(exact[first] - rounded[first]) > 2e-4
+    plan = [Path(sys.executable).parent / "headrace-server", "plan", *options, "--json"]
+    told = subprocess.run(
+        plan, env=clean_environment(PYTHONPATH=with_format), capture_output=True, check=True
+    )
+    weights = json.loads(told.stdout)["memory"]["weights"]
+    assert weights == pytest.approx(2 * model.num_parameters(), rel=0.1)

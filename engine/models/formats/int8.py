@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from engine.models.formats.native import PANEL, Native, why_missing
+from engine.models.formats.native import Native, why_missing
 
 
 class Int8(Native):
@@ -18,13 +18,6 @@ class Int8(Native):
     changes_results = True
     as_int8 = True
     scales: torch.Tensor
-
-    @override
-    def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, memory: torch.Tensor | None = None
-    ) -> None:
-        super().__init__(shape, dtype, memory)
-        self.scales = torch.zeros(-(-shape[0] // PANEL) * PANEL)
 
     @classmethod
     @override
@@ -40,12 +33,6 @@ class Int8(Native):
     @override
     def name(cls) -> str:
         return f"{super().name()}, as int8"
-
-    @classmethod
-    @override
-    def held_bytes(cls, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        scales = -(-shape[0] // PANEL) * PANEL * torch.float32.itemsize
-        return cls.placed_bytes(shape, dtype) + scales
 
     @override
     def holds(self, weight: torch.Tensor, indices: torch.Tensor) -> bool:

@@ -77,7 +77,8 @@ class Native(WeightFormat):
         super().__init__(shape, dtype, memory)
         if memory is None:
             memory = torch.empty(self.placed_bytes(shape, dtype), dtype=torch.uint8)
-        self.packed, self.scales = memory, None
+        self.packed = memory
+        self.scales = torch.zeros(in_panels(shape[0])) if self.as_int8 else None
 
     @classmethod
     @override
@@ -109,7 +110,8 @@ class Native(WeightFormat):
     @classmethod
     @override
     def held_bytes(cls, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        return cls.placed_bytes(shape, dtype)
+        scales = in_panels(shape[0]) * torch.float32.itemsize if cls.as_int8 else 0
+        return cls.placed_bytes(shape, dtype) + scales
 
     @override
     def slices(self, weight: torch.Tensor) -> Iterator[tuple[torch.Tensor, Self]]:
@@ -145,15 +147,22 @@ class Native(WeightFormat):
     def padded(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         if bias is None:
             return None
-        padded = torch.zeros(-(-len(bias) // PANEL) * PANEL)
+        padded = torch.zeros(in_panels(len(bias)))
         padded[: len(bias)] = bias.detach()
         return padded
 
     def for_kernels(self, bias: torch.Tensor | None) -> LinearWeight:
-        """Return the weight for the kernels, with the addresses of its tensors. bias: see
-        `padded`.
+        """Return the weight for the kernels, with the addresses of its tensors.
+
+        bias: see `padded`.
         """
-        return _linear_weight(self.packed, self.scales, bias, self.shape, self.dtype)
+        return LinearWeight(
+            self.packed.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            None if self.scales is None else self.scales.data_ptr(),
+            *self.shape,
+            _CODES[self.dtype],
+        )
 
     @override
     def multiply(
@@ -177,12 +186,45 @@ class Native(WeightFormat):
             )
         if torch.compiler.is_compiling():
             return _multiply_opaquely(x, self.packed, self.scales, bias, *self.shape)
-        return _multiply(x, self.packed, self.scales, bias, *self.shape, finished)
+        shape, (outputs, inputs) = x.shape, self.shape
+        if not x.is_contiguous():
+            x = x.reshape(-1, inputs)
+            x = x if x.stride(1) == 1 else x.contiguous()
+        y = x.new_empty((*shape[:-1], outputs))
+        weight = self.for_kernels(bias)
+        if finished is not None:
+            weight.finished = finished.data_ptr()
+        native_library().linear(
+            ctypes.byref(weight),
+            x.data_ptr(),
+            x.stride(0) if x.dim() == 2 else inputs,
+            y.data_ptr(),
+            outputs,
+            math.prod(shape[:-1]),
+            torch.get_num_threads(),
+        )
+        return y
 
     @override
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        run = _read_rows_opaquely if torch.compiler.is_compiling() else _read_rows
-        return run(self.packed, self.scales, indices, *self.shape, self.dtype)
+        if torch.compiler.is_compiling():
+            return _read_opaquely(self.packed, self.scales, indices, *self.shape, self.dtype)
+        wanted = indices.long().contiguous()
+        result = torch.empty((*indices.shape, self.shape[1]), dtype=self.dtype)
+        if not native_library().linear_rows(
+            ctypes.byref(self.for_kernels(None)),
+            wanted.data_ptr(),
+            wanted.numel(),
+            result.data_ptr(),
+            torch.get_num_threads(),
+        ):
+            raise IndexError(f"index out of range: rows must be between 0 and {self.shape[0] - 1}")
+        return result
+
+
+def in_panels(outputs: int) -> int:
+    """Return the length of a bias for so many outputs."""
+    return -(-outputs // PANEL) * PANEL
 
 
 def ask_for_large_pages(packed: torch.Tensor) -> None:
@@ -201,54 +243,30 @@ def ask_for_large_pages(packed: torch.Tensor) -> None:
         )
 
 
-def _linear_weight(
-    packed: torch.Tensor,
-    scales: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-) -> LinearWeight:
-    return LinearWeight(
-        packed.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        None if scales is None else scales.data_ptr(),
-        *shape,
-        _CODES[dtype],
-    )
-
-
-def _multiply(
+@operation(
+    "packed_linear(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int outputs, int inputs) "
+    "-> Tensor",
+    lambda x, packed, scales, bias, outputs, inputs: x.new_empty((*x.shape[:-1], outputs)),
+)
+def _multiply_opaquely(
     x: torch.Tensor,
     packed: torch.Tensor,
     scales: torch.Tensor | None,
     bias: torch.Tensor | None,
     outputs: int,
     inputs: int,
-    finished: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    shape, stride = x.shape, inputs
-    if not x.is_contiguous():
-        x = x.reshape(-1, inputs)
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        stride = x.stride(0)
-    y = x.new_empty((*shape[:-1], outputs))
-    weight = _linear_weight(packed, scales, bias, (outputs, inputs), x.dtype)
-    if finished is not None:
-        weight.finished = finished.data_ptr()
-    native_library().linear(
-        ctypes.byref(weight),
-        x.data_ptr(),
-        stride,
-        y.data_ptr(),
-        outputs,
-        math.prod(shape[:-1]),
-        torch.get_num_threads(),
-    )
-    return y
+    return _weight(packed, scales, (outputs, inputs), x.dtype).multiply(x, bias)
 
 
-def _read_rows(
+@operation(
+    "packed_rows(Tensor packed, Tensor? scales, Tensor rows, int outputs, int inputs, "
+    "ScalarType dtype) -> Tensor",
+    lambda packed, scales, rows, outputs, inputs, dtype: packed.new_empty(
+        (*rows.shape, inputs), dtype=dtype
+    ),
+)
+def _read_opaquely(
     packed: torch.Tensor,
     scales: torch.Tensor | None,
     rows: torch.Tensor,
@@ -256,29 +274,12 @@ def _read_rows(
     inputs: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    wanted = rows.long().contiguous()
-    result = torch.empty((*rows.shape, inputs), dtype=dtype)
-    weight = _linear_weight(packed, scales, None, (outputs, inputs), dtype)
-    if not native_library().linear_rows(
-        ctypes.byref(weight),
-        wanted.data_ptr(),
-        wanted.numel(),
-        result.data_ptr(),
-        torch.get_num_threads(),
-    ):
-        raise IndexError(f"index out of range: rows must be between 0 and {outputs - 1}")
-    return result
+    return _weight(packed, scales, (outputs, inputs), dtype).rows(rows)
 
 
-_multiply_opaquely = operation(
-    "packed_linear(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int outputs, int inputs) "
-    "-> Tensor",
-    lambda x, packed, scales, bias, outputs, inputs: x.new_empty((*x.shape[:-1], outputs)),
-)(_multiply)
-_read_rows_opaquely = operation(
-    "packed_rows(Tensor packed, Tensor? scales, Tensor rows, int outputs, int inputs, "
-    "ScalarType dtype) -> Tensor",
-    lambda packed, scales, rows, outputs, inputs, dtype: packed.new_empty(
-        (*rows.shape, inputs), dtype=dtype
-    ),
-)(_read_rows)
+def _weight(
+    packed: torch.Tensor, scales: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
+) -> Native:
+    weight = Native(shape, dtype, packed)
+    weight.scales = scales
+    return weight
