@@ -212,7 +212,7 @@ def pack_model(model: torch.nn.Module, how: Format) -> PackingReport:
     # memory.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
-    return PackingReport(linears, embeddings, how.name(), copied)
+    return PackingReport(linears, embeddings, how.described(), copied)
 
 
 @dataclass(slots=True)

@@ -204,7 +204,7 @@ def table(plan: Plan, command: str) -> Iterator[str]:
     yield ""
     where = "given" if memory.is_given else "free here now"
     rows = [("memory", _size(memory.total), where)]
-    held = f"packed: {outline.packing}" if outline.packing else "as in the checkpoint"
+    held = f"packed: {outline.packing.name}" if outline.packing else "as in the checkpoint"
     rows += [("weights", _size(memory.weights), held)]
     kinds = (
         ("linear layers", outline.linear.held),
@@ -307,7 +307,7 @@ def as_json(plan: Plan, command: str) -> dict[str, Any]:
             "parameters": outline.parameters,
             "dtype": str(outline.dtype).removeprefix("torch."),
             "device": str(outline.device),
-            "packing": outline.packing,
+            "packing": outline.packing and outline.packing.name,
             "context_tokens": outline.context_length,
         },
         "memory_bytes": {

@@ -39,7 +39,7 @@ from service.servicers.control_servicer import ControlServicer
 from tests.service import helpers
 from tests.service.fake_engine import EOS, FakeEngine, byte_tokenizer
 from tests.service.real_server import clean_environment, real_server
-from tests.tiny_models import FAMILIES, greedy_reference, make_model
+from tests.tiny_models import FAMILIES, greedy_reference, make_model, make_prompts
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
@@ -277,11 +277,12 @@ def with_format(tmp_path: Path) -> str:
     return os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
 
 
-def first_logprobs(model: PreTrainedModel, prompt: list[int]) -> list[float]:
-    """What the model gives each token after a prompt."""
+def prompt_logprobs(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
+    """What the model gives each token of a prompt but the first."""
+    ids = torch.tensor([prompt])
     with torch.no_grad():
-        logits = model(torch.tensor([prompt])).logits[0, -1]
-    return torch.log_softmax(logits, -1).tolist()
+        logprobs = torch.log_softmax(model(ids).logits[0, :-1], -1)
+    return logprobs.gather(1, ids[0, 1:, None])[:, 0]
 
 
 def test_the_weight_format_of_the_page_is_served_and_planned(
@@ -290,11 +291,9 @@ def test_the_weight_format_of_the_page_is_served_and_planned(
     config = FAMILIES["llama"]()
     config.tie_word_embeddings = True  # so that the embedding reads packed rows
     model = make_model(config)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(8.0)  # so that logits differ by more
-    path, prompt, count = str(tmp_path / "model"), [7, 8, 9, 10], 12
+    path, prompt, count = str(tmp_path / "model"), make_prompts((20,))[0], 12
     model.save_pretrained(path)
-    exact = first_logprobs(model, prompt)
+    exact = prompt_logprobs(model, prompt)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 2:
@@ -305,16 +304,17 @@ def test_the_weight_format_of_the_page_is_served_and_planned(
         with headrace.Client(server.addresses[0]) as client:
             assert client.model().quantization == "float16"
             result = client.generate(
-                prompt, temperature=0, max_tokens=count, ignore_eos=True, logprobs=0
+                prompt, temperature=0, max_tokens=count, ignore_eos=True, prompt_logprobs=0
             )
-    assert "packed for torch, as float16" in server.said
+    assert "packed for float16" in server.said
     assert list(result.token_ids) == greedy_reference(model, prompt, count)
-    first, rounded = result.token_ids[0], first_logprobs(model, prompt)
-    assert result.logprobs[0] == pytest.approx(rounded[first], abs=2e-5)
-    assert abs(exact[first] - rounded[first]) > 2e-4
+    rounded = prompt_logprobs(model, prompt)
+    told = torch.tensor([one.logprob for one in result.prompt.tokens[1:]])
+    assert (told - rounded).abs().max() < 2e-5
+    assert (exact - rounded).abs().max() > 2e-4
     plan = [Path(sys.executable).parent / "headrace-server", "plan", *options, "--json"]
-    told = subprocess.run(
+    planned = subprocess.run(
         plan, env=clean_environment(PYTHONPATH=with_format), capture_output=True, check=True
     )
-    weights = json.loads(told.stdout)["memory"]["weights"]
+    weights = json.loads(planned.stdout)["memory_bytes"]["weights"]
     assert weights == pytest.approx(2 * model.num_parameters(), rel=0.1)

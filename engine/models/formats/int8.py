@@ -14,6 +14,7 @@ from engine.models.formats.native import Native, why_missing
 class Int8(Native):
     """A weight as int8 for our kernels; see Native."""
 
+    name = "int8"
     share = 0.5
     changes_results = True
     as_int8 = True
@@ -31,8 +32,8 @@ class Int8(Native):
 
     @classmethod
     @override
-    def name(cls) -> str:
-        return f"{super().name()}, as int8"
+    def described(cls) -> str:
+        return f"{super().described()}, as int8"
 
     @override
     def holds(self, weight: torch.Tensor, indices: torch.Tensor) -> bool:

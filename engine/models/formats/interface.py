@@ -22,6 +22,7 @@ class WeightFormat(ABC):
     Attributes:
         shape: N and K.
         dtype: the type of inputs and results.
+        name: what a plan calls it.
         share: about what part of the weight's bytes it takes.
         changes_results: whether elements are rounded. The packed model is then the one that is
             observed and compared with.
@@ -29,6 +30,7 @@ class WeightFormat(ABC):
         reads_rows: whether `rows` is defined. Otherwise an embedding keeps its own weight.
     """
 
+    name: ClassVar[str]
     share: ClassVar[float] = 1.0
     changes_results: ClassVar[bool] = False
     is_ours: ClassVar[bool] = False
@@ -64,9 +66,9 @@ class WeightFormat(ABC):
         return weight.stride(1) == 1 and min(weight.shape) >= SMALLEST
 
     @classmethod
-    @abstractmethod
-    def name(cls) -> str:
+    def described(cls) -> str:
         """Return what the log calls it."""
+        return cls.name
 
     @classmethod
     def placed_bytes(cls, shape: tuple[int, ...], dtype: torch.dtype) -> int:

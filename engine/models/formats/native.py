@@ -64,6 +64,7 @@ class Native(WeightFormat):
         scales: float32, a scale for each row, padded to whole panels. None if there are none.
     """
 
+    name = "native"
     is_ours = True
     as_int8: ClassVar[bool] = False
     """Whether the kernels hold elements as int8, with scales."""
@@ -88,7 +89,7 @@ class Native(WeightFormat):
         missing = why_missing()
         if missing is not None:
             return missing
-        isa = cls.name()
+        isa = native_library().isa
         if dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported() and isa != "amx":
             return "its kernels lack the tiles of this processor, which are faster for many rows"
         if isa == "portable":
@@ -97,7 +98,7 @@ class Native(WeightFormat):
 
     @classmethod
     @override
-    def name(cls) -> str:
+    def described(cls) -> str:
         isa: str = native_library().isa
         return isa
 

@@ -20,6 +20,7 @@ class OneDnn(WeightFormat):
         packed: the elements, in an opaque tensor.
     """
 
+    name = "onednn"
     reads_rows = False
     packed: torch.Tensor
 
@@ -33,7 +34,7 @@ class OneDnn(WeightFormat):
 
     @classmethod
     @override
-    def name(cls) -> str:
+    def described(cls) -> str:
         return "oneDNN"
 
     @override
