@@ -24,7 +24,7 @@ from engine.models.formats.int8 import Int8
 from engine.models.formats.native import Native
 from engine.models.formats.onednn import OneDnn
 from engine.models.formats.registry import Format
-from engine.models.packed import PackedLinear
+from engine.models.held_layer import PackedLinear
 
 LAYERS = 8
 """The number of layers: 250 MB in bfloat16, more than any cache."""

@@ -323,7 +323,7 @@ def _probe(
 
 def _why_not_finite(model: PreTrainedModel, error: NotFiniteError) -> str:
     """Say which weights make a model's results NaN or infinite. Weights are read only for this."""
-    held = ((f"{path}.weight", one.unpacked()) for path, one in model.named_modules()
+    held = ((f"{path}.weight", one.held.unpacked()) for path, one in model.named_modules()
             if isinstance(one, HeldLayer))  # fmt: skip
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers(), held):
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):

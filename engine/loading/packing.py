@@ -26,7 +26,7 @@ from engine.loading.pages import Pages
 from engine.models.formats.interface import WeightFormat
 from engine.models.formats.native import native_library
 from engine.models.formats.registry import FORMATS, Format, named
-from engine.models.packed import PackedEmbedding, PackedLinear
+from engine.models.held_layer import PackedEmbedding, PackedLinear
 from engine.native.library import NativeUnavailableError
 
 _PROBE_ROWS = 3

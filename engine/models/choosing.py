@@ -19,9 +19,9 @@ from engine.attention.registry import choose_backend
 from engine.contract.errors import ConfigError
 from engine.models.comparison import compare
 from engine.models.description import Decoder
+from engine.models.formats.native import DTYPES
 from engine.models.layer_parts import UnboundError
 from engine.models.native_decoder import NativeDecoder
-from engine.models.native_layer import DTYPES
 from engine.models.operations import Operations, TorchOperations
 from engine.models.recording import ModelRecord, record
 from engine.models.table import NotDescribedError, describe

@@ -1,5 +1,9 @@
-"""Layers that hold their weights in a kernel's format. To the owner of a model they look like
-ordinary layers: `weight`, `state_dict` and `load_state_dict` read and write the weights.
+"""Layers that hold packed weights (see `engine.models.formats`). To the owner of a model they look
+like ordinary layers: `weight`, `state_dict` and `load_state_dict` read and write the weights.
+
+These layers do not support gradients: a backward pass through one raises an error, so that nobody
+unknowingly trains only the rest of a model. Converting the model (`model.to(dtype)`) leaves packed
+weights unchanged.
 """
 
 from __future__ import annotations
@@ -9,7 +13,9 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+from typing_extensions import override
 
+from engine.contract.errors import NoGradientsError
 from engine.models.formats.interface import WeightFormat
 from engine.models.packed_weight import PackedWeight
 
@@ -20,7 +26,7 @@ _UNPACKED = "_headrace_unpacked"
 
 
 class HeldLayer(torch.nn.Module):
-    """A layer that holds its weight [N, K] in a kernel's format, and looks like an ordinary layer.
+    """The base of layers that hold their weight [N, K] packed.
 
     Attributes:
         held: the weight, which other layers may share.
@@ -58,10 +64,6 @@ class HeldLayer(torch.nn.Module):
         one.
         """
         return id(self.held) if self._shared is None else id(self._shared)
-
-    def unpacked(self) -> torch.Tensor:
-        """Return the weight as the model has it, [out, in]."""
-        return self.held.unpacked()
 
     def _hold(self, weight: torch.Tensor) -> None:
         for rows, own in self.held.slices(weight):
@@ -109,6 +111,11 @@ class HeldLayer(torch.nn.Module):
         self._seen[name] = weakref.ref(tensor), count
         return True
 
+    @override
+    def extra_repr(self) -> str:
+        """Return the arguments for `repr`."""
+        return f"{self.held.shape}, {self.held.name}"
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy. The copy checks its parameters for changes again."""
         return {**vars(self), "_seen": {}}
@@ -122,7 +129,7 @@ class HeldLayer(torch.nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         del destination[f"{prefix}_dtype"]
         if weight is None:
-            weight = self.unpacked()
+            weight = self.held.unpacked()
             setattr(weight, _UNPACKED, id(self.held))
         destination[f"{prefix}weight"] = weight
 
@@ -154,8 +161,100 @@ class HeldLayer(torch.nn.Module):
         self.sync()
 
 
+class _NoGradients(torch.autograd.Function):
+    """Puts a layer's result into the autograd graph, with a backward pass that raises an error."""
+
+    @staticmethod
+    def forward(
+        _: Any, x: torch.Tensor, bias: torch.Tensor | None, run: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        return run()
+
+    @staticmethod
+    def backward(_: Any, *gradients: torch.Tensor) -> None:
+        raise NoGradientsError
+
+
+class PackedLinear(HeldLayer):
+    """Replaces a torch.nn.Linear."""
+
+    bias: torch.nn.Parameter | None
+    padded_bias: torch.Tensor | None
+
+    def __init__(self, held: WeightFormat, linear: torch.nn.Linear) -> None:
+        """Make a layer that computes the same as `linear`.
+
+        Args:
+            held: the packed weight of `linear`.
+            linear: the layer to replace. Its weight is not kept.
+        """
+        super().__init__(held)
+        self.out_features, self.in_features = held.shape
+        self.register_parameter("bias", linear.bias)
+        self.register_buffer("padded_bias", held.padded(linear.bias), persistent=False)
+        self.sync()
+
+    @override
+    def sync(self) -> None:
+        """Apply changes; see HeldLayer. The kernel may read a padded copy of the bias."""
+        super().sync()
+        bias, padded = self.bias, self.padded_bias
+        if bias is not None and padded is not None and self._has_changed("bias", bias):
+            with torch.no_grad():
+                padded[: len(bias)].copy_(bias)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the layer: [..., K] → [..., N]."""
+        bias = self.bias if self.padded_bias is None else self.padded_bias
+        if torch.compiler.is_compiling():
+            return self.held.multiply(x, bias)
+        self.sync()
+        if not torch.is_grad_enabled():
+            return self.held.multiply(x, bias)
+        y: torch.Tensor = _NoGradients.apply(  # type: ignore[no-untyped-call]
+            x, self.bias, lambda: self.held.multiply(x, bias)
+        )
+        return y
+
+
+class PackedEmbedding(HeldLayer):
+    """Replaces a torch.nn.Embedding that shares its weight with a linear layer, or Gemma's
+    embedding, which multiplies rows by its `embed_scale`.
+
+    Attributes:
+        stands_for: the class of the module it replaced.
+    """
+
+    stands_for: type[torch.nn.Module]
+    embed_scale: torch.Tensor | None
+
+    def __init__(self, held: WeightFormat, embedding: torch.nn.Embedding) -> None:
+        """Make a table that returns the same as `embedding`.
+
+        Args:
+            held: the packed weight, shared with the linear layer.
+            embedding: the embedding to replace. Its weight is not kept.
+        """
+        super().__init__(held)
+        self.num_embeddings, self.embedding_dim = held.shape
+        self.padding_idx = embedding.padding_idx
+        self.stands_for = type(embedding)
+        factor = embedding._buffers.get("embed_scale")
+        self.register_buffer("embed_scale", factor, persistent=False)
+
+    @override
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Look up rows: [...] → [..., K]."""
+        return self.scaled(self.held.rows(token_ids))
+
+    def scaled(self, rows: torch.Tensor) -> torch.Tensor:
+        """Scale rows of the weight if the embedding scales its results."""
+        return rows if self.embed_scale is None else rows * self.embed_scale.to(rows.dtype)
+
+
 def held_layers(model: torch.nn.Module) -> list[HeldLayer]:
-    """Return the layers of a model that hold their weights in a kernel's format."""
+    """Return the layers of a model that hold their weights packed."""
     return [one for one in model.modules() if isinstance(one, HeldLayer)]
 
 

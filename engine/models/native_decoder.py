@@ -27,9 +27,9 @@ from engine.attention.registry import CONTEXT_KEYWORD
 from engine.models import description as described
 from engine.models.decoder_frame import DecoderFrame, DecoderOutput
 from engine.models.formats.native import Native, native_library
+from engine.models.held_layer import PackedLinear
 from engine.models.layer_parts import Kind, Tables
 from engine.models.native_layer import BoundLayer, Held
-from engine.models.packed import PackedLinear
 from engine.native.library import LayersCall
 
 

@@ -16,14 +16,12 @@ from typing import Any
 import torch
 
 from engine.models import description as described
-from engine.models.formats.native import PANEL, Native, in_panels, native_library
+from engine.models.formats.native import DTYPES, PANEL, Native, in_panels, native_library
+from engine.models.held_layer import PackedLinear
 from engine.models.joined_tensors import join_parts
 from engine.models.layer_parts import Tables, UnboundError
-from engine.models.packed import PackedLinear
 from engine.native.library import (
-    BFLOAT16,
     CENTERED,
-    FLOAT32,
     FROM_ONE,
     GELU_TANH,
     RELU_SQUARED,
@@ -46,8 +44,6 @@ _ACTIVATIONS: dict[described.Activation, int] = {
     "gelu_tanh": GELU_TANH,
     "relu_squared": RELU_SQUARED,
 }
-DTYPES = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
-"""The supported dtypes of models, and the kernels' codes for them."""
 _Layer = tuple[Native, torch.Tensor | None]
 """The weight and the padded bias of a linear layer."""
 

@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map_only
 
+from engine.models.formats.interface import WeightFormat
+
 
 class HoldsWeight(Protocol):
     """A layer that stores its weight in packed form."""
 
-    def unpacked(self) -> torch.Tensor:
-        """Return a copy of the weight, [N, K]."""
-        ...
+    held: WeightFormat
 
     def take(self, weight: torch.Tensor) -> None:
         """Replace the weight, in the same memory."""
@@ -71,7 +71,7 @@ class PackedWeight(torch.Tensor):
         def unpack(one: PackedWeight) -> torch.Tensor:
             whole = copies.get(id(one._layer))
             if whole is None:
-                whole = copies[id(one._layer)] = one._layer.unpacked()
+                whole = copies[id(one._layer)] = one._layer.held.unpacked()
             for view in one._views:
                 whole = view(whole)
             return whole

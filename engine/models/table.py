@@ -32,8 +32,8 @@ from engine.models.description import (
     Rotary,
 )
 from engine.models.digests import DIGESTS
+from engine.models.held_layer import PackedEmbedding
 from engine.models.length_table import LengthTable, table_name
-from engine.models.packed import PackedEmbedding
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",

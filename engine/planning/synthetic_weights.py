@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from engine.loading.packing import shared_weights
 from engine.models.formats.interface import WeightFormat
 from engine.models.formats.registry import Format
-from engine.models.packed import PackedEmbedding, PackedLinear
+from engine.models.held_layer import PackedEmbedding, PackedLinear
 
 UNCACHED_BYTES = 64 << 20
 """The total size of the weights of one shape: more than a processor's cache retains of them while
@@ -99,10 +99,6 @@ class _Weights:
         shape, dtype = tuple(one.shape), one.dtype
         return self._rings.take((shape, dtype), one.nbytes, lambda: self._new(shape, dtype))
 
-    def parameter(self, one: torch.Tensor) -> torch.nn.Parameter:
-        """Return a made-up parameter to replace one on the meta device."""
-        return torch.nn.Parameter(self.like(one), requires_grad=False)
-
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return small random numbers, or ones for vectors, most of which are scales."""
         if len(shape) < 2 or not dtype.is_floating_point:
@@ -157,7 +153,8 @@ def make_up(model: PreTrainedModel, packing: Format | None, most_bytes: int) -> 
                 isinstance(module, torch.nn.Linear) or id(one) not in unpacked
             )
             if one is not None and not is_packed:
-                made.setdefault(id(one), weights.parameter(one))
+                if id(one) not in made:
+                    made[id(one)] = torch.nn.Parameter(weights.like(one), requires_grad=False)
                 module._parameters[name] = made[id(one)]
         for name, buffer in module._buffers.items():
             if buffer is not None:

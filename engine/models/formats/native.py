@@ -34,7 +34,8 @@ _SLICE_BYTES = 16 << 20
 """The approximate size of the slices in which elements are converted and packed."""
 _LARGE_PAGE = 2 << 20
 """The size in bytes of a large page on most processors. Smaller regions cannot have any."""
-_CODES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+DTYPES = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
+"""The supported dtypes of models, and the kernels' codes for them."""
 
 
 @cache
@@ -84,7 +85,7 @@ class Native(WeightFormat):
     @classmethod
     @override
     def why_not(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        if device.type != "cpu" or dtype not in _CODES:
+        if device.type != "cpu" or dtype not in DTYPES:
             return f"only bfloat16 and float32 on a CPU are packed, and this is {dtype} on {device}"
         missing = why_missing()
         if missing is not None:
@@ -105,7 +106,7 @@ class Native(WeightFormat):
     @classmethod
     @override
     def placed_bytes(cls, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        size: int = native_library().linear_size(*shape, _CODES[dtype], cls.as_int8)
+        size: int = native_library().linear_size(*shape, DTYPES[dtype], cls.as_int8)
         return size
 
     @classmethod
@@ -136,7 +137,7 @@ class Native(WeightFormat):
             weight.data_ptr(),
             weight.stride(0),
             *self.shape,
-            _CODES[self.dtype],
+            DTYPES[self.dtype],
             self.packed.data_ptr(),
             None if self.scales is None else self.scales.data_ptr(),
             torch.get_num_threads(),
@@ -162,7 +163,7 @@ class Native(WeightFormat):
             None if bias is None else bias.data_ptr(),
             None if self.scales is None else self.scales.data_ptr(),
             *self.shape,
-            _CODES[self.dtype],
+            DTYPES[self.dtype],
         )
 
     @override

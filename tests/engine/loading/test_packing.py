@@ -29,7 +29,7 @@ from engine.models.formats.int8 import Int8
 from engine.models.formats.native import Native
 from engine.models.formats.onednn import OneDnn
 from engine.models.formats.registry import Format
-from engine.models.packed import PackedEmbedding, PackedLinear
+from engine.models.held_layer import PackedEmbedding, PackedLinear
 from engine.native.library import NativeUnavailableError
 from engine.planning.outline import read_outline
 from tests.families import EVERY_FAMILY

@@ -24,8 +24,8 @@ from engine.models import table
 from engine.models.formats.int8 import Int8
 from engine.models.formats.native import Native
 from engine.models.formats.registry import Format
+from engine.models.held_layer import PackedEmbedding, PackedLinear
 from engine.models.native_decoder import NativeDecoder
-from engine.models.packed import PackedEmbedding, PackedLinear
 from engine.models.table import FAMILIES as DESCRIBED
 from tests.model_recipes import RECIPES
 from tests.tiny_models import FAMILIES, make_model, make_prompts

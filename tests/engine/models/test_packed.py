@@ -13,7 +13,7 @@ import torch
 
 from engine.models.formats.int8 import Int8
 from engine.models.formats.native import Native, native_library
-from engine.models.packed import PackedEmbedding, PackedLinear
+from engine.models.held_layer import PackedEmbedding, PackedLinear
 from engine.native import library
 
 ROUNDING = 2.0**-8

@@ -10,7 +10,7 @@ import torch
 
 from engine.loading.packing import pack_model
 from engine.models.formats.native import Native
-from engine.models.packed import PackedLinear
+from engine.models.held_layer import PackedLinear
 
 
 @pytest.fixture

@@ -15,9 +15,8 @@ from engine.contract.errors import ModelRefusedError
 from engine.loading.loader import load_model
 from engine.loading.memory import HostLimits
 from engine.models.formats import native
-from engine.models.held_layer import HeldLayer
+from engine.models.held_layer import HeldLayer, PackedLinear
 from engine.models.native_decoder import NativeDecoder
-from engine.models.packed import PackedLinear
 from engine.planning import rehearsal
 from engine.planning import synthetic_weights as made_up
 from engine.planning.outline import read_outline
