@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
-from engine.models.formats.interface import WeightFormat
+from engine.models.formats.weight_format import WeightFormat
 from engine.models.held_layer import writes
 
 _TENSORS = ("_parameters", "_buffers")

@@ -23,9 +23,9 @@ from engine.contract.errors import ConfigError, ModelRefusedError
 from engine.loading.checkpoint import Checkpoint
 from engine.loading.memory import GIB
 from engine.loading.pages import Pages
-from engine.models.formats.interface import WeightFormat
 from engine.models.formats.native import native_library
 from engine.models.formats.registry import FORMATS, Format, named
+from engine.models.formats.weight_format import WeightFormat
 from engine.models.held_layer import PackedEmbedding, PackedLinear
 from engine.native.library import NativeUnavailableError
 

@@ -16,7 +16,7 @@ import torch
 from typing_extensions import override
 
 from engine.contract.errors import NoGradientsError
-from engine.models.formats.interface import WeightFormat
+from engine.models.formats.weight_format import WeightFormat
 from engine.models.packed_weight import PackedWeight
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

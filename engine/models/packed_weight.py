@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map_only
 
-from engine.models.formats.interface import WeightFormat
+from engine.models.formats.weight_format import WeightFormat
 
 
 class HoldsWeight(Protocol):

@@ -17,8 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.loading.packing import shared_weights
-from engine.models.formats.interface import WeightFormat
 from engine.models.formats.registry import Format
+from engine.models.formats.weight_format import WeightFormat
 from engine.models.held_layer import PackedEmbedding, PackedLinear
 
 UNCACHED_BYTES = 64 << 20

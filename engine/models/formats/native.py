@@ -17,7 +17,7 @@ from typing import ClassVar, Self
 import torch
 from typing_extensions import override
 
-from engine.models.formats.interface import WeightFormat
+from engine.models.formats.weight_format import WeightFormat
 from engine.native.library import (
     BFLOAT16,
     FLOAT32,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from engine.models.formats.interface import WeightFormat
+from engine.models.formats.weight_format import WeightFormat
 
 _TYPICAL_ROWS = 16
 """The expected number of rows, on which oneDNN's packed layout may depend. Any number of rows can

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 
-from engine.models.formats.interface import WeightFormat
 from engine.models.formats.native import Native
 from engine.models.formats.onednn import OneDnn
+from engine.models.formats.weight_format import WeightFormat
 
 Format = type[WeightFormat]
 
