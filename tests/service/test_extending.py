@@ -309,12 +309,13 @@ def test_the_weight_format_of_the_page_is_served_and_planned(
     assert "packed for float16" in server.said
     assert list(result.token_ids) == greedy_reference(model, prompt, count)
     rounded = prompt_logprobs(model, prompt)
-    told = torch.tensor([one.logprob for one in result.prompt.tokens[1:]])
-    assert (told - rounded).abs().max() < 2e-5
+    given = torch.tensor([one.logprob for one in result.prompt.tokens[1:]])
+    assert (given - rounded).abs().max() < 2e-5
     assert (exact - rounded).abs().max() > 2e-4
     plan = [Path(sys.executable).parent / "headrace-server", "plan", *options, "--json"]
     planned = subprocess.run(
         plan, env=clean_environment(PYTHONPATH=with_format), capture_output=True, check=True
     )
-    weights = json.loads(planned.stdout)["memory_bytes"]["weights"]
-    assert weights == pytest.approx(2 * model.num_parameters(), rel=0.1)
+    told = json.loads(planned.stdout)
+    assert told["model"]["packing"] == "float16"
+    assert told["memory_bytes"]["weights"] == pytest.approx(2 * model.num_parameters(), rel=0.1)
