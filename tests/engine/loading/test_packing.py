@@ -18,6 +18,7 @@ from engine.contract.errors import ConfigError, ModelRefusedError, NoGradientsEr
 from engine.loading import loader, packing
 from engine.loading.checkpoint import read_checkpoint
 from engine.loading.loader import load_model, verify_model
+from engine.loading.model_watch import ModelWatch
 from engine.loading.packing import (
     DtypeChoice,
     choose_dtype,
@@ -131,6 +132,17 @@ def test_a_large_weight_is_packed_and_given_back_in_slices(
     assert torch.equal(_logits(sliced), _logits(whole))
     for name, weight in whole.state_dict().items():
         assert torch.equal(sliced.state_dict()[name], weight)
+
+
+@pytest.mark.parametrize("how", [*HOW, Int8])
+def test_new_elements_of_a_packed_weight_are_noticed(how: Format) -> None:
+    model, changes = _model(), []
+    pack_model(model, how)
+    watch = ModelWatch(model, lambda module, name: False)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(2)
+    assert watch.look(changes.append) == (1, 0)
+    assert changes[0].names == ["model.layers.0.mlp.down_proj.packed"]
 
 
 def test_the_checkpoint_is_let_go_of(tmp_path: Path) -> None:
