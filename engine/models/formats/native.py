@@ -142,8 +142,6 @@ class Native(WeightFormat):
             None if self.scales is None else self.scales.data_ptr(),
             torch.get_num_threads(),
         )
-        # The kernel's writing is not seen by torch.
-        torch.autograd.graph.increment_version(self.packed)
 
     @override
     def padded(self, bias: torch.Tensor | None) -> torch.Tensor | None:

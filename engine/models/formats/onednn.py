@@ -43,7 +43,6 @@ class OneDnn(WeightFormat):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
         if hasattr(self, "packed"):
             self.packed.data = packed
-            torch.autograd.graph.increment_version(self.packed)
         else:
             self.packed = packed
 

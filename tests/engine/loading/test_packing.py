@@ -142,7 +142,7 @@ def test_new_elements_of_a_packed_weight_are_noticed(how: Format) -> None:
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.mul_(2)
     assert watch.look(changes.append) == (1, 0)
-    assert changes[0].names == ["model.layers.0.mlp.down_proj.packed"]
+    assert "model.layers.0.mlp.down_proj.packed" in changes[0].names
 
 
 def test_the_checkpoint_is_let_go_of(tmp_path: Path) -> None:
