@@ -68,7 +68,7 @@ class HeldLayer(torch.nn.Module):
     def _hold(self, weight: torch.Tensor) -> None:
         for rows, own in self.held.slices(weight):
             own.pack(rows)
-        # torch counts neither what a kernel writes nor what an operation of PackedWeight does inside.
+        # torch counts neither what a kernel writes nor what is written inside an operation.
         torch.autograd.graph.increment_version(list(self.held.tensors().values()))
 
     def take(self, weight: torch.Tensor) -> None:
