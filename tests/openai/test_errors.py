@@ -13,7 +13,7 @@ import pytest
 from engine.contract.errors import QueueFullError
 from engine.contract.outputs import RequestFailure
 from tests.openai.doors import USER, data_of, open_door
-from tests.service.door.test_auth import TOKENS, entry, replace
+from tests.service.door.callers_file import TOKENS, entry, replace
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import serving, until
 

@@ -1,10 +1,11 @@
-"""One real server for all tests that only talk to it; and telemetry for all servers of a run with
-`--with-telemetry`.
+"""One real server for all tests that only talk to it; a file of callers; and telemetry for all
+servers of a run with `--with-telemetry`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from service.telemetry import setup
 from service.telemetry.figures import Figures
 from service.telemetry.telemetry_config import OTLP, TelemetryConfig
+from tests.service.door.callers_file import CALLERS, replace
 from tests.service.real_server import RealServer, demo_server
 
 EVERYTHING = TelemetryConfig(traces=(OTLP,), metrics=(OTLP,), content=True)
@@ -24,6 +26,13 @@ EVERYTHING = TelemetryConfig(traces=(OTLP,), metrics=(OTLP,), content=True)
 def demo() -> RealServer:
     """A ready server with the demo model, on TCP and on a Unix socket."""
     return demo_server()
+
+
+@pytest.fixture
+def callers(tmp_path: Path) -> Path:
+    path = tmp_path / "callers.toml"
+    replace(path, CALLERS)
+    return path
 
 
 class Open(SpanProcessor):

@@ -15,7 +15,7 @@ import pytest
 
 from tests.clients.go_ts.tool_server import ask_then_tell
 from tests.service.certificates import make_certificate, needs_openssl
-from tests.service.door.test_auth import entry, replace
+from tests.service.door.callers_file import entry, replace
 from tests.service.fake_engine import VOCAB_SIZE, FakeEngine, model_info
 from tests.service.helpers import serving
 from tests.service.readme import shell_commands

@@ -21,7 +21,7 @@ from google.protobuf.message_factory import GetMessageClass
 from headrace.v1 import control_service_pb2, generation_service_pb2, model_service_pb2
 from headrace.v1 import generation_service_pb2 as rpc
 
-from tests.service.door.test_auth import CALLERS, bearer, entry, replace
+from tests.service.door.callers_file import CALLERS, bearer, entry, replace
 from tests.service.fake_engine import FakeEngine, default_script
 from tests.service.helpers import (
     DEADLINE_S,

@@ -22,7 +22,7 @@ from service.server import HeadraceServer
 from tests.engine.crowd import Clock
 from tests.service.admission.test_text_pool import Hands, settle
 from tests.service.delivery.test_flow import step
-from tests.service.door.test_auth import TOKENS, bearer, callers, entry, guarded, replace  # noqa: F401
+from tests.service.door.callers_file import TOKENS, bearer, entry, guarded, replace
 from tests.service.fake_engine import FakeEngine, model_info, says
 from tests.service.helpers import DEADLINE_S, Harness, Refused, Session, refused, until
 from tests.service.helpers import spec as spec_of
@@ -53,7 +53,7 @@ def share_of(error: Refused) -> dict[str, str]:
     return {key: metadata[key] for key in ("held", "share") if key in metadata}
 
 
-async def test_who_does_not_read_shuts_nobody_else_out(callers: Path) -> None:  # noqa: F811
+async def test_who_does_not_read_shuts_nobody_else_out(callers: Path) -> None:
     """300 requests that nobody reads, with 128 log-probabilities a token."""
     engine = FakeEngine(auto=False, info=model_info(max_context_tokens=1 << 16))
     most = 16 << 20
@@ -99,7 +99,7 @@ async def test_who_does_not_read_shuts_nobody_else_out(callers: Path) -> None:  
     ],
 )
 async def test_one_caller_fills_a_bound_and_another_gets_its_share(
-    callers: Path,  # noqa: F811
+    callers: Path,
     options: dict[str, int],
     fields: dict[str, Any],
     reason: str,
@@ -134,7 +134,7 @@ async def test_one_caller_fills_a_bound_and_another_gets_its_share(
         assert held["bob"] >= most // 2
 
 
-async def test_the_engine_s_queue_has_shares_too(callers: Path) -> None:  # noqa: F811
+async def test_the_engine_s_queue_has_shares_too(callers: Path) -> None:
     batching = ContinuousBatchingConfig(
         block_size=16, num_blocks=256, max_requests_per_batch=2, max_queue_size=16
     )
@@ -162,7 +162,7 @@ async def test_the_engine_s_queue_has_shares_too(callers: Path) -> None:  # noqa
         await server.stop()
 
 
-async def test_a_session_is_kept_for_who_has_none(callers: Path) -> None:  # noqa: F811
+async def test_a_session_is_kept_for_who_has_none(callers: Path) -> None:
     async with guarded(callers, max_sessions=16) as h:
 
         async def session(who: str) -> Any:
@@ -181,9 +181,7 @@ async def test_a_session_is_kept_for_who_has_none(callers: Path) -> None:  # noq
         await until(lambda: not h.server.limits.sessions.taken)
 
 
-async def test_nobody_is_told_to_stand_behind_another_s_refused_calls(
-    callers: Path,  # noqa: F811
-) -> None:
+async def test_nobody_is_told_to_stand_behind_another_s_refused_calls(callers: Path) -> None:
     clock = Clock()
     engine = FakeEngine(auto=False, script=says("x" * 50))
     async with guarded(callers, engine, clock=clock, max_open_requests=32) as h:

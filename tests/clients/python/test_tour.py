@@ -26,7 +26,7 @@ from typer.testing import CliRunner, Result
 from engine.contract.errors import QueueFullError
 from tests.clients.python.talking import ENDLESS, call, talking
 from tests.service.certificates import make_certificate, needs_openssl
-from tests.service.door.test_auth import entry, replace
+from tests.service.door.callers_file import entry, replace
 from tests.service.fake_engine import FakeEngine, byte_tokenizer
 from tests.service.helpers import Harness, serving, until
 from tests.service.real_server import (

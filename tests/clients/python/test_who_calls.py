@@ -13,7 +13,8 @@ from headrace.cli.app import app
 from typer.testing import CliRunner
 
 from tests.service.certificates import make_certificate, needs_openssl
-from tests.service.door.test_auth import TOKENS, callers, entry, guarded, replace
+from tests.service.conftest import callers
+from tests.service.door.callers_file import TOKENS, entry, guarded, replace
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import Harness, serving
 

@@ -28,7 +28,7 @@ from service.admission.accounts import (
 from service.door import callers_file as callers_file
 from service.door.callers_file import parse_callers
 from service.errors.call_errors import CallerNameError
-from tests.service.door.test_auth import TOKENS, add_request, bearer, entry, guarded, replace
+from tests.service.door.callers_file import TOKENS, add_request, bearer, entry, guarded, replace
 from tests.service.fake_engine import FakeEngine
 from tests.service.helpers import DEADLINE_S, Harness, Refused, Session, details, refused, serving
 from tests.service.helpers import spec as spec_of

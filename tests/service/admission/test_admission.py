@@ -27,7 +27,7 @@ from service.admission.admission_control import (
 )
 from service.errors.call_errors import FieldError, LimitReachedError
 from tests.engine.crowd import Clock, Crowd, Served, at_random, by_the_batch, evenly
-from tests.service.door.test_auth import add_request, bearer, callers, guarded  # noqa: F401
+from tests.service.door.callers_file import add_request, guarded
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import (
     DEADLINE_S,
@@ -319,7 +319,7 @@ async def test_too_many_tokens_are_refused_with_advice_and_admitted_after() -> N
         assert "at most 300 can be accepted here (max_reserved_tokens)" in error.message
 
 
-async def test_one_identity_s_tokens_do_not_bar_another(callers: Path) -> None:  # noqa: F811
+async def test_one_identity_s_tokens_do_not_bar_another(callers: Path) -> None:
     engine = FakeEngine(auto=False)
     async with guarded(callers, engine, max_reserved_tokens_per_identity=300) as h:
         await add_request(h, "alice", request_id="a")  # 2 + 256

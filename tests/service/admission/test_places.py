@@ -17,7 +17,7 @@ from service.admission.accounts import account_of
 from service.admission.bounds import Kind
 from service.admission.places import Places
 from service.errors.call_errors import LimitReachedError
-from tests.service.door.test_auth import bearer, callers, guarded  # noqa: F401
+from tests.service.door.callers_file import bearer, guarded
 from tests.service.helpers import DEADLINE_S, Harness, Refused, refused, serving, until
 
 Open = Callable[[], Awaitable[Any]]
@@ -104,7 +104,7 @@ async def test_a_session_that_ends_well_gives_its_place_back() -> None:
             await until(lambda: not h.server.limits.sessions.taken)
 
 
-async def test_one_identity_leaves_room_for_others(callers: Path) -> None:  # noqa: F811
+async def test_one_identity_leaves_room_for_others(callers: Path) -> None:
     async with guarded(callers, max_sessions=3, max_sessions_per_identity=2) as h:
         kept = [await session(h, "alice"), await session(h, "alice")]
         check_refusal(

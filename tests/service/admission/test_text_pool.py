@@ -32,7 +32,7 @@ from service.admission.text_pool import (
 )
 from service.convert.inputs import MIN_MOST_TEXT_BYTES
 from service.errors.call_errors import LimitReachedError, NotReadyError
-from tests.service.door.test_auth import TOKENS, bearer, entry, replace
+from tests.service.door.callers_file import TOKENS, bearer, entry, replace
 from tests.service.fake_engine import CHAT_TEMPLATE, FakeEngine, byte_tokenizer, model_info
 from tests.service.helpers import DEADLINE_S, Harness, refused, serving, spec, until
 

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import generation_service_pb2_grpc
 
-from tests.service.door.test_auth import entry, replace
+from tests.service.door.callers_file import entry, replace
 from tests.service.helpers import DEADLINE_S, refused, spec
 from tests.service.real_server import WAIT_S, real_server
 

@@ -25,7 +25,7 @@ from service.command.flags import FILE, Given, flags
 from service.command.reloading import ConfigSource, Reloading
 from service.command.serve_options import options_of
 from tests.service.certificates import needs_openssl
-from tests.service.door.test_auth import bearer, entry, replace
+from tests.service.door.callers_file import bearer, entry, replace
 from tests.service.door.test_tls import Pair, pairs, port_of, secure, shown
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import (

@@ -20,7 +20,7 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-from tests.service.door.test_auth import bearer, callers  # noqa: F401
+from tests.service.door.callers_file import bearer
 from tests.service.helpers import Refused, refused
 from tests.service.real_server import RealServer, real_server
 
@@ -93,7 +93,7 @@ def asked(name: str, **fields: Any) -> pb.GenerationSpec:
 
 
 @pytest.fixture
-def server(callers: Path) -> Any:  # noqa: F811
+def server(callers: Path) -> Any:
     with real_server(
         "--listen", "127.0.0.1:0", "--auth-file", str(callers), "--max-hold", "5"
     ) as server:

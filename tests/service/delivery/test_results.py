@@ -15,7 +15,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 from service.admission.accounts import Account, account_of
 from service.delivery.kept import KeptResults
 from service.delivery.served_request import ServedRequest
-from tests.service.door.test_auth import add_request, bearer, callers, guarded  # noqa: F401
+from tests.service.door.callers_file import add_request, bearer, guarded
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import (
     DEADLINE_S,
@@ -309,7 +309,7 @@ def test_whom_a_gateway_names_are_one_and_then_each_for_themselves() -> None:
     assert (kept.count, kept.size, kept.groups) == (0, 0, {})
 
 
-async def test_one_identity_does_not_push_out_another_s_results(callers: Path) -> None:  # noqa: F811
+async def test_one_identity_does_not_push_out_another_s_results(callers: Path) -> None:
     engine = FakeEngine(script=says("x"))
     async with guarded(callers, engine, max_kept_results=6) as h:
         await add_request(h, "bob", request_id="mine")

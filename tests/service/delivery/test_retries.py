@@ -21,7 +21,7 @@ from engine.contract.outputs import RequestFailure
 from engine.contract.request import GenerationRequest
 from service.delivery.served_request import MAX_WAITING_CALLS
 from service.delivery.states import State
-from tests.service.door.test_auth import bearer, callers, guarded  # noqa: F401
+from tests.service.door.callers_file import bearer, guarded
 from tests.service.fake_engine import EOS, FakeEngine
 from tests.service.fault_proxy import Fault, SeededSchedule, fault_proxy
 from tests.service.helpers import (
@@ -204,7 +204,7 @@ async def test_unknown_fields_are_content_and_the_order_of_a_map_is_not() -> Non
     assert len(engine.submitted) == 1
 
 
-async def test_identities_have_requests_of_their_own(callers: Path) -> None:  # noqa: F811
+async def test_identities_have_requests_of_their_own(callers: Path) -> None:
     engine = counting()
     async with guarded(callers, engine) as h:
         alice, again, bob = [

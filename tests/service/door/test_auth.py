@@ -10,7 +10,6 @@ import re
 import struct
 import subprocess
 import sys
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,61 +37,22 @@ from service.errors.call_errors import NotGrantedError, UnknownCallerError
 from service.server import HeadraceServer
 from service.telemetry import setup as telemetry
 from service.telemetry.request_spans import Spans
+from tests.service.door.callers_file import (
+    CALLERS,
+    TOKENS,
+    UNAUTHENTICATED,
+    add_request,
+    bearer,
+    entry,
+    guarded,
+    replace,
+)
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import Harness, Refused, Session, check_course, refused, serving, spec
 from tests.service.helpers import until as until_true
 from tests.service.readme import ROOT
 
-TOKENS = {"alice": "alice's secret", "bob": "bob's secret", "probe": "the probe's secret"}
 GENERATE = "/headrace.v1.GenerationService/Generate"
-UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
-
-
-def entry(identity: str, services: str, token: str | None = None, certificate: str = "") -> str:
-    """One entry of the callers' file."""
-    lines = ["[[callers]]", f'identity = "{identity}"', f"services = {services}"]
-    if token is not None:
-        lines.append(f'token_sha256 = "{hashlib.sha256(token.encode()).hexdigest()}"')
-    if certificate:
-        lines.append(f'certificate = "{certificate}"')
-    return "\n".join(lines) + "\n"
-
-
-CALLERS = (
-    entry("alice", '["GenerationService", "ModelService", "ServerReflection"]', TOKENS["alice"])
-    + entry("bob", '"*"', TOKENS["bob"])
-    + entry("probe", '["ModelService"]', TOKENS["probe"])
-)
-
-
-def replace(path: Path, text: str) -> None:
-    """Put a new file in the old one's place, as careful writers do."""
-    new = path.with_suffix(".new")
-    new.write_text(text)
-    new.chmod(0o640)
-    os.replace(new, path)
-
-
-@pytest.fixture
-def callers(tmp_path: Path) -> Path:
-    path = tmp_path / "callers.toml"
-    replace(path, CALLERS)
-    return path
-
-
-def bearer(who: str) -> tuple[tuple[str, str], ...]:
-    """The metadata that somebody sends."""
-    return (("authorization", f"Bearer {TOKENS[who]}"),)
-
-
-@asynccontextmanager
-async def guarded(callers: Path, engine: FakeEngine | None = None, **options: Any) -> Any:
-    async with serving(engine, auth_file=str(callers), **options) as h:
-        yield h
-
-
-def add_request(h: Harness, who: str, **fields: Any) -> Any:
-    return h.generation.AddRequest(rpc.AddRequestRequest(spec=spec(**fields)), metadata=bearer(who))
 
 
 def get_result(h: Harness, who: str, request_id: str) -> Any:

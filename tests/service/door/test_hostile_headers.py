@@ -17,7 +17,7 @@ import pytest
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import generation_service_pb2_grpc
 
-from tests.service.door.test_auth import entry, replace
+from tests.service.door.callers_file import entry, replace
 from tests.service.helpers import DEADLINE_S, spec
 from tests.service.raw_http2 import Header, call
 from tests.service.real_server import ROOT, WAIT_S, clean_environment

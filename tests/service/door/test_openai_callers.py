@@ -13,7 +13,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 from service.admission.accounts import origin_of
 from service.door.auth import DOOR_PEER, DOOR_SECRET, Authenticator
 from service.errors.call_errors import NotGrantedError
-from tests.service.door.test_auth import bearer, callers, guarded  # noqa: F401
+from tests.service.door.callers_file import bearer, guarded
 from tests.service.fake_engine import FakeEngine
 from tests.service.helpers import DEADLINE_S, Harness, Refused, refused, serving, spec
 
@@ -118,7 +118,7 @@ async def test_where_there_is_no_door_no_secret_is_right() -> None:
         assert (error.code, error.reason) == (grpc.StatusCode.PERMISSION_DENIED, "DOOR_UNKNOWN")
 
 
-async def test_with_a_callers_file_the_token_decides(callers: Path) -> None:  # noqa: F811
+async def test_with_a_callers_file_the_token_decides(callers: Path) -> None:
     async with guarded(callers, FakeEngine(auto=False), **LIMIT, **DOOR) as h:
         assert (await refused(add(h, *through_the_door(h, "192.0.2.7")))).reason == "TOKEN_MISSING"
         assert (await fill(h, *bearer("alice"), *through_the_door(h, "192.0.2.7")))[0] == 64

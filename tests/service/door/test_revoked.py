@@ -15,12 +15,11 @@ from headrace.v1 import generation_service_pb2 as rpc
 
 from service.door.auth import Authenticator, Permit
 from service.errors.call_errors import UnknownCallerError
-from tests.service.door.test_auth import (
+from tests.service.door.callers_file import (
     CALLERS,
     TOKENS,
     UNAUTHENTICATED,
     bearer,
-    callers,  # noqa: F401
     entry,
     guarded,
     replace,
@@ -80,10 +79,7 @@ async def end_of(session: Session) -> Refused:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-async def test_every_command_is_refused_and_the_session_ends(
-    callers: Path,  # noqa: F811
-    command: str,
-) -> None:
+async def test_every_command_is_refused_and_the_session_ends(callers: Path, command: str) -> None:
     engine = FakeEngine(auto=False)
     async with guarded(callers, engine) as h:
         session = await opened(h, initial_credit=5)
@@ -104,10 +100,7 @@ async def test_every_command_is_refused_and_the_session_ends(
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-async def test_what_runs_is_that_of_a_lost_stream(
-    callers: Path,  # noqa: F811
-    loss: str,
-) -> None:
+async def test_what_runs_is_that_of_a_lost_stream(callers: Path, loss: str) -> None:
     """With a lease it goes on, for those who are still that identity."""
     text, code, reason = LOSSES[loss]
     engine = FakeEngine(script=says("abc"), auto=False)
@@ -131,7 +124,7 @@ async def test_what_runs_is_that_of_a_lost_stream(
         assert len(engine.submitted) == 1
 
 
-async def test_a_session_ends_though_results_keep_coming(callers: Path) -> None:  # noqa: F811
+async def test_a_session_ends_though_results_keep_coming(callers: Path) -> None:
     class Endless(FakeEngine):
         async def _run_loop(self) -> None:
             while True:
@@ -149,9 +142,7 @@ async def test_a_session_ends_though_results_keep_coming(callers: Path) -> None:
         assert any(message.rejections for message in session.messages)
 
 
-async def test_a_file_that_changes_nothing_for_them_changes_nothing(
-    callers: Path,  # noqa: F811
-) -> None:
+async def test_a_file_that_changes_nothing_for_them_changes_nothing(callers: Path) -> None:
     engine = FakeEngine(script=says("abc"), auto=False)
     async with guarded(callers, engine) as h:
         session = await opened(h, "alice")
@@ -168,7 +159,7 @@ async def test_a_file_that_changes_nothing_for_them_changes_nothing(
         check_course(session.events()["a"])
 
 
-async def test_a_watch_of_control_ends(callers: Path) -> None:  # noqa: F811
+async def test_a_watch_of_control_ends(callers: Path) -> None:
     async with guarded(callers) as h:
         watch = h.control.WatchStatistics(
             control.WatchStatisticsRequest(interval={"nanos": 100_000_000}), metadata=bearer("bob")
@@ -186,9 +177,7 @@ async def test_a_watch_of_control_ends(callers: Path) -> None:  # noqa: F811
         assert (error.code, error.reason) == (PERMISSION_DENIED, "SERVICE_NOT_GRANTED")
 
 
-async def test_a_file_that_changes_before_the_account_is_known_counts(
-    callers: Path,  # noqa: F811
-) -> None:
+async def test_a_file_that_changes_before_the_account_is_known_counts(callers: Path) -> None:
     permit = Authenticator(str(callers)).by_token(
         "/headrace.v1.GenerationService/StreamResult", bearer("bob")
     )
@@ -200,8 +189,7 @@ async def test_a_file_that_changes_before_the_account_is_known_counts(
 
 
 async def test_nobody_is_looked_for_again_while_the_file_is_as_it_was(
-    callers: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    callers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     permit = Authenticator(str(callers)).by_token(
         "/headrace.v1.GenerationService/StreamResult", bearer("bob")

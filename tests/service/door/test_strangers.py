@@ -18,7 +18,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 
 from service.door import reading
 from tests.service.certificates import make_certificate, needs_openssl
-from tests.service.door.test_auth import callers, guarded  # noqa: F401
+from tests.service.door.callers_file import guarded
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.fault_proxy import OWN_CONNECTION
 from tests.service.helpers import DEADLINE_S, Harness, Refused, refused, serving, spec
@@ -295,7 +295,7 @@ async def test_open_messages_are_small() -> None:
             assert (error.code.name, error.reason) == ("INVALID_ARGUMENT", "MESSAGE_TOO_LARGE")
 
 
-async def test_strangers_are_not_read(callers: Path) -> None:  # noqa: F811
+async def test_strangers_are_not_read(callers: Path) -> None:
     """They are refused at once, whatever they have begun to send."""
     async with guarded(callers) as h:
 

@@ -19,7 +19,7 @@ from engine.contract.errors import ConfigError
 from service.config import ServiceConfig
 from service.door.tls import Tls
 from tests.service.certificates import make_certificate, needs_openssl
-from tests.service.door.test_auth import CALLERS, bearer, entry, replace
+from tests.service.door.callers_file import CALLERS, bearer, entry, replace
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import DEADLINE_S, Harness, Session, check_course, refused, serving, spec
 

@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from service.gateway.servicer import VllmEngineServicer
 from service.gateway.throughput import Throughput
 from service.gateway.tokenizer_archive import make_archive
-from tests.service.door.test_auth import TOKENS, bearer, entry, replace
+from tests.service.door.callers_file import TOKENS, bearer, entry, replace
 from tests.service.fake_engine import EOS, FakeEngine, model_info
 from tests.service.gateway_stub import (
     NAME,
