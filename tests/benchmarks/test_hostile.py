@@ -32,7 +32,7 @@ from benchmarks.trust.hostile.part import Attacks
 from benchmarks.trust.parts import Course, Tried
 from benchmarks.witness.report import Memory, Report, Waits
 from tests.service.helpers import DEADLINE_S, serving, until
-from tests.service.test_hostile import METHODS
+from tests.service.methods import METHODS
 
 CARD = Card(
     context=2048,

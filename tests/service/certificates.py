@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import ssl
 import subprocess
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
+from tests.service.helpers import Harness
+
+Pair = tuple[Path, Path]
 needs_openssl = pytest.mark.skipif(
     shutil.which("openssl") is None, reason="needs the openssl command"
 )
@@ -21,8 +28,8 @@ def make_certificate(
     *,
     subject: str = "localhost",
     alternative: str = "",
-    signer: tuple[Path, Path] | None = None,
-) -> tuple[Path, Path]:
+    signer: Pair | None = None,
+) -> Pair:
     """A certificate and its key, the files' names beginning with `name`.
 
     Args:
@@ -42,3 +49,23 @@ def make_certificate(
         [*command, "-subj", f"/CN={subject}", *names, *signed], check=True, capture_output=True
     )
     return cert, key
+
+
+def port_of(h: Harness, place: int = 0) -> int:
+    return int(h.server.addresses[place].rpartition(":")[2])
+
+
+async def shown(port: int) -> str:
+    """The certificate that the server shows to a new connection."""
+    return await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port))
+
+
+def secure(port: int, trusted: Pair, own: Pair | None = None) -> Any:
+    credentials = grpc.ssl_channel_credentials(
+        trusted[0].read_bytes(),
+        own[1].read_bytes() if own is not None else None,
+        own[0].read_bytes() if own is not None else None,
+    )
+    # Else two channels to one port would share a connection.
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    return grpc.aio.secure_channel(f"localhost:{port}", credentials, options)

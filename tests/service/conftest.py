@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from service.telemetry import setup
 from service.telemetry.figures import Figures
 from service.telemetry.telemetry_config import OTLP, TelemetryConfig
+from tests.service.certificates import Pair, make_certificate
 from tests.service.door.callers_file import CALLERS, replace
 from tests.service.real_server import RealServer, demo_server
 
@@ -26,6 +27,30 @@ EVERYTHING = TelemetryConfig(traces=(OTLP,), metrics=(OTLP,), content=True)
 def demo() -> RealServer:
     """A ready server with the demo model, on TCP and on a Unix socket."""
     return demo_server()
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    """Certificates: of the server before and after, of an authority and its clients, of a stranger.
+
+    "both" has names of two callers; "sans" has its caller's only among its alternative names.
+    """
+    folder = tmp_path_factory.mktemp("certificates")
+    ca = make_certificate(folder, "ca-", subject="an authority")
+
+    def client(name: str, subject: str, alternative: str = "DNS:other") -> Pair:
+        return make_certificate(folder, name, subject=subject, alternative=alternative, signer=ca)
+
+    return {
+        "first": make_certificate(folder, "first-"),
+        "second": make_certificate(folder, "second-"),
+        "ca": ca,
+        "alice": client("alice-", "alice.example"),
+        "sans": client("sans-", "somebody", "DNS:x.example,URI:spiffe://example/bob"),
+        "both": client("both-", "alice.example", "URI:spiffe://example/bob"),
+        "nobody": client("nobody-", "nobody.example"),
+        "stranger": make_certificate(folder, "stranger-", subject="alice.example"),
+    }
 
 
 @pytest.fixture

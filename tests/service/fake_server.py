@@ -1,13 +1,17 @@
 """The real process around the fake engine: `python -m tests.service.fake_server ADDRESS …
 [--refuse | --hang]`.
 
-Every request goes on until it is cancelled or reaches max_tokens, one token every 5 ms.
+Every request goes on until it is cancelled or reaches max_tokens, one token every 5 ms. `process`
+starts it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import NoReturn
 
 from engine.contract.engine_client import ModelInfo, ProgressSink, StepSink
@@ -16,6 +20,8 @@ from service.command.process import run_to_the_end
 from service.config import ServiceConfig
 from service.logs.output import Output
 from tests.service.fake_engine import FakeEngine, byte_tokenizer, model_info, says
+from tests.service.helpers import DEADLINE_S
+from tests.service.readme import ROOT
 
 
 class SlowEngine(FakeEngine):
@@ -48,6 +54,38 @@ def main() -> NoReturn:
     config = ServiceConfig(listen=addresses, drain_timeout_s=30, auth_file=auth_file)
     with Output(config.log_format, config.log_level) as output:
         run_to_the_end(config, engine, output, tokenizer_loader=lambda _info: byte_tokenizer())
+
+
+@asynccontextmanager
+async def process(address: str, *options: str) -> AsyncIterator[Process]:
+    started = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.service.fake_server", address, *options, cwd=ROOT, stderr=PIPE
+    )
+    try:
+        yield started
+    finally:
+        if started.returncode is None:
+            started.kill()
+            await started.wait()
+
+
+async def read_until(started: Process, mark: str) -> str:
+    """What the process says, up to a line with this mark."""
+    assert started.stderr is not None
+    said = ""
+    async with asyncio.timeout(30):
+        while mark not in said:
+            line = (await started.stderr.readline()).decode()
+            assert line, f"the process ended: {said}"
+            said += line
+    return said
+
+
+async def ended(started: Process) -> int:
+    async with asyncio.timeout(DEADLINE_S):
+        assert started.stderr is not None
+        await started.stderr.read()
+        return await started.wait()
 
 
 if __name__ == "__main__":

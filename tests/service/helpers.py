@@ -307,3 +307,11 @@ async def until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.001)
+
+
+async def step(h: Harness, count: int = 1) -> None:
+    """Steps, with passes of the event loop between them in which holds reach the engine."""
+    for _ in range(count):
+        h.engine.step()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import threading
 import urllib.request
@@ -16,8 +17,13 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metr
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc as metrics_rpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace_pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as trace_rpc
+from prometheus_client.parser import text_string_to_metric_families
 
+from service.server import HeadraceServer
+from service.telemetry.telemetry_config import TelemetryConfig
 from tests.service.helpers import DEADLINE_S
+
+PAGE = TelemetryConfig(metrics=("prometheus",), prometheus_host="127.0.0.1", prometheus_port=0)
 
 
 class Received:
@@ -155,3 +161,35 @@ def scrape(url: str, accept: str = "") -> tuple[str, str]:
     request = urllib.request.Request(url, headers={"Accept": accept} if accept else {})
     with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
         return answer.headers["Content-Type"], answer.read().decode()
+
+
+def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """The samples of a page by name and labels."""
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(text: str, name: str, **labels: str) -> float:
+    """The one value with this name and at least these labels."""
+    [found] = [
+        number
+        for (one, has), number in samples(text).items()
+        if one == name and labels.items() <= dict(has).items()
+    ]
+    return found
+
+
+def page_of(server: HeadraceServer) -> str:
+    """The URL of a server's page."""
+    served = server._telemetry.page
+    assert served is not None
+    return served.url
+
+
+async def scraped(server: HeadraceServer, more: str = "") -> str:
+    """A server's page. `more`: added to its URL."""
+    _, text = await asyncio.to_thread(scrape, page_of(server) + more)
+    return text

@@ -8,10 +8,9 @@ import random
 import statistics
 import time
 import tracemalloc
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import grpc
@@ -21,11 +20,11 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-from engine.contract.engine_client import Admission
 from engine.contract.request import GenerationRequest
 from service.delivery.session import MAX_REPLIES
+from tests.service.connections import SMALL_WINDOW, SlowEngine, check_lost, connection
 from tests.service.fake_engine import EOS, FakeEngine, default_script, model_info
-from tests.service.fault_proxy import OWN_CONNECTION, SeededSchedule, fault_proxy
+from tests.service.fault_proxy import SeededSchedule, fault_proxy
 from tests.service.helpers import (
     DEADLINE_S,
     Names,
@@ -41,36 +40,6 @@ from tests.service.helpers import (
 )
 
 LEASE = {"seconds": 120}
-
-
-def check_lost(error: grpc.aio.AioRpcError) -> None:
-    """The error must be what a client sees of a connection that ended. A write to a stream that is
-    lost already is INTERNAL in grpcio, with this text.
-    """
-    assert error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) or (
-        error.code() is grpc.StatusCode.INTERNAL and error.details() == "Internal error from Core"
-    ), error
-
-
-@dataclass(eq=False)
-class SlowEngine(FakeEngine):
-    """Takes some passes of the event loop to take a request in, as the compilation of a form does,
-    and some time for a step, so that connections are lost meanwhile.
-    """
-
-    source: random.Random = field(default_factory=partial(random.Random, 0))
-
-    async def submit(self, request: GenerationRequest) -> Admission:
-        for _ in range(self.source.choice([0, 0, 5, 50])):
-            await asyncio.sleep(0)
-        return await super().submit(request)
-
-    async def _run_loop(self) -> None:
-        while True:
-            await self._work.wait()
-            if not self.step():
-                self._work.clear()
-            await asyncio.sleep(0.003)
 
 
 def oracle(prompt: str) -> str:
@@ -97,13 +66,6 @@ def check_whole(name: str, events: list[pb.ResultEvent], n: int) -> None:
 def is_over(events: list[pb.ResultEvent], n: int) -> bool:
     """Whether the last terminal event is there."""
     return sum(event.HasField("finished") for event in events) == n
-
-
-@asynccontextmanager
-async def connection(target: str, options: Any = OWN_CONNECTION) -> AsyncIterator[Any]:
-    """A stub with a connection of its own."""
-    async with grpc.aio.insecure_channel(target, options=options) as channel:
-        yield GenerationServiceStub(channel)
 
 
 @dataclass
@@ -299,8 +261,6 @@ async def test_400_sessions_whose_connections_break() -> None:
 
 # Clients that do not read
 
-SMALL_WINDOW = [*OWN_CONNECTION, ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
-"""A client whose connection takes little before it wants to be read from."""
 REQUESTS = 4
 """Requests of each session."""
 LOGPROBS = 5

@@ -20,7 +20,7 @@ from tests.service.fake_engine import VOCAB_SIZE, FakeEngine, model_info
 from tests.service.helpers import serving
 from tests.service.readme import shell_commands
 from tests.service.real_server import ROOT, WAIT_S, RealServer, real_server
-from tests.service.replies.test_typed_replies import tokenizer
+from tests.service.replies.templates import tokenizer
 
 GRPCURL = shutil.which("grpcurl")
 pytestmark = pytest.mark.skipif(GRPCURL is None, reason="needs grpcurl on the PATH")

@@ -17,8 +17,6 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.message import DecodeError, Message
-from google.protobuf.message_factory import GetMessageClass
-from headrace.v1 import control_service_pb2, generation_service_pb2, model_service_pb2
 from headrace.v1 import generation_service_pb2 as rpc
 
 from tests.service.door.callers_file import CALLERS, bearer, entry, replace
@@ -36,27 +34,11 @@ from tests.service.helpers import (
     text_of,
     until,
 )
+from tests.service.methods import METHODS
 
 TOKEN = "mallory's secret"
 MAX_BYTES = 4 << 20
 NEIGHBOURS = 6
-SERVICES = [
-    file.DESCRIPTOR.services_by_name[name]
-    for file, name in (
-        (generation_service_pb2, "GenerationService"),
-        (model_service_pb2, "ModelService"),
-        (control_service_pb2, "ControlService"),
-    )
-]
-METHODS = {
-    f"/{service.full_name}/{method.name}": (
-        GetMessageClass(method.input_type),
-        method.client_streaming,
-        method.server_streaming,
-    )
-    for service in SERVICES
-    for method in service.methods
-}
 CONTROL = "/headrace.v1.ControlService/"
 EXPECTED = {
     "OK", "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE", "UNIMPLEMENTED", "ALREADY_EXISTS",

@@ -20,11 +20,10 @@ from service.config import ServiceConfig
 from service.delivery.events import DeliveryOptions
 from service.server import HeadraceServer
 from tests.engine.crowd import Clock
-from tests.service.admission.test_text_pool import Hands, settle
-from tests.service.delivery.test_flow import step
+from tests.service.admission.hands import Hands, settle
 from tests.service.door.callers_file import TOKENS, bearer, entry, guarded, replace
 from tests.service.fake_engine import FakeEngine, model_info, says
-from tests.service.helpers import DEADLINE_S, Harness, Refused, Session, refused, until
+from tests.service.helpers import DEADLINE_S, Harness, Refused, Session, refused, step, until
 from tests.service.helpers import spec as spec_of
 from tests.service.real_server import ROOT
 

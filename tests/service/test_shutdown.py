@@ -5,12 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-import sys
 import threading
 import time
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +22,7 @@ from headrace.v1.control_service_pb2_grpc import ControlServiceStub
 from benchmarks import drains
 from service.telemetry import setup as telemetry
 from tests.service.fake_engine import FakeEngine, says
+from tests.service.fake_server import ended, process, read_until
 from tests.service.helpers import (
     DEADLINE_S,
     Session,
@@ -248,40 +245,6 @@ async def test_a_collector_that_does_not_answer_is_not_waited_for(
 
 
 # As a process
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@asynccontextmanager
-async def process(address: str, *options: str) -> AsyncIterator[Process]:
-    started = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.service.fake_server", address, *options, cwd=ROOT, stderr=PIPE
-    )
-    try:
-        yield started
-    finally:
-        if started.returncode is None:
-            started.kill()
-            await started.wait()
-
-
-async def read_until(started: Process, mark: str) -> str:
-    """What the process says, up to a line with this mark."""
-    assert started.stderr is not None
-    said = ""
-    async with asyncio.timeout(30):
-        while mark not in said:
-            line = (await started.stderr.readline()).decode()
-            assert line, f"the process ended: {said}"
-            said += line
-    return said
-
-
-async def ended(started: Process) -> int:
-    async with asyncio.timeout(DEADLINE_S):
-        assert started.stderr is not None
-        await started.stderr.read()
-        return await started.wait()
 
 
 async def test_the_first_signal_drains_and_the_second_ends_at_once(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from engine.contract.request import GenerationRequest
 from service.config import ServiceConfig
 from service.server import HeadraceServer
 from tests.service.fake_engine import EOS, VOCAB_SIZE, FakeEngine, model_info
-from tests.service.replies.test_typed_replies import tokenizer
+from tests.service.replies.templates import tokenizer
 
 PLACES = ("Ulm", "Köln")
 _CALL = '<tool_call>\n{{"name": "read_gauge", "arguments": {{"place": "{}"}}}}\n</tool_call>'

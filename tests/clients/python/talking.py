@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.service.fake_engine import EOS, VOCAB_SIZE, FakeEngine, model_info
 from tests.service.helpers import Harness, serving
-from tests.service.replies.test_typed_replies import tokenizer
+from tests.service.replies.templates import tokenizer
 
 ENDLESS = "…"
 """At a reply's end: it does not end by itself."""

@@ -27,12 +27,12 @@ from service.admission.admission_control import (
 )
 from service.errors.call_errors import FieldError, LimitReachedError
 from tests.engine.crowd import Clock, Crowd, Served, at_random, by_the_batch, evenly
+from tests.service.admission.refusals import check_advice, limit_of, no_jitter
 from tests.service.door.callers_file import add_request, guarded
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import (
     DEADLINE_S,
     Harness,
-    Refused,
     details,
     refused,
     serving,
@@ -41,19 +41,9 @@ from tests.service.helpers import (
 )
 
 
-def no_jitter() -> float:
-    return 0.0
-
-
 def late(seconds: float) -> float:
     """What is advised where so long is to be waited by the rate."""
     return seconds * (1 + MARGIN)
-
-
-def limit_of(call: Any) -> LimitReachedError:
-    with pytest.raises(LimitReachedError) as caught:
-        call()
-    return caught.value
 
 
 # ---- by itself ---------------------------------------------------------------------------------
@@ -220,16 +210,6 @@ def test_identities_without_requests_take_no_room() -> None:
 async def add(h: Harness, request_id: str, text: str = "hi", **fields: Any) -> Any:
     message = rpc.AddRequestRequest(spec=spec(text, request_id=request_id, **fields))
     return await h.generation.AddRequest(message, timeout=DEADLINE_S)
-
-
-def check_advice(error: Refused, seconds: float) -> None:
-    """RetryInfo, and the same in the trailer that retry policies read."""
-    assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert error.details["RetryInfo"].retry_delay.ToTimedelta().total_seconds() == pytest.approx(
-        seconds, abs=0.002
-    )
-    told = error.details["RetryInfo"].retry_delay.ToMilliseconds()
-    assert error.trailers["grpc-retry-pushback-ms"] == str(told)
 
 
 async def test_reserved_tokens_are_the_prompt_and_the_longest_output_of_each_choice() -> None:

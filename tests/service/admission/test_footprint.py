@@ -33,7 +33,8 @@ from service.convert.weight import message_footprint
 from service.delivery.events import Accepted, DeliveryOptions
 from service.delivery.log import EventLog
 from service.errors.call_errors import FieldError, LimitReachedError
-from tests.service.admission.test_admission import Clock, check_advice, limit_of, no_jitter
+from tests.engine.crowd import Clock
+from tests.service.admission.refusals import check_advice, limit_of, no_jitter
 from tests.service.fake_engine import FakeEngine, byte_tokenizer, model_info
 from tests.service.helpers import DEADLINE_S, Harness, details, refused, serving, spec, until
 

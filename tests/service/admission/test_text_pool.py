@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -32,41 +32,12 @@ from service.admission.text_pool import (
 )
 from service.convert.inputs import MIN_MOST_TEXT_BYTES
 from service.errors.call_errors import LimitReachedError, NotReadyError
+from tests.service.admission.hands import Hands, settle
 from tests.service.door.callers_file import TOKENS, bearer, entry, replace
 from tests.service.fake_engine import CHAT_TEMPLATE, FakeEngine, byte_tokenizer, model_info
 from tests.service.helpers import DEADLINE_S, Harness, refused, serving, spec, until
 
 LONG = SHORT_BYTES + 1
-
-
-class Hands(Executor):
-    """An executor whose work is done when the test says so, one at a time."""
-
-    def __init__(self) -> None:
-        self.begun: list[tuple[Future[Any], Callable[[], Any]]] = []
-
-    def submit(self, call: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self.begun.append((future, call))
-        return future
-
-    async def finish(self) -> Any:
-        """Do the first piece of work that was begun, and let what follows begin."""
-        future, call = self.begun.pop(0)
-        future.set_running_or_notify_cancel()
-        try:
-            future.set_result(result := call())
-        except Exception as error:
-            future.set_exception(error)
-            result = error
-        for _ in range(5):
-            await asyncio.sleep(0)
-        return result
-
-
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
 
 
 def begin(pool: TextPool, identity: str, size: int, name: str) -> asyncio.Task[str]:

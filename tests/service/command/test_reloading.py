@@ -24,9 +24,8 @@ from service.command.config_file import compare, filled
 from service.command.flags import FILE, Given, flags
 from service.command.reloading import ConfigSource, Reloading
 from service.command.serve_options import options_of
-from tests.service.certificates import needs_openssl
+from tests.service.certificates import Pair, needs_openssl, port_of, secure, shown
 from tests.service.door.callers_file import bearer, entry, replace
-from tests.service.door.test_tls import Pair, pairs, port_of, secure, shown
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import (
     Harness,
@@ -42,7 +41,6 @@ from tests.service.helpers import (
 )
 from tests.service.real_server import WAIT_S, RealServer, real_server
 
-__all__ = ["pairs"]
 TEXT = "what is said while files are read"
 MIB = 1 << 20
 

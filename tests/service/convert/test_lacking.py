@@ -18,7 +18,7 @@ from service.replies.format import marked
 from service.replies.json_calls import call_object
 from tests.service.fake_engine import byte_tokenizer
 from tests.service.helpers import refused, serving, spec
-from tests.service.replies.test_proof import HERMES
+from tests.service.replies.templates import HERMES
 
 BARE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 CHAT: dict[str, Any] = {

@@ -38,6 +38,7 @@ from tests.service.ends import (
     table,
 )
 from tests.service.fake_engine import FakeEngine, _Live, model_info
+from tests.service.fake_server import ended, process, read_until
 from tests.service.fault_proxy import OWN_CONNECTION, FaultProxy, fault_proxy
 from tests.service.helpers import (
     DEADLINE_S,
@@ -50,7 +51,6 @@ from tests.service.helpers import (
     spec,
     until,
 )
-from tests.service.test_shutdown import ended, process, read_until
 
 DECODED = 2
 """How many tokens there are when something happens to a decoding request."""

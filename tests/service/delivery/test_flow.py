@@ -16,6 +16,8 @@ from headrace.v1 import model_service_pb2
 from service.delivery.log import EventLog
 from service.delivery.served_request import ServedRequest
 from service.server import server
+from tests.service.connections import SMALL_WINDOW, connection
+from tests.service.delivery.results import LEASE
 from tests.service.fake_engine import FakeEngine, default_script, model_info, says
 from tests.service.helpers import (
     DEADLINE_S,
@@ -29,14 +31,13 @@ from tests.service.helpers import (
     refused,
     serving,
     spec,
+    step,
     text_of,
     until,
 )
-from tests.service.test_faults import SMALL_WINDOW, connection
 
 pytestmark = pytest.mark.asyncio
 
-LEASE = {"seconds": 60}
 LONG = 100_000
 """No test waits for it: a max_hold, in seconds."""
 
@@ -57,14 +58,6 @@ def oracle(h: Harness, name: str, count: int, choice: int = 0) -> list[int]:
         one for one in h.engine.submitted if one.request_id.split("/", 1)[1].startswith(f"{name}#")
     ]
     return list(default_script(request, choice))[:count]
-
-
-async def step(h: Harness, count: int = 1) -> None:
-    """Steps, with passes of the event loop between them in which holds reach the engine."""
-    for _ in range(count):
-        h.engine.step()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
 
 
 async def blocked(h: Harness, name: str, session: Session, **output: Any) -> Session:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import grpc
 import pytest
 from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 
-from service.admission.accounts import Account, account_of
 from service.delivery.kept import KeptResults
-from service.delivery.served_request import ServedRequest
+from tests.service.delivery.results import add, get, keep, named
 from tests.service.door.callers_file import add_request, bearer, guarded
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import (
@@ -29,16 +26,6 @@ from tests.service.helpers import (
     text_of,
     until,
 )
-
-
-async def add(h: Harness, request_id: str = "a", **fields: object) -> rpc.AddRequestResponse:
-    message = rpc.AddRequestRequest(spec=spec(request_id=request_id, **fields))
-    return await h.generation.AddRequest(message, timeout=DEADLINE_S)
-
-
-async def get(h: Harness, request_id: str = "a", **fields: object) -> rpc.GetResultResponse:
-    message = rpc.GetResultRequest(request_id=request_id, **fields)
-    return await h.generation.GetResult(message, timeout=DEADLINE_S)
 
 
 async def cancel(h: Harness, *ids: str) -> list[int]:
@@ -234,30 +221,6 @@ async def test_kept_results_are_bounded_in_count_and_bytes() -> None:
             assert kept == [f"r{i}" for i in range(10 - len(kept), 10)]  # the newest
             assert (await refused(get(h, "r0"))).code is grpc.StatusCode.NOT_FOUND
             assert (await get(h, "r9")).done
-
-
-@dataclass(frozen=True, eq=False)
-class Named:
-    """What the keeper of results asks of a request."""
-
-    account: Account
-    identity: str
-    request_id: str
-
-
-def named(identity: str, name: str, on_behalf_of: str | None = None) -> ServedRequest:
-    return cast(ServedRequest, Named(account_of(identity, on_behalf_of), identity, name))
-
-
-def keep(kept: KeptResults, *logs: tuple[ServedRequest, int]) -> list[str]:
-    """Keep some, one after the other; returns which had to go."""
-    gone = []
-    for log, size in logs:
-        kept.add(log, size)
-        while (surplus := kept.surplus()) is not None:
-            kept.discard(surplus)
-            gone.append(f"{surplus.identity}/{surplus.request_id}")
-    return gone
 
 
 def test_who_keeps_most_loses_the_oldest() -> None:

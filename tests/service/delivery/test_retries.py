@@ -21,6 +21,7 @@ from engine.contract.outputs import RequestFailure
 from engine.contract.request import GenerationRequest
 from service.delivery.served_request import MAX_WAITING_CALLS
 from service.delivery.states import State
+from tests.service.connections import SlowEngine, check_lost, connection
 from tests.service.door.callers_file import bearer, guarded
 from tests.service.fake_engine import EOS, FakeEngine
 from tests.service.fault_proxy import Fault, SeededSchedule, fault_proxy
@@ -35,7 +36,6 @@ from tests.service.helpers import (
     text_of,
     until,
 )
-from tests.service.test_faults import SlowEngine, check_lost, connection
 
 CODE = grpc.StatusCode
 LEASE: Any = {"seconds": 60}

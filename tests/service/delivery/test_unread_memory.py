@@ -24,8 +24,7 @@ from service.delivery.kept import LONG, KeptResults
 from service.delivery.submission import LivesBy
 from service.errors.call_errors import LimitReachedError
 from tests.engine.crowd import Clock
-from tests.service.delivery.test_flow import LEASE, step
-from tests.service.delivery.test_results import add, get, keep, named
+from tests.service.delivery.results import LEASE, add, get, keep, named
 from tests.service.fake_engine import FakeEngine, default_script, model_info
 from tests.service.helpers import (
     Harness,
@@ -37,6 +36,7 @@ from tests.service.helpers import (
     refused,
     serving,
     spec,
+    step,
     until,
 )
 

@@ -18,24 +18,11 @@ from service.config import ServiceConfig
 from service.server import SERVICES, HeadraceServer
 from tests.service import raw_http2
 from tests.service.certificates import make_certificate, needs_openssl
+from tests.service.door.health import SERVING, check, target_of
 from tests.service.fake_engine import FakeEngine
-from tests.service.helpers import DEADLINE_S, Harness, serving
+from tests.service.helpers import DEADLINE_S, serving
 
-SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-def target_of(h: Harness) -> str:
-    assert h.server.health_bound is not None
-    return h.server.health_bound.target
-
-
-def check(target: str, service: str = "") -> Any:
-    """Ask, and keep the calling thread until there is an answer."""
-    with grpc.insecure_channel(target) as channel:
-        stub: Any = health_pb2_grpc.HealthStub(channel)
-        request = health_pb2.HealthCheckRequest(service=service)
-        return stub.Check(request, timeout=DEADLINE_S).status
 
 
 async def test_it_answers_while_the_event_loop_stands_still() -> None:

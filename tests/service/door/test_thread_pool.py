@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from service.door.thread_pool import started_pool
-from tests.service.door.test_health_listener import SERVING, check, target_of
+from tests.service.door.health import SERVING, check, target_of
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import serving, spec
 

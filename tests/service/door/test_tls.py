@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import shutil
-import ssl
 from pathlib import Path
 from typing import Any
 
@@ -18,37 +16,12 @@ from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 from engine.contract.errors import ConfigError
 from service.config import ServiceConfig
 from service.door.tls import Tls
-from tests.service.certificates import make_certificate, needs_openssl
+from tests.service.certificates import Pair, needs_openssl, port_of, secure, shown
 from tests.service.door.callers_file import CALLERS, bearer, entry, replace
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import DEADLINE_S, Harness, Session, check_course, refused, serving, spec
 
 pytestmark = needs_openssl
-Pair = tuple[Path, Path]
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
-    """Certificates: of the server before and after, of an authority and its clients, of a stranger.
-
-    "both" has names of two callers; "sans" has its caller's only among its alternative names.
-    """
-    folder = tmp_path_factory.mktemp("certificates")
-    ca = make_certificate(folder, "ca-", subject="an authority")
-
-    def client(name: str, subject: str, alternative: str = "DNS:other") -> Pair:
-        return make_certificate(folder, name, subject=subject, alternative=alternative, signer=ca)
-
-    return {
-        "first": make_certificate(folder, "first-"),
-        "second": make_certificate(folder, "second-"),
-        "ca": ca,
-        "alice": client("alice-", "alice.example"),
-        "sans": client("sans-", "somebody", "DNS:x.example,URI:spiffe://example/bob"),
-        "both": client("both-", "alice.example", "URI:spiffe://example/bob"),
-        "nobody": client("nobody-", "nobody.example"),
-        "stranger": make_certificate(folder, "stranger-", subject="alice.example"),
-    }
 
 
 @pytest.fixture
@@ -66,26 +39,6 @@ def install(source: Path, target: Path | str) -> None:
     shutil.copy(source, new)
     os.chmod(new, 0o600)
     os.replace(new, target)
-
-
-def port_of(h: Harness, place: int = 0) -> int:
-    return int(h.server.addresses[place].rpartition(":")[2])
-
-
-async def shown(port: int) -> str:
-    """The certificate that the server shows to a new connection."""
-    return await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port))
-
-
-def secure(port: int, trusted: Pair, own: Pair | None = None) -> Any:
-    credentials = grpc.ssl_channel_credentials(
-        trusted[0].read_bytes(),
-        own[1].read_bytes() if own is not None else None,
-        own[0].read_bytes() if own is not None else None,
-    )
-    # Else two channels to one port would share a connection.
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    return grpc.aio.secure_channel(f"localhost:{port}", credentials, options)
 
 
 async def generate(channel: Any, **more: Any) -> str:

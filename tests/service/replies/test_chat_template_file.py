@@ -10,7 +10,7 @@ from engine.contract.errors import ConfigError
 from engine.text.chat_template import MAX_SOURCE_BYTES
 from tests.service.fake_engine import byte_tokenizer
 from tests.service.helpers import serving, spec
-from tests.service.replies.test_proof import FUNCTION_TAG, HERMES
+from tests.service.replies.templates import FUNCTION_TAG, HERMES
 
 CHAT = {"messages": [{"role": 1, "content": "hi"}]}
 

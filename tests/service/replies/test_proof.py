@@ -11,23 +11,13 @@ from engine.text import ChatTemplates
 from service.replies import FORMATS, ModelFormat, choose, format_option
 from service.replies.proof import Proof, Writings
 from tests.service.fake_engine import byte_tokenizer
+from tests.service.replies.templates import FUNCTION_TAG, HERMES, NAMED, TURNS
 
-TURNS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{ m.content or '' }}{% for call in m.tool_calls or [] %}CALL{% endfor %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-NAMED = '"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}'
-HERMES = TURNS.replace("CALL", f"<tool_call>\n{{{NAMED}}}\n</tool_call>")
 LISTED = TURNS.replace(
     "CALL", f"{{{{ '<tool_calls>[' if loop.first else ', ' }}}}{{{NAMED}}}"
     "{{ ']</tool_calls>' if loop.last }}"
 )  # fmt: skip
 NAMES_HERMES = "{# #}Put calls within <tool_call></tool_call>, with arguments. "
-FUNCTION_TAG = TURNS.replace(
-    "CALL", "<function={{ call.function.name }}>{{ call.function.arguments | tojson }}</function>"
-)
 ASSEMBLED = "{% set mark = 'tool_call' %}" + TURNS.replace(
     "CALL", f"{{{{ '<' ~ mark ~ '>' }}}}{{{NAMED}}}{{{{ '</' ~ mark ~ '>' }}}}"
 )

@@ -26,7 +26,7 @@ from tests.service.replies.cases import (
     check_whole_arguments,
     parse,
 )
-from tests.service.replies.test_proof import HERMES
+from tests.service.replies.templates import HERMES
 
 OBJECTS: dict[str, Any] = {
     "defaults": {"role": "assistant"},

@@ -5,7 +5,7 @@ exact tokens; and as the model wrote them where that is asked for.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import headrace
@@ -22,7 +22,6 @@ from tests.service.fake_engine import (
     VOCAB_SIZE,
     FakeEngine,
     Script,
-    byte_tokenizer,
     model_info,
 )
 from tests.service.helpers import (
@@ -35,27 +34,14 @@ from tests.service.helpers import (
     text_of,
     until,
 )
+from tests.service.replies.templates import TEMPLATE, tokenizer
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
-    "{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}{% if m.content or not loop.first %}{{ '\\n' }}{% endif %}"
-    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": '
-    "{{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-SPECIAL = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<|box|>")
 CALL = '<tool_call>\n{"name": "look", "arguments": {"where": "é", "n": [1, 2]}}\n</tool_call>'
 ARGUMENTS = '{"where": "é", "n": [1, 2]}'
 REPLY = f"<think>\nI must look.\n</think>\n\nI look.\n{CALL}\n{CALL}"
 OPENED = len("<think")  # nobody knows yet what it is
 THOUGHT = len(">\nI must look.\n</think>")
 TOOLS = [{"definition_json": json.dumps({"type": "function", "function": {"name": "look"}})}]
-
-
-def tokenizer(template: str = TEMPLATE, special: Sequence[str] = SPECIAL) -> Any:
-    return byte_tokenizer(chat_template=template, special=special)
 
 
 def engine(*texts: str, eos: bool = True, of: Any = None, **options: Any) -> FakeEngine:

@@ -15,51 +15,24 @@ import grpc
 import pytest
 from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
-from prometheus_client.parser import text_string_to_metric_families
 
 from engine.contract.errors import ConfigError, QueueFullError
 from engine.contract.stats import EngineStats
-from service.server import HeadraceServer
 from service.telemetry import page
 from service.telemetry.page import PLACES
 from service.telemetry.telemetry_config import TelemetryConfig
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import DEADLINE_S, refused, serving, spec, until
-from tests.service.receivers import RECEIVERS, attributes_of, scrape
-
-PAGE = TelemetryConfig(metrics=("prometheus",), prometheus_host="127.0.0.1", prometheus_port=0)
-
-
-def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """The samples of a page by name and labels."""
-    return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
-def value(text: str, name: str, **labels: str) -> float:
-    """The one value with this name and at least these labels."""
-    [found] = [
-        number
-        for (one, has), number in samples(text).items()
-        if one == name and labels.items() <= dict(has).items()
-    ]
-    return found
-
-
-def page_of(server: HeadraceServer) -> str:
-    """The URL of a server's page."""
-    served = server._telemetry.page
-    assert served is not None
-    return served.url
-
-
-async def scraped(server: HeadraceServer, more: str = "") -> str:
-    """A server's page. `more`: added to its URL."""
-    _, text = await asyncio.to_thread(scrape, page_of(server) + more)
-    return text
+from tests.service.receivers import (
+    PAGE,
+    RECEIVERS,
+    attributes_of,
+    page_of,
+    samples,
+    scrape,
+    scraped,
+    value,
+)
 
 
 class Busy(FakeEngine):

@@ -18,8 +18,7 @@ from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from tests.service.real_server import real_server
-from tests.service.receivers import RECEIVERS, Received, attributes_of, scrape
-from tests.service.telemetry.test_exporters import value
+from tests.service.receivers import RECEIVERS, Received, attributes_of, scrape, value
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 METHOD = "headrace.v1.GenerationService/Generate"

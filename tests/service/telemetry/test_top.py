@@ -16,7 +16,7 @@ from engine.contract.types import CallerKey
 from service.telemetry.metrics import POLL_S
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import refused, serving, spec
-from tests.service.telemetry.test_exporters import PAGE, samples, scraped
+from tests.service.receivers import PAGE, samples, scraped
 
 STATS = EngineStats(
     running=31, waiting=32, held=33, blocks_total=400, blocks_used=100, blocks_cached=34,
