@@ -22,10 +22,21 @@ from unittest.mock import patch
 import transformers.utils.chat_template_utils as rendering
 from transformers import PreTrainedTokenizerFast
 
+from engine.text import ChatTemplates
+
 TEMPLATES = Path(__file__).parent / "templates"
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 NOW = datetime(2031, 2, 3, 4, 5, 6)
 """What the clock says to templates that print the date."""
+SPECIAL = ("<|eot_id|>", "<|eom_id|>")
+MARKS = {
+    "<｜calls｜>": "<｜tool▁calls▁begin｜>",
+    "<｜/calls｜>": "<｜tool▁calls▁end｜>",
+    "<｜call｜>": "<｜tool▁call▁begin｜>",
+    "<｜/call｜>": "<｜tool▁call▁end｜>",
+    "<｜sep｜>": "<｜tool▁sep｜>",
+}
+"""What stands in the templates here for DeepSeek's marks."""
 
 
 @dataclass(frozen=True)
@@ -363,3 +374,18 @@ def _shown(message: dict[str, Any], family: Family) -> dict[str, Any]:
             function = call["function"]
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     return message
+
+
+def templates(family: str) -> ChatTemplates:
+    sources = {
+        path.name.split(".")[1] if path.name.count(".") > 1 else "default": _marked(path)
+        for path in sorted(TEMPLATES.glob(f"{family}.*"))
+    }
+    return ChatTemplates(sources, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+def _marked(path: Path) -> str:
+    source = path.read_text("utf-8")
+    for short, mark in MARKS.items():
+        source = source.replace(short, mark)
+    return source

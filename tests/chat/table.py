@@ -11,8 +11,7 @@ from typing import Any
 
 from service.replies import FORMATS, CallGrammar
 from service.replies.proof import Writings
-from tests.chat.families import CONVERSATIONS, FAMILIES, Family
-from tests.chat.test_replies import SPECIAL, templates
+from tests.chat.families import CONVERSATIONS, FAMILIES, SPECIAL, Family, templates
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "chat.md"
 _COLUMNS = (

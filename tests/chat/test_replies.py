@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import pytest
 from engine.text import ChatTemplateError, ChatTemplates, JsonObject
 from service.replies import Context, Format, Reply, choose, tool_types
 from service.replies.proof import Writings
-from tests.chat.families import BARE, FAMILIES, GAUGE, TEMPLATES
+from tests.chat.families import BARE, FAMILIES, GAUGE, SPECIAL, templates
 from tests.service.replies.cases import check_divided, parse
 
 TURN_ENDS = re.compile(
@@ -29,23 +28,7 @@ USER = {"role": "user", "content": "How high is it?"}
 VALUES = {"zulu": 2**53 + 1, "größe": 'm\n"q" \\ é', "at": [0.5, 2**70], "水": {"z": True}}
 
 
-SPECIAL = ("<|eot_id|>", "<|eom_id|>")
 PUT_BACK = [name for name, family in FAMILIES.items() if family.parser and family.put_back]
-
-
-def templates(family: str) -> ChatTemplates:
-    sources = {
-        path.name.split(".")[1] if path.name.count(".") > 1 else "default": _marked(path)
-        for path in sorted(TEMPLATES.glob(f"{family}.*"))
-    }
-    return ChatTemplates(sources, {"bos_token": "<s>", "eos_token": "</s>"})
-
-
-def _marked(path: Path) -> str:
-    source = path.read_text("utf-8")
-    for short, mark in MARKS.items():
-        source = source.replace(short, mark)
-    return source
 
 
 def _call(name: str, arguments: Mapping[str, object], id: str, text: str = "") -> dict[str, Any]:
@@ -68,14 +51,6 @@ MESSAGES: dict[str, dict[str, Any]] = {
         "tool_calls": [GAUGED],
     },
 }
-MARKS = {
-    "<｜calls｜>": "<｜tool▁calls▁begin｜>",
-    "<｜/calls｜>": "<｜tool▁calls▁end｜>",
-    "<｜call｜>": "<｜tool▁call▁begin｜>",
-    "<｜/call｜>": "<｜tool▁call▁end｜>",
-    "<｜sep｜>": "<｜tool▁sep｜>",
-}
-"""What stands in the templates here for DeepSeek's marks."""
 
 
 @cache

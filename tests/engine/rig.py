@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from engine.api.manager import ContinuousBatchingManager
 from engine.api.results import GenerationOutput
+from engine.contract.outputs import StepOutputs
 from engine.core.admission import AdmissionLimits
 from engine.core.engine_core import EngineCore
 from engine.core.loop import EngineLoop
@@ -73,6 +76,17 @@ class LoopRig:
             self._gate.release()
 
 
+class Sink:
+    def __init__(self) -> None:
+        self.steps: list[StepOutputs] = []
+        self.done = threading.Event()
+
+    def __call__(self, step: StepOutputs) -> None:
+        self.steps.append(step)
+        if any(output.ends_request for output in step.outputs):
+            self.done.set()
+
+
 class Rig(LoopRig):
     """The same with a manager."""
 
@@ -89,3 +103,18 @@ def result(manager: ContinuousBatchingManager, name: str | None = None) -> Gener
     output = manager.get_result(name, timeout=WAIT)
     assert output is not None
     return output
+
+
+def count_calls(action: Callable[[], None]) -> int:
+    count = 0
+
+    def profile(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count

@@ -19,8 +19,8 @@ from headrace.cli.bench.prompts import FilePrompts, Lengths
 from headrace.results import Result
 from typer.testing import CliRunner
 
+from tests.clients.python.command import start
 from tests.clients.python.scripted import WAIT, ScriptedServer
-from tests.clients.python.test_cli import start
 
 Bench = Callable[..., Any]
 

@@ -3,20 +3,18 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import headrace
 import pytest
 from headrace.cli.app import app
 from typer.testing import CliRunner, Result
 
+from tests.clients.python.command import lines, start, write
 from tests.clients.python.scripted import WAIT, ScriptedServer
 
 Run = Callable[..., Result]
-COMMAND = [sys.executable, "-c", "from headrace_command import main; main()"]
 
 
 @pytest.fixture
@@ -25,16 +23,6 @@ def run(server: ScriptedServer) -> Run:
         return CliRunner().invoke(app, ["--target", server.target, *map(str, words)], input=stdin)
 
     return call
-
-
-def start(server: ScriptedServer, *words: str | Path, **streams: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*COMMAND, "--target", server.target, *map(str, words)], text=True, **streams
-    )
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 # ---- generate ----
@@ -204,11 +192,6 @@ def test_interrupting_chat_cancels_the_answer_alone(server: ScriptedServer) -> N
 
 
 # ---- batch ----
-
-
-def write(path: Path, *items: object) -> Path:
-    path.write_text("".join((i if isinstance(i, str) else json.dumps(i)) + "\n" for i in items))
-    return path
 
 
 def test_batch(run: Run, tmp_path: Path) -> None:

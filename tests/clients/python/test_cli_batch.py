@@ -15,8 +15,8 @@ from headrace.cli.app import app
 from headrace.v1 import generation_service_pb2 as s
 from typer.testing import CliRunner, Result
 
+from tests.clients.python.command import lines, start, write
 from tests.clients.python.scripted import WAIT, ScriptedServer
-from tests.clients.python.test_cli import lines, start, write
 
 Run = Callable[..., Result]
 OLD = '{"id": "old", "text": "precious"}\n'

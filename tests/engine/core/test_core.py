@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
-import sys
 import tracemalloc
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +32,7 @@ from tests.engine.fake_runner import (
     next_token,
 )
 from tests.engine.ledger import Ledger, drain
+from tests.engine.rig import count_calls
 from tests.engine.traffic import traffic
 
 TestCore = CoreMachine.TestCase
@@ -170,21 +169,6 @@ def test_cost_of_a_step_does_not_depend_on_the_queue(policy: str) -> None:
     few, many = calls(20), calls(20_000)
     assert many[0] <= few[0] * 1.1 + 50
     assert many[1] <= few[1] * 1.1 + 50
-
-
-def count_calls(action: Callable[[], None]) -> int:
-    count = 0
-
-    def profile(frame: object, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(profile)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def test_first_come_first_served() -> None:

@@ -10,12 +10,10 @@ from engine.contract.outputs import FinishReason
 from engine.contract.types import RequestId
 from engine.core.engine_core import EngineCore
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from tests.engine.core.test_core import count_calls
-from tests.engine.core.test_loop import Sink
 from tests.engine.core_machine import POLICIES
 from tests.engine.fake_runner import Clock, FakeRunner, expected_tokens, make_core, make_request
 from tests.engine.ledger import Ledger, drain
-from tests.engine.rig import WAIT, LoopRig
+from tests.engine.rig import WAIT, LoopRig, Sink, count_calls
 
 
 class Rig:

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from engine.contract.errors import EngineUnavailableError, QueueFullError, UnsupportedFeatureError
-from engine.contract.outputs import FinishReason, StepOutputs
+from engine.contract.outputs import FinishReason
 from engine.contract.request import MatcherFactory, RequestStatus
 from engine.contract.sampling_params import GrammarKind, GrammarParams
 from engine.contract.types import CallerKey
 from engine.fairness.drain_rate import MARGIN, UNKNOWN_DELAY_S
 from engine.scheduler.scheduled_batch import ScheduledBatch
 from tests.engine.fake_runner import expected_tokens, make_request
-from tests.engine.rig import WAIT, LoopRig, Rig, result
+from tests.engine.rig import WAIT, LoopRig, Rig, Sink, result
 
 
 def in_thread(function: Callable[[], object]) -> threading.Thread:
@@ -43,17 +43,6 @@ def until_wanted(rig: Rig) -> None:
 
 
 # ---- what reaches the sink -------------------------------------------------------------------
-
-
-class Sink:
-    def __init__(self) -> None:
-        self.steps: list[StepOutputs] = []
-        self.done = threading.Event()
-
-    def __call__(self, step: StepOutputs) -> None:
-        self.steps.append(step)
-        if any(output.ends_request for output in step.outputs):
-            self.done.set()
 
 
 def test_every_step_is_reported_also_those_that_bring_nobody_anything() -> None:

@@ -9,7 +9,7 @@ from engine.contract.types import CallerKey, RequestId
 from engine.scheduler.live_callers import NAMED_CALLERS
 from tests.engine.core_machine import POLICIES
 from tests.engine.fake_runner import make_request
-from tests.engine.scheduler.test_policies import Watched
+from tests.engine.scheduler.watched import Watched
 
 
 def rows(watched: Watched) -> dict[str, CallerStats]:

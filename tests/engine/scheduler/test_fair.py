@@ -17,7 +17,7 @@ from engine.scheduler.fair import LEAD, FairScheduler
 from engine.scheduler.token_counters import Share, TokenCounters
 from tests.engine.fake_runner import make_request
 from tests.engine.scheduler.sharing import Client, Sharing
-from tests.engine.scheduler.test_policies import Watched
+from tests.engine.scheduler.watched import Watched
 
 # ---- who comes first ---------------------------------------------------------------------------
 

@@ -6,60 +6,19 @@ import pytest
 
 from engine.contract.errors import ConfigError
 from engine.contract.outputs import FinishReason
-from engine.contract.request import GenerationRequest
 from engine.contract.types import RequestId
 from engine.core.engine_core import EngineCore
-from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.scheduler.base import Scheduler, StepPlan
 from engine.scheduler.fifo import FIFOScheduler
 from engine.scheduler.policies import register_scheduler, scheduler_class
 from engine.scheduler.prefill_first import PATIENCE
 from engine.scheduler.priority import PriorityScheduler
 from engine.scheduler.request_heap import RequestHeap
-from engine.scheduler.scheduled_batch import ScheduledBatch
 from engine.scheduler.step_times import StepTimes
 from tests.engine.core_machine import POLICIES
-from tests.engine.fake_runner import Clock, FakeRunner, make_core, make_request
-from tests.engine.ledger import Ledger, drain
-
-
-class Watched:
-    """A core whose batches are written down: the ids and numbers of tokens of each step."""
-
-    def __init__(self, **options: object) -> None:
-        self.clock = Clock()
-        self.core: EngineCore
-        self.runner: FakeRunner
-        self.kv_cache: KVCacheManager
-        self.core, self.runner, self.kv_cache = make_core(
-            clock=self.clock,
-            **options,  # type: ignore[arg-type]
-        )
-        self.ledger = Ledger()
-        self.steps: list[dict[str, int]] = []
-        self.seconds = 0.0
-        self.runner.hook = self._note
-
-    def _note(self, batch: ScheduledBatch) -> None:
-        self.steps.append({part.request.request_id: part.num_tokens for part in batch.requests})
-        self.clock.now += self.seconds
-
-    def add(self, *specs: GenerationRequest) -> None:
-        for spec in specs:
-            self.ledger.add(spec)
-            self.core.add(spec, self.clock())
-            self.clock.now += 0.001
-
-    def step(self) -> dict[str, int]:
-        """The batch of the next step."""
-        count = len(self.steps)
-        self.ledger.take(self.core.step())
-        return self.steps[-1] if len(self.steps) > count else {}
-
-    def drain(self) -> None:
-        drain(self.core, self.ledger)
-        self.ledger.check(self.core.max_context_tokens)
-
+from tests.engine.fake_runner import make_core, make_request
+from tests.engine.ledger import drain
+from tests.engine.scheduler.watched import Watched
 
 # ---- first in, first out -----------------------------------------------------------------------
 

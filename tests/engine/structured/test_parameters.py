@@ -22,7 +22,7 @@ from engine.structured.matcher import GrammarMatcher
 from engine.text import Tokenizer
 from tests.engine.structured.conftest import V
 from tests.engine.structured.following import allowed
-from tests.engine.structured.test_structural_tag import Form, Taker, params, tag, wander
+from tests.engine.structured.tags import Form, Taker, params, tag, wander
 
 NUM_WALKS = 200
 

@@ -18,7 +18,7 @@ from engine.text import Tokenizer
 from tests.engine.structured.conftest import V
 from tests.engine.structured.following import allowed
 from tests.engine.structured.reasoning_check import SlowReasoning
-from tests.engine.structured.test_structural_tag import Taker
+from tests.engine.structured.tags import Taker
 
 THINK = ReasoningParams("<think>", "</think>")
 CHOICES = ("ab", "abc", "<no>")
