@@ -20,7 +20,7 @@ from engine.contract.errors import ModelRefusedError
 from engine.models import choosing
 from engine.models.torch_decoder import TorchDecoder
 from engine.models.triton_operations import TritonOperations
-from tests.engine.models.test_decoder import make
+from tests.engine.models.decoders import make
 
 pytestmark = pytest.mark.gpu
 

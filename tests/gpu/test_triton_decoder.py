@@ -22,7 +22,7 @@ from engine.models import choosing
 from engine.models.torch_decoder import TorchDecoder
 from engine.models.triton_operations import TritonOperations
 from engine.runner.runner_options import StepPath
-from tests.engine.models.test_decoder import make
+from tests.engine.models.decoders import make
 from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.engine.runner.steps import build_verified, make_core, make_request, run, tokens_of
 from tests.gpu.conftest import INTERPRETED

@@ -10,7 +10,7 @@ import torch
 from engine.models.description import Experts
 from engine.models.table import describe
 from tests.engine.cuda.launches import by_ours, count, trace
-from tests.engine.models.test_decoder import OURS
+from tests.engine.models.decoders import OURS
 from tests.model_recipes import RECIPES
 from tests.tiny_models import make_model
 

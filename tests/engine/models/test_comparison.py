@@ -21,7 +21,7 @@ from engine.models import choosing, comparison, native_decoder, native_layer, re
 from engine.models.description import Decoder, Layer
 from engine.models.formats.native import native_library
 from engine.models.held_layer import PackedLinear
-from tests.engine.models.test_decoder import make, verify
+from tests.engine.models.decoders import make, verify
 
 SCALED = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 

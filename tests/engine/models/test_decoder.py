@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from engine.api.offline import LoadedModel
 from engine.attention.native_backend import NativeAttentionBackend
 from engine.contract.config import LoadConfig
-from engine.loading.loader import load_model, verify_model
+from engine.loading.loader import load_model
 from engine.loading.verified import VerifiedModel
 from engine.models import table
 from engine.models.formats.int8 import Int8
@@ -27,37 +27,12 @@ from engine.models.formats.registry import Format
 from engine.models.held_layer import PackedEmbedding, PackedLinear
 from engine.models.native_decoder import NativeDecoder
 from engine.models.table import FAMILIES as DESCRIBED
+from tests.engine.models.decoders import OURS, _gaps, make, verify
 from tests.model_recipes import RECIPES
-from tests.tiny_models import FAMILIES, make_model, make_prompts
+from tests.tiny_models import make_prompts
 
-OURS = [
-    name
-    for name, recipe in RECIPES.items()
-    if recipe.is_known and recipe.config().model_type in DESCRIBED
-]
-"""The recipes of families that our decoder knows."""
 PROMPTS = make_prompts((1, 37, 3, 40))
 NEW = 9
-
-
-def make(name: str = "qwen3", seed: int = 0, **settings: Any) -> PreTrainedModel:
-    """A tiny model in bfloat16 whose norms and biases are not all alike."""
-    model = make_model(FAMILIES[name](**settings), seed).to(torch.bfloat16)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.add_(noise * (0.3 if "norm" in parameter_name else 0.1))
-    return model
-
-
-def verify(
-    model: PreTrainedModel, packing: Format | None = Native, lines: list[str] | None = None
-) -> VerifiedModel:
-    """Through the load gate, with our decoder if it can be."""
-    told = [] if lines is None else lines
-    return verify_model(model, Path(), told.append, packing=packing, own_decoder=True)
 
 
 def generate(verified: VerifiedModel, **options: Any) -> list[list[int]]:
@@ -68,15 +43,6 @@ def generate(verified: VerifiedModel, **options: Any) -> list[list[int]]:
     found = [outputs[f"req_{index}"] for index in range(len(PROMPTS))]
     assert not any(one.error for one in found)
     return [list(one.generated_tokens) for one in found]
-
-
-def _gaps(judge: PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """How far each token is from the judge's most likely one, in deviations of the logits."""
-    with torch.inference_mode():
-        logits = judge(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
-    chosen = logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-    gaps: torch.Tensor = (logits.max(dim=-1).values - chosen) / logits.std(dim=-1)
-    return gaps
 
 
 @pytest.mark.parametrize("packing", [Native, Int8])

@@ -24,7 +24,7 @@ from engine.models.layer_parts import walk
 from engine.models.operations import TorchOperations
 from engine.models.torch_decoder import TorchDecoder, TorchMlp
 from engine.runner.runner_options import StepPath
-from tests.engine.models.test_decoder import OURS, _gaps, make
+from tests.engine.models.decoders import OURS, _gaps, make
 from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.engine.runner.steps import build_verified, make_core, make_request, run, tokens_of
 from tests.tiny_models import WINDOW, greedy_reference, make_prompts
