@@ -45,6 +45,16 @@ def test_no_python_module_is_in_a_circle(imports: dict[str, set[str]]) -> None:
     assert rooms.neighbours(imports) == [("benchmarks", "tests")]
 
 
+def test_no_module_imports_a_test_module(imports: dict[str, set[str]]) -> None:
+    found = {
+        (name, other)
+        for name, others in imports.items()
+        for other in others
+        if other.startswith("tests.") and other.rpartition(".")[2].startswith("test_")
+    }
+    assert not found, "what tests share is in a module of its own"
+
+
 def test_no_module_of_the_rust_and_typescript_clients_is_in_a_circle() -> None:
     assert rooms.circles(rooms.rust_imports()) == []
     assert rooms.circles(rooms.typescript_imports()) == []
