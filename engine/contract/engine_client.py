@@ -41,7 +41,8 @@ class ModelInfo:
         architecture: such as "LlamaForCausalLM".
         parameters: the number of parameters.
         dtype, device: such as "bfloat16" and "cpu".
-        quantization: how the weights of linear layers are stored: "none" (in dtype) or "int8".
+        quantization: how the weights of linear layers are stored: "none" (in dtype), or see
+            LoadConfig.
         vocab_size: the size of the vocabulary; all token ids are below it.
         eos_token_ids: the model's own end-of-sequence ids.
         max_context_tokens: the maximum length of a request, prompt and output together: the model's

@@ -372,10 +372,12 @@ def _check_room(
         needed *= named(load_config.quantization).share
     if needed <= available:
         return
-    lighter = "" if load_config.quantization != "none" else ", or quantization int8 on a CPU"
-    if dtype is torch.float32:  # int8 is for bfloat16
+    lighter = ""
+    if load_config.quantization == "none":
+        lighter = ", or quantization int8 or int4 on a CPU"
+    if dtype is torch.float32:  # integers are for bfloat16
         half = f"{needed / 2 / GIB:.2f} GiB"
-        lighter = f", or dtype bfloat16, with which they take {half}, or also quantization int8"
+        lighter = f", or dtype bfloat16, with which they take {half}, or also quantization int8 or int4"
     raise InsufficientMemoryError(
         f"{checkpoint.path}: the weights take {needed / GIB:.2f} GiB as {dtype}, and "
         f"{available / GIB:.2f} GiB are free here: give more memory, or a smaller model{lighter}; "

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import linear as torch_linear
+from transformers import PreTrainedModel
 
 from engine.contract.config import LoadConfig
 from engine.contract.errors import ConfigError, ModelRefusedError
@@ -238,26 +239,29 @@ def shared_weights(model: torch.nn.Module, how: Format | None) -> Iterator[_Grou
     if how is None:
         return
     like = next(model.parameters())
+    output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     holders: dict[int, list[tuple[str, torch.nn.Module]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for parameter in module.parameters(recurse=False):
             holders.setdefault(id(parameter), []).append((name, module))
     for found in holders.values():
+        is_table = any(one is output or isinstance(one, torch.nn.Embedding) for _, one in found)
+        own = how.of_tables() if is_table else how
         linears = {
             name: one
             for name, one in found
-            if isinstance(one, torch.nn.Linear) and _is_plain_linear(one, like, how)
+            if isinstance(one, torch.nn.Linear) and _is_plain_linear(one, like, own)
         }
         embeddings = {
             name: one
             for name, one in found
-            if how.reads_rows and isinstance(one, torch.nn.Embedding) and _is_plain_embedding(one)
+            if own.reads_rows and isinstance(one, torch.nn.Embedding) and _is_plain_embedding(one)
         }
         # A bias is also a parameter.
         weights = {id(one.weight) for one in linears.values()}
         if len(weights) != 1 or holders.get(next(iter(weights))) is not found:
             continue
-        yield _Group(linears, embeddings, len(found) == len(linears) + len(embeddings), how)
+        yield _Group(linears, embeddings, len(found) == len(linears) + len(embeddings), own)
 
 
 def _is_plain_linear(module: torch.nn.Linear, like: torch.Tensor, how: Format) -> bool:

@@ -136,7 +136,7 @@ def _are_adjacent(layers: Sequence[_Layer]) -> bool:
         left.packed.data_ptr() + left.packed.nbytes == right.packed.data_ptr()
         and left.packed.untyped_storage().data_ptr() == right.packed.untyped_storage().data_ptr()
         and not left.shape[0] % PANEL  # multiples of this are whole panels for any kernel
-        and (left.scales is None) == (right.scales is None)
+        and left.bits == right.bits
         for (left, _), (right, _) in itertools.pairwise(layers)
     )
 

@@ -12,11 +12,8 @@ from engine.native.build import LIBRARY, fingerprint
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _FUNCTIONS = {
-    "headrace_linear_size": (_INT, _INT, _INT, _INT),
-    "headrace_linear_pack": (
-        *(_POINTER, _INT, _INT, _INT, _INT),
-        *(_POINTER, _POINTER, ctypes.c_int),
-    ),
+    "headrace_linear_size": (_POINTER,),
+    "headrace_linear_pack": (_POINTER, _POINTER, _INT, ctypes.c_int),
     "headrace_linear_rows": (_POINTER, _POINTER, _INT, _POINTER, ctypes.c_int),
     "headrace_linear": (_POINTER, _POINTER, _INT, _POINTER, _INT, _INT, ctypes.c_int),
     "headrace_norm": (_POINTER, _POINTER, _POINTER, _INT, _INT, ctypes.c_int, ctypes.c_int),
@@ -128,15 +125,19 @@ class LinearWeight(ctypes.Structure):
     """A packed linear layer: [outputs, inputs]. Mirrors the struct in src/calls.h.
 
     Attributes:
-        bias, scales: float32, or null if there are none.
-        dtype: FLOAT32 or BFLOAT16, the type of inputs and outputs. With scales, weights are int8.
+        bias: float32, or null if there is none.
+        scales: by which integers are multiplied, or null: int8's are float32, one for each output,
+            and int4's are float16, one for each output and group of inputs (src/linear_layout.h).
+        dtype: FLOAT32 or BFLOAT16, the type of inputs and outputs.
+        bits: 8 or 4 if weights are integers. 0 if they are of that type.
+        group: how many inputs share a scale of int4.
         finished: bfloat16 [65536], the value that replaces each result, indexed by the result's
             bits. Null to keep the results.
     """
 
     _fields_ = (
         *((name, _POINTER) for name in ("packed", "bias", "scales")),
-        *((name, _INT) for name in ("outputs", "inputs", "dtype")),
+        *((name, _INT) for name in ("outputs", "inputs", "dtype", "bits", "group")),
         ("finished", _POINTER),
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from engine.models.formats.native import Native, why_missing
+from engine.models.formats.native import Native, in_panels, why_missing
 
 
 class Int8(Native):
@@ -17,8 +17,13 @@ class Int8(Native):
     name = "int8"
     share = 0.5
     changes_results = True
-    as_int8 = True
+    bits = 8
     scales: torch.Tensor
+
+    @classmethod
+    @override
+    def new_scales(cls, shape: tuple[int, ...]) -> torch.Tensor | None:
+        return torch.zeros(in_panels(shape[0]))
 
     @classmethod
     @override
@@ -33,7 +38,7 @@ class Int8(Native):
     @classmethod
     @override
     def described(cls) -> str:
-        return f"{super().described()}, as int8"
+        return f"{super().described()}, as {cls.name}"
 
     @override
     def holds(self, weight: torch.Tensor, indices: torch.Tensor) -> bool:

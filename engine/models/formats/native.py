@@ -12,7 +12,7 @@ import mmap
 import sys
 from collections.abc import Iterator
 from functools import cache
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from typing_extensions import override
@@ -61,14 +61,15 @@ class Native(WeightFormat):
     """A weight for our kernels.
 
     Attributes:
+        bits, group: see LinearWeight.
         packed: uint8, the elements. The weights of a model are adjacent.
-        scales: float32, a scale for each row, padded to whole panels. None if there are none.
+        scales: for whole panels of rows; see LinearWeight. None if there are none.
     """
 
     name = "native"
     is_ours = True
-    as_int8: ClassVar[bool] = False
-    """Whether the kernels hold elements as int8, with scales."""
+    bits: int = 0
+    group: int = 0
     packed: torch.Tensor
     scales: torch.Tensor | None
 
@@ -80,7 +81,12 @@ class Native(WeightFormat):
         if memory is None:
             memory = torch.empty(self.placed_bytes(shape, dtype), dtype=torch.uint8)
         self.packed = memory
-        self.scales = torch.zeros(in_panels(shape[0])) if self.as_int8 else None
+        self.scales = self.new_scales(self.shape)
+
+    @classmethod
+    def new_scales(cls, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """Return scales of 0 for a weight, or None if it has none."""
+        return None
 
     @classmethod
     @override
@@ -106,14 +112,16 @@ class Native(WeightFormat):
     @classmethod
     @override
     def placed_bytes(cls, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        size: int = native_library().linear_size(*shape, DTYPES[dtype], cls.as_int8)
+        empty = LinearWeight(None, None, None, *shape, DTYPES[dtype], cls.bits, cls.group)
+        size: int = native_library().linear_size(ctypes.byref(empty))
         return size
 
     @classmethod
     @override
     def held_bytes(cls, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        scales = in_panels(shape[0]) * torch.float32.itemsize if cls.as_int8 else 0
-        return cls.placed_bytes(shape, dtype) + scales
+        with torch.device("meta"):
+            scales = cls.new_scales(shape)
+        return cls.placed_bytes(shape, dtype) + (0 if scales is None else scales.nbytes)
 
     @override
     def slices(self, weight: torch.Tensor) -> Iterator[tuple[torch.Tensor, Self]]:
@@ -125,7 +133,8 @@ class Native(WeightFormat):
             end = start + self.placed_bytes(own.shape, self.dtype)
             own.packed, start = self.packed[start:end], end
             if self.scales is not None:
-                own.scales = self.scales[first : first + count]
+                a_row = len(self.scales) // in_panels(self.shape[0])
+                own.scales = self.scales[first * a_row : (first + count) * a_row]
             yield rows, own
 
     @override
@@ -134,12 +143,9 @@ class Native(WeightFormat):
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         ask_for_large_pages(self.packed)
         native_library().linear_pack(
+            ctypes.byref(self.for_kernels(None)),
             weight.data_ptr(),
             weight.stride(0),
-            *self.shape,
-            DTYPES[self.dtype],
-            self.packed.data_ptr(),
-            None if self.scales is None else self.scales.data_ptr(),
             torch.get_num_threads(),
         )
 
@@ -162,6 +168,8 @@ class Native(WeightFormat):
             None if self.scales is None else self.scales.data_ptr(),
             *self.shape,
             DTYPES[self.dtype],
+            self.bits,
+            self.group,
         )
 
     @override
@@ -185,7 +193,8 @@ class Native(WeightFormat):
                 f"and was given {x.dtype} {list(x.shape)} on {x.device}"
             )
         if torch.compiler.is_compiling():
-            return _multiply_opaquely(x, self.packed, self.scales, bias, *self.shape)
+            form = (self.bits, self.group)
+            return _multiply_opaquely(x, self.packed, self.scales, bias, *self.shape, *form)
         shape, (outputs, inputs) = x.shape, self.shape
         if not x.is_contiguous():
             x = x.reshape(-1, inputs)
@@ -208,7 +217,10 @@ class Native(WeightFormat):
     @override
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            return _read_opaquely(self.packed, self.scales, indices, *self.shape, self.dtype)
+            return _read_opaquely(
+                *(self.packed, self.scales, indices, self.shape[0], self.shape[1], self.dtype),
+                *(self.bits, self.group),
+            )
         wanted = indices.long().contiguous()
         result = torch.empty((*indices.shape, self.shape[1]), dtype=self.dtype)
         if not native_library().linear_rows(
@@ -244,9 +256,9 @@ def ask_for_large_pages(packed: torch.Tensor) -> None:
 
 
 @operation(
-    "packed_linear(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int outputs, int inputs) "
-    "-> Tensor",
-    lambda x, packed, scales, bias, outputs, inputs: x.new_empty((*x.shape[:-1], outputs)),
+    "packed_linear(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int outputs, int inputs, "
+    "int bits, int group) -> Tensor",
+    lambda x, packed, scales, bias, outputs, *_: x.new_empty((*x.shape[:-1], outputs)),
 )
 def _multiply_opaquely(
     x: torch.Tensor,
@@ -255,14 +267,16 @@ def _multiply_opaquely(
     bias: torch.Tensor | None,
     outputs: int,
     inputs: int,
+    bits: int,
+    group: int,
 ) -> torch.Tensor:
-    return _weight(packed, scales, (outputs, inputs), x.dtype).multiply(x, bias)
+    return _weight(packed, scales, (outputs, inputs), x.dtype, bits, group).multiply(x, bias)
 
 
 @operation(
     "packed_rows(Tensor packed, Tensor? scales, Tensor rows, int outputs, int inputs, "
-    "ScalarType dtype) -> Tensor",
-    lambda packed, scales, rows, outputs, inputs, dtype: packed.new_empty(
+    "ScalarType dtype, int bits, int group) -> Tensor",
+    lambda packed, scales, rows, outputs, inputs, dtype, *_: packed.new_empty(
         (*rows.shape, inputs), dtype=dtype
     ),
 )
@@ -273,13 +287,20 @@ def _read_opaquely(
     outputs: int,
     inputs: int,
     dtype: torch.dtype,
+    bits: int,
+    group: int,
 ) -> torch.Tensor:
-    return _weight(packed, scales, (outputs, inputs), dtype).rows(rows)
+    return _weight(packed, scales, (outputs, inputs), dtype, bits, group).rows(rows)
 
 
 def _weight(
-    packed: torch.Tensor, scales: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
+    packed: torch.Tensor,
+    scales: torch.Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    bits: int,
+    group: int,
 ) -> Native:
     weight = Native(shape, dtype, packed)
-    weight.scales = scales
+    weight.scales, weight.bits, weight.group = scales, bits, group
     return weight

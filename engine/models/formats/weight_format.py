@@ -66,6 +66,11 @@ class WeightFormat(ABC):
         return weight.stride(1) == 1 and min(weight.shape) >= SMALLEST
 
     @classmethod
+    def of_tables(cls) -> type[WeightFormat]:
+        """Return the format of the output layer, and of weights that embeddings read."""
+        return cls
+
+    @classmethod
     def described(cls) -> str:
         """Return what the log calls it."""
         return cls.name

@@ -37,9 +37,11 @@ enum ElementType : int { FLOAT32 = 0, BFLOAT16 = 1 };
 struct LinearWeight {
   const void* packed;
   const float* bias;    // for whole panels; or null
-  const float* scales;  // for whole panels: weights are int8, times these; or null: bfloat16
+  const void* scales;   // by which integers are multiplied; see linear.cpp; or null
   int64_t outputs, inputs;
   int64_t dtype;  // of what goes in and comes out
+  int64_t bits;   // of an integer: 8 or 4; or 0: weights are of that type
+  int64_t group;  // int4: how many inputs of an output share a scale, an even number
   const uint16_t* finished = nullptr;  // what becomes of each bfloat16 result, by its bits; or null
 };
 

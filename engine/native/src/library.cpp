@@ -14,7 +14,7 @@ struct Variant {
   const char* name;
   int64_t (*attention)(const AttentionCall&);
   int64_t (*linear_size)(const LinearWeight&);
-  void (*linear_pack)(const LinearWeight&, const void*, int64_t, void*, float*, int);
+  void (*linear_pack)(const LinearWeight&, const void*, int64_t, int);
   int (*linear_rows)(const LinearWeight&, const int64_t*, int64_t, void*, int);
   void (*linear)(const LinearWeight&, const void*, int64_t, void*, int64_t, int64_t, int);
   void (*norm)(const NormWeight&, const void*, void*, int64_t, int64_t, int, int);
@@ -34,8 +34,7 @@ struct Variant {
   namespace isa {                                                                                \
   int64_t attention(const AttentionCall& call);                                                  \
   int64_t linear_size(const LinearWeight& weight);                                               \
-  void linear_pack(const LinearWeight& weight, const void* rows, int64_t stride,                 \
-                   void* packed, float* scales, int threads);                                    \
+  void linear_pack(const LinearWeight& weight, const void* rows, int64_t stride, int threads);   \
   int linear_rows(const LinearWeight& weight, const int64_t* wanted, int64_t count,              \
                   void* rows, int threads);                                                      \
   void linear(const LinearWeight& weight, const void* x, int64_t x_stride, void* y,              \
@@ -153,23 +152,18 @@ HEADRACE_ENTRY int64_t headrace_attention(const AttentionCall* call) {
   return variant.attention(*call);
 }
 
-// Packs a linear layer's weights, into `packed` and, if they are to be int8, `scales`; see
-// `linear_pack` in linear.cpp.
-HEADRACE_ENTRY void headrace_linear_pack(const void* rows, int64_t stride, int64_t outputs,
-                                         int64_t inputs, int64_t dtype, void* packed, float* scales,
-                                         int threads) {
-  variant.linear_pack({packed, nullptr, scales, outputs, inputs, dtype}, rows, stride, packed,
-                      scales, threads);
+// See `linear_pack` in linear_pack.cpp.
+HEADRACE_ENTRY void headrace_linear_pack(const LinearWeight* weight, const void* rows,
+                                         int64_t stride, int threads) {
+  variant.linear_pack(*weight, rows, stride, threads);
 }
 
-// How many bytes packed weights are; is_int8: they are int8, for x of bfloat16.
-HEADRACE_ENTRY int64_t headrace_linear_size(int64_t outputs, int64_t inputs, int64_t dtype,
-                                            int64_t is_int8) {
-  return variant.linear_size({nullptr, nullptr, nullptr, outputs, inputs, dtype}) *
-         (is_int8 ? 1 : 2);
+// How many bytes packed weights are; without their addresses.
+HEADRACE_ENTRY int64_t headrace_linear_size(const LinearWeight* weight) {
+  return variant.linear_size(*weight);
 }
 
-// See `linear_rows` in linear.cpp.
+// See `linear_rows` in linear_pack.cpp.
 HEADRACE_ENTRY int headrace_linear_rows(const LinearWeight* weight, const int64_t* wanted,
                                         int64_t count, void* rows, int threads) {
   return variant.linear_rows(*weight, wanted, count, rows, threads);

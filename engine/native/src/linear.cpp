@@ -12,6 +12,8 @@
 //   Of int8: the same, and an input of an output is one byte. A number from -127 to 127 is a bfloat16
 //   exactly, so that sums are as exact as those of bfloat16 weights, and are scaled at the end. One
 //   tile turns them into bfloat16 as it reads them; for several tiles an item's are turned once.
+//   Of int4: the same, and a pair is one byte, with its first input in the lower half; 8 is added to
+//   each. The sums of a group of inputs are scaled and added to those of the groups before.
 //
 // An item of work is a few rows against C panels. A tile keeps R rows x C panels of sums in
 // registers, and takes the inputs in their order: what a row yields depends neither on the rows
@@ -59,6 +61,7 @@ using Input = std::conditional_t<PAIRS, X, float>;
 // Registers hold a tile's sums only if every loop over them is unrolled, in one function.
 #define UNROLL _Pragma("GCC unroll 8")
 #define INLINE __attribute__((always_inline)) inline
+#define INLINE_LAMBDA __attribute__((always_inline))
 
 constexpr int FEW = 2;  // rows whose sums leave registers for the panels of two groups
 constexpr int STEP = 4;  // pairs of inputs between two looks ahead
@@ -76,6 +79,14 @@ vf load_second(const uint32_t* p) { return (vf)(*reinterpret_cast<const vu*>(p) 
 vf load_first(const uint16_t* p) {
   const vu pairs = __builtin_convertvector(*reinterpret_cast<const vh*>(p), vu);
   return __builtin_convertvector((vi)(pairs << 24) >> 24, vf);
+}
+vf load_first(const uint8_t* p) {
+  const vu pairs = __builtin_convertvector(*reinterpret_cast<const vb*>(p), vu);
+  return __builtin_convertvector((vi)(pairs & 15u) - 8, vf);
+}
+vf load_second(const uint8_t* p) {
+  const vu pairs = __builtin_convertvector(*reinterpret_cast<const vb*>(p), vu);
+  return __builtin_convertvector((vi)(pairs >> 4) - 8, vf);
 }
 vf load_second(const uint16_t* p) {
   const vu pairs = __builtin_convertvector(*reinterpret_cast<const vh*>(p), vu);
@@ -97,16 +108,40 @@ vu load_pairs(const uint16_t* p) {
 #endif
 }
 
+vu load_pairs(const uint8_t* p) {
+#if defined(__AVX512BF16__)
+  // Each number is looked up; of an index, 5 bits count, of which the fifth may be anything.
+#define HEADRACE_FROM_8                                                                      \
+  0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, \
+      0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0
+  alignas(64) static constexpr uint16_t NUMBERS[32] = {HEADRACE_FROM_8, HEADRACE_FROM_8};
+#undef HEADRACE_FROM_8
+  const __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m512i indices = _mm512_or_si512(pairs, _mm512_slli_epi32(pairs, 12));
+  return (vu)_mm512_permutexvar_epi16(indices, _mm512_load_si512(NUMBERS));
+#else
+  return (vu)load_first(p) >> 16 | (vu)load_second(p);
+#endif
+}
+
 // Weights of C panels: pairs are `stride` lanes apart, groups `group`. W: uint32_t, two bfloat16;
-// uint16_t, two int8; float, one float32.
+// uint16_t, two int8; uint8_t, two int4; float, one float32.
 template <class W>
 struct Weights {
+  using Lane = W;
+  static constexpr bool SCALED_BY_GROUP = false;
   const W* from;
   int64_t stride, group;
 
   const W* panel(int64_t k, int c) const {
     return from + c / NR * group + k * stride + c % NR * VL;
   }
+};
+
+// The same, of int4, as it lies or turned into bfloat16.
+template <class W>
+struct Grouped : Weights<W> {
+  static constexpr bool SCALED_BY_GROUP = true;
 };
 
 // sums += a pair of inputs of R rows, from x on, against C panels.
@@ -147,7 +182,8 @@ template <class X>
 INLINE void finish(const LinearWeight& weight, int64_t panel, const vf* sums, int apart, int rows,
                    X* y, int64_t y_stride) {
   const int64_t first = panel * VL, count = std::min<int64_t>(VL, weight.outputs - first);
-  const vf scale = weight.scales ? load(weight.scales + first) : splat(1.0f);
+  const float* scales = static_cast<const float*>(weight.scales);
+  const vf scale = weight.bits == 8 ? load(scales + first) : splat(1.0f);
   const vf bias = weight.bias ? load(weight.bias + first) : vf{};
   y += first;
   for (int r = 0; r < rows; ++r, y += y_stride) {
@@ -164,41 +200,62 @@ INLINE void finish(const LinearWeight& weight, int64_t panel, const vf* sums, in
 
 // R rows from x on against C panels; see the top. `lines` cache lines from `ahead` on are brought near
 // for every STEP pairs.
-template <int R, int C, class W, class X>
-void tile(const LinearWeight& weight, Weights<W> weights, int64_t panel, const Input<X>* x,
+template <int R, int C, class Of, class X>
+void tile(const LinearWeight& weight, Of weights, int64_t panel, const Input<X>* x,
           int64_t x_stride, X* y, int64_t y_stride, const char* ahead, int lines) {
   constexpr bool pairs_of_x = sizeof(Input<X>) == 2;
-  constexpr int width = std::is_same_v<W, float> ? 1 : 2;  // inputs of a lane
+  constexpr int width = std::is_same_v<typename Of::Lane, float> ? 1 : 2;  // inputs of a lane
   const int64_t pairs = num_pairs(weight), whole = pairs_of_x ? weight.inputs / 2 : pairs;
   vf sums[R][C] = {};
   int64_t k = 0;
-  for (; k + STEP <= whole; k += STEP) {
-    for (int i = 0; i < lines; ++i, ahead += 64) __builtin_prefetch(ahead, 0, 2);
-    for (int i = 0; i < STEP; ++i) add_pair(sums, weights, k + i, x + width * (k + i), x_stride);
-  }
-  for (; k < whole; ++k) add_pair(sums, weights, k, x + width * k, x_stride);
-  if constexpr (pairs_of_x)
-    if (k < pairs) {
-      bf16 last[2 * R] = {};
-      for (int r = 0; r < R; ++r) last[2 * r] = x[r * x_stride + 2 * k];
-      add_pair(sums, weights, k, last, 2);
+  const auto add_until = [&](int64_t end) INLINE_LAMBDA {
+    for (; k + STEP <= end; k += STEP) {
+      for (int i = 0; i < lines; ++i, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+      for (int i = 0; i < STEP; ++i) add_pair(sums, weights, k + i, x + width * (k + i), x_stride);
     }
-  for (int c = 0; c < C; ++c) finish(weight, panel + c, &sums[0][c], C, R, y, y_stride);
+    for (; k < end; ++k) add_pair(sums, weights, k, x + width * k, x_stride);
+  };
+  const auto add_last = [&]() INLINE_LAMBDA {
+    if constexpr (pairs_of_x)
+      if (k < pairs) {
+        bf16 last[2 * R] = {};
+        for (int r = 0; r < R; ++r) last[2 * r] = x[r * x_stride + 2 * k];
+        add_pair(sums, weights, k, last, 2);
+      }
+  };
+  if constexpr (Of::SCALED_BY_GROUP) {
+    vf totals[R][C] = {};
+    const int64_t groups = num_groups(weight), step = weight.group / 2;
+    const f16* scales = static_cast<const f16*>(weight.scales);
+    for (int64_t g = 0; g < groups; ++g) {
+      add_until(std::min(whole, (g + 1) * step));
+      if (g + 1 == groups) add_last();
+      UNROLL for (int c = 0; c < C; ++c) {
+        const vf scale = load(scales + scale_at(weight, (panel + c) * VL, g));
+        UNROLL for (int r = 0; r < R; ++r) totals[r][c] += sums[r][c] * scale, sums[r][c] = vf{};
+      }
+    }
+    for (int c = 0; c < C; ++c) finish(weight, panel + c, &totals[0][c], C, R, y, y_stride);
+  } else {
+    add_until(whole);
+    add_last();
+    for (int c = 0; c < C; ++c) finish(weight, panel + c, &sums[0][c], C, R, y, y_stride);
+  }
 }
 
-template <int C, class W, class X, int R = C <= NR ? ROWS<X> : FEW>
-void tile_of_rows(int rows, const LinearWeight& weight, Weights<W> weights, int64_t panel,
+template <int C, class Of, class X, int R = C <= NR ? ROWS<X> : FEW>
+void tile_of_rows(int rows, const LinearWeight& weight, Of weights, int64_t panel,
                   const Input<X>* x, int64_t x_stride, X* y, int64_t y_stride, const char* ahead,
                   int lines) {
   if (rows == R) return tile<R, C>(weight, weights, panel, x, x_stride, y, y_stride, ahead, lines);
   if constexpr (R > 1)
-    tile_of_rows<C, W, X, R - 1>(rows, weight, weights, panel, x, x_stride, y, y_stride, ahead, lines);
+    tile_of_rows<C, Of, X, R - 1>(rows, weight, weights, panel, x, x_stride, y, y_stride, ahead, lines);
 }
 
 // `rows` rows against C panels, in tiles of about the same height. From `ahead` on lie `bytes` that are to
 // be brought near meanwhile.
-template <int C, class W, class X>
-void tiles(const LinearWeight& weight, Weights<W> weights, int64_t panel, const Input<X>* x,
+template <int C, class Of, class X>
+void tiles(const LinearWeight& weight, Of weights, int64_t panel, const Input<X>* x,
            int64_t x_stride, X* y, int64_t y_stride, int64_t rows, const char* ahead,
            int64_t bytes) {
   const int64_t count = divide_up(rows, ROWS<X>), steps = num_pairs(weight) / STEP;
@@ -268,7 +325,7 @@ void amx_tiles(const LinearWeight& weight, Weights<W> weights, int64_t panel, co
 template <int C, class X>
 void item(const LinearWeight& weight, int64_t panel, const Input<X>* x, int64_t x_stride, X* y,
           int64_t y_stride, int64_t rows, uint32_t* space) {
-  const int64_t pairs = num_pairs(weight), pair = weight.scales ? 2 : 4;  // bytes
+  const int64_t pairs = num_pairs(weight), pair = pair_bytes(weight);
   const int64_t group = NR * pairs * VL;
   const Panel place(weight, panel);
   const char* from = static_cast<const char*>(weight.packed) + place.start * pair;
@@ -291,15 +348,28 @@ void item(const LinearWeight& weight, int64_t panel, const Input<X>* x, int64_t 
   if constexpr (sizeof(X) == sizeof(float)) {
     multiply_by(Weights<float>{reinterpret_cast<const float*>(from), place.stride, group});
   } else {
-    if (!weight.scales)
+    if (!weight.bits)
       return multiply_by(
           Weights<uint32_t>{reinterpret_cast<const uint32_t*>(from), place.stride, group});
+    const auto turn_all = [&](auto weights) {
+      for (int64_t k = 0; k < pairs; ++k)
+        for (int c = 0; c < C; ++c)
+          *reinterpret_cast<vu*>(space + (k * C + c) * VL) = load_pairs(weights.panel(k, c));
+    };
+    if (weight.bits == 4) {  // AMX would add the sums of groups before they are scaled
+      const auto by_groups = [&](auto weights) {
+        tiles<C>(weight, weights, panel, x, x_stride, y, y_stride, rows, ahead, bytes);
+      };
+      const Grouped<uint8_t> weights = {
+          {reinterpret_cast<const uint8_t*>(from), place.stride, group}};
+      if (is_alone) return by_groups(weights);
+      turn_all(weights);
+      return by_groups(Grouped<uint32_t>{{space, C * VL, 0}});
+    }
     const Weights<uint16_t> weights = {reinterpret_cast<const uint16_t*>(from), place.stride,
                                        group};
     if (is_alone) return multiply_by(weights);
-    for (int64_t k = 0; k < pairs; ++k)
-      for (int c = 0; c < C; ++c)
-        *reinterpret_cast<vu*>(space + (k * C + c) * VL) = load_pairs(weights.panel(k, c));
+    turn_all(weights);
     multiply_by(Weights<uint32_t>{space, C * VL, 0});
   }
 }
@@ -335,7 +405,7 @@ void multiply(const LinearWeight& weight, const X* x, int64_t x_stride, X* y,
     } else {
       left = x;
     }
-    const bool converts = weight.scales && rows > ALONE<X>;
+    const bool converts = weight.bits && rows > ALONE<X>;
     const std::unique_ptr<uint32_t[]> space(
         converts ? new uint32_t[C * num_pairs(weight) * VL] : nullptr);
 #pragma omp for schedule(static) nowait

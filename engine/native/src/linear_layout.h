@@ -17,6 +17,18 @@ int64_t num_pairs(const LinearWeight& weight) {
 }
 int64_t num_panels(const LinearWeight& weight) { return divide_up(weight.outputs, VL); }
 
+// Bytes of a lane.
+int64_t pair_bytes(const LinearWeight& weight) {
+  return weight.bits ? weight.bits / 4 : 4;
+}
+
+// The scales of int4: [blocks of SCALED outputs][groups of inputs][SCALED], float16.
+constexpr int64_t SCALED = 64;
+int64_t num_groups(const LinearWeight& weight) { return divide_up(weight.inputs, weight.group); }
+int64_t scale_at(const LinearWeight& weight, int64_t output, int64_t group) {
+  return (output / SCALED * num_groups(weight) + group) * SCALED + output % SCALED;
+}
+
 // Where a panel's numbers begin, and how far apart those of two pairs are.
 struct Panel {
   int64_t start, stride;

@@ -60,30 +60,95 @@ void quantise(const LinearWeight& weight, int64_t panel, const bf16* rows, int64
   }
 }
 
-}  // namespace
-
-// How many halves of lanes the packed weights are: bfloat16 or int8 elements, or two for one float32.
-int64_t linear_size(const LinearWeight& weight) {
-  return num_panels(weight) * num_pairs(weight) * VL * 2;
+// The scale of a group of inputs for int4, and its numbers from -8 to 7, as floats in `numbers`. Of 24
+// scales, of which each takes the number furthest from 0 near -8, the one is taken that leaves the least
+// squared error when it is made the best for its numbers. `count`: a multiple of VL, zeros at the end.
+float quantise_group(const float* x, int64_t count, float* numbers) {
+  float furthest = 0;
+  for (int64_t k = 0; k < count; ++k)
+    if (std::abs(x[k]) > std::abs(furthest)) furthest = x[k];
+  if (furthest == 0 || furthest - furthest != 0) {  // or not finite
+    for (int64_t k = 0; k < count; ++k) numbers[k] = 0;
+    return furthest;
+  }
+  // Rounded to nearest, ties to even, by a number whose last bit counts ones.
+  const vf magic = splat(12582912.0f), least = splat(-8.0f), most = splat(7.0f);
+  const auto rounded = [&](int64_t k, vf inverse) {
+    const vf nearest = (load(x + k) * inverse + magic) - magic;
+    return max(least, -max(-most, -nearest));
+  };
+  float best = 0, scale = 0;
+  for (int i = 0; i < 24; ++i) {
+    const vf inverse = splat(-(6.2f + 0.1f * float(i)) / furthest);
+    vf products = {}, squares = {};
+    for (int64_t k = 0; k < count; k += VL) {
+      const vf one = rounded(k, inverse);
+      products += load(x + k) * one;
+      squares += one * one;
+    }
+    float product = 0, square = 0;
+    for (int lane = 0; lane < VL; ++lane) product += products[lane], square += squares[lane];
+    if (square > 0 && product * product > best * square)
+      best = product * product / square, scale = product / square;
+  }
+  f16 held;
+  from_float(scale, &held);
+  scale = to_float(held);
+  const vf inverse = splat(scale != 0 ? 1 / scale : 0);
+  for (int64_t k = 0; k < count; k += VL) store(numbers + k, rounded(k, inverse));
+  return scale;
 }
 
-// packed from [outputs][inputs], whose rows are `stride` numbers apart. With scales, of whole panels:
-// as int8, by the largest number of each output.
-void linear_pack(const LinearWeight& weight, const void* from, int64_t stride, void* packed,
-                 float* scales, int threads) {
+// A panel's weights as int4; see linear.cpp.
+void pack_int4(const LinearWeight& weight, int64_t panel, const bf16* rows, int64_t stride) {
+  const Panel place(weight, panel);
+  const int64_t lanes = std::min<int64_t>(VL, weight.outputs - panel * VL), group = weight.group;
+  const int64_t padded = divide_up(group, VL) * VL;
+  const std::unique_ptr<float[]> x(new float[2 * padded]);
+  float* numbers = x.get() + padded;
+  uint8_t* packed = static_cast<uint8_t*>(const_cast<void*>(weight.packed)) + place.start;
+  f16* scales = static_cast<f16*>(const_cast<void*>(weight.scales));
+  for (int64_t lane = 0; lane < VL; ++lane)
+    for (int64_t g = 0; g < num_groups(weight); ++g) {
+      const int64_t first = g * group, count = std::min(group, weight.inputs - first);
+      for (int64_t k = 0; k < padded; ++k)
+        x[k] = lane < lanes && k < count ? to_float(rows[lane * stride + first + k]) : 0.0f;
+      const float scale = quantise_group(x.get(), padded, numbers);
+      from_float(scale, scales + scale_at(weight, panel * VL + lane, g));
+      for (int64_t k = 0; k < count; k += 2) {
+        const int low = int(numbers[k]) + 8, high = k + 1 < count ? int(numbers[k + 1]) + 8 : 8;
+        packed[(first + k) / 2 * place.stride + lane] = uint8_t(low | high << 4);
+      }
+    }
+}
+
+}  // namespace
+
+// How many bytes packed weights are.
+int64_t linear_size(const LinearWeight& weight) {
+  return num_panels(weight) * num_pairs(weight) * VL * pair_bytes(weight);
+}
+
+// Packs a weight [outputs][inputs], whose rows are `stride` numbers apart, into what `weight` says; with
+// scales, which are for whole panels.
+void linear_pack(const LinearWeight& weight, const void* from, int64_t stride, int threads) {
   const int64_t panels = num_panels(weight), panel_inputs = weight.inputs * VL;
+  void* packed = const_cast<void*>(weight.packed);
+  float* scales = static_cast<float*>(const_cast<void*>(weight.scales));
 #pragma omp parallel num_threads(threads)
   {
-    const std::unique_ptr<int8_t[]> space(scales ? new int8_t[panel_inputs] : nullptr);
+    const std::unique_ptr<int8_t[]> space(weight.bits == 8 ? new int8_t[panel_inputs] : nullptr);
 #pragma omp for schedule(static)
     for (int64_t p = 0; p < panels; ++p) {
       const auto rows = [&](auto numbers) { return numbers + p * VL * stride; };
       if (weight.dtype == FLOAT32) {
         pack_lanes(weight, p, rows(static_cast<const float*>(from)), stride,
                    static_cast<float*>(packed));
-      } else if (!scales) {
+      } else if (!weight.bits) {
         pack_lanes(weight, p, rows(static_cast<const uint16_t*>(from)), stride,
                    static_cast<uint32_t*>(packed));
+      } else if (weight.bits == 4) {
+        pack_int4(weight, p, rows(static_cast<const bf16*>(from)), stride);
       } else {
         for (int64_t i = p * VL; i < p * VL + VL; ++i) scales[i] = 0;
         quantise(weight, p, rows(static_cast<const bf16*>(from)), stride, space.get(), scales);
@@ -93,7 +158,7 @@ void linear_pack(const LinearWeight& weight, const void* from, int64_t stride, v
   }
 }
 
-// The weights of some outputs as they were before, or, of int8, as they are now: [count][inputs].
+// The weights of some outputs as they were before, or, of integers, as they are now: [count][inputs].
 // False: one of these outputs does not exist; then nothing was read.
 int linear_rows(const LinearWeight& weight, const int64_t* wanted, int64_t count, void* rows,
                 int threads) {
@@ -108,14 +173,24 @@ int linear_rows(const LinearWeight& weight, const int64_t* wanted, int64_t count
       for (int64_t k = 0; k < weight.inputs; ++k) to[k] = lanes[k * place.stride];
       continue;
     }
+    bf16* row = static_cast<bf16*>(rows) + i * weight.inputs;
+    if (weight.bits == 4) {
+      const uint8_t* bytes = static_cast<const uint8_t*>(weight.packed) + place.start;
+      const f16* scales = static_cast<const f16*>(weight.scales);
+      for (int64_t k = 0; k < weight.inputs; ++k) {
+        const int pair = bytes[k / 2 * place.stride + wanted[i] % VL];
+        const f16 scale = scales[scale_at(weight, wanted[i], k / weight.group)];
+        from_float(float((k % 2 ? pair >> 4 : pair & 15) - 8) * to_float(scale), row + k);
+      }
+      continue;
+    }
     const int64_t start = 2 * (place.start + wanted[i] % VL);
     const uint16_t* numbers = static_cast<const uint16_t*>(weight.packed) + start;
     const int8_t* bytes = static_cast<const int8_t*>(weight.packed) + start;
-    bf16* row = static_cast<bf16*>(rows) + i * weight.inputs;
     for (int64_t k = 0; k < weight.inputs; ++k) {
       const int64_t at = k / 2 * 2 * place.stride + k % 2;
-      if (weight.scales)
-        from_float(bytes[at] * weight.scales[wanted[i]], row + k);
+      if (weight.bits)
+        from_float(bytes[at] * static_cast<const float*>(weight.scales)[wanted[i]], row + k);
       else
         row[k].bits = numbers[at];
     }

@@ -32,6 +32,7 @@ typedef float vf __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef uint16_t vh __attribute__((vector_size(VL * 2), aligned(2), may_alias));
+typedef uint8_t vb __attribute__((vector_size(VL), aligned(1), may_alias));
 
 struct bf16 {
   uint16_t bits;

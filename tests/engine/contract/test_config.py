@@ -145,7 +145,7 @@ def test_compile_levels_do_not_contradict() -> None:
         ("device", "cpu:0"),
         ("threads", 0),
         ("threads", 1025),
-        ("quantization", "int4"),
+        ("quantization", "int3"),
         ("quantization", None),
         ("pack_weights", 1),
         ("decoder", "ours"),

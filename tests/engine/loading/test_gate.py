@@ -31,6 +31,7 @@ from engine.loading import gate
 from engine.loading.gate import check_config, probe_layers, self_check
 from engine.loading.loader import verify_model
 from engine.loading.mask_rules import MaskWatch, UnknownMaskError
+from engine.models.formats.int4 import Int4
 from engine.models.formats.int8 import Int8
 from engine.models.formats.native import Native
 from engine.models.formats.registry import Format
@@ -435,7 +436,7 @@ def test_products_are_summed_in_float32_while_results_are_compared() -> None:
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize("packing", [None, Native, Int8])
+@pytest.mark.parametrize("packing", [None, Native, Int8, Int4])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize(
     "name",
@@ -445,7 +446,7 @@ def test_a_weight_that_is_not_finite_is_named(
     name: str, value: float, packing: Format | None
 ) -> None:
     model = make_model(FAMILIES["llama"]())
-    if packing is Int8:
+    if packing in (Int8, Int4):
         model = model.to(torch.bfloat16)
     with torch.no_grad():
         model.get_parameter(name)[-1] = value

@@ -26,6 +26,7 @@ from engine.loading.packing import (
     pack_model,
 )
 from engine.models.formats import native
+from engine.models.formats.int4 import Int4
 from engine.models.formats.int8 import Int8
 from engine.models.formats.native import Native
 from engine.models.formats.onednn import OneDnn
@@ -106,7 +107,7 @@ def test_weights_are_not_held_twice(family: str, tied: bool) -> None:
     assert sum(storages.values()) <= before * 1.02 + 4096
 
 
-@pytest.mark.parametrize("how", [Native, Int8])
+@pytest.mark.parametrize("how", [Native, Int8, Int4])
 def test_a_large_weight_is_packed_and_given_back_in_slices(
     how: Format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,7 +135,7 @@ def test_a_large_weight_is_packed_and_given_back_in_slices(
         assert torch.equal(sliced.state_dict()[name], weight)
 
 
-@pytest.mark.parametrize("how", [*HOW, Int8])
+@pytest.mark.parametrize("how", [*HOW, Int8, Int4])
 def test_new_elements_of_a_packed_weight_are_noticed(how: Format) -> None:
     model, changes = _model(), []
     pack_model(model, how)
@@ -276,7 +277,7 @@ def test_wrong_packing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         self.packed[0] ^= 16
 
     monkeypatch.setattr(Native, "pack", wrong)
-    for how in (Native, Int8):
+    for how in (Native, Int8, Int4):
         with pytest.raises(ModelRefusedError, match="packed weights are not those"):
             pack_model(_model(), how)
 
@@ -339,34 +340,40 @@ def test_choosing() -> None:
             choose_packing(device, dtype, True)
 
 
-def test_choosing_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "how"), [("int8", Int8), ("int4", Int4)])
+def test_choosing_integers(name: str, how: type[Native], monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     for wanted in (None, True):
-        assert choose_packing(cpu, torch.bfloat16, wanted, "int8") is Int8
-    with pytest.raises(ConfigError, match="quantization: is int8, but pack_weights is False"):
-        choose_packing(cpu, torch.bfloat16, False, "int8")
+        assert choose_packing(cpu, torch.bfloat16, wanted, name) is how
+    with pytest.raises(ConfigError, match=f"quantization: is {name}, but pack_weights is False"):
+        choose_packing(cpu, torch.bfloat16, False, name)
     for device, dtype in ((cpu, torch.float32), (cuda, torch.bfloat16)):
-        with pytest.raises(ConfigError, match="quantization: is int8, but it is for bfloat16"):
-            choose_packing(device, dtype, None, "int8")
+        with pytest.raises(ConfigError, match=f"quantization: is {name}, but it is for bfloat16"):
+            choose_packing(device, dtype, None, name)
 
     def unavailable() -> None:
         raise NativeUnavailableError("they were not built")
 
     monkeypatch.setattr(native, "native_library", unavailable)
-    with pytest.raises(ConfigError, match="quantization: is int8, but they were not built"):
-        choose_packing(cpu, torch.bfloat16, None, "int8")
+    with pytest.raises(ConfigError, match=f"quantization: is {name}, but they were not built"):
+        choose_packing(cpu, torch.bfloat16, None, name)
 
 
-def test_a_model_is_loaded_as_int8(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "how"), [("int8", Int8), ("int4", Int4)])
+def test_a_model_is_loaded_as_integers(tmp_path: Path, name: str, how: type[Native]) -> None:
+    """The output layer is int8 in either."""
     _model().save_pretrained(tmp_path)
     lines: list[str] = []
-    loaded = load_model(
-        str(tmp_path), LoadConfig(threads=1, quantization="int8"), lines.append
-    ).model
-    layers = [one for one in loaded.modules() if isinstance(one, PackedLinear)]
-    assert layers
-    assert all(isinstance(one.held, Int8) for one in layers)
-    assert any("as int8" in line for line in lines)
+    loaded = load_model(str(tmp_path), LoadConfig(threads=1, quantization=name), lines.append).model
+    formats = {
+        layer: type(one.held)
+        for layer, one in loaded.named_modules()
+        if isinstance(one, PackedLinear)
+    }
+    assert formats.pop("lm_head") is Int8
+    assert set(formats.values()) == {how}
+    assert any(f"as {name}" in line for line in lines)
+    assert any("decoder: our own" in line for line in lines)
 
 
 def test_choosing_by_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.models.formats.int4 import Int4
 from engine.models.formats.int8 import Int8
 from engine.models.formats.native import Native, native_library
 from engine.models.held_layer import PackedEmbedding, PackedLinear
@@ -32,15 +33,42 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     assert handle.headrace_use(best.encode())
 
 
-@pytest.fixture(params=[False, True], ids=["bfloat16", "int8"])
-def int8(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
+@pytest.fixture(params=[Native, Int8, Int4], ids=["bfloat16", "int8", "int4"])
+def form(request: pytest.FixtureRequest) -> type[Native]:
+    found: type[Native] = request.param
+    return found
 
 
-def _packed(weight: torch.Tensor, *, int8: bool = False) -> Native:
-    packed = (Int8 if int8 else Native)(weight.shape, weight.dtype)
+def _packed(weight: torch.Tensor, form: type[Native] = Native) -> Native:
+    packed = form(weight.shape, weight.dtype)
     packed.pack(weight)
     return packed
+
+
+def _numbers(weight: torch.Tensor, packed: Native, isa: str) -> torch.Tensor:
+    """What a format makes of a weight, float64."""
+    if isinstance(packed, Int4):
+        return _unpack_int4(packed, isa)
+    return _as_int8(weight) if isinstance(packed, Int8) else weight.double()
+
+
+def _unpack_int4(packed: Int4, isa: str) -> torch.Tensor:
+    """The layout, written down a second time (see linear.cpp)."""
+    outputs, inputs = packed.shape
+    lanes, panels_of_group = {"avx2": (8, 2), "portable": (4, 4)}.get(isa, (16, 4))
+    panels, pairs, groups = -(-outputs // lanes), -(-inputs // 2), -(-inputs // 32)
+    numbers = torch.empty(outputs, inputs, dtype=torch.float64)
+    for output in range(outputs):
+        panel, lane = divmod(output, lanes)
+        first = panel - panel % panels_of_group
+        stride = min(panels_of_group, panels - first) * lanes
+        start = first * pairs * lanes + (panel - first) * lanes + lane
+        found = packed.packed[start : start + pairs * stride : stride].int()[:pairs]
+        row = torch.stack((found % 16, found // 16), 1).flatten()[:inputs] - 8
+        at = (output // 64 * groups * 64 + output % 64) + 64 * torch.arange(groups)
+        scales = packed.scales[at].double().repeat_interleave(32)[:inputs]
+        numbers[output] = row * scales
+    return numbers
 
 
 def _as_int8(weight: torch.Tensor) -> torch.Tensor:
@@ -56,11 +84,15 @@ def _random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def _check(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, int8: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    form: type[Native] = Native,
+    isa: str = "",
 ) -> torch.Tensor:
-    packed = _packed(weight, int8=int8)
+    packed = _packed(weight, form)
     actual = packed.multiply(x, packed.padded(bias))
-    numbers = _as_int8(weight) if int8 else weight.double()
+    numbers = _numbers(weight, packed, isa)
     exact = x.double() @ numbers.T
     size = x.double().abs() @ numbers.abs().T
     if bias is not None:
@@ -76,24 +108,24 @@ def _check(
     ("outputs", "inputs"),
     [(1, 1), (5, 2), (16, 16), (17, 7), (63, 33), (64, 64), (65, 130), (200, 1023), (1000, 96)],
 )
-def test_every_shape(isa: str, int8: bool, outputs: int, inputs: int) -> None:
+def test_every_shape(isa: str, form: type[Native], outputs: int, inputs: int) -> None:
     weight, bias = _random(outputs, inputs), _random(outputs, seed=1)
     for rows in (1, 2, 3, 4, 5, 6, 7, 8, 11, 13, 16, 31, 70, 97, 200):
         x = _random(rows, inputs, seed=rows)
-        _check(x, weight, bias if rows % 2 else None, int8=int8)
+        _check(x, weight, bias if rows % 2 else None, form, isa)
 
 
-def test_every_number_of_rows(isa: str, int8: bool) -> None:
+def test_every_number_of_rows(isa: str, form: type[Native]) -> None:
     for rows in range(1, 71):
-        _check(_random(rows, 48, seed=rows), _random(80, 48), None, int8=int8)
+        _check(_random(rows, 48, seed=rows), _random(80, 48), None, form, isa)
 
 
 @pytest.mark.parametrize("inputs", [256, 601])
 def test_a_row_is_the_same_among_any_others_and_for_any_threads(
-    isa: str, int8: bool, inputs: int
+    isa: str, form: type[Native], inputs: int
 ) -> None:
     weight = _random(300, inputs)
-    x, packed = _random(150, inputs, seed=3), _packed(weight, int8=int8)
+    x, packed = _random(150, inputs, seed=3), _packed(weight, form)
     all_rows = packed.multiply(x, None)
     before = torch.get_num_threads()
     try:
@@ -107,8 +139,8 @@ def test_a_row_is_the_same_among_any_others_and_for_any_threads(
 
 
 @pytest.mark.parametrize("outputs", [5, 64, 200])
-def test_what_becomes_of_results(isa: str, int8: bool, outputs: int) -> None:
-    packed = _packed(_random(outputs, 48), int8=int8)
+def test_what_becomes_of_results(isa: str, form: type[Native], outputs: int) -> None:
+    packed = _packed(_random(outputs, 48), form)
     bias = packed.padded(_random(outputs, seed=1))
     every = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16)
     finished = torch.tanh(every / 3.0) * 3.0
@@ -161,8 +193,46 @@ def test_int8_is_the_nearest_there_is(isa: str) -> None:
     weight = _random(95, 133)
     weight[3], weight[4, 7:] = 0, 0
     rows = torch.randperm(95)
-    actual = _packed(weight, int8=True).rows(rows)
+    actual = _packed(weight, Int8).rows(rows)
     assert torch.equal(actual, _as_int8(weight).float().bfloat16()[rows])
+
+
+def test_int4_is_the_nearest_of_good_scales(isa: str) -> None:
+    weight = _random(95, 133)
+    weight[3], weight[4, 7:] = 0, 0
+    packed = _packed(weight, Int4)
+    numbers = _unpack_int4(packed, isa)
+    rows = torch.randperm(95)
+    assert torch.equal(packed.rows(rows), numbers.float().bfloat16()[rows])
+    assert packed.holds(weight, rows)
+    groups = torch.nn.functional.pad(weight.double(), (0, 27)).view(95, 5, 32)
+    error = torch.nn.functional.pad(numbers - weight.double(), (0, 27)).view(95, 5, 32)
+    for scale in (groups.abs().amax(-1, keepdim=True) / 7, _furthest(groups) / -8):
+        plain = (groups / torch.where(scale == 0, 1, scale)).round().clamp(-8, 7) * scale
+        worse = (error.square().sum(-1) - (plain - groups).square().sum(-1)).clamp(min=0)
+        assert worse.sum() < 0.02 * error.square().sum(), "float16 scales cost a little"
+
+
+def _furthest(groups: torch.Tensor) -> torch.Tensor:
+    return groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("wrong", ["zero", "halves", "group", "output"])
+def test_faults_of_int4_are_found(wrong: str) -> None:
+    """Each is what packing itself checks, rows against the original."""
+    weight, rows = _random(128, 128), torch.arange(128)
+    packed = _packed(weight, Int4)
+    assert packed.holds(weight, rows)
+    numbers, scales = packed.packed, packed.scales.view(2, 4, 64)
+    if wrong == "zero":
+        packed.packed = torch.where(numbers % 16 < 15, numbers + 1, numbers)
+    elif wrong == "halves":
+        packed.packed = numbers // 16 + numbers % 16 * 16
+    elif wrong == "group":
+        packed.scales = scales.roll(1, 1).contiguous().flatten()
+    else:
+        packed.scales = scales.roll(1, 2).contiguous().flatten()
+    assert not packed.holds(weight, rows)
 
 
 def test_what_is_not_a_number_stays_none(isa: str) -> None:

@@ -68,8 +68,13 @@ def _no_amx(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    [(torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, {"quantization": "int8"})],
-    ids=["float32", "bfloat16", "int8"],
+    [
+        (torch.float32, {}),
+        (torch.bfloat16, {}),
+        (torch.bfloat16, {"quantization": "int8"}),
+        (torch.bfloat16, {"quantization": "int4"}),
+    ],
+    ids=["float32", "bfloat16", "int8", "int4"],
 )
 def test_a_plan_is_what_the_engine_then_has(
     tmp_path: Path, name: str, dtype: torch.dtype, options: dict[str, Any]

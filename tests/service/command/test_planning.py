@@ -95,7 +95,10 @@ def test_a_table_for_a_person(tmp_path: Path) -> None:
         (("--memory", "much"), "--memory: is 'much'; it must be a size such as 16GiB"),
         (("--bandwidth", "40"), "--bandwidth: and --matrix-rate belong together"),
         (("--block-size", "0"), "--block-size: is 0; it must be"),
-        (("--quantization", "int4"), "--quantization: is 'int4'; it must be one of none, int8"),
+        (
+            ("--quantization", "int3"),
+            "--quantization: is 'int3'; it must be one of none, int8, int4",
+        ),
     ],
 )
 def test_a_wrong_question_is_refused_before_torch_is_imported(
