@@ -28,9 +28,9 @@ from engine.contract.token_ids import TokenIds
 from engine.contract.types import RequestId, RequestKey, TokenId
 from engine.kv_cache.groups import LayerGroup
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.loading.gate import ModelProbe
 from engine.loading.kv_memory import allocate_caches
 from engine.loading.memory import GIB, HostLimits, StepLimits
+from engine.models.recording import Observation
 from engine.runner.captured import CapturedSteps
 from engine.runner.cuda_graph import GraphBackend
 from engine.runner.device import step_device
@@ -115,7 +115,7 @@ def measure_step(
     memory: DeviceMemory,
     model: CausalModel,
     backend: AttentionBackend,
-    probe: ModelProbe,
+    probe: Observation,
     groups: tuple[LayerGroup, ...],
     *,
     device: torch.device,
@@ -159,7 +159,7 @@ def measure_graphs(
     memory: DeviceMemory,
     model: CausalModel,
     backend: AttentionBackend,
-    probe: ModelProbe,
+    probe: Observation,
     groups: tuple[LayerGroup, ...],
     *,
     device: torch.device,
@@ -205,7 +205,7 @@ class _Rehearsed:
 
 
 def _one_block(
-    probe: ModelProbe, groups: tuple[LayerGroup, ...], block_size: int, device: torch.device
+    probe: Observation, groups: tuple[LayerGroup, ...], block_size: int, device: torch.device
 ) -> KVTensors:
     ones = (1,) * len(groups)
     caches = allocate_caches(probe.shapes, groups, ones, block_size, probe.dtype, device)
@@ -251,7 +251,7 @@ def largest_batch(
     limits: StepLimits,
     block_size: int,
     model_context: int,
-    probe: ModelProbe,
+    probe: Observation,
 ) -> ScheduledBatch:
     """Create a step with the maximum numbers of requests and tokens.
 

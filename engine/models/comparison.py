@@ -35,7 +35,7 @@ from engine.attention.interface import (
 )
 from engine.contract.errors import ModelRefusedError
 from engine.models.layer_parts import Kind, LayerParts, OurDecoder, Tables, walk
-from engine.models.recording import MAGNITUDES, LayerRecord, ModelRecord
+from engine.models.recording import MAGNITUDES, LayerRecord, Observation
 
 _MOST_NEIGHBOURS = 0.01
 """The fraction of a norm's elements that may round the other way."""
@@ -69,25 +69,28 @@ _FLOOR_OF_OUTPUT = 2.0**-11
 _BLOCK_SIZE = 4
 
 
-def compare(decoder: OurDecoder, record: ModelRecord, windows: Sequence[int | None]) -> None:
+def compare(decoder: OurDecoder, observation: Observation) -> None:
     """Compare our decoder with the model. See the module for the criteria.
 
     Args:
         decoder: our decoder.
-        record: the model's results.
-        windows: the attention windows of the layers.
+        observation: the model, recorded.
 
     Raises:
         ModelRefusedError: a result differs. The message says which, in which layer, and by how
             much.
     """
-    one, check = decoder.description, _Check(decoder.description.family)
+    one, check, record = decoder.description, _Check(decoder.description.family), observation.record
+    if record is None:
+        raise ValueError("nothing was recorded")
     tokens = len(record.token_ids)
     with torch.inference_mode():
         check("embedding", "exact", decoder.embed(record.token_ids), record.layers[0].x[:tokens])
         tables = decoder.tables(torch.arange(tokens, device=decoder.device))
-        for layer, window, found in zip(decoder.layers, windows, record.layers, strict=True):
-            _compare_layer(check, decoder, layer, window, tables, found)
+        for layer, shape, found in zip(
+            decoder.layers, observation.shapes, record.layers, strict=True
+        ):
+            _compare_layer(check, decoder, layer, shape.window, tables, found)
         last = record.layers[-1].parts["result"][:tokens].contiguous()
         check(one.norm.module, "norm", decoder.norm(last), record.normed)
         check(one.output, "product", decoder.output(record.normed), record.product)

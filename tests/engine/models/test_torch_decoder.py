@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from engine.attention.interface import AttentionContext, BatchLayout, LayerCache
 from engine.contract.errors import ModelRefusedError
+from engine.loading import gate
 from engine.loading.loader import verify_model
 from engine.loading.verified import VerifiedModel
 from engine.models import choosing
@@ -245,14 +246,14 @@ def test_it_is_compared_with_sums_in_float32(monkeypatch: pytest.MonkeyPatch) ->
             settings.allow_fp16_reduced_precision_reduction,
         )
 
-    for name in ("record", "compare"):
-        right = getattr(choosing, name)
+    for room, name in ((gate, "observe"), (choosing, "compare")):
+        right = getattr(room, name)
 
         def noting(*given: Any, right: Any = right) -> Any:
             seen.append(reduced())
             return right(*given)
 
-        monkeypatch.setattr(choosing, name, noting)
+        monkeypatch.setattr(room, name, noting)
     assert reduced() == (True, True)
     verify(make("llama"))
     assert seen == [(False, False)] * 2
