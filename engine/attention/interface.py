@@ -258,5 +258,5 @@ class AttentionContext:
     """
 
     backend: AttentionBackend
-    caches: Sequence[LayerCache]
+    caches: Sequence[LayerCache] | Mapping[int, LayerCache]
     metadata: Sequence[AttentionMetadata]

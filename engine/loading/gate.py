@@ -14,42 +14,28 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention.interface import (
-    AttentionBackend,
-    AttentionParams,
-    BatchLayout,
-    LayerCache,
-    LayerShape,
-)
+from engine.attention.interface import AttentionBackend, AttentionParams, LayerShape
 from engine.attention.registry import (
     ATTENTION_NAME,
     AttentionUnavailableError,
 )
+from engine.attention.small_cache import Part, SmallCache
 from engine.contract.errors import ModelRefusedError, NoStepError
-from engine.contract.request import GenerationRequest, Request
-from engine.contract.sampling_params import SamplingParams, StopParams
-from engine.contract.token_ids import TokenIds
-from engine.contract.types import RequestId, RequestKey, TokenId
-from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.contract.types import TokenId
 from engine.loading.eager import check_users_own, eager_attention, eager_logits, is_users_own
-from engine.loading.kv_memory import allocate_caches, make_groups
 from engine.loading.watching import AttentionCall, observe
 from engine.models.description import Decoder
 from engine.models.recording import Observation
-from engine.runner.forward import CausalModel, ModelForward
-from engine.runner.kv_tensors import KVTensors
-from engine.runner.model_runner import ModelRunner
-from engine.sampling.sampler import Sampler
-from engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledRequest
+from engine.runner.forward import CausalModel
 
 _PROBE_TOKENS = (43, 11)
 """The lengths of the two prompts: more than one small block, but not a multiple of it."""
@@ -194,24 +180,10 @@ def _attend_alone(
     params: AttentionParams,
 ) -> torch.Tensor:
     """Attend over one whole prompt, with a separate cache. Returns [T, Hq, Dv]."""
-    count, block_size = query.shape[2], _block_size(backend)
-    num_blocks = -(-count // block_size)
-    slots = (num_blocks + 1) * block_size
-    cache = LayerCache(
-        keys=key.new_zeros((slots, shape.num_kv_heads, shape.key_dim)),
-        values=value.new_zeros((slots, shape.num_kv_heads, shape.value_dim)),
-        group=0,
-    )
-    layout = BatchLayout(
-        starts=np.zeros(1, dtype=np.int64),
-        counts=np.array([count]),
-        num_decodes=0,
-        positions=np.arange(count),
-        tables=np.arange(1, num_blocks + 1, dtype=np.int32)[None, :],
-        block_size=block_size,
-    )
-    metadata = backend.prepare(layout, shape.window, cache.keys)
-    return backend.forward(query[0], key[0], value[0], cache, metadata, params)
+    count = query.shape[2]
+    small = SmallCache(backend, {0: shape}, (count,), _block_size(backend), key)
+    metadata = small.step([Part(0, 0, count)]).context.metadata[0]
+    return backend.forward(query[0], key[0], value[0], small.caches[0], metadata, params)
 
 
 def probe_layers(
@@ -274,33 +246,22 @@ def self_check(
         ModelRefusedError: the logits differ.
     """
     model.set_attn_implementation(ATTENTION_NAME)
-    groups = make_groups(probe.shapes, probe.dtype)
-    block_size = _block_size(backend)
-    blocks = [sum(_PROBE_TOKENS) // block_size + 2] * len(groups)
-    caches = allocate_caches(probe.shapes, groups, blocks, block_size, probe.dtype, device)
-    kv = KVTensors(groups, caches, (), block_size)
-    forward = ModelForward(decoder or model, kv, backend)
-    runner = ModelRunner(forward, sampler=Sampler(1, device))
-    manager = KVCacheManager(groups, blocks, block_size)
-    requests = [_probe_request(index, prompt) for index, prompt in enumerate(probe.prompts)]
-    for request in requests:
-        manager.allocate(request.key, request.num_tokens)
-
-    def part(request: Request, start: int, end: int) -> ScheduledRequest:
-        # The last token of each part is requested: in one step a few of many rows, in another every
-        # row.
-        return ScheduledRequest(request, start, end - start, manager.tables(request.key), 1)
-
-    long, short = requests
-    steps: Sequence[tuple[ScheduledRequest, ...]] = (
-        (part(long, 0, _PROBE_CHUNK),),
-        (part(long, _PROBE_CHUNK, long.num_tokens - 1), part(short, 0, short.num_tokens - 1)),
-        (part(long, long.num_tokens - 1, long.num_tokens),
-         part(short, short.num_tokens - 1, short.num_tokens)),
-    )  # fmt: skip
+    long, short = map(len, probe.prompts)
+    like = torch.empty(0, dtype=probe.dtype, device=device)
+    small = SmallCache(
+        backend, dict(enumerate(probe.shapes)), (long, short), _block_size(backend), like
+    )
+    ids = torch.tensor(list(itertools.chain(*probe.prompts)), device=device)
+    # The last token of each part is requested: in one step a few of many rows, in another every
+    # row.
+    steps = (
+        [Part(0, 0, _PROBE_CHUNK)],
+        [Part(0, _PROBE_CHUNK, long - 1), Part(1, 0, short - 1)],
+        [Part(0, long - 1, long), Part(1, short - 1, short)],
+    )
     actual = torch.empty(0)
-    for step in steps:
-        actual = _paged_logits(model, runner, step)
+    for parts in steps:
+        actual = _paged_logits(model, decoder or model, small, parts, ids)
     errors = list(map(logits_error, actual, probe.logits))
     allowed = logits_tolerance(probe.dtype)
     if was_packed and not all(error < allowed for error in errors):
@@ -342,12 +303,16 @@ def logits_tolerance(dtype: torch.dtype) -> float:
 
 
 def _paged_logits(
-    model: PreTrainedModel, runner: ModelRunner, step: tuple[ScheduledRequest, ...]
+    model: PreTrainedModel,
+    computed_by: CausalModel,
+    small: SmallCache,
+    parts: Sequence[Part],
+    ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the logits of a step's sampled rows only."""
+    """Return the logits of a step's parts only."""
     name = type(model).__name__
     try:
-        logits = runner.logits(ScheduledBatch(step, sum(part.num_tokens for part in step)))
+        logits = small.step(parts).logits(computed_by, ids)
     except NoStepError as error:
         raise ModelRefusedError(
             f"{name} does not hand the keyword arguments of its forward on to its attention, so "
@@ -355,20 +320,9 @@ def _paged_logits(
         ) from error
     except (IndexError, TypeError, ValueError, RuntimeError) as error:
         raise ModelRefusedError(f"{name} fails on a ragged batch: {error}") from error
-    sampled = sum(part.num_sampled for part in step)
-    if logits.shape[0] != sampled:
+    if len(logits) != len(parts):
         raise ModelRefusedError(
-            f"{name} gives logits of {logits.shape[0]} tokens where {sampled} were asked for: it "
-            "does not know logits_to_keep"
+            f"{name} gives logits of {len(logits)} tokens where {len(parts)} were asked for: "
+            "it does not know logits_to_keep"
         )
     return logits
-
-
-def _probe_request(index: int, prompt: tuple[TokenId, ...]) -> Request:
-    spec = GenerationRequest(
-        request_id=RequestId(f"probe-{index}"),
-        prompt=TokenIds.of(prompt),
-        sampling=SamplingParams(),
-        stop=StopParams(max_tokens=1),
-    )
-    return Request(spec=spec, arrival=0.0, max_total_tokens=len(prompt) + 1, key=RequestKey(index))

@@ -23,16 +23,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
-from engine.attention.interface import (
-    AttentionContext,
-    AttentionMetadata,
-    AttentionParams,
-    BatchLayout,
-    LayerCache,
-)
+from engine.attention.interface import AttentionParams, LayerShape
+from engine.attention.small_cache import Part, SmallCache
 from engine.contract.errors import ModelRefusedError
 from engine.models.layer_parts import Kind, LayerParts, OurDecoder, Tables, walk
 from engine.models.recording import MAGNITUDES, LayerRecord, Observation
@@ -191,32 +185,16 @@ class _Prompts:
         self._decoder, self._layer, self._copies = decoder, layer, copies
         self.scores = [0.0] * copies
         """The largest absolute score of each copy."""
-        attention = layer.description.attention
-        blocks = -(-tokens // _BLOCK_SIZE)
-        shape = ((copies * blocks + 1) * _BLOCK_SIZE, attention.kv_heads, attention.head_dim)
-        keys, values = torch.zeros((2, *shape), dtype=decoder.dtype, device=decoder.device)
-        self._cache = LayerCache(keys, values, group=0)
-        self._steps: list[tuple[torch.Tensor, AttentionMetadata]] = []
-        """For each step, the indices of its tokens among the rows of all copies, and its metadata.
-        """
-        for spans in (((tokens // 2, tokens - 1), (0, tokens // 2)), ((tokens - 1, tokens),)):
-            places = [np.arange(*span) for span in spans for _ in range(copies)]
-            of_copies = [copy for _ in spans for copy in range(copies)]
-            layout = BatchLayout(
-                starts=np.array([one[0] for one in places]),
-                counts=np.array([len(one) for one in places]),
-                num_decodes=sum(len(one) == 1 for one in places),
-                positions=np.concatenate(places),
-                tables=np.array(
-                    [np.arange(blocks) + copy * blocks + 1 for copy in of_copies], dtype=np.int32
-                ),
-                block_size=_BLOCK_SIZE,
-            )
-            rows = np.concatenate(
-                [one + copy * tokens for one, copy in zip(places, of_copies, strict=True)]
-            )
-            metadata = decoder.backend.prepare(layout, window, keys)
-            self._steps.append((torch.from_numpy(rows).to(decoder.device), metadata))
+        attention, index = layer.description.attention, layer.description.index
+        shape = LayerShape(attention.kv_heads, attention.head_dim, attention.head_dim, window)
+        like = torch.empty(0, dtype=decoder.dtype, device=decoder.device)
+        small = SmallCache(decoder.backend, {index: shape}, [tokens] * copies, _BLOCK_SIZE, like)
+        self._cache = small.caches[index]
+        steps = (((tokens // 2, tokens - 1), (0, tokens // 2)), ((tokens - 1, tokens),))
+        self._steps = [
+            small.step([Part(copy, *span) for span in spans for copy in range(copies)])
+            for spans in steps
+        ]
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Compute attention alone; see `engine.models.layer_parts.Attend`."""
@@ -228,9 +206,10 @@ class _Prompts:
         k = key.float().view(*shape[:3], 1, one.head_dim).permute(0, 2, 3, 1, 4)
         scores = (q @ k.transpose(-1, -2)).tril().abs().flatten(1).amax(dim=1) * one.scaling
         self.scores = scores.tolist() if one.softcap is None else [one.softcap] * self._copies
-        for rows, metadata in self._steps:
-            q, k, v = (given[rows].transpose(0, 1) for given in (query, key, value))
-            made[rows] = self._decoder.backend.forward(q, k, v, self._cache, metadata, params)
+        for step in self._steps:
+            q, k, v = (given[step.rows].transpose(0, 1) for given in (query, key, value))
+            metadata = step.context.metadata[0]
+            made[step.rows] = self._decoder.backend.forward(q, k, v, self._cache, metadata, params)
         return made
 
     def mix(self, x: torch.Tensor) -> torch.Tensor:
@@ -238,17 +217,16 @@ class _Prompts:
         `layer_parts.Mix`.
         """
         made = torch.empty_like(x)
-        for rows, _ in self._steps:
-            made[rows] = self._layer.mix(x[rows])
+        for step in self._steps:
+            made[step.rows] = self._layer.mix(x[step.rows])
         return made
 
     def compute(self, x: torch.Tensor, tables: Sequence[Tables]) -> torch.Tensor:
         """Compute the whole layer with one call per step: [T, K] → [T, K]."""
-        made, caches = torch.empty_like(x), {self._layer.description.index: self._cache}
-        for rows, metadata in self._steps:
-            context = AttentionContext(self._decoder.backend, caches, [metadata])  # type: ignore[arg-type]  # by index
-            own = [(cos[rows], sin[rows]) for cos, sin in tables]
-            made[rows] = self._decoder.run((self._layer,), x[rows], own, context)
+        made = torch.empty_like(x)
+        for step in self._steps:
+            own = [(cos[step.rows], sin[step.rows]) for cos, sin in tables]
+            made[step.rows] = self._decoder.run((self._layer,), x[step.rows], own, step.context)
         return made
 
 

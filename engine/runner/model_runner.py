@@ -161,24 +161,19 @@ class ModelRunner:
         return LaunchedStep(self._buffers, buffers, self._device, choose, prompts)
 
     def _run(
-        self, inputs: InputBatch, buffers: int, lengths: Sequence[int] | None
+        self, inputs: InputBatch, buffers: int, lengths: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the logits [S + P, V] of a step, and its tokens [S] if captured work has chosen
         them.
 
-        lengths: see `Sampler.begin`. None if the tokens are not wanted.
+        lengths: see `Sampler.begin`.
         """
         step = None if self._captured is None else self._captured.find(inputs)
         self.steps[StepKind(inputs.path, is_replayed=step is not None)] += 1
         if step is None:
             return self._forward.as_it_comes(inputs, self._carried.fill_in), None
-        choice = None if lengths is None else self._sampler.plain(inputs.sampling, lengths)
+        choice = self._sampler.plain(inputs.sampling, lengths)
         return step.run(inputs, buffers, self._carried.places(inputs), choice)
-
-    def logits(self, batch: ScheduledBatch) -> torch.Tensor:
-        """Compute a batch and return the logits [S, V] of its sampled rows, for the load gate."""
-        with torch.inference_mode():
-            return self._run(self._builder.build(batch), 0, None)[0]
 
     def release(self, key: RequestKey) -> None:
         """Drop the sampling state of a choice."""
