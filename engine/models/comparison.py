@@ -28,7 +28,9 @@ import torch
 from engine.attention.interface import AttentionParams, LayerShape
 from engine.attention.small_cache import Part, SmallCache
 from engine.contract.errors import ModelRefusedError
-from engine.models.layer_parts import Kind, LayerParts, OurDecoder, Tables, walk
+from engine.models.decoder_frame import DecoderFrame
+from engine.models.layer_parts import Kind, LayerParts, Walk
+from engine.models.operations import Tables
 from engine.models.recording import MAGNITUDES, LayerRecord, Observation
 
 _MOST_NEIGHBOURS = 0.01
@@ -63,7 +65,7 @@ _FLOOR_OF_OUTPUT = 2.0**-11
 _BLOCK_SIZE = 4
 
 
-def compare(decoder: OurDecoder, observation: Observation) -> None:
+def compare(decoder: DecoderFrame, observation: Observation) -> None:
     """Compare our decoder with the model. See the module for the criteria.
 
     Args:
@@ -93,7 +95,7 @@ def compare(decoder: OurDecoder, observation: Observation) -> None:
 
 def _compare_layer(
     check: _Check,
-    decoder: OurDecoder,
+    decoder: DecoderFrame,
     layer: LayerParts,
     window: int | None,
     tables: Sequence[Tables],
@@ -121,11 +123,12 @@ def _compare_layer(
         recorded, ours = between[: len(record.x)], between[len(record.x) :]
         return torch.cat([layer.mix(recorded), alone.mix(ours)])
 
-    parts = walk(layer, x, turned, prompts.attend, mix, record.parts)
+    walk = Walk(layer, record.parts)
+    walk.run(x, turned, prompts.attend, mix)
     made = alone.compute(record.x[:tokens], tables)
     judged = _in_range(record, len(magnitudes))
     with _one_thread():
-        for part in parts:
+        for part in walk.parts:
             if part.name in record.parts:
                 actual = part.made[: len(record.x)].chunk(len(magnitudes))
                 expected = record.parts[part.name].chunk(len(magnitudes))
@@ -136,7 +139,7 @@ def _compare_layer(
                     if is_judged:
                         check(name, part.kind, computed, wanted, score)
         name = f"layer {one.index}, in one call, with inputs times 1"
-        check(name, decoder.one_call, made, parts[-1].made[len(record.x) :])
+        check(name, decoder.one_call, made, walk.parts[-1].made[len(record.x) :])
 
 
 def _in_range(record: LayerRecord, magnitudes: int) -> list[bool]:
@@ -176,7 +179,7 @@ class _Prompts:
 
     def __init__(
         self,
-        decoder: OurDecoder,
+        decoder: DecoderFrame,
         layer: LayerParts,
         window: int | None,
         tokens: int,

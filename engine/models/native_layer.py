@@ -19,7 +19,8 @@ from engine.models import description as described
 from engine.models.formats.native import DTYPES, PANEL, Native, in_panels, native_library
 from engine.models.held_layer import PackedLinear
 from engine.models.joined_tensors import join_parts
-from engine.models.layer_parts import Tables, UnboundError
+from engine.models.layer_parts import UnboundError
+from engine.models.operations import Tables
 from engine.native.library import (
     CENTERED,
     FROM_ONE,

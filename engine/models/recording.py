@@ -39,7 +39,7 @@ class LayerRecord:
 
     Attributes:
         x: the layer's input, [M * T, K].
-        parts: results by the names of `engine.models.layer_parts.walk`, [M * T, width].
+        parts: results by the names of `engine.models.layer_parts.Walk`, [M * T, width].
         options: the arguments of attention that are not tensors.
     """
 

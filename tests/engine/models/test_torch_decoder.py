@@ -21,7 +21,7 @@ from engine.loading import gate
 from engine.loading.loader import verify_model
 from engine.loading.verified import VerifiedModel
 from engine.models import choosing
-from engine.models.layer_parts import walk
+from engine.models.layer_parts import Walk
 from engine.models.operations import TorchOperations
 from engine.models.torch_decoder import TorchDecoder, TorchMlp
 from engine.runner.runner_options import StepPath
@@ -130,7 +130,9 @@ def test_a_step_is_its_parts(family: str) -> None:
 
             rotary = layer.description.attention.rotary
             own = None if rotary is None else tables[rotary]
-            expected = walk(layer, expected, own, attend, layer.mix, {})[-1].made
+            walk = Walk(layer, {})
+            walk.run(expected, own, attend, layer.mix)
+            expected = walk.parts[-1].made
         context = AttentionContext(backend, caches, metadata)
         assert torch.equal(decoder.run(decoder.layers, x, tables, context), expected)
 
