@@ -83,6 +83,8 @@ class SmallCache:
         lengths: Sequence[int],
         block_size: int,
         like: torch.Tensor,
+        *,
+        is_null: bool = False,
     ) -> None:
         """Allocate a cache.
 
@@ -92,20 +94,21 @@ class SmallCache:
             lengths: the prompts' numbers of tokens.
             block_size: tokens per block.
             like: has the dtype and the device of keys and values.
+            is_null: whether all tokens are written to the null block, because what is read from the
+                cache does not matter.
         """
         self._backend, self._block_size = backend, block_size
         self._windows = list(dict.fromkeys(shape.window for shape in shapes.values()))
         self._offsets = np.cumsum([0, *lengths])
         counts = [-(-length // block_size) for length in lengths]
-        ends = 1 + np.cumsum(counts)  # the first block is the null block
-        self._tables = np.zeros((len(lengths), max(counts)), dtype=np.int32)
-        for table, count, end in zip(self._tables, counts, ends, strict=True):
-            table[:count] = np.arange(end - count, end)
-        slots = int(ends[-1]) * block_size
+        self._tables, block = np.zeros((len(lengths), max(counts)), dtype=np.int32), 1
+        for table, count in zip(self._tables, [] if is_null else counts, strict=not is_null):
+            table[:count] = np.arange(block, block + count)
+            block += count
         self.caches = {
             layer: LayerCache(
-                keys=like.new_zeros((slots, shape.num_kv_heads, shape.key_dim)),
-                values=like.new_zeros((slots, shape.num_kv_heads, shape.value_dim)),
+                keys=like.new_zeros((block * block_size, shape.num_kv_heads, shape.key_dim)),
+                values=like.new_zeros((block * block_size, shape.num_kv_heads, shape.value_dim)),
                 group=self._windows.index(shape.window),
             )
             for layer, shape in shapes.items()
