@@ -69,6 +69,23 @@ class SmallStep:
         return logits
 
 
+Allocate = Callable[[LayerShape, int], tuple[torch.Tensor, torch.Tensor]]
+"""Returns a layer's keys and values for a number of slots; see LayerCache."""
+
+
+def zeros(dtype: torch.dtype, device: torch.device) -> Allocate:
+    """Return what allocates zeros."""
+
+    def allocate(shape: LayerShape, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+        heads = shape.num_kv_heads
+        return (
+            torch.zeros((slots, heads, shape.key_dim), dtype=dtype, device=device),
+            torch.zeros((slots, heads, shape.value_dim), dtype=dtype, device=device),
+        )
+
+    return allocate
+
+
 class SmallCache:
     """A KV cache of some layers and prompts.
 
@@ -82,7 +99,7 @@ class SmallCache:
         shapes: Mapping[int, LayerShape],
         lengths: Sequence[int],
         block_size: int,
-        like: torch.Tensor,
+        allocate: Allocate,
         *,
         is_null: bool = False,
     ) -> None:
@@ -93,7 +110,7 @@ class SmallCache:
             shapes: the shapes of the layers, by index.
             lengths: the prompts' numbers of tokens.
             block_size: tokens per block.
-            like: has the dtype and the device of keys and values.
+            allocate: allocates a layer's keys and values.
             is_null: whether all tokens are written to the null block, because what is read from the
                 cache does not matter.
         """
@@ -107,9 +124,7 @@ class SmallCache:
             block += count
         self.caches = {
             layer: LayerCache(
-                keys=like.new_zeros((block * block_size, shape.num_kv_heads, shape.key_dim)),
-                values=like.new_zeros((block * block_size, shape.num_kv_heads, shape.value_dim)),
-                group=self._windows.index(shape.window),
+                *allocate(shape, block * block_size), group=self._windows.index(shape.window)
             )
             for layer, shape in shapes.items()
         }

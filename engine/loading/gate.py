@@ -28,7 +28,7 @@ from engine.attention.registry import (
     ATTENTION_NAME,
     AttentionUnavailableError,
 )
-from engine.attention.small_cache import Part, SmallCache
+from engine.attention.small_cache import Part, SmallCache, zeros
 from engine.contract.errors import ModelRefusedError, NoStepError
 from engine.contract.types import TokenId
 from engine.loading.eager import check_users_own, eager_attention, eager_logits, is_users_own
@@ -181,7 +181,8 @@ def _attend_alone(
 ) -> torch.Tensor:
     """Attend over one whole prompt, with a separate cache. Returns [T, Hq, Dv]."""
     count = query.shape[2]
-    small = SmallCache(backend, {0: shape}, (count,), _block_size(backend), key)
+    allocate = zeros(key.dtype, key.device)
+    small = SmallCache(backend, {0: shape}, (count,), _block_size(backend), allocate)
     metadata = small.step([Part(0, 0, count)]).context.metadata[0]
     return backend.forward(query[0], key[0], value[0], small.caches[0], metadata, params)
 
@@ -247,10 +248,8 @@ def self_check(
     """
     model.set_attn_implementation(ATTENTION_NAME)
     long, short = map(len, probe.prompts)
-    like = torch.empty(0, dtype=probe.dtype, device=device)
-    small = SmallCache(
-        backend, dict(enumerate(probe.shapes)), (long, short), _block_size(backend), like
-    )
+    shapes, allocate = dict(enumerate(probe.shapes)), zeros(probe.dtype, device)
+    small = SmallCache(backend, shapes, (long, short), _block_size(backend), allocate)
     ids = torch.tensor(list(itertools.chain(*probe.prompts)), device=device)
     # The last token of each part is requested: in one step a few of many rows, in another every
     # row.

@@ -22,7 +22,7 @@ import torch
 from typing_extensions import override
 
 from engine.attention.interface import AttentionBackend
-from engine.attention.small_cache import Part, SmallCache
+from engine.attention.small_cache import Part, SmallCache, zeros
 from engine.contract.errors import InsufficientMemoryError
 from engine.contract.request import GenerationRequest, Request
 from engine.contract.sampling_params import SamplingParams, StopParams
@@ -147,7 +147,7 @@ def measure_step(
             dict(enumerate(probe.shapes)),
             lengths,
             block_size,
-            torch.empty(0, dtype=probe.dtype, device=device),
+            zeros(probe.dtype, device),
             is_null=True,
         )
         ids = itertools.chain(*(request.spec.prompt for request in requests))

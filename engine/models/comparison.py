@@ -26,7 +26,7 @@ from contextlib import contextmanager
 import torch
 
 from engine.attention.interface import AttentionParams, LayerShape
-from engine.attention.small_cache import Part, SmallCache
+from engine.attention.small_cache import Part, SmallCache, zeros
 from engine.contract.errors import ModelRefusedError
 from engine.models.decoder_frame import DecoderFrame
 from engine.models.layer_parts import Kind, LayerParts, Walk
@@ -190,8 +190,13 @@ class _Prompts:
         """The largest absolute score of each copy."""
         attention, index = layer.description.attention, layer.description.index
         shape = LayerShape(attention.kv_heads, attention.head_dim, attention.head_dim, window)
-        like = torch.empty(0, dtype=decoder.dtype, device=decoder.device)
-        small = SmallCache(decoder.backend, {index: shape}, [tokens] * copies, _BLOCK_SIZE, like)
+        small = SmallCache(
+            decoder.backend,
+            {index: shape},
+            [tokens] * copies,
+            _BLOCK_SIZE,
+            zeros(decoder.dtype, decoder.device),
+        )
         self._cache = small.caches[index]
         steps = (((tokens // 2, tokens - 1), (0, tokens // 2)), ((tokens - 1, tokens),))
         self._steps = [
