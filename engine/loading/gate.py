@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention.interface import AttentionBackend, AttentionParams, LayerShape
+from engine.attention.interface import AttentionBackend, AttentionParams
 from engine.attention.registry import (
     ATTENTION_NAME,
     AttentionUnavailableError,
@@ -157,7 +157,15 @@ class _Judge:
         if reason is not None:
             raise AttentionUnavailableError(f"{name}, {reason}")
         query, key, value = (one.to(dtype) for one in (query, key, value))
-        actual = _attend_alone(self._backend, query, key, value, call.shape, params).float()
+        small = SmallCache(
+            self._backend,
+            {call.layer: call.shape},
+            [query.shape[2]],
+            _block_size(self._backend),
+            zeros(dtype, query.device),
+        )
+        context = small.step([Part(0, 0, query.shape[2])]).context
+        actual = context.attend(call.layer, query[0], key[0], value[0], params).float()
         error = (actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
         if not error < _LAYER_TOLERANCE[dtype]:
             raise ModelRefusedError(
@@ -169,22 +177,6 @@ class _Judge:
 def _block_size(backend: AttentionBackend) -> int:
     """Return the smallest block size that a backend supports, but at least the usual one here."""
     return math.lcm(_PROBE_BLOCK_SIZE, backend.block_multiple)
-
-
-def _attend_alone(
-    backend: AttentionBackend,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    shape: LayerShape,
-    params: AttentionParams,
-) -> torch.Tensor:
-    """Attend over one whole prompt, with a separate cache. Returns [T, Hq, Dv]."""
-    count = query.shape[2]
-    allocate = zeros(key.dtype, key.device)
-    small = SmallCache(backend, {0: shape}, (count,), _block_size(backend), allocate)
-    metadata = small.step([Part(0, 0, count)]).context.metadata[0]
-    return backend.forward(query[0], key[0], value[0], small.caches[0], metadata, params)
 
 
 def probe_layers(

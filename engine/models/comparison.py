@@ -197,7 +197,6 @@ class _Prompts:
             _BLOCK_SIZE,
             zeros(decoder.dtype, decoder.device),
         )
-        self._cache = small.caches[index]
         steps = (((tokens // 2, tokens - 1), (0, tokens // 2)), ((tokens - 1, tokens),))
         self._steps = [
             small.step([Part(copy, *span) for span in spans for copy in range(copies)])
@@ -206,7 +205,8 @@ class _Prompts:
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Compute attention alone; see `engine.models.layer_parts.Attend`."""
-        one, made = self._layer.description.attention, torch.empty_like(query)
+        index, one = self._layer.description.index, self._layer.description.attention
+        made = torch.empty_like(query)
         params = AttentionParams(one.scaling, one.softcap)
         # [copies, kv heads, heads of a group, T, head_dim] and [copies, kv heads, 1, T, head_dim]
         shape = (self._copies, -1, one.kv_heads, one.heads // one.kv_heads, one.head_dim)
@@ -216,8 +216,7 @@ class _Prompts:
         self.scores = scores.tolist() if one.softcap is None else [one.softcap] * self._copies
         for step in self._steps:
             q, k, v = (given[step.rows].transpose(0, 1) for given in (query, key, value))
-            metadata = step.context.metadata[0]
-            made[step.rows] = self._decoder.backend.forward(q, k, v, self._cache, metadata, params)
+            made[step.rows] = step.context.attend(index, q, k, v, params)
         return made
 
     def mix(self, x: torch.Tensor) -> torch.Tensor:
