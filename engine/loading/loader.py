@@ -305,7 +305,7 @@ def _probe(
     def probe(backend: AttentionBackend) -> tuple[AttentionBackend, Observation, Plan]:
         plan = NOT_ASKED
         if is_packed is not None:
-            plan = describe_steps(model, backend, is_packed=is_packed)
+            plan = describe_steps(model, model.device, backend, is_packed=is_packed)
         return backend, probe_layers(model, backend, None if isinstance(plan, str) else plan), plan
 
     try:

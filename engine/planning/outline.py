@@ -33,10 +33,9 @@ from engine.loading.model_defaults import context_length
 from engine.loading.packing import choose_dtype, choose_packing, held_bytes
 from engine.loading.rotary import read_rope
 from engine.loading.watching import observe
-from engine.models.choosing import TORCH_DEVICES, computed_dtypes
+from engine.models.choosing import NOT_ASKED, describe_steps
 from engine.models.formats.registry import Format
 from engine.models.recording import Observation
-from engine.models.table import NotDescribedError, describe
 from engine.planning.operation_count import OperationCount
 
 CALLED_WITH = 16
@@ -178,11 +177,14 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
     dtype = choose_dtype(checkpoint, load_config, device, available).dtype
     packing = choose_packing(device, dtype, load_config.pack_weights, load_config.quantization)
     model = model_without_weights(checkpoint, dtype)
-    ours: list[torch.nn.Module] = []
-    is_ours = packing is not None and packing.is_ours
-    is_ours |= device.type in TORCH_DEVICES
-    if is_ours and load_config.decoder == "own" and dtype in computed_dtypes(device):
-        ours = _computed_by_ours(model)
+    plan = NOT_ASKED
+    if load_config.decoder == "own":
+        is_packed = packing is not None and packing.is_ours
+        plan = describe_steps(model, device, None, is_packed=is_packed)
+    ours = []
+    if not isinstance(plan, str):
+        paths = [*(layer.module for layer in plan.layers), plan.norm.module]
+        ours = [model.get_submodule(path) for path in paths]
     found, work, chosen = _observe(model, ours)
     text_config = model.config.get_text_config()
     head = model.get_output_embeddings()
@@ -298,19 +300,6 @@ def _has_experts(module: torch.nn.Module) -> bool:
 
 def _count_experts(module: torch.nn.Module) -> int:
     return max(len(one) for one in module.parameters(recurse=False) if one.dim() > 2)
-
-
-def _computed_by_ours(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the layers and the last norm of a model that our decoder supports, or an empty
-    list.
-    """
-    try:
-        one = describe(model)
-    except NotDescribedError:
-        return []
-    return [
-        model.get_submodule(path) for path in (*(x.module for x in one.layers), one.norm.module)
-    ]
 
 
 @contextmanager

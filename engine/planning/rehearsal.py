@@ -16,7 +16,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 
 import numpy as np
 import torch
@@ -39,8 +38,7 @@ from engine.contract.token_ids import TokenIds
 from engine.contract.types import RequestId, RequestKey
 from engine.loading.kv_memory import zeros_on_demand
 from engine.loading.memory import HostLimits
-from engine.models.choosing import bind, describe_steps
-from engine.models.layer_parts import UnboundError
+from engine.models.choosing import NOT_ASKED, describe_steps, make_decoder
 from engine.planning.outline import FAILURES, Outline, model_without_weights
 from engine.planning.synthetic_weights import Numbers, Rings, TooLargeError, make_up
 from engine.runner.forward import CausalModel
@@ -227,15 +225,13 @@ def _model(
 ) -> tuple[PreTrainedModel, CausalModel]:
     """Return the model with made-up weights, and what would compute its steps."""
     model = model_without_weights(outline.checkpoint, outline.dtype)
-    is_packed = outline.packing is not None and outline.packing.is_ours
-    described = describe_steps(model, backend, is_packed=is_packed)
+    plan = NOT_ASKED
+    if load_config.decoder == "own":
+        is_packed = outline.packing is not None and outline.packing.is_ours
+        plan = describe_steps(model, outline.device, backend, is_packed=is_packed)
     make_up(model, outline.packing, HostLimits.read().memory_available // 2)
     model.set_attn_implementation(ATTENTION_NAME)
-    steps: CausalModel = model
-    if load_config.decoder == "own" and not isinstance(described, str):
-        with suppress(UnboundError):
-            steps = bind(model, described, backend)
-    return model, steps
+    return model, make_decoder(model, plan, backend, None, lambda line: None) or model
 
 
 def _cannot_be_run(outline: Outline) -> ModelRefusedError:

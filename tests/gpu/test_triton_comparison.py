@@ -51,7 +51,7 @@ def compared(
         monkeypatch.setattr(choosing, "operations_for", lambda *wanted: TritonOperations())
     register()
     model = make("llama", num_hidden_layers=1).float().to(device)
-    plan = choosing.describe_steps(model, backend, is_packed=False)
+    plan = choosing.describe_steps(model, device, backend, is_packed=False)
     assert isinstance(plan, Decoder)
     with choosing.exact_sums():
         found = observe(model, [PROMPT], decoder=plan)
