@@ -24,10 +24,10 @@ from typing_extensions import override
 from engine.attention.interface import AttentionBackend
 from engine.attention.small_cache import Part, SmallCache, zeros
 from engine.contract.errors import InsufficientMemoryError
-from engine.contract.request import GenerationRequest, Request
-from engine.contract.sampling_params import SamplingParams, StopParams
+from engine.contract.request import Request
+from engine.contract.sampling_params import SamplingParams
 from engine.contract.token_ids import TokenIds
-from engine.contract.types import RequestId, RequestKey, TokenId
+from engine.contract.types import TokenId
 from engine.kv_cache.groups import LayerGroup
 from engine.loading.kv_memory import allocate_caches
 from engine.loading.memory import GIB, HostLimits, StepLimits
@@ -263,12 +263,5 @@ def largest_requests(limits: StepLimits, model_context: int, vocab_size: int) ->
         left -= length
         # Many different tokens, so that they are spread over the experts.
         prompt = tuple(TokenId(token % vocab_size) for token in range(index, index + length))
-        spec = GenerationRequest(
-            request_id=RequestId(f"largest-{index}"),
-            prompt=TokenIds.of(prompt),
-            sampling=_SAMPLING,
-            stop=StopParams(max_tokens=1),
-        )
-        key = RequestKey(index)
-        requests.append(Request(spec=spec, arrival=0.0, max_total_tokens=length + 1, key=key))
+        requests.append(Request.trial(TokenIds.of(prompt), _SAMPLING, index))
     return sorted(requests, key=lambda request: request.num_tokens > 1)

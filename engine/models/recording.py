@@ -158,7 +158,7 @@ class Recorder:
     def _parts(self, layer: described.Layer, y: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return what was recorded in a call of a layer, by the names of its operations."""
         attention, mlp, made, given = layer.attention, layer.mlp, self._made, self._given
-        norms = dict(_norms_of(layer))
+        norms = layer.norms
         parts = {name: made[norm.module] for name, norm in norms.items()} | self._turned
         if attention.norms_last:
             for name, norm in (("queries", "query_norm"), ("keys", "key_norm")):
@@ -178,15 +178,8 @@ class Recorder:
         return parts
 
 
-def _norms_of(layer: described.Layer) -> list[tuple[str, described.Norm]]:
-    names = ("before_attention", "after_attention", "before_mlp", "after_mlp")
-    norms = [(name, getattr(layer, name)) for name in names]
-    norms += [(name, getattr(layer.attention, name)) for name in ("query_norm", "key_norm")]
-    return [(name, norm) for name, norm in norms if norm is not None]
-
-
 def _modules_of(layer: described.Layer) -> set[str]:
     mlp = layer.mlp
     own = {mlp.module} if isinstance(mlp, described.Experts) else {*mlp.inner, mlp.down}
     own |= {*layer.attention.projection, layer.attention.output}
-    return own | {norm.module for _, norm in _norms_of(layer)}
+    return own | {norm.module for norm in layer.norms.values()}

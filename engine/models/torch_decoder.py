@@ -277,12 +277,11 @@ class _Binding:
         for norm, whole in ((attention.query_norm, query), (attention.key_norm, keys)):
             if norm is not None and norm.width not in (attention.head_dim, whole):
                 raise UnboundError(f"{norm.module} norms {norm.width} elements together")
-            self._norm_or_none(norm)
-        for norm in _norms_of(layer):
-            self._norm_or_none(norm)
+        for norm in layer.norms.values():
+            self.norm(norm)
         if attention.head_dim % 2:
             raise UnboundError("heads have an odd number of elements")
-        if layer.parallel and any(_norms_of(layer)[1:]):
+        if layer.parallel and (layer.after_attention or layer.before_mlp or layer.after_mlp):
             raise UnboundError("layers in parallel have norms of their own")
 
     def _check_linears(self, paths: Sequence[str], outputs: int | None) -> list[torch.nn.Linear]:
@@ -359,7 +358,3 @@ class _Binding:
             known = weights[0].detach(), None if bias is None else bias.detach()
             return Product(*known, self._operations)
         return Product(*join_tensors(layers), self._operations)
-
-
-def _norms_of(layer: described.Layer) -> tuple[described.Norm | None, ...]:
-    return (layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp)

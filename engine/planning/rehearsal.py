@@ -32,10 +32,9 @@ from engine.attention.registry import (
 from engine.attention.small_cache import Part, SmallCache
 from engine.contract.config import LoadConfig
 from engine.contract.errors import ModelRefusedError
-from engine.contract.request import GenerationRequest, Request
-from engine.contract.sampling_params import SamplingParams, StopParams
+from engine.contract.request import Request
+from engine.contract.sampling_params import SamplingParams
 from engine.contract.token_ids import TokenIds
-from engine.contract.types import RequestId, RequestKey
 from engine.loading.kv_memory import zeros_on_demand
 from engine.loading.memory import HostLimits
 from engine.models.choosing import NOT_ASKED, describe_steps, make_decoder
@@ -153,17 +152,7 @@ class Rehearsal:
         # Different tokens for each request, because equal ones would choose the same experts.
         ids = torch.from_numpy(self._chance.integers(0, one.vocab_size, requests * tokens))
         sampled = [
-            Request(
-                spec=GenerationRequest(
-                    request_id=RequestId(f"rehearsed-{index}"),
-                    prompt=TokenIds.of((0,)),
-                    sampling=SamplingParams(temperature=1.0, seed=index),
-                    stop=StopParams(max_tokens=1),
-                ),
-                arrival=0.0,
-                max_total_tokens=tokens + 1,
-                key=RequestKey(index),
-            )
+            Request.trial(TokenIds.of((0,)), SamplingParams(temperature=1.0, seed=index), index)
             for index in range(requests)
         ]
         for parts in steps:

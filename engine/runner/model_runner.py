@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 
 from engine.contract.errors import ConfigError
-from engine.contract.request import GenerationRequest, Request
+from engine.contract.request import Request
 from engine.contract.rope import RopeLengths
-from engine.contract.sampling_params import SamplingParams, StopParams
+from engine.contract.sampling_params import SamplingParams
 from engine.contract.token_ids import TokenIds
-from engine.contract.types import RequestId, RequestKey
+from engine.contract.types import RequestKey
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.runner.block_copies import BlockCopier
 from engine.runner.captured import CapturedSteps
@@ -196,19 +196,13 @@ class ModelRunner:
         Raises:
             ConfigError: the model cannot be compiled with these options.
         """
-        spec = GenerationRequest(
-            request_id=RequestId("warmup"),
-            prompt=TokenIds.of((0,) * min(self.kv.block_size, 16)),
-            sampling=SamplingParams(),
-            stop=StopParams(max_tokens=1),
-        )
-        request = Request(spec=spec, arrival=0.0, max_total_tokens=len(spec.prompt) + 1)
+        count = min(self.kv.block_size, 16)
+        request = Request.trial(TokenIds.of((0,) * count), SamplingParams(), 0)
         manager = KVCacheManager(self.kv.groups, [1] * len(self.kv.groups), self.kv.block_size)
-        manager.allocate(request.key, len(spec.prompt))
+        manager.allocate(request.key, count)
         tables = manager.tables(request.key)
         for table in tables:
             table.blocks[:] = 0
-        count = len(spec.prompt)
         for start, end in ((0, count), (count - 1, count)):
             part = ScheduledRequest(request, start, end - start, tables, num_sampled=1)
             try:
