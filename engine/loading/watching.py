@@ -29,13 +29,12 @@ from engine.contract.errors import ModelRefusedError
 from engine.contract.types import TokenId
 from engine.loading.eager import eager_attention, eager_forward
 from engine.loading.mask_rules import MaskWatch, UnknownMaskError
+from engine.loading.model_defaults import context_length
 from engine.loading.rotary import read_rope
 from engine.models.description import Decoder
 from engine.models.recording import MAGNITUDES, Observation, Recorder
 
 _NAME = "headrace_watch"
-_LONGEST_CONTEXT = 1 << 20
-"""The context assumed for a model without a limit."""
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, keys and values, [1, H, T, D] each; see `engine.attention.interface`."""
@@ -130,10 +129,7 @@ class _Watch:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        rope = read_rope(model)
-        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        longest = context if rope is None else rope.longest
-        self.masks = MaskWatch(longest or _LONGEST_CONTEXT)
+        self.masks = MaskWatch(context_length(model.config.get_text_config(), read_rope(model)))
         self.shapes: dict[int, LayerShape] = {}
         self.heads: dict[int, int] = {}
         self._dtypes: set[torch.dtype] = set()
