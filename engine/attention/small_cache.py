@@ -24,7 +24,7 @@ from engine.attention.interface import (
 from engine.attention.registry import CONTEXT_KEYWORD
 
 
-class Part(NamedTuple):
+class Span(NamedTuple):
     """The tokens of a prompt from `start` to before `end`."""
 
     prompt: int
@@ -129,7 +129,7 @@ class SmallCache:
             for layer, shape in shapes.items()
         }
 
-    def step(self, parts: Sequence[Part]) -> SmallStep:
+    def step(self, parts: Sequence[Span]) -> SmallStep:
         """Prepare a step that computes parts of prompts. Those of one token come first."""
         places = [np.arange(start, end) for _, start, end in parts]
         prompts, counts = [part.prompt for part in parts], np.array([len(one) for one in places])

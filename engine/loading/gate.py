@@ -28,11 +28,11 @@ from engine.attention.registry import (
     ATTENTION_NAME,
     AttentionUnavailableError,
 )
-from engine.attention.small_cache import Part, SmallCache, zeros
+from engine.attention.small_cache import SmallCache, Span, zeros
 from engine.contract.errors import ModelRefusedError, NoStepError
 from engine.contract.types import TokenId
 from engine.loading.eager import check_users_own, eager_attention, eager_logits, is_users_own
-from engine.loading.watching import AttentionCall, observe
+from engine.loading.watching import ObservedCall, observe
 from engine.models.description import Decoder
 from engine.models.recording import Observation
 from engine.runner.forward import CausalModel
@@ -119,7 +119,7 @@ class _Judge:
         self._backend = backend
         self.users_own: set[str] = set()
 
-    def __call__(self, call: AttentionCall) -> None:
+    def __call__(self, call: ObservedCall) -> None:
         """Judge a call; see `engine.loading.watching.Judge`."""
         if is_users_own(call.module):
             self.users_own.add(type(call.module).__name__)
@@ -130,7 +130,7 @@ class _Judge:
             )
         self._compare(call)
 
-    def _compare(self, call: AttentionCall) -> None:
+    def _compare(self, call: ObservedCall) -> None:
         """Compare our backend with the model's own attention on large scores.
 
         Both are computed in float32 if our backend supports it.
@@ -164,7 +164,7 @@ class _Judge:
             _block_size(self._backend),
             zeros(dtype, query.device),
         )
-        context = small.step([Part(0, 0, query.shape[2])]).context
+        context = small.step([Span(0, 0, query.shape[2])]).context
         actual = context.attend(call.layer, query[0], key[0], value[0], params).float()
         error = (actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
         if not error < _LAYER_TOLERANCE[dtype]:
@@ -246,9 +246,9 @@ def self_check(
     # The last token of each part is requested: in one step a few of many rows, in another every
     # row.
     steps = (
-        [Part(0, 0, _PROBE_CHUNK)],
-        [Part(0, _PROBE_CHUNK, long - 1), Part(1, 0, short - 1)],
-        [Part(0, long - 1, long), Part(1, short - 1, short)],
+        [Span(0, 0, _PROBE_CHUNK)],
+        [Span(0, _PROBE_CHUNK, long - 1), Span(1, 0, short - 1)],
+        [Span(0, long - 1, long), Span(1, short - 1, short)],
     )
     actual = torch.empty(0)
     for parts in steps:
@@ -297,7 +297,7 @@ def _paged_logits(
     model: PreTrainedModel,
     computed_by: CausalModel,
     small: SmallCache,
-    parts: Sequence[Part],
+    parts: Sequence[Span],
     ids: torch.Tensor,
 ) -> torch.Tensor:
     """Return the logits of a step's parts only."""

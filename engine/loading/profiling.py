@@ -22,7 +22,7 @@ import torch
 from typing_extensions import override
 
 from engine.attention.interface import AttentionBackend
-from engine.attention.small_cache import Part, SmallCache, zeros
+from engine.attention.small_cache import SmallCache, Span, zeros
 from engine.contract.errors import InsufficientMemoryError
 from engine.contract.request import Request
 from engine.contract.sampling_params import SamplingParams
@@ -151,7 +151,7 @@ def measure_step(
             is_null=True,
         )
         ids = itertools.chain(*(request.spec.prompt for request in requests))
-        parts = [Part(index, 0, length) for index, length in enumerate(lengths)]
+        parts = [Span(index, 0, length) for index, length in enumerate(lengths)]
         logits = small.step(parts).logits(model, torch.tensor(list(ids), device=device))
         Sampler(vocab_size, device).begin(logits, requests)
 

@@ -41,7 +41,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionCall:
+class ObservedCall:
     """A call of a layer's attention.
 
     Attributes:
@@ -63,7 +63,7 @@ class AttentionCall:
     options: dict[str, Any]
 
 
-Judge = Callable[[AttentionCall], None]
+Judge = Callable[[ObservedCall], None]
 """Judges a call of attention. Raises ModelRefusedError if the layer would run incorrectly."""
 
 
@@ -172,7 +172,7 @@ class _Watch:
         if self._judge is not None:
             shape = self.shapes[layer]
             self._judge(
-                AttentionCall(layer, module, shape, tensors, attention_mask, scaling, options)
+                ObservedCall(layer, module, shape, tensors, attention_mask, scaling, options)
             )
         made: tuple[torch.Tensor, torch.Tensor | None] = eager_attention(module)(
             module, *tensors, attention_mask, scaling=scaling, **options

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 import torch
 
 from engine.attention.interface import AttentionParams, LayerShape
-from engine.attention.small_cache import Part, SmallCache, zeros
+from engine.attention.small_cache import SmallCache, Span, zeros
 from engine.contract.errors import ModelRefusedError
 from engine.models.decoder_frame import DecoderFrame
 from engine.models.layer_parts import Kind, LayerParts, Walk
@@ -199,7 +199,7 @@ class _Prompts:
         )
         steps = (((tokens // 2, tokens - 1), (0, tokens // 2)), ((tokens - 1, tokens),))
         self._steps = [
-            small.step([Part(copy, *span) for span in spans for copy in range(copies)])
+            small.step([Span(copy, *span) for span in spans for copy in range(copies)])
             for spans in steps
         ]
 

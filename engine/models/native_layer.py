@@ -148,7 +148,6 @@ class BoundLayer:
 
     Attributes:
         description: the description of the layer.
-        rotary: its rotary embeddings, if it has any.
         spec: what the kernels read.
         dtype: of its elements.
         held: keeps the tensors alive that `spec` points to.
@@ -157,7 +156,6 @@ class BoundLayer:
     """
 
     description: described.Layer
-    rotary: described.Rotary | None
     spec: LayerSpec
     dtype: torch.dtype
     held: Held
@@ -216,9 +214,9 @@ class BoundLayer:
             softcap=attention.softcap or 0.0,
         )
         if isinstance(layer.mlp, described.Experts):
-            return cls(layer, rotary, spec, dtype, held, model.get_submodule(layer.mlp.module))
+            return cls(layer, spec, dtype, held, model.get_submodule(layer.mlp.module))
         held.mlp(spec, layer.mlp, width)
-        return cls(layer, rotary, spec, dtype, held, None)
+        return cls(layer, spec, dtype, held, None)
 
     def mix(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the layer's experts; see Mix."""

@@ -29,7 +29,7 @@ from engine.attention.registry import (
     fall_back,
     register,
 )
-from engine.attention.small_cache import Part, SmallCache
+from engine.attention.small_cache import SmallCache, Span
 from engine.contract.config import LoadConfig
 from engine.contract.errors import ModelRefusedError
 from engine.contract.request import Request
@@ -132,7 +132,7 @@ class Rehearsal:
     def _decode_s(self, requests: int, context: int) -> float:
         context = max(1, min(context, self._outline.context_length - _MOST_STEPS))
         ends = range(context + 1, 1 + min(context + _MOST_STEPS, self._outline.context_length))
-        steps = ([Part(index, end - 1, end) for index in range(requests)] for end in ends)
+        steps = ([Span(index, end - 1, end) for index in range(requests)] for end in ends)
         return _settled(self._times(requests, ends[-1], steps))
 
     def _chunk_s(self, tokens: int, start: int) -> float:
@@ -140,11 +140,11 @@ class Rehearsal:
         `start`.
         """
         end = start + tokens
-        return _settled(self._times(1, end, itertools.repeat([Part(0, start, end)])))
+        return _settled(self._times(1, end, itertools.repeat([Span(0, start, end)])))
 
     @torch.inference_mode()
     def _times(
-        self, requests: int, tokens: int, steps: Iterable[Sequence[Part]]
+        self, requests: int, tokens: int, steps: Iterable[Sequence[Span]]
     ) -> Iterator[float]:
         """Yield the seconds of each step of some requests, which have up to `tokens` tokens."""
         one = self._outline

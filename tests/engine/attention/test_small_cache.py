@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from engine.attention.interface import AttentionParams, LayerShape
-from engine.attention.small_cache import Part, SmallCache, zeros
+from engine.attention.small_cache import SmallCache, Span, zeros
 from engine.attention.torch_backend import TorchAttentionBackend
 
 LENGTHS = (9, 5)
 SHAPES = {3: LayerShape(2, 8, 4, None), 7: LayerShape(1, 8, 8, 3)}
 PARAMS = AttentionParams(scaling=0.3)
-CUTS: dict[str, list[list[Part]]] = {
-    "whole": [[Part(0, 0, 9), Part(1, 0, 5)]],
-    "alone": [[Part(1, 0, 5)], [Part(0, 0, 9)]],
-    "chunks": [[Part(0, 0, 4)], [Part(0, 4, 8), Part(1, 0, 4)], [Part(0, 8, 9), Part(1, 4, 5)]],
-    "both parts in a step": [[Part(0, 4, 9), Part(0, 0, 4)], [Part(1, 0, 5)]],
+CUTS: dict[str, list[list[Span]]] = {
+    "whole": [[Span(0, 0, 9), Span(1, 0, 5)]],
+    "alone": [[Span(1, 0, 5)], [Span(0, 0, 9)]],
+    "chunks": [[Span(0, 0, 4)], [Span(0, 4, 8), Span(1, 0, 4)], [Span(0, 8, 9), Span(1, 4, 5)]],
+    "both parts in a step": [[Span(0, 4, 9), Span(0, 0, 4)], [Span(1, 0, 5)]],
 }
 
 
@@ -48,7 +48,7 @@ def _expected(shape: LayerShape) -> torch.Tensor:
     return torch.cat(made)
 
 
-def _computed(shape_of: int, steps: Sequence[Sequence[Part]]) -> torch.Tensor:
+def _computed(shape_of: int, steps: Sequence[Sequence[Span]]) -> torch.Tensor:
     shape, cpu = SHAPES[shape_of], torch.device("cpu")
     small = SmallCache(TorchAttentionBackend(), SHAPES, LENGTHS, 4, zeros(torch.float32, cpu))
     made = torch.zeros((sum(LENGTHS), 2 * shape.num_kv_heads, shape.value_dim))
@@ -65,14 +65,14 @@ def test_attention(layer: int, cut: str) -> None:
 
 
 def test_what_is_not_in_the_cache_is_missed() -> None:
-    assert not torch.allclose(_computed(3, [[Part(0, 4, 9)]])[4:9], _expected(SHAPES[3])[4:9])
+    assert not torch.allclose(_computed(3, [[Span(0, 4, 9)]])[4:9], _expected(SHAPES[3])[4:9])
 
 
 @pytest.mark.parametrize(
     ("parts", "kept"),
-    [([Part(0, 2, 4), Part(1, 0, 3)], [1, 4]), ([Part(0, 8, 9), Part(1, 4, 5)], None)],
+    [([Span(0, 2, 4), Span(1, 0, 3)], [1, 4]), ([Span(0, 8, 9), Span(1, 4, 5)], None)],
 )
-def test_a_model_is_given_the_parts(parts: list[Part], kept: list[int] | None) -> None:
+def test_a_model_is_given_the_parts(parts: list[Span], kept: list[int] | None) -> None:
     """And asked for the logits of their last tokens, or of all if these are all."""
     ids = torch.arange(100, 114)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.attention.small_cache import Part, SmallCache, zeros
+from engine.attention.small_cache import SmallCache, Span, zeros
 from engine.contract.errors import ModelRefusedError
 from engine.loading import gate
 from engine.loading.loader import verify_model
@@ -113,7 +113,7 @@ def test_a_step_is_its_parts(family: str) -> None:
         shapes = dict(enumerate(verified.probe.shapes))
         allocate = zeros(decoder.dtype, decoder.device)
         small = SmallCache(decoder.backend, shapes, [tokens], 8, allocate)
-        context = small.step([Part(0, 0, tokens)]).context
+        context = small.step([Span(0, 0, tokens)]).context
         for layer in decoder.layers:
 
             def attend(*given: torch.Tensor, layer: Any = layer) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.attention.small_cache import Part, SmallCache, SmallStep
+from engine.attention.small_cache import SmallCache, SmallStep, Span
 from engine.contract.config import ContinuousBatchingConfig, LoadConfig
 from engine.contract.errors import ModelRefusedError
 from engine.loading.loader import load_model
@@ -135,7 +135,7 @@ class _Launched:
         self.steps: list[list[tuple[int, int]]] = []
         right = SmallCache.step
 
-        def noted(small: SmallCache, parts: Sequence[Part]) -> SmallStep:
+        def noted(small: SmallCache, parts: Sequence[Span]) -> SmallStep:
             self.steps.append([(part.start, part.end - part.start) for part in parts])
             return right(small, parts)
 
