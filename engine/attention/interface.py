@@ -258,5 +258,18 @@ class AttentionContext:
     """
 
     backend: AttentionBackend
-    caches: Sequence[LayerCache]
+    caches: Sequence[LayerCache] | Mapping[int, LayerCache]
     metadata: Sequence[AttentionMetadata]
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """Compute a layer's attention; see `AttentionBackend.forward`."""
+        cache = self.caches[layer]
+        metadata = self.metadata[cache.group]
+        return self.backend.forward(query, key, value, cache, metadata, params)

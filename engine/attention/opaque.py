@@ -73,8 +73,5 @@ def attend_by_call_id(
     The operation also writes to the cache. The compiler need not know this, because a layer's
     result is always used and the next layer's inputs depend on it.
     """
-    context = CALLS[call_id]
-    cache = context.caches[layer]
     params = AttentionParams(scaling=scaling, softcap=softcap, sinks=sinks)
-    metadata = context.metadata[cache.group]
-    return context.backend.forward(query, key, value, cache, metadata, params)
+    return CALLS[call_id].attend(layer, query, key, value, params)

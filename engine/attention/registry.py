@@ -77,11 +77,8 @@ def paged_attention(
             query[0], key[0], value[0], s_aux, context, layer, scaling, softcap
         )
         return output.unsqueeze(0), None
-    cache = context.caches[layer]
     params = AttentionParams(scaling=scaling, softcap=softcap, sinks=s_aux)
-    metadata = context.metadata[cache.group]
-    output = context.backend.forward(query[0], key[0], value[0], cache, metadata, params)
-    return output.unsqueeze(0), None
+    return context.attend(layer, query[0], key[0], value[0], params).unsqueeze(0), None
 
 
 def register() -> None:

@@ -265,6 +265,17 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     rope_length: int = field(init=False)
 
+    @classmethod
+    def trial(cls, prompt: TokenIds, sampling: SamplingParams, index: int) -> Request:
+        """Create a request for one token that no caller asked for."""
+        spec = GenerationRequest(
+            request_id=RequestId(f"trial-{index}"),
+            prompt=prompt,
+            sampling=sampling,
+            stop=StopParams(max_tokens=1),
+        )
+        return cls(spec, arrival=0.0, max_total_tokens=len(prompt) + 1, key=RequestKey(index))
+
     def __post_init__(self) -> None:
         self.request_id = self.spec.request_id
         self.num_prompt_tokens = self.rope_length = len(self.spec.prompt)

@@ -12,7 +12,7 @@ compared with those of the model's own eager forward.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,14 @@ from transformers import PreTrainedModel
 
 from engine.contract.errors import ModelRefusedError
 from engine.contract.types import TokenId
+from engine.models.recording import Observation
 
 _NAME = "eager_attention_forward"
 _LIBRARY = "transformers."
+
+
+class ForwardFailedError(ModelRefusedError):
+    """The model's own code fails on a prompt."""
 
 
 def eager_attention(layer: nn.Module) -> Callable[..., Any]:
@@ -51,35 +56,47 @@ def is_users_own(layer: nn.Module) -> bool:
     return not inspect.unwrap(type(layer).forward).__module__.startswith(_LIBRARY)
 
 
-def eager_forward(model: PreTrainedModel, ids: torch.Tensor) -> Any:
-    """Run a forward pass of a prompt without a cache. `ids` is [1, T].
+def eager_forward(model: PreTrainedModel, ids: torch.Tensor, *, keeps_all: bool = False) -> Any:
+    """Run a forward pass of a prompt without a cache. `ids` is [1, T], and may be on meta.
 
-    The result's `logits` are those of the last token.
+    The result's `logits` are those of the last token, or of all with `keeps_all`.
 
     Raises:
         ModelRefusedError: the model fails.
     """
+    named: dict[str, Any] = {}
+    if ids.is_meta:
+        # With a mask given, nothing looks for the ends of packed prompts in positions.
+        named["attention_mask"] = torch.ones_like(ids)
+    # As `generate` does: some models count otherwise if they are not told.
+    elif not keeps_all and "position_ids" in inspect.signature(model.forward).parameters:
+        named["position_ids"] = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+    if not keeps_all:
+        # A tensor, as in every step: some models compute fewer tokens if it is an int.
+        named["logits_to_keep"] = torch.tensor([ids.shape[1] - 1], device=ids.device)
     try:
-        with torch.inference_mode():
-            # A tensor, as in every step: some models compute fewer tokens if it is an int.
-            rows = torch.tensor([ids.shape[1] - 1], device=ids.device)
-            positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
-            # As `generate` does: some models count otherwise if they are not told.
-            told = "position_ids" in inspect.signature(model.forward).parameters
-            named = {"position_ids": positions} if told else {}
-            return model(input_ids=ids, use_cache=False, logits_to_keep=rows, **named)
+        with torch.no_grad() if ids.is_meta else torch.inference_mode():
+            return model(input_ids=ids, use_cache=False, **named)
     except (IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ModelRefusedError(
+        raise ForwardFailedError(
             f"{type(model).__name__} fails on a prompt of {ids.shape[1]} tokens, "
             f"which every model must be able to process: {error}"
         ) from error
 
 
-def check_users_own(
-    model: PreTrainedModel,
-    classes: set[str],
-    found: Iterable[tuple[tuple[TokenId, ...], torch.Tensor]],
-) -> None:
+def eager_logits(
+    model: PreTrainedModel, prompts: Iterable[Sequence[TokenId]]
+) -> tuple[torch.Tensor, ...]:
+    """Return the logits after each prompt, [V] each, float32, by the model's own eager attention.
+
+    The model is left with that.
+    """
+    model.set_attn_implementation("eager")
+    ids = (torch.tensor([prompt], device=model.device) for prompt in prompts)
+    return tuple(eager_forward(model, one).logits[0, -1].float() for one in ids)
+
+
+def check_users_own(model: PreTrainedModel, classes: set[str], found: Observation) -> None:
     """Check that user-defined attention classes use the functions that `eager_attention` found.
 
     If they do, the model's own eager forward gives the same logits, bit for bit. The model is left
@@ -88,17 +105,14 @@ def check_users_own(
     Args:
         model: the model.
         classes: the names of these classes.
-        found: prompts, and the logits [V] after each one, computed with these functions.
+        found: the model, observed with these functions.
 
     Raises:
         ModelRefusedError: the model's own eager forward gives different logits.
     """
-    model.set_attn_implementation("eager")
-    for prompt, expected in found:
-        ids = torch.tensor([prompt], device=model.device)
-        if not torch.equal(eager_forward(model, ids).logits[0, -1].float(), expected):
-            raise ModelRefusedError(
-                f"{', '.join(sorted(classes))} computes with another attention than the "
-                "eager_attention_forward that was found for it; give its own that name, in the "
-                "file of its forward, so that ours can be compared with it"
-            )
+    if not all(map(torch.equal, eager_logits(model, found.prompts), found.logits)):
+        raise ModelRefusedError(
+            f"{', '.join(sorted(classes))} computes with another attention than the "
+            "eager_attention_forward that was found for it; give its own that name, in the "
+            "file of its forward, so that ours can be compared with it"
+        )

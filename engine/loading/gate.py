@@ -14,44 +14,29 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
-from engine.attention.interface import (
-    AttentionBackend,
-    AttentionParams,
-    BatchLayout,
-    LayerCache,
-    LayerShape,
-)
+from engine.attention.interface import AttentionBackend, AttentionParams
 from engine.attention.registry import (
     ATTENTION_NAME,
     AttentionUnavailableError,
 )
+from engine.attention.small_cache import SmallCache, Span, zeros
 from engine.contract.errors import ModelRefusedError, NoStepError
-from engine.contract.request import GenerationRequest, Request
-from engine.contract.sampling_params import SamplingParams, StopParams
-from engine.contract.token_ids import TokenIds
-from engine.contract.types import RequestId, RequestKey, TokenId
-from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.loading.eager import check_users_own, eager_attention, eager_forward, is_users_own
-from engine.loading.kv_memory import allocate_caches, make_groups
-from engine.loading.mask_rules import MaskWatch
-from engine.loading.watching import LayerWatch, masks_of
-from engine.runner.forward import CausalModel, ModelForward
-from engine.runner.kv_tensors import KVTensors
-from engine.runner.model_runner import ModelRunner
-from engine.sampling.sampler import Sampler
-from engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledRequest
+from engine.contract.types import TokenId
+from engine.loading.eager import check_users_own, eager_attention, eager_logits, is_users_own
+from engine.loading.watching import ObservedCall, observe
+from engine.models.description import Decoder
+from engine.models.recording import Observation
+from engine.runner.forward import CausalModel
 
-_PROBE_NAME = "headrace_probe"
 _PROBE_TOKENS = (43, 11)
 """The lengths of the two prompts: more than one small block, but not a multiple of it."""
 _PROBE_BLOCK_SIZE = 8
@@ -123,101 +108,69 @@ class NotFiniteError(ModelRefusedError):
     """
 
 
-class _Probe(LayerWatch):
-    """Watches the attention calls of an eager forward, and compares our backend's result for
-    each.
+class _Judge:
+    """Compares our backend with each attention call of a model.
+
+    Attributes:
+        users_own: the attention classes whose forward is defined outside transformers.
     """
 
-    def __init__(self, backend: AttentionBackend, masks: MaskWatch) -> None:
-        super().__init__(masks)
-        self.backend = backend
+    def __init__(self, backend: AttentionBackend) -> None:
+        self._backend = backend
         self.users_own: set[str] = set()
-        """Attention classes whose forward is defined outside transformers."""
 
-    def __call__(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Record and compare one attention call, and return the eager result.
-
-        This replaces the model's eager attention.
-        """
-        layer = self.record(module, query, key, value, attention_mask, kwargs.get("sliding_window"))
-        eager = eager_attention(module)
-        if is_users_own(module):
-            self.users_own.add(type(module).__name__)
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        if not all(bool(one.isfinite().all()) for one in (query, key, value)):
+    def __call__(self, call: ObservedCall) -> None:
+        """Judge a call; see `engine.loading.watching.Judge`."""
+        if is_users_own(call.module):
+            self.users_own.add(type(call.module).__name__)
+        if not all(bool(one.isfinite().all()) for one in call.tensors):
             raise NotFiniteError(
-                f"what {type(module).__name__} of layer {layer} is given is NaN or infinite"
+                f"what {type(call.module).__name__} of layer {call.layer} is given is NaN or "
+                "infinite"
             )
-        self._compare(layer, module, eager, query, key, value, attention_mask, scaling, kwargs)
-        output: tuple[torch.Tensor, torch.Tensor | None] = eager(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )
-        return output
+        self._compare(call)
 
-    def _check_backend(self, layer: int, module: torch.nn.Module, params: AttentionParams) -> None:
-        reason = self.backend.why_not(self.shapes[layer], params)
-        if reason is not None:
-            raise AttentionUnavailableError(f"{type(module).__name__}, layer {layer}, {reason}")
-
-    def _compare(
-        self,
-        layer: int,
-        module: torch.nn.Module,
-        eager: Callable[..., Any],
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float,
-        kwargs: dict[str, Any],
-    ) -> None:
+    def _compare(self, call: ObservedCall) -> None:
         """Compare our backend with the model's own attention on large scores.
 
         Both are computed in float32 if our backend supports it.
         """
-        known = self.backend.dtypes
-        dtype = torch.float32 if known is None or torch.float32 in known else key.dtype
-        query, key, value = query.float(), key.float(), value.float()
+        known, name = self._backend.dtypes, f"{type(call.module).__name__}, layer {call.layer}"
+        query, key, value = (one.float() for one in call.tensors)
+        dtype = call.tensors[1].dtype
+        if known is None or torch.float32 in known:
+            dtype = torch.float32
         groups = query.shape[1] // key.shape[1]
-        scores = query @ key.repeat_interleave(groups, dim=1).transpose(-1, -2) * scaling
+        scores = query @ key.repeat_interleave(groups, dim=1).transpose(-1, -2) * call.scaling
         query = query * (_TARGET_SCORE / scores.abs().max().clamp(min=1e-6))
         query, key, value = (one.to(dtype).float() for one in (query, key, value))
-        sinks = kwargs.get("s_aux")
-        extra = dict(kwargs)
-        if sinks is not None:
-            extra["s_aux"] = sinks.float()
-        expected = eager(
-            module,
-            query,
-            key,
-            value,
-            None if mask is None else mask.float(),
-            scaling=scaling,
-            **extra,
+        sinks = call.options.get("s_aux")
+        sinks = None if sinks is None else sinks.float()
+        expected = eager_attention(call.module)(
+            *(call.module, query, key, value),
+            None if call.mask is None else call.mask.float(),
+            scaling=call.scaling,
+            **(call.options if sinks is None else {**call.options, "s_aux": sinks}),
         )[0][0].float()
-        params = AttentionParams(
-            scaling=scaling,
-            softcap=kwargs.get("softcap"),
-            sinks=None if sinks is None else sinks.float(),
-        )
-        self._check_backend(layer, module, params)
+        params = AttentionParams(call.scaling, call.options.get("softcap"), sinks)
+        reason = self._backend.why_not(call.shape, params)
+        if reason is not None:
+            raise AttentionUnavailableError(f"{name}, {reason}")
         query, key, value = (one.to(dtype) for one in (query, key, value))
-        actual = _attend_alone(self.backend, query, key, value, self.shapes[layer], params).float()
+        small = SmallCache(
+            self._backend,
+            {call.layer: call.shape},
+            [query.shape[2]],
+            _block_size(self._backend),
+            zeros(dtype, query.device),
+        )
+        context = small.step([Span(0, 0, query.shape[2])]).context
+        actual = context.attend(call.layer, query[0], key[0], value[0], params).float()
         error = (actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
         if not error < _LAYER_TOLERANCE[dtype]:
             raise ModelRefusedError(
-                f"{type(module).__name__}, layer {layer}: paged attention differs from the model's "
-                f"own by {error.item():.2%}; the layer does something that this engine does not "
-                "know"
+                f"{name}: paged attention differs from the model's own by {error.item():.2%}; the "
+                "layer does something that this engine does not know"
             )
 
 
@@ -226,71 +179,16 @@ def _block_size(backend: AttentionBackend) -> int:
     return math.lcm(_PROBE_BLOCK_SIZE, backend.block_multiple)
 
 
-def _attend_alone(
-    backend: AttentionBackend,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    shape: LayerShape,
-    params: AttentionParams,
-) -> torch.Tensor:
-    """Attend over one whole prompt, with a separate cache. Returns [T, Hq, Dv]."""
-    count, block_size = query.shape[2], _block_size(backend)
-    num_blocks = -(-count // block_size)
-    slots = (num_blocks + 1) * block_size
-    cache = LayerCache(
-        keys=key.new_zeros((slots, shape.num_kv_heads, shape.key_dim)),
-        values=value.new_zeros((slots, shape.num_kv_heads, shape.value_dim)),
-        group=0,
-    )
-    layout = BatchLayout(
-        starts=np.zeros(1, dtype=np.int64),
-        counts=np.array([count]),
-        num_decodes=0,
-        positions=np.arange(count),
-        tables=np.arange(1, num_blocks + 1, dtype=np.int32)[None, :],
-        block_size=block_size,
-    )
-    metadata = backend.prepare(layout, shape.window, cache.keys)
-    return backend.forward(query[0], key[0], value[0], cache, metadata, params)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelProbe:
-    """The results of the probe.
-
-    Attributes:
-        shapes: the KV shapes by layer.
-        dtype: the type of keys and values.
-        prompts: the two prompts.
-        logits: [V] each, the eager logits after each prompt's last token.
-    """
-
-    shapes: tuple[LayerShape, ...]
-    dtype: torch.dtype
-    prompts: tuple[tuple[TokenId, ...], ...]
-    logits: tuple[torch.Tensor, ...]
-
-
-Logits = Callable[[Sequence[TokenId]], torch.Tensor | None]
-"""The logits [V] after a prompt's last token, computed by the model's own code. None if unknown."""
-
-
-def _not_known(_: Sequence[TokenId]) -> None:
-    return None
-
-
 def probe_layers(
-    model: PreTrainedModel, backend: AttentionBackend, num_layers: int, compute: Logits = _not_known
-) -> ModelProbe:
-    """Run the model eagerly on two prompts and watch its attention.
+    model: PreTrainedModel, backend: AttentionBackend, decoder: Decoder | None = None
+) -> Observation:
+    """Run the model eagerly on two prompts and watch it.
 
     Args:
         model: in evaluation mode, not in use.
         backend: the backend that is compared with the model's attention.
-        num_layers: the number of layers.
-        compute: returns the eager logits of the second prompt. If it returns None, the model is run
-            and watched, as for the first prompt.
+        decoder: the model's description, if its layers are to be recorded with the second prompt,
+            where attention is then not compared.
 
     Raises:
         ModelRefusedError: a layer makes no attention call, several calls, or one that our backend
@@ -298,33 +196,19 @@ def probe_layers(
         NotFiniteError: the model's own results are not finite.
         AttentionUnavailableError: the backend does not support a layer.
     """
-    probe = _Probe(backend, masks_of(model))
-    AttentionInterface.register(_PROBE_NAME, probe)
-    AttentionMaskInterface.register(_PROBE_NAME, probe.masks)
-    model.set_attn_implementation(_PROBE_NAME)
-    vocab_size = num_embeddings(model)
-    generator = torch.Generator().manual_seed(0)
-    prompts: list[tuple[TokenId, ...]] = []
-    logits: list[torch.Tensor] = []
-    for count in _PROBE_TOKENS:
-        ids = torch.randint(0, vocab_size, (1, count), generator=generator)
-        prompts.append(tuple(TokenId(token) for token in ids[0].tolist()))
-        found = compute(prompts[-1]) if logits else None
-        if found is None:
-            probe.calls.clear()
-            found = eager_forward(model, ids.to(model.device)).logits[0, -1]
-            probe.check(model, num_layers)
-        if bool(found.isnan().any()) or not math.isfinite(found.max()):
+    judge, generator = _Judge(backend), torch.Generator().manual_seed(0)
+    prompts = [
+        tuple(map(TokenId, torch.randint(0, num_embeddings(model), (count,), generator=generator)
+                  .tolist()))
+        for count in _PROBE_TOKENS
+    ]  # fmt: skip
+    found = observe(model, prompts, judge, decoder)
+    for logits in found.logits:
+        if bool(logits.isnan().any()) or not math.isfinite(logits.max()):
             raise NotFiniteError("the logits are NaN or infinite")
-        logits.append(found.float())
-    if probe.users_own:
-        check_users_own(model, probe.users_own, zip(prompts, logits, strict=True))
-    return ModelProbe(
-        shapes=probe.all_shapes(),
-        dtype=probe.dtype(model),
-        prompts=tuple(prompts),
-        logits=tuple(logits),
-    )
+    if judge.users_own:
+        check_users_own(model, judge.users_own, found)
+    return found
 
 
 def num_embeddings(model: PreTrainedModel) -> int:
@@ -337,7 +221,7 @@ def num_embeddings(model: PreTrainedModel) -> int:
 
 def self_check(
     model: PreTrainedModel,
-    probe: ModelProbe,
+    probe: Observation,
     backend: AttentionBackend,
     device: torch.device,
     decoder: CausalModel | None = None,
@@ -355,33 +239,20 @@ def self_check(
         ModelRefusedError: the logits differ.
     """
     model.set_attn_implementation(ATTENTION_NAME)
-    groups = make_groups(probe.shapes, probe.dtype)
-    block_size = _block_size(backend)
-    blocks = [sum(_PROBE_TOKENS) // block_size + 2] * len(groups)
-    caches = allocate_caches(probe.shapes, groups, blocks, block_size, probe.dtype, device)
-    kv = KVTensors(groups, caches, (), block_size)
-    forward = ModelForward(decoder or model, kv, backend)
-    runner = ModelRunner(forward, sampler=Sampler(1, device))
-    manager = KVCacheManager(groups, blocks, block_size)
-    requests = [_probe_request(index, prompt) for index, prompt in enumerate(probe.prompts)]
-    for request in requests:
-        manager.allocate(request.key, request.num_tokens)
-
-    def part(request: Request, start: int, end: int) -> ScheduledRequest:
-        # The last token of each part is requested: in one step a few of many rows, in another every
-        # row.
-        return ScheduledRequest(request, start, end - start, manager.tables(request.key), 1)
-
-    long, short = requests
-    steps: Sequence[tuple[ScheduledRequest, ...]] = (
-        (part(long, 0, _PROBE_CHUNK),),
-        (part(long, _PROBE_CHUNK, long.num_tokens - 1), part(short, 0, short.num_tokens - 1)),
-        (part(long, long.num_tokens - 1, long.num_tokens),
-         part(short, short.num_tokens - 1, short.num_tokens)),
-    )  # fmt: skip
+    long, short = map(len, probe.prompts)
+    shapes, allocate = dict(enumerate(probe.shapes)), zeros(probe.dtype, device)
+    small = SmallCache(backend, shapes, (long, short), _block_size(backend), allocate)
+    ids = torch.tensor(list(itertools.chain(*probe.prompts)), device=device)
+    # The last token of each part is requested: in one step a few of many rows, in another every
+    # row.
+    steps = (
+        [Span(0, 0, _PROBE_CHUNK)],
+        [Span(0, _PROBE_CHUNK, long - 1), Span(1, 0, short - 1)],
+        [Span(0, long - 1, long), Span(1, short - 1, short)],
+    )
     actual = torch.empty(0)
-    for step in steps:
-        actual = _paged_logits(model, runner, step)
+    for parts in steps:
+        actual = _paged_logits(model, decoder or model, small, parts, ids)
     errors = list(map(logits_error, actual, probe.logits))
     allowed = logits_tolerance(probe.dtype)
     if was_packed and not all(error < allowed for error in errors):
@@ -395,18 +266,13 @@ def self_check(
             )
 
 
-def _packing_noise(model: PreTrainedModel, probe: ModelProbe) -> float:
+def _packing_noise(model: PreTrainedModel, probe: Observation) -> float:
     """Return how much a different summation order changes what a packed model computes.
 
     This is the error of its eager logits relative to those before packing. The model is left with
     eager attention.
     """
-    model.set_attn_implementation("eager")
-    prompts = [torch.tensor([prompt], device=model.device) for prompt in probe.prompts]
-    return max(
-        logits_error(eager_forward(model, ids).logits[0, -1], expected)
-        for ids, expected in zip(prompts, probe.logits, strict=True)
-    )
+    return max(map(logits_error, eager_logits(model, probe.prompts), probe.logits))
 
 
 def logits_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -428,12 +294,16 @@ def logits_tolerance(dtype: torch.dtype) -> float:
 
 
 def _paged_logits(
-    model: PreTrainedModel, runner: ModelRunner, step: tuple[ScheduledRequest, ...]
+    model: PreTrainedModel,
+    computed_by: CausalModel,
+    small: SmallCache,
+    parts: Sequence[Span],
+    ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the logits of a step's sampled rows only."""
+    """Return the logits of a step's parts only."""
     name = type(model).__name__
     try:
-        logits = runner.logits(ScheduledBatch(step, sum(part.num_tokens for part in step)))
+        logits = small.step(parts).logits(computed_by, ids)
     except NoStepError as error:
         raise ModelRefusedError(
             f"{name} does not hand the keyword arguments of its forward on to its attention, so "
@@ -441,20 +311,9 @@ def _paged_logits(
         ) from error
     except (IndexError, TypeError, ValueError, RuntimeError) as error:
         raise ModelRefusedError(f"{name} fails on a ragged batch: {error}") from error
-    sampled = sum(part.num_sampled for part in step)
-    if logits.shape[0] != sampled:
+    if len(logits) != len(parts):
         raise ModelRefusedError(
-            f"{name} gives logits of {logits.shape[0]} tokens where {sampled} were asked for: it "
-            "does not know logits_to_keep"
+            f"{name} gives logits of {len(logits)} tokens where {len(parts)} were asked for: "
+            "it does not know logits_to_keep"
         )
     return logits
-
-
-def _probe_request(index: int, prompt: tuple[TokenId, ...]) -> Request:
-    spec = GenerationRequest(
-        request_id=RequestId(f"probe-{index}"),
-        prompt=TokenIds.of(prompt),
-        sampling=SamplingParams(),
-        stop=StopParams(max_tokens=1),
-    )
-    return Request(spec=spec, arrival=0.0, max_total_tokens=len(prompt) + 1, key=RequestKey(index))

@@ -6,8 +6,9 @@ and larger products.
     a step ─▶ q_proj(x) ─▶ y = x · [Wq Wk Wv]ᵀ ─▶ y's first columns
               k_proj(x), v_proj(x)             ─▶ the next columns; y is released after the last
 
-The layers are found by running the model once, independently of their names. Only they are
-replaced, and only in the view that steps run (see `engine.loading.view`). The layer that is called
+The layers are found by watching the model run, independently of their names (see
+`engine.loading.watching`). Only they are replaced, and only in the view that steps run (see
+`engine.loading.view`). The layer that is called
 first computes the product. The others take their columns if they receive the same tensor object;
 otherwise the product is computed again. A layer computes only its own outputs if its weights have
 been replaced since, or if it is compiled. The load gate compares the model in this state.
@@ -18,20 +19,15 @@ it, so that weights are held only once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import linear
-from transformers import PreTrainedModel
 
-from engine.loading.eager import eager_forward
 from engine.models.joined_tensors import join_tensors
-
-Group = tuple[nn.Linear, ...]
-"""Linear layers of one module that read the same tensor."""
 
 
 @dataclass(slots=True)
@@ -95,45 +91,15 @@ class JoinedLinear(nn.Linear):
         )
 
 
-def shared_inputs(model: PreTrainedModel, prompt: Sequence[int]) -> list[Group]:
-    """Return groups of linear layers in the same module that read the same tensor.
-
-    Args:
-        model: in evaluation mode, not in use; it is left with eager attention.
-        prompt: the token ids that the model is run on.
-    """
-    given: dict[nn.Module, list[torch.Tensor]] = {}
-
-    def note(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if arguments:
-            given.setdefault(module, []).append(arguments[0])
-
-    model.set_attn_implementation("eager")
-    plain = _plain_layers(model)
-    hooks = [one.register_forward_pre_hook(note) for one in plain]
-    try:
-        eager_forward(model, torch.tensor([prompt], device=model.device))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    found = []
-    for parent in model.modules():
-        by_input: dict[tuple[int, torch.dtype], list[nn.Linear]] = {}
-        for one in parent.children():
-            if isinstance(one, nn.Linear) and one in plain and len(given.get(one, ())) == 1:
-                key = (id(given[one][0]), one.weight.dtype)
-                by_input.setdefault(key, []).append(one)
-        found += [tuple(group) for group in by_input.values() if len(group) > 1]
-    return found
-
-
-def join_linears(groups: Iterable[Group]) -> int:
+def join_linears(model: nn.Module, groups: Sequence[Sequence[str]]) -> int:
     """Replace linear layers with joined ones, and return the number of products.
 
-    `groups` are layers of a view's modules; see `shared_inputs`.
+    Args:
+        model: a view, or a part of one.
+        groups: the layers' paths; see `Observation.joinable`.
     """
-    count = 0
-    for group in groups:
+    for paths in groups:
+        group: list[Any] = [model.get_submodule(path) for path in paths]
         weight, bias = join_tensors(group)
         sizes = [len(one.weight) for one in group]
         spans = [(sum(sizes[:index]), size) for index, size in enumerate(sizes)]
@@ -142,22 +108,4 @@ def join_linears(groups: Iterable[Group]) -> int:
             # The view's own modules; the owner's keep their class.
             one.__class__ = JoinedLinear
             vars(one).update(product=product, which=index)
-        count += 1
-    return count
-
-
-def _plain_layers(model: nn.Module) -> set[nn.Linear]:
-    """Return the linear layers without hooks whose parameters no other module shares."""
-    holders: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
-    return {
-        one
-        for one in model.modules()
-        if type(one) is nn.Linear
-        and not one._forward_hooks
-        and not one._forward_pre_hooks
-        and one.weight.is_contiguous()
-        and all(holders[id(parameter)] == 1 for parameter in one.parameters())
-    }
+    return len(groups)

@@ -118,7 +118,7 @@ def _allocate(
     if pin_memory:
         made = pinned_zeros(sizes, dtype)
     elif device.type == "cpu":
-        made = [_zeros_on_demand(size, dtype) for size in sizes]
+        made = [zeros_on_demand(size, dtype) for size in sizes]
     else:
         made = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
     return tuple(
@@ -127,7 +127,7 @@ def _allocate(
     )
 
 
-def _zeros_on_demand(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def zeros_on_demand(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Allocate zeros that the kernel provides on first access, in large pages if possible.
 
     `torch.zeros` would write all of the memory. This takes many seconds for gigabytes, and commits

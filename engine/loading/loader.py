@@ -14,7 +14,7 @@ import itertools
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,18 +37,16 @@ from engine.contract.config import (
 from engine.contract.environment import RankPlace
 from engine.contract.errors import InsufficientMemoryError, ModelRefusedError
 from engine.contract.startup import KERNELS, VERIFY, WEIGHTS, enter
-from engine.contract.types import TokenId
 from engine.loading.checkpoint import Checkpoint, read_checkpoint, resolve_path
 from engine.loading.driver import why_unusable
 from engine.loading.gate import (
-    ModelProbe,
     NotFiniteError,
     check_config,
     num_embeddings,
     probe_layers,
     self_check,
 )
-from engine.loading.joined_linears import join_linears, shared_inputs
+from engine.loading.joined_linears import join_linears
 from engine.loading.memory import GIB, HostLimits
 from engine.loading.model_defaults import context_length, default_sampling, eos_token_ids
 from engine.loading.model_watch import ModelWatch
@@ -69,13 +67,14 @@ from engine.models.choosing import (
     NOT_ASKED,
     CausalDecoder,
     Plan,
+    describe_steps,
     exact_sums,
     make_decoder,
-    plan_decoder,
 )
 from engine.models.experts import choose_experts
 from engine.models.formats.registry import Format, named
 from engine.models.held_layer import HeldLayer
+from engine.models.recording import Observation
 
 if TYPE_CHECKING:
     from engine.contract.rope import RopeLengths
@@ -176,7 +175,7 @@ class _Prepared:
     view: ModelView | None
     rope: RopeLengths | None
     backend: AttentionBackend
-    probe: ModelProbe
+    probe: Observation
     decoder: CausalDecoder | None
     was_packed: bool
 
@@ -280,7 +279,7 @@ def _prepare(
     enter(progress, VERIFY)
     if view is not None:
         choose_experts(model, backend, progress)
-    decoder = make_decoder(model, plan, backend, [shape.window for shape in probe.shapes], progress)
+    decoder = make_decoder(model, plan, backend, probe, progress)
     if own_decoder and decoder is None and view is not None:
         was_packed |= _join(model, probe, progress)
     return _Prepared(
@@ -288,7 +287,7 @@ def _prepare(
         view=view,
         rope=rope,
         backend=backend,
-        probe=probe,
+        probe=replace(probe, record=None, joinable=()),
         decoder=decoder,
         was_packed=was_packed,
     )
@@ -296,29 +295,26 @@ def _prepare(
 
 def _probe(
     model: PreTrainedModel, backend: AttentionBackend, attention: str, is_packed: bool | None
-) -> tuple[AttentionBackend, ModelProbe, Plan]:
-    """Probe a model, and plan our decoder from what the model computes for the last prompt.
+) -> tuple[AttentionBackend, Observation, Plan]:
+    """Probe a model, and record it if our decoder can compute it.
 
     If the chosen backend does not support a layer, another one is used. For `is_packed`, see
-    `plan_decoder`; None means that our decoder is not requested.
+    `describe_steps`; None means that our decoder is not requested.
     """
-    layers, plan = model.config.get_text_config().num_hidden_layers, NOT_ASKED
 
-    def record(prompt: Sequence[TokenId]) -> torch.Tensor | None:
-        nonlocal plan
+    def probe(backend: AttentionBackend) -> tuple[AttentionBackend, Observation, Plan]:
+        plan = NOT_ASKED
         if is_packed is not None:
-            plan = plan_decoder(model, backend, prompt, is_packed=is_packed)
-        return None if isinstance(plan, str) else plan[1].logits[-1]
+            plan = describe_steps(model, model.device, backend, is_packed=is_packed)
+        return backend, probe_layers(model, backend, None if isinstance(plan, str) else plan), plan
 
     try:
         try:
-            probe = probe_layers(model, backend, layers, record)
+            return probe(backend)
         except AttentionUnavailableError as error:
-            backend = fall_back(attention, error)
-            probe = probe_layers(model, backend, layers, record)
+            return probe(fall_back(attention, error))
     except NotFiniteError as error:
         raise ModelRefusedError(_why_not_finite(model, error)) from error
-    return backend, probe, plan
 
 
 def _why_not_finite(model: PreTrainedModel, error: NotFiniteError) -> str:
@@ -334,14 +330,14 @@ def _why_not_finite(model: PreTrainedModel, error: NotFiniteError) -> str:
     )
 
 
-def _join(model: PreTrainedModel, probe: ModelProbe, progress: Callable[[str], None]) -> bool:
+def _join(model: PreTrainedModel, probe: Observation, progress: Callable[[str], None]) -> bool:
     """Join linear layers of a view whose steps run as transformers wrote them.
 
     This is only done on devices for which nothing is packed. Returns whether any were joined.
     """
     if model.device.type not in choosing.TORCH_DEVICES:
         return False
-    products = join_linears(shared_inputs(model, probe.prompts[-1]))
+    products = join_linears(model, probe.joinable)
     progress(f"joined: {products} products of linear layers that have the same input")
     return products > 0
 
@@ -377,7 +373,7 @@ def _check_room(
         lighter = ", or quantization int8 or int4 on a CPU"
     if dtype is torch.float32:  # integers are for bfloat16
         half = f"{needed / 2 / GIB:.2f} GiB"
-        lighter = f", or dtype bfloat16, with which they take {half}, or also quantization int8 or int4"
+        lighter = f", or dtype bfloat16, with which they take {half}, and less with quantization"
     raise InsufficientMemoryError(
         f"{checkpoint.path}: the weights take {needed / GIB:.2f} GiB as {dtype}, and "
         f"{available / GIB:.2f} GiB are free here: give more memory, or a smaller model{lighter}; "

@@ -13,6 +13,7 @@ cache is sized for the allowed concurrency and leaves half of the memory free, s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -21,25 +22,23 @@ import torch
 from typing_extensions import override
 
 from engine.attention.interface import AttentionBackend
+from engine.attention.small_cache import SmallCache, Span, zeros
 from engine.contract.errors import InsufficientMemoryError
-from engine.contract.request import GenerationRequest, Request
-from engine.contract.sampling_params import SamplingParams, StopParams
+from engine.contract.request import Request
+from engine.contract.sampling_params import SamplingParams
 from engine.contract.token_ids import TokenIds
-from engine.contract.types import RequestId, RequestKey, TokenId
+from engine.contract.types import TokenId
 from engine.kv_cache.groups import LayerGroup
-from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.loading.gate import ModelProbe
 from engine.loading.kv_memory import allocate_caches
 from engine.loading.memory import GIB, HostLimits, StepLimits
+from engine.models.recording import Observation
 from engine.runner.captured import CapturedSteps
 from engine.runner.cuda_graph import GraphBackend
 from engine.runner.device import step_device
 from engine.runner.forward import CausalModel, ModelForward
 from engine.runner.kv_tensors import KVTensors
-from engine.runner.model_runner import ModelRunner
 from engine.runner.runner_options import RunnerOptions
 from engine.sampling.sampler import Sampler
-from engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledRequest
 
 _SAMPLING = SamplingParams(temperature=1.0, top_k=1000, top_p=0.9, repetition_penalty=1.1)
 """The common sampling that needs the most memory, because it processes whole rows and counts
@@ -115,8 +114,7 @@ def measure_step(
     memory: DeviceMemory,
     model: CausalModel,
     backend: AttentionBackend,
-    probe: ModelProbe,
-    groups: tuple[LayerGroup, ...],
+    probe: Observation,
     *,
     device: torch.device,
     limits: StepLimits,
@@ -127,7 +125,7 @@ def measure_step(
 
     Args:
         memory: the device's memory.
-        model, backend, probe, groups: the verified model and its layer groups.
+        model, backend, probe: the verified model.
         device: the model's device.
         limits: the largest step.
         block_size: tokens per block.
@@ -138,12 +136,24 @@ def measure_step(
     """
     available = memory.available()
 
+    vocab_size = len(probe.logits[0])
+
+    @torch.inference_mode()
     def run() -> None:
-        kv = _one_block(probe, groups, block_size, device)
-        sampler = Sampler(probe.logits[0].shape[-1], device)
-        runner = ModelRunner(ModelForward(model, kv, backend), sampler=sampler)
-        batch = largest_batch(groups, limits, block_size, model_context, probe)
-        runner.launch(batch).result()
+        requests = largest_requests(limits, model_context, vocab_size)
+        lengths = [request.num_tokens for request in requests]
+        small = SmallCache(
+            backend,
+            dict(enumerate(probe.shapes)),
+            lengths,
+            block_size,
+            zeros(probe.dtype, device),
+            is_null=True,
+        )
+        ids = itertools.chain(*(request.spec.prompt for request in requests))
+        parts = [Span(index, 0, length) for index, length in enumerate(lengths)]
+        logits = small.step(parts).logits(model, torch.tensor(list(ids), device=device))
+        Sampler(vocab_size, device).begin(logits, requests)
 
     try:
         return memory.peak(run)
@@ -159,7 +169,7 @@ def measure_graphs(
     memory: DeviceMemory,
     model: CausalModel,
     backend: AttentionBackend,
-    probe: ModelProbe,
+    probe: Observation,
     groups: tuple[LayerGroup, ...],
     *,
     device: torch.device,
@@ -172,12 +182,15 @@ def measure_graphs(
     steps share that memory.
 
     Args:
-        memory, model, backend, probe, groups, device, block_size: see `measure_step`.
+        memory, model, backend, probe, device, block_size: see `measure_step`.
+        groups: the model's layer groups.
         options: which steps are captured.
     """
 
     def run() -> None:
-        kv = _one_block(probe, groups, block_size, device)
+        ones = (1,) * len(groups)
+        caches = allocate_caches(probe.shapes, groups, ones, block_size, probe.dtype, device)
+        kv = KVTensors(groups, caches, (), block_size)
         largest = replace(options, max_graphs=len(options.captured_paths))
         steps = CapturedSteps(
             ModelForward(model, kv, backend), _Rehearsal(), largest, step_device(device)
@@ -202,14 +215,6 @@ class _Rehearsed:
 
     def replay(self) -> torch.Tensor:
         return self.output
-
-
-def _one_block(
-    probe: ModelProbe, groups: tuple[LayerGroup, ...], block_size: int, device: torch.device
-) -> KVTensors:
-    ones = (1,) * len(groups)
-    caches = allocate_caches(probe.shapes, groups, ones, block_size, probe.dtype, device)
-    return KVTensors(groups, caches, (), block_size)
 
 
 def fitting_step(
@@ -246,39 +251,17 @@ def fitting_step(
         tokens = fewer
 
 
-def largest_batch(
-    groups: tuple[LayerGroup, ...],
-    limits: StepLimits,
-    block_size: int,
-    model_context: int,
-    probe: ModelProbe,
-) -> ScheduledBatch:
-    """Create a step with the maximum numbers of requests and tokens.
+def largest_requests(limits: StepLimits, model_context: int, vocab_size: int) -> list[Request]:
+    """Return the maximum number of requests, whose prompts have the maximum number of tokens.
 
-    The first request has the most tokens. All blocks are the null block, and every request samples.
+    Those with one token come first, and then the longest.
     """
-    vocab_size = probe.logits[0].shape[-1]
-    left, requests = limits.max_batch_tokens, min(limits.max_requests, limits.max_batch_tokens)
-    blocks = -(-limits.max_batch_tokens // block_size) + requests
-    manager = KVCacheManager(groups, [blocks] * len(groups), block_size)
-    parts = []
-    for index in range(requests):
-        count = max(1, min(model_context, left - (requests - 1 - index)))
-        left -= count
+    left, count = limits.max_batch_tokens, min(limits.max_requests, limits.max_batch_tokens)
+    requests = []
+    for index in range(count):
+        length = max(1, min(model_context, left - (count - 1 - index)))
+        left -= length
         # Many different tokens, so that they are spread over the experts.
-        prompt = tuple(TokenId(token % vocab_size) for token in range(index, index + count))
-        spec = GenerationRequest(
-            request_id=RequestId(f"largest-{index}"),
-            prompt=TokenIds.of(prompt),
-            sampling=_SAMPLING,
-            stop=StopParams(max_tokens=1),
-        )
-        request = Request(spec=spec, arrival=0.0, max_total_tokens=count + 1, key=RequestKey(index))
-        manager.allocate(request.key, count)
-        tables = manager.tables(request.key)
-        for table in tables:
-            table.blocks[:] = 0
-        parts.append(ScheduledRequest(request, 0, count, tables, num_sampled=1))
-    # Requests with one token come first.
-    parts.sort(key=lambda part: part.num_tokens > 1)
-    return ScheduledBatch(tuple(parts), sum(part.num_tokens for part in parts))
+        prompt = tuple(TokenId(token % vocab_size) for token in range(index, index + length))
+        requests.append(Request.trial(TokenIds.of(prompt), _SAMPLING, index))
+    return sorted(requests, key=lambda request: request.num_tokens > 1)

@@ -88,7 +88,7 @@ def build_runner(
     runner_id, step_bytes = 0, 0
     if leader is None:
         memory = memory or device_memory(device)
-        config, step_bytes = _largest_step(verified, config, groups, memory)
+        config, step_bytes = _largest_step(verified, config, memory)
         step_bytes += _graph_bytes(verified, config, groups, memory, can_capture=can_capture)
         available, host_available = memory.available(), HostLimits.read().memory_available
     else:
@@ -155,7 +155,6 @@ def _report_sizes(plan: CachePlan, progress: Callable[[str], None]) -> None:
 def _largest_step(
     verified: VerifiedModel,
     config: ContinuousBatchingConfig,
-    groups: tuple[LayerGroup, ...],
     memory: DeviceMemory,
 ) -> tuple[ContinuousBatchingConfig, int]:
     """Return the config and the memory of the largest step.
@@ -174,7 +173,6 @@ def _largest_step(
                 verified.steps,
                 verified.backend,
                 verified.probe,
-                groups,
                 device=device,
                 limits=limits,
                 block_size=block_size,

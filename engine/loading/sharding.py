@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from engine.contract.errors import ModelRefusedError
-from engine.contract.types import TokenId
-from engine.loading.eager import eager_forward
-from engine.loading.gate import ModelProbe, logits_error, logits_tolerance
+from engine.loading.eager import eager_logits
+from engine.loading.gate import logits_error, logits_tolerance
+from engine.models.recording import Observation
 
 _HEADS = {
     "q_proj": "num_attention_heads",
@@ -66,7 +66,7 @@ def sharding(size: int) -> dict[str, Any]:
     return {"distributed_config": DistributedConfig(tp_size=size, tp_plan="auto")}
 
 
-def whole_logits(model: PreTrainedModel, probe: ModelProbe) -> tuple[torch.Tensor, ...]:
+def whole_logits(model: PreTrainedModel, probe: Observation) -> tuple[torch.Tensor, ...]:
     """Return the whole model's logits after the probe's prompts, [V] each.
 
     All ranks call this. The model is left with eager attention.
@@ -74,9 +74,8 @@ def whole_logits(model: PreTrainedModel, probe: ModelProbe) -> tuple[torch.Tenso
     Raises:
         ModelRefusedError: the split model gives different logits, or fails.
     """
-    model.set_attn_implementation("eager")
     with _undivided(model):
-        whole = tuple(_last_logits(model, prompt) for prompt in probe.prompts)
+        whole = eager_logits(model, probe.prompts)
     if whole[0].shape != probe.logits[0].shape:
         raise ModelRefusedError(
             f"{type(model).__name__}, divided, gives logits of {probe.logits[0].shape[0]} of "
@@ -90,12 +89,6 @@ def whole_logits(model: PreTrainedModel, probe: ModelProbe) -> tuple[torch.Tenso
             "run wrongly; set tensor_parallel to none"
         ).naming("tensor_parallel")
     return whole
-
-
-def _last_logits(model: PreTrainedModel, prompt: tuple[TokenId, ...]) -> torch.Tensor:
-    ids = torch.tensor([prompt], device=model.device)
-    logits: torch.Tensor = eager_forward(model, ids).logits[0, -1]
-    return logits.float()
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from engine.contract.errors import ModelChangedError, ModelRefusedError, Weights
 from engine.contract.rope import RopeLengths
 from engine.contract.sampling_params import SamplingParams
 from engine.contract.types import TokenId
-from engine.loading.gate import ModelProbe, probe_layers, self_check
+from engine.loading.gate import probe_layers, self_check
 from engine.loading.memory import StepLimits
 from engine.loading.model_watch import ModelChanges, ModelWatch, Noticed
 from engine.loading.rotary import (
@@ -33,6 +33,7 @@ from engine.loading.rotary import (
 from engine.loading.view import ModelView
 from engine.models.choosing import CausalDecoder, exact_sums
 from engine.models.held_layer import held_layers
+from engine.models.recording import Observation
 from engine.models.table import NotDescribedError, describe
 from engine.runner.forward import CausalModel
 from engine.runner.runner_options import RunnerOptions
@@ -76,7 +77,7 @@ class VerifiedModel:
     device: torch.device
     dtype: torch.dtype
     backend: AttentionBackend
-    probe: ModelProbe
+    probe: Observation
     context_length: int
     vocab_size: int
     parameters: int
@@ -179,7 +180,7 @@ class VerifiedModel:
                 raise ModelRefusedError(str(error)) from error
             if described != self.decoder.description:
                 raise ModelRefusedError("the model is another one than our decoder computes")
-        probe = probe_layers(model, self.backend, len(self.probe.shapes))
+        probe = probe_layers(model, self.backend)
         if probe.shapes != self.probe.shapes:
             raise ModelRefusedError("its layers attend to other tokens, or have other shapes")
         self_check(model, probe, self.backend, self.device, self.decoder)

@@ -1,13 +1,13 @@
 """Chooses what computes a model's steps: our decoder, on the native kernels or in torch, or the
 transformers model itself.
 
-plan_decoder ─▶ describe, record the unmodified model ─▶ (weights are packed) ─▶ make_decoder
+describe_steps ─▶ (the unmodified model is recorded, weights are packed) ─▶ make_decoder, compare
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -23,7 +23,7 @@ from engine.models.formats.native import DTYPES
 from engine.models.layer_parts import UnboundError
 from engine.models.native_decoder import NativeDecoder
 from engine.models.operations import Operations, TorchOperations
-from engine.models.recording import ModelRecord, record
+from engine.models.recording import Observation
 from engine.models.table import NotDescribedError, describe
 from engine.models.torch_decoder import TORCH_DTYPES, TorchDecoder
 
@@ -32,10 +32,8 @@ logger = logging.getLogger(__name__)
 CausalDecoder = NativeDecoder | TorchDecoder
 TORCH_DEVICES = frozenset({"cuda"})
 """The device types on which our decoder runs in torch. On a CPU it uses the native kernels."""
-Plan = tuple[Decoder, ModelRecord] | str
-"""The description of the decoder and the model's recorded results, or the reason why our decoder
-cannot compute the model.
-"""
+Plan = Decoder | str
+"""The description of our decoder, or the reason why it cannot compute the model."""
 _REDUCTIONS = (
     "allow_bf16_reduced_precision_reduction",
     "allow_fp16_reduced_precision_reduction",
@@ -43,51 +41,29 @@ _REDUCTIONS = (
 NOT_ASKED: Plan = "our own is not asked for"
 
 
-def computed_dtypes(device: torch.device) -> Collection[torch.dtype]:
-    """Return the model dtypes that our decoder supports on this type of device."""
-    return TORCH_DTYPES if device.type in TORCH_DEVICES else DTYPES
-
-
-def plan_decoder(
+def describe_steps(
     model: PreTrainedModel,
-    backend: AttentionBackend,
-    prompt: Sequence[int],
+    device: torch.device,
+    backend: AttentionBackend | None,
     *,
     is_packed: bool,
 ) -> Plan:
-    """Describe what our decoder has to compute, and record what the model computes for a prompt.
+    """Describe what our decoder has to compute.
 
     Args:
-        model: in evaluation mode, not in use, and not packed yet, unless that changes results.
-        backend: the backend that will compute attention.
-        prompt: token ids.
+        model: in evaluation mode, and not packed yet, unless that changes results. It may be on the
+            meta device.
+        device: the device that it runs on.
+        backend: the backend that will compute attention; None if it is not chosen yet.
         is_packed: whether the linear layers are, or will be, packed for our kernels.
-
-    Returns:
-        The description and the record, or the reason why our decoder cannot compute this model.
     """
-    described = describe_steps(model, backend, is_packed=is_packed)
-    if isinstance(described, str):
-        return described
-    with exact_sums():
-        return described, record(model, described, prompt)
-
-
-def describe_steps(
-    model: PreTrainedModel, backend: AttentionBackend, *, is_packed: bool
-) -> Decoder | str:
-    """Describe what our decoder has to compute, or return the reason why it cannot compute this
-    model.
-
-    See `plan_decoder` for the arguments. To plan for a CPU, the model may be on the meta device.
-    """
-    in_torch = model.device.type in TORCH_DEVICES
+    in_torch = device.type in TORCH_DEVICES
     if not in_torch:
         if not is_packed:
             return "oneDNN or torch computes its linear layers, not our kernels"
-        if not isinstance(backend, NativeAttentionBackend):
+        if not isinstance(backend, NativeAttentionBackend | None):
             return "attention does not run on our kernels"
-    if model.dtype not in computed_dtypes(model.device):
+    if model.dtype not in (TORCH_DTYPES if in_torch else DTYPES):
         return f"there are no kernels for {model.dtype}"
     try:
         return describe(model)
@@ -99,15 +75,16 @@ def make_decoder(
     model: PreTrainedModel,
     plan: Plan,
     backend: AttentionBackend,
-    windows: Sequence[int | None],
+    found: Observation | None,
     progress: Callable[[str], None],
 ) -> CausalDecoder | None:
     """Make our decoder for a model and compare the two. Return None if our decoder cannot be used.
 
     Args:
         model: packed if it is on a CPU. On other devices, its products are joined here.
-        plan, backend: see `plan_decoder`.
-        windows: the attention windows of its layers.
+        plan, backend: see `describe_steps`.
+        found: the unmodified model, recorded if there is a description. None to compare nothing,
+            because the weights are made up.
         progress: receives a line that says what computes the steps, and why.
 
     Raises:
@@ -115,15 +92,15 @@ def make_decoder(
     """
     reason = plan if isinstance(plan, str) else ""
     if not isinstance(plan, str):
-        described, recorded = plan
         try:
-            decoder = bind(model, described, backend)
+            decoder = bind(model, plan, backend)
         except UnboundError as error:
             reason = str(error)
         else:
-            with exact_sums():
-                compare(decoder, recorded, windows)
-            progress(f"decoder: our own, for {described.family}")
+            if found is not None:
+                with exact_sums():
+                    compare(decoder, found)
+            progress(f"decoder: our own, for {plan.family}")
             return decoder
     progress(f"decoder: transformers', because {reason}")
     return None

@@ -23,19 +23,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
-from engine.attention.interface import (
-    AttentionContext,
-    AttentionMetadata,
-    AttentionParams,
-    BatchLayout,
-    LayerCache,
-)
+from engine.attention.interface import AttentionParams, LayerShape
+from engine.attention.small_cache import SmallCache, Span, zeros
 from engine.contract.errors import ModelRefusedError
-from engine.models.layer_parts import Kind, LayerParts, OurDecoder, Tables, walk
-from engine.models.recording import MAGNITUDES, LayerRecord, ModelRecord
+from engine.models.decoder_frame import DecoderFrame
+from engine.models.layer_parts import Kind, LayerParts, Walk
+from engine.models.operations import Tables
+from engine.models.recording import MAGNITUDES, LayerRecord, Observation
 
 _MOST_NEIGHBOURS = 0.01
 """The fraction of a norm's elements that may round the other way."""
@@ -69,25 +65,28 @@ _FLOOR_OF_OUTPUT = 2.0**-11
 _BLOCK_SIZE = 4
 
 
-def compare(decoder: OurDecoder, record: ModelRecord, windows: Sequence[int | None]) -> None:
+def compare(decoder: DecoderFrame, observation: Observation) -> None:
     """Compare our decoder with the model. See the module for the criteria.
 
     Args:
         decoder: our decoder.
-        record: the model's results.
-        windows: the attention windows of the layers.
+        observation: the model, recorded.
 
     Raises:
         ModelRefusedError: a result differs. The message says which, in which layer, and by how
             much.
     """
-    one, check = decoder.description, _Check(decoder.description.family)
+    one, check, record = decoder.description, _Check(decoder.description.family), observation.record
+    if record is None:
+        raise ValueError("nothing was recorded")
     tokens = len(record.token_ids)
     with torch.inference_mode():
         check("embedding", "exact", decoder.embed(record.token_ids), record.layers[0].x[:tokens])
         tables = decoder.tables(torch.arange(tokens, device=decoder.device))
-        for layer, window, found in zip(decoder.layers, windows, record.layers, strict=True):
-            _compare_layer(check, decoder, layer, window, tables, found)
+        for layer, shape, found in zip(
+            decoder.layers, observation.shapes, record.layers, strict=True
+        ):
+            _compare_layer(check, decoder, layer, shape.window, tables, found)
         last = record.layers[-1].parts["result"][:tokens].contiguous()
         check(one.norm.module, "norm", decoder.norm(last), record.normed)
         check(one.output, "product", decoder.output(record.normed), record.product)
@@ -96,7 +95,7 @@ def compare(decoder: OurDecoder, record: ModelRecord, windows: Sequence[int | No
 
 def _compare_layer(
     check: _Check,
-    decoder: OurDecoder,
+    decoder: DecoderFrame,
     layer: LayerParts,
     window: int | None,
     tables: Sequence[Tables],
@@ -124,11 +123,12 @@ def _compare_layer(
         recorded, ours = between[: len(record.x)], between[len(record.x) :]
         return torch.cat([layer.mix(recorded), alone.mix(ours)])
 
-    parts = walk(layer, x, turned, prompts.attend, mix, record.parts)
+    walk = Walk(layer, record.parts)
+    walk.run(x, turned, prompts.attend, mix)
     made = alone.compute(record.x[:tokens], tables)
     judged = _in_range(record, len(magnitudes))
     with _one_thread():
-        for part in parts:
+        for part in walk.parts:
             if part.name in record.parts:
                 actual = part.made[: len(record.x)].chunk(len(magnitudes))
                 expected = record.parts[part.name].chunk(len(magnitudes))
@@ -139,7 +139,7 @@ def _compare_layer(
                     if is_judged:
                         check(name, part.kind, computed, wanted, score)
         name = f"layer {one.index}, in one call, with inputs times 1"
-        check(name, decoder.one_call, made, parts[-1].made[len(record.x) :])
+        check(name, decoder.one_call, made, walk.parts[-1].made[len(record.x) :])
 
 
 def _in_range(record: LayerRecord, magnitudes: int) -> list[bool]:
@@ -179,7 +179,7 @@ class _Prompts:
 
     def __init__(
         self,
-        decoder: OurDecoder,
+        decoder: DecoderFrame,
         layer: LayerParts,
         window: int | None,
         tokens: int,
@@ -188,36 +188,25 @@ class _Prompts:
         self._decoder, self._layer, self._copies = decoder, layer, copies
         self.scores = [0.0] * copies
         """The largest absolute score of each copy."""
-        attention = layer.description.attention
-        blocks = -(-tokens // _BLOCK_SIZE)
-        shape = ((copies * blocks + 1) * _BLOCK_SIZE, attention.kv_heads, attention.head_dim)
-        keys, values = torch.zeros((2, *shape), dtype=decoder.dtype, device=decoder.device)
-        self._cache = LayerCache(keys, values, group=0)
-        self._steps: list[tuple[torch.Tensor, AttentionMetadata]] = []
-        """For each step, the indices of its tokens among the rows of all copies, and its metadata.
-        """
-        for spans in (((tokens // 2, tokens - 1), (0, tokens // 2)), ((tokens - 1, tokens),)):
-            places = [np.arange(*span) for span in spans for _ in range(copies)]
-            of_copies = [copy for _ in spans for copy in range(copies)]
-            layout = BatchLayout(
-                starts=np.array([one[0] for one in places]),
-                counts=np.array([len(one) for one in places]),
-                num_decodes=sum(len(one) == 1 for one in places),
-                positions=np.concatenate(places),
-                tables=np.array(
-                    [np.arange(blocks) + copy * blocks + 1 for copy in of_copies], dtype=np.int32
-                ),
-                block_size=_BLOCK_SIZE,
-            )
-            rows = np.concatenate(
-                [one + copy * tokens for one, copy in zip(places, of_copies, strict=True)]
-            )
-            metadata = decoder.backend.prepare(layout, window, keys)
-            self._steps.append((torch.from_numpy(rows).to(decoder.device), metadata))
+        attention, index = layer.description.attention, layer.description.index
+        shape = LayerShape(attention.kv_heads, attention.head_dim, attention.head_dim, window)
+        small = SmallCache(
+            decoder.backend,
+            {index: shape},
+            [tokens] * copies,
+            _BLOCK_SIZE,
+            zeros(decoder.dtype, decoder.device),
+        )
+        steps = (((tokens // 2, tokens - 1), (0, tokens // 2)), ((tokens - 1, tokens),))
+        self._steps = [
+            small.step([Span(copy, *span) for span in spans for copy in range(copies)])
+            for spans in steps
+        ]
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Compute attention alone; see `engine.models.layer_parts.Attend`."""
-        one, made = self._layer.description.attention, torch.empty_like(query)
+        index, one = self._layer.description.index, self._layer.description.attention
+        made = torch.empty_like(query)
         params = AttentionParams(one.scaling, one.softcap)
         # [copies, kv heads, heads of a group, T, head_dim] and [copies, kv heads, 1, T, head_dim]
         shape = (self._copies, -1, one.kv_heads, one.heads // one.kv_heads, one.head_dim)
@@ -225,9 +214,9 @@ class _Prompts:
         k = key.float().view(*shape[:3], 1, one.head_dim).permute(0, 2, 3, 1, 4)
         scores = (q @ k.transpose(-1, -2)).tril().abs().flatten(1).amax(dim=1) * one.scaling
         self.scores = scores.tolist() if one.softcap is None else [one.softcap] * self._copies
-        for rows, metadata in self._steps:
-            q, k, v = (given[rows].transpose(0, 1) for given in (query, key, value))
-            made[rows] = self._decoder.backend.forward(q, k, v, self._cache, metadata, params)
+        for step in self._steps:
+            q, k, v = (given[step.rows].transpose(0, 1) for given in (query, key, value))
+            made[step.rows] = step.context.attend(index, q, k, v, params)
         return made
 
     def mix(self, x: torch.Tensor) -> torch.Tensor:
@@ -235,17 +224,16 @@ class _Prompts:
         `layer_parts.Mix`.
         """
         made = torch.empty_like(x)
-        for rows, _ in self._steps:
-            made[rows] = self._layer.mix(x[rows])
+        for step in self._steps:
+            made[step.rows] = self._layer.mix(x[step.rows])
         return made
 
     def compute(self, x: torch.Tensor, tables: Sequence[Tables]) -> torch.Tensor:
         """Compute the whole layer with one call per step: [T, K] → [T, K]."""
-        made, caches = torch.empty_like(x), {self._layer.description.index: self._cache}
-        for rows, metadata in self._steps:
-            context = AttentionContext(self._decoder.backend, caches, [metadata])  # type: ignore[arg-type]  # by index
-            own = [(cos[rows], sin[rows]) for cos, sin in tables]
-            made[rows] = self._decoder.run((self._layer,), x[rows], own, context)
+        made = torch.empty_like(x)
+        for step in self._steps:
+            own = [(cos[step.rows], sin[step.rows]) for cos, sin in tables]
+            made[step.rows] = self._decoder.run((self._layer,), x[step.rows], own, step.context)
         return made
 
 

@@ -6,15 +6,19 @@ logits. The model's own embedding and output layer are called.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from engine.attention.interface import AttentionBackend, AttentionContext
 from engine.contract.rope import POSITION_MASK
 from engine.models import description as described
+from engine.models.layer_parts import Kind, LayerParts
 from engine.models.length_table import LengthTable
+from engine.models.operations import Tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +28,21 @@ class DecoderOutput:
     logits: torch.Tensor
 
 
-class DecoderFrame:
+class DecoderFrame(ABC):
     """The base of our decoders: everything except layers and norms.
 
     Attributes:
         description: what the decoder computes.
-        dtype: the type of its elements.
+        layers: the layers with their tensors.
+        dtype, device: of the tensors.
+        backend: computes attention in comparisons.
+        one_call: how close a layer in one call must be to its separate operations.
     """
+
+    layers: Sequence[LayerParts]
+    device: torch.device
+    backend: AttentionBackend
+    one_call: Kind
 
     def __init__(
         self, model: torch.nn.Module, decoder: described.Decoder, dtype: torch.dtype
@@ -55,13 +67,30 @@ class DecoderFrame:
             for module, one in zip(self._rotaries, self.description.rotaries, strict=True)
         ]
 
+    @abstractmethod
+    def run(
+        self, layers: Any, x: torch.Tensor, tables: Any, context: AttentionContext
+    ) -> torch.Tensor:
+        """Compute some layers: [T, K] → [T, K].
+
+        Args:
+            layers: the layers.
+            x: contiguous, in the model's dtype.
+            tables: see `tables`.
+            context: the step's context.
+        """
+
+    @abstractmethod
+    def norm(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the last norm: [L, K] → [L, K]."""
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Embed token ids: [T] → [T, K]."""
         x: torch.Tensor = self._embedding(token_ids)
         factor = self.description.embedding_factor
         return x.contiguous() if factor is None else x * factor
 
-    def tables(self, positions: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+    def tables(self, positions: torch.Tensor) -> Sequence[Tables]:
         """Return the cosines and sines for tokens at these positions, for each of the rotary
         embeddings.
 

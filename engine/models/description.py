@@ -158,6 +158,14 @@ class Layer:
     parallel: bool
     residual: float
 
+    @property
+    def norms(self) -> dict[str, Norm]:
+        """The norms that it has, those of its attention too, by the names of the fields."""
+        of_layer = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+        norms = {name: getattr(self, name) for name in of_layer}
+        norms |= {name: getattr(self.attention, name) for name in ("query_norm", "key_norm")}
+        return {name: norm for name, norm in norms.items() if norm is not None}
+
 
 @dataclass(frozen=True, slots=True)
 class Decoder:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from engine.attention.interface import AttentionContext
 from engine.attention.native_backend import NativeAttentionBackend, NativeMetadata
@@ -28,8 +29,9 @@ from engine.models import description as described
 from engine.models.decoder_frame import DecoderFrame, DecoderOutput
 from engine.models.formats.native import Native, native_library
 from engine.models.held_layer import PackedLinear
-from engine.models.layer_parts import Kind, Tables
+from engine.models.layer_parts import Kind
 from engine.models.native_layer import BoundLayer, Held
+from engine.models.operations import Tables
 from engine.native.library import LayersCall
 
 
@@ -50,15 +52,9 @@ class NativeDecoder(DecoderFrame):
     """Computes a model's steps on the native kernels.
 
     Only one thread at a time may use it: hold the attention backend's `step_lock`.
-
-    Attributes:
-        description: what it computes.
-        layers: the layers with their tensors.
-        dtype, device: of the tensors.
-        backend: computes attention in comparisons.
-        one_call: how close a layer in one call must be to its separate operations: equal.
     """
 
+    layers: tuple[BoundLayer, ...]
     one_call: Kind = "exact"
     device = torch.device("cpu")
 
@@ -99,16 +95,13 @@ class NativeDecoder(DecoderFrame):
             return self.finish(self.output(x))
         return held.multiply(x, layer.padded_bias, self._finished)
 
+    @override
     def tables(self, positions: torch.Tensor) -> list[Tables]:
-        """Return the cosines and sines for tokens at these positions, for each of the rotary
-        embeddings.
-
-        They are float32, even if they were rounded to another type.
-        """
+        """See DecoderFrame. They are float32, even if they were rounded to another type."""
         return [(cos.float(), sin.float()) for cos, sin in super().tables(positions)]
 
+    @override
     def norm(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the last norm: [L, K] → [L, K]."""
         y = torch.empty_like(x)
         width = self.description.norm.width
         native_library().norm(
@@ -117,8 +110,8 @@ class NativeDecoder(DecoderFrame):
         )  # fmt: skip
         return y
 
+    @override
     def finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scale and cap the output layer's results: [L, V] → [L, V]."""
         if self._finished is None:
             return super().finish(logits)
         return self._finished[logits.contiguous().view(torch.int16).int() & 0xFFFF]
@@ -134,6 +127,7 @@ class NativeDecoder(DecoderFrame):
         every = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16)
         return super().finish(every)
 
+    @override
     def run(
         self,
         layers: tuple[BoundLayer, ...],

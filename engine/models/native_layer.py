@@ -19,7 +19,8 @@ from engine.models import description as described
 from engine.models.formats.native import DTYPES, PANEL, Native, in_panels, native_library
 from engine.models.held_layer import PackedLinear
 from engine.models.joined_tensors import join_parts
-from engine.models.layer_parts import Tables, UnboundError
+from engine.models.layer_parts import UnboundError
+from engine.models.operations import Tables
 from engine.native.library import (
     CENTERED,
     FROM_ONE,
@@ -147,7 +148,6 @@ class BoundLayer:
 
     Attributes:
         description: the description of the layer.
-        rotary: its rotary embeddings, if it has any.
         spec: what the kernels read.
         dtype: of its elements.
         held: keeps the tensors alive that `spec` points to.
@@ -156,7 +156,6 @@ class BoundLayer:
     """
 
     description: described.Layer
-    rotary: described.Rotary | None
     spec: LayerSpec
     dtype: torch.dtype
     held: Held
@@ -215,9 +214,9 @@ class BoundLayer:
             softcap=attention.softcap or 0.0,
         )
         if isinstance(layer.mlp, described.Experts):
-            return cls(layer, rotary, spec, dtype, held, model.get_submodule(layer.mlp.module))
+            return cls(layer, spec, dtype, held, model.get_submodule(layer.mlp.module))
         held.mlp(spec, layer.mlp, width)
-        return cls(layer, rotary, spec, dtype, held, None)
+        return cls(layer, spec, dtype, held, None)
 
     def mix(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the layer's experts; see Mix."""

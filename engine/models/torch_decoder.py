@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from engine.attention.interface import AttentionBackend, AttentionContext, AttentionParams
 from engine.attention.registry import CONTEXT_KEYWORD
@@ -137,19 +138,11 @@ class TorchLayer:
 
 
 class TorchDecoder(DecoderFrame):
-    """Computes a model's steps in torch.
+    """Computes a model's steps in torch."""
 
-    Attributes:
-        description: what it computes.
-        layers: the layers with their tensors.
-        dtype: the type of the elements.
-        device: the device of the tensors.
-        backend: computes attention in comparisons.
-        one_call: how close a layer in one call must be to its separate operations. The order of the
-            sums in a product may depend on the number of rows.
-    """
-
+    layers: tuple[TorchLayer, ...]
     one_call: Kind = "attention"
+    """The order of the sums in a product may depend on the number of rows."""
 
     def __init__(
         self,
@@ -185,10 +178,11 @@ class TorchDecoder(DecoderFrame):
             x = x.index_select(0, rows)
         return DecoderOutput(self.finish(self.output(x)).unsqueeze(0))
 
+    @override
     def norm(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the last norm: [L, K] → [L, K]."""
         return self._operations.add_norm(x, before=self._norm)[1]
 
+    @override
     def run(
         self,
         layers: Sequence[TorchLayer],
@@ -196,14 +190,6 @@ class TorchDecoder(DecoderFrame):
         tables: Sequence[Tables],
         context: AttentionContext,
     ) -> torch.Tensor:
-        """Compute some layers: [T, K] → [T, K].
-
-        Args:
-            layers: the layers.
-            x: contiguous, in the model's dtype.
-            tables: see `tables`.
-            context: the step's context.
-        """
         return self._run(layers, x, tables, context, None)[0]
 
     def _run(
@@ -291,12 +277,11 @@ class _Binding:
         for norm, whole in ((attention.query_norm, query), (attention.key_norm, keys)):
             if norm is not None and norm.width not in (attention.head_dim, whole):
                 raise UnboundError(f"{norm.module} norms {norm.width} elements together")
-            self._norm_or_none(norm)
-        for norm in _norms_of(layer):
-            self._norm_or_none(norm)
+        for norm in layer.norms.values():
+            self.norm(norm)
         if attention.head_dim % 2:
             raise UnboundError("heads have an odd number of elements")
-        if layer.parallel and any(_norms_of(layer)[1:]):
+        if layer.parallel and (layer.after_attention or layer.before_mlp or layer.after_mlp):
             raise UnboundError("layers in parallel have norms of their own")
 
     def _check_linears(self, paths: Sequence[str], outputs: int | None) -> list[torch.nn.Linear]:
@@ -373,7 +358,3 @@ class _Binding:
             known = weights[0].detach(), None if bias is None else bias.detach()
             return Product(*known, self._operations)
         return Product(*join_tensors(layers), self._operations)
-
-
-def _norms_of(layer: described.Layer) -> tuple[described.Norm | None, ...]:
-    return (layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp)

@@ -18,8 +18,8 @@ from engine.planning.outline import Matrices, Outline, OutlineExperts
 
 OPERATION_S = 5e-6
 """The time of a small operation, in seconds."""
-STEP_OPERATIONS = 120
-"""The engine's own work per step (scheduling, layout), expressed in small operations."""
+STEP_OPERATIONS = 122
+"""The engine's own work per step (scheduling, layout, inputs), expressed in small operations."""
 REQUEST_OPERATIONS = 10
 """The engine's own work per request, expressed in small operations."""
 EXPERTS_OPERATIONS = 30

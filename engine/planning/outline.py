@@ -17,31 +17,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.attention.interface import LayerShape
 from engine.contract.config import LoadConfig
 from engine.contract.errors import ConfigError, ModelRefusedError
+from engine.contract.types import TokenId
 from engine.kv_cache.groups import LayerGroup
 from engine.loading.checkpoint import Checkpoint, read_checkpoint
+from engine.loading.eager import ForwardFailedError
 from engine.loading.gate import num_embeddings
 from engine.loading.kv_memory import make_groups
 from engine.loading.memory import HostLimits
 from engine.loading.model_defaults import context_length
 from engine.loading.packing import choose_dtype, choose_packing, held_bytes
 from engine.loading.rotary import read_rope
-from engine.loading.watching import LayerWatch, masks_of
-from engine.models.choosing import TORCH_DEVICES, computed_dtypes
+from engine.loading.watching import observe
+from engine.models.choosing import NOT_ASKED, describe_steps
 from engine.models.formats.registry import Format
-from engine.models.table import NotDescribedError, describe
+from engine.models.recording import Observation
 from engine.planning.operation_count import OperationCount
 
-_NAME = "headrace_outline"
 CALLED_WITH = 16
 """The number of tokens in the watched forward."""
 FAILURES = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
@@ -181,17 +177,19 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
     dtype = choose_dtype(checkpoint, load_config, device, available).dtype
     packing = choose_packing(device, dtype, load_config.pack_weights, load_config.quantization)
     model = model_without_weights(checkpoint, dtype)
-    ours: list[torch.nn.Module] = []
-    is_ours = packing is not None and packing.is_ours
-    is_ours |= device.type in TORCH_DEVICES
-    if is_ours and load_config.decoder == "own" and dtype in computed_dtypes(device):
-        ours = _computed_by_ours(model)
-    watch, work = _watch(model, ours)
+    plan = NOT_ASKED
+    if load_config.decoder == "own":
+        is_packed = packing is not None and packing.is_ours
+        plan = describe_steps(model, device, None, is_packed=is_packed)
+    ours = []
+    if not isinstance(plan, str):
+        paths = [*(layer.module for layer in plan.layers), plan.norm.module]
+        ours = [model.get_submodule(path) for path in paths]
+    found, work, chosen = _observe(model, ours)
     text_config = model.config.get_text_config()
-    kv_dtype, shapes = watch.dtype(model), watch.all_shapes()
     head = model.get_output_embeddings()
     embeddings = model.get_input_embeddings()
-    sorted_out = _Sorted(model, held_bytes(model, packing), work.chosen)
+    sorted_out = _Sorted(model, held_bytes(model, packing), chosen)
     return Outline(
         checkpoint=checkpoint,
         name=type(model).__name__,
@@ -200,10 +198,10 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
         packing=packing,
         own_decoder=bool(ours),
         parameters=model.num_parameters(),
-        shapes=shapes,
-        heads=tuple(watch.heads[layer] for layer in range(len(shapes))),
-        kv_dtype=kv_dtype,
-        groups=make_groups(shapes, kv_dtype),
+        shapes=found.shapes,
+        heads=found.heads,
+        kv_dtype=found.dtype,
+        groups=make_groups(found.shapes, found.dtype),
         context_length=context_length(text_config, read_rope(model)),
         vocab_size=min(num_embeddings(model), head.weight.shape[0]),
         linear=sorted_out.linear,
@@ -214,7 +212,7 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
         widest=sorted_out.widest,
         hidden=embeddings.weight.shape[-1],
         operations=work.operations,
-        token_bytes=work.token_bytes,
+        token_bytes=work.nbytes // CALLED_WITH,
     )
 
 
@@ -260,92 +258,40 @@ class _Sorted:
                     self.other += found[id(one)]
 
 
-class _Work(OperationCount):  # type: ignore[no-untyped-call]
-    """Counts the small operations of a forward pass, and the bytes that they write.
+def _observe(
+    model: PreTrainedModel, ours: Sequence[torch.nn.Module]
+) -> tuple[Observation, OperationCount, dict[torch.nn.Module, int]]:
+    """Watch one forward pass. ours: the modules that our decoder would compute.
 
-    Attributes:
-        chosen: the number of experts that compute each token, by module.
+    Returns:
+        What was observed, the operations (for CALLED_WITH tokens), and the number of experts that
+        compute each token, by module.
     """
-
-    _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "t"))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations = 0
-        self.token_bytes = 0
-        self.chosen: dict[torch.nn.Module, int] = {}
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        before = self.computing.total()
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        name = func.overloadpacket.__name__
-        if self.computing.total() > before and name not in self._PRODUCTS:
-            self.operations += 1
-            if isinstance(result, torch.Tensor) and result.dim() > 1:
-                self.token_bytes += result.nbytes // CALLED_WITH
-        return result
-
-
-def _watch(model: PreTrainedModel, ours: Sequence[torch.nn.Module]) -> tuple[LayerWatch, _Work]:
-    """Watch one forward pass. ours: the modules that our decoder would compute."""
-    watch, work = LayerWatch(masks_of(model)), _Work()
-
-    def attend(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        window = kwargs.get("sliding_window")
-        watch.record(module, query, key, value, attention_mask, window)
-        return query.new_empty((1, query.shape[2], query.shape[1], value.shape[-1])), None
-
-    AttentionInterface.register(_NAME, attend)
-    AttentionMaskInterface.register(_NAME, watch.masks)
-    model.set_attn_implementation(_NAME)
     experts = [one for one in model.modules() if _has_experts(one)]
+    chosen: dict[torch.nn.Module, int] = {}
     own_experts = model.get_experts_implementation()
     if experts:
         # The one implementation that does not look at which experts were chosen.
         model.set_experts_implementation("batched_mm")
-    replaced = [*experts, *ours]
-    ids = torch.zeros((1, CALLED_WITH), dtype=torch.long, device="meta")
+    work, replaced = OperationCount(), [*experts, *ours]
     try:
         with (
-            _noting_choices(experts, work.chosen),
+            _noting_choices(experts, chosen),
             torch.inference_mode(False),
-            torch.no_grad(),
-            work,
-            work.without(replaced),
+            work.of(model, replaced),
         ):
-            # With a mask given, nothing looks for the ends of packed prompts in positions.
-            model(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                use_cache=False,
-                # A tensor, as in every step: some models compute fewer tokens if it is an int.
-                logits_to_keep=torch.zeros(1, dtype=torch.long, device="meta"),
-            )
-    except FAILURES as error:
+            found = observe(model, [[TokenId(0)] * CALLED_WITH])
+    except (ForwardFailedError, *FAILURES) as error:
         raise ModelRefusedError(
             f"{type(model).__name__} cannot be planned: what its layers keep cannot be found out "
             "without its weights"
         ) from error
     if experts:
         model.set_experts_implementation(own_experts)
-    watch.check(model, model.config.get_text_config().num_hidden_layers)
     for module in replaced:
-        if module not in work.chosen:
+        if module not in chosen:
             work.operations += FUSED_OPERATIONS if module._modules else 1
-    return watch, work
+    return found, work, chosen
 
 
 def _has_experts(module: torch.nn.Module) -> bool:
@@ -354,19 +300,6 @@ def _has_experts(module: torch.nn.Module) -> bool:
 
 def _count_experts(module: torch.nn.Module) -> int:
     return max(len(one) for one in module.parameters(recurse=False) if one.dim() > 2)
-
-
-def _computed_by_ours(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the layers and the last norm of a model that our decoder supports, or an empty
-    list.
-    """
-    try:
-        one = describe(model)
-    except NotDescribedError:
-        return []
-    return [
-        model.get_submodule(path) for path in (*(x.module for x in one.layers), one.norm.module)
-    ]
 
 
 @contextmanager

@@ -1,28 +1,27 @@
 """Times a model's steps before its weights are available, by running them with made-up weights.
 
-    path ─▶ the model on the meta device ─▶ make_up ─▶ our decoder, or the model ─▶ ModelRunner
-         ─▶ EngineCore ─▶ steps of some requests ─▶ seconds
+    path ─▶ the model on the meta device ─▶ make_up ─▶ our decoder, or the model
+         ─▶ SmallCache ─▶ steps of some requests, sampled ─▶ seconds
 
-The server's own code runs the steps, so they include everything that a real step does: products of
-the same size, small operations, mixtures of experts, attention over the context, sampling and
-scheduling. The tokens before a step are not computed, because its time does not depend on the
-contents of the KV cache. The time of a step that would take too long or too much memory is
-extrapolated linearly from two smaller ones.
+The server's own code computes the steps, so they include everything that a real step does: products
+of the same size, small operations, mixtures of experts, attention over the context and sampling.
+The tokens before a step are not computed, because its time does not depend on the contents of the
+KV cache. The time of a step that would take too long or too much memory is extrapolated linearly
+from two smaller ones.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from functools import partial
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
-from typing_extensions import override
 
-from engine.attention.interface import AttentionBackend, AttentionParams, LayerCache
+from engine.attention.interface import AttentionBackend, AttentionParams, LayerShape
 from engine.attention.registry import (
     ATTENTION_NAME,
     AttentionUnavailableError,
@@ -30,29 +29,21 @@ from engine.attention.registry import (
     fall_back,
     register,
 )
+from engine.attention.small_cache import SmallCache, Span
 from engine.contract.config import LoadConfig
 from engine.contract.errors import ModelRefusedError
-from engine.contract.request import GenerationRequest
-from engine.contract.sampling_params import SamplingParams, StopParams
+from engine.contract.request import Request
+from engine.contract.sampling_params import SamplingParams
 from engine.contract.token_ids import TokenIds
-from engine.contract.types import RequestId, RequestKey, TokenId
-from engine.core.engine_core import EngineCore
-from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.loading.kv_memory import allocate_caches
+from engine.loading.kv_memory import zeros_on_demand
 from engine.loading.memory import HostLimits
-from engine.models.choosing import bind, describe_steps
-from engine.models.layer_parts import UnboundError
-from engine.planning.memory_plan import blocks_for
+from engine.models.choosing import NOT_ASKED, describe_steps, make_decoder
 from engine.planning.outline import FAILURES, Outline, model_without_weights
 from engine.planning.synthetic_weights import Numbers, Rings, TooLargeError, make_up
-from engine.runner.forward import CausalModel, ModelForward
-from engine.runner.kv_tensors import KVTensors
-from engine.runner.model_runner import ModelRunner
+from engine.runner.forward import CausalModel
 from engine.sampling.sampler import Sampler
-from engine.scheduler.fifo import FIFOScheduler
-from engine.scheduler.runner_protocol import PendingStep, Runner, SampledTokens
-from engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledRequest
 
+_CPU = torch.device("cpu")
 _LAYER_BYTES = 256 << 20
 """The maximum size of one layer's KV cache in bytes."""
 _MOST_REQUESTS = 64
@@ -63,52 +54,6 @@ _PROMPT_S = 4.0
 _MOST_STEPS = 64
 _LONG = ((0.6, 4), (2.0, 2))
 """Pairs of seconds and a number of steps. Timing ends when both values of any pair are reached."""
-
-
-class _Told:
-    """A step that is skipped."""
-
-    def __init__(self, batch: ScheduledBatch) -> None:
-        self._count = sum(part.num_sampled for part in batch.requests)
-
-    def sample(self) -> None:
-        """Do nothing."""
-
-    def result(self) -> SampledTokens:
-        """Return a different token for each request, because equal ones would choose the same
-        experts.
-        """
-        return SampledTokens(tuple(map(TokenId, range(self._count))))
-
-
-class _Skipping(Runner):
-    """A runner that computes only selected steps.
-
-    Attributes:
-        has_computed: whether the last step was computed.
-    """
-
-    def __init__(self, runner: ModelRunner, wants: Callable[[ScheduledRequest], bool]) -> None:
-        self._runner = runner
-        self._wants = wants
-        self.has_computed = False
-
-    def launch(self, batch: ScheduledBatch) -> PendingStep:
-        """Compute a step if it is wanted, otherwise skip it."""
-        self.has_computed = all(map(self._wants, batch.requests))
-        return self._runner.launch(batch) if self.has_computed else _Told(batch)
-
-    @override
-    def release(self, key: RequestKey) -> None:
-        self._runner.release(key)
-
-    @override
-    def forget_model(self) -> None:
-        self._runner.forget_model()
-
-    @override
-    def warmup(self) -> None:
-        self._runner.warmup()
 
 
 class Rehearsal:
@@ -186,111 +131,56 @@ class Rehearsal:
 
     def _decode_s(self, requests: int, context: int) -> float:
         context = max(1, min(context, self._outline.context_length - _MOST_STEPS))
-        most = min(_MOST_STEPS, self._outline.context_length - context)
-        runner = self._runner(requests, context + most)
-        return _settled(
-            self._times(
-                runner,
-                requests=requests,
-                prompt=context,
-                output=most,
-                max_batch_tokens=requests * (context + 1),
-                wants=lambda part: part.start >= context,
-            )
-        )
+        ends = range(context + 1, 1 + min(context + _MOST_STEPS, self._outline.context_length))
+        steps = ([Span(index, end - 1, end) for index in range(requests)] for end in ends)
+        return _settled(self._times(requests, ends[-1], steps))
 
     def _chunk_s(self, tokens: int, start: int) -> float:
         """Return the seconds of a step that computes `tokens` tokens of a prompt, beginning at
         `start`.
-
-        `start` is a multiple of `tokens`.
         """
-        runner = self._runner(1, start + tokens + 1)
+        end = start + tokens
+        return _settled(self._times(1, end, itertools.repeat([Span(0, start, end)])))
 
-        def times() -> Iterator[float]:
-            while True:
-                yield from self._times(
-                    runner,
-                    requests=1,
-                    prompt=start + tokens,
-                    output=1,
-                    max_batch_tokens=tokens,
-                    wants=lambda part: part.start == start,
-                )
-
-        return _settled(times())
-
+    @torch.inference_mode()
     def _times(
-        self,
-        runner: ModelRunner,
-        *,
-        requests: int,
-        prompt: int,
-        output: int,
-        max_batch_tokens: int,
-        wants: Callable[[ScheduledRequest], bool],
+        self, requests: int, tokens: int, steps: Iterable[Sequence[Span]]
     ) -> Iterator[float]:
-        """Yield the seconds of each wanted step of some requests, as the engine reports them."""
-        kv = runner.kv
-        blocks = [len(one.keys) // kv.block_size - 1 for one in _of_groups(kv)]
-        skipping = _Skipping(runner, wants)
-        core = EngineCore(
-            FIFOScheduler(
-                KVCacheManager(kv.groups, blocks, kv.block_size, share_blocks=True),
-                max_batch_tokens=max_batch_tokens,
-                max_requests_per_batch=requests,
-            ),
-            skipping,
-            max_context_tokens=prompt + output,
-        )
-        for index in range(requests):
-            ids = self._chance.integers(0, self._outline.vocab_size, prompt, dtype=np.int32)
-            spec = GenerationRequest(
-                request_id=RequestId(f"rehearsed-{index}"),
-                prompt=TokenIds(ids.tobytes()),
-                sampling=SamplingParams(temperature=1.0, seed=index),
-                stop=StopParams(max_tokens=output),
-            )
-            core.add(spec, core.clock())
-        while core.has_work:
-            done = core.step()
-            if any(one.finish and one.finish.failure for one in done.outputs):
-                raise _cannot_be_run(self._outline)
-            if skipping.has_computed and done.step is not None:
-                yield done.step.duration_s
-
-    def _runner(self, requests: int, tokens: int) -> ModelRunner:
-        """Return a runner with room for `requests` requests of `tokens` tokens each."""
+        """Yield the seconds of each step of some requests, which have up to `tokens` tokens."""
         one = self._outline
-        blocks = [blocks_for(requests, tokens, self._block_size)] * len(one.groups)
-        # Only those that are written take memory.
-        caches = allocate_caches(
-            one.shapes, one.groups, blocks, self._block_size, one.kv_dtype, torch.device("cpu")
-        )
-        rings = Rings()
-
-        def written(cache: LayerCache) -> LayerCache:
-            # Not a constant, which would make all requests alike.
-            self._numbers.fill(cache.keys.view(-1))
-            self._numbers.fill(cache.values.view(-1))
-            return cache
-
-        used = [
-            rings.take(
-                (cache.group, cache.keys.shape, cache.values.shape),
-                cache.keys.nbytes + cache.values.nbytes,
-                partial(written, cache),
-            )
-            for cache in caches
+        small, sampler = self._small_cache(requests, tokens), Sampler(one.vocab_size, _CPU)
+        # Different tokens for each request, because equal ones would choose the same experts.
+        ids = torch.from_numpy(self._chance.integers(0, one.vocab_size, requests * tokens))
+        sampled = [
+            Request.trial(TokenIds.of((0,)), SamplingParams(temperature=1.0, seed=index), index)
+            for index in range(requests)
         ]
-        kv = KVTensors(one.groups, tuple(used), (), self._block_size)
-        forward = ModelForward(self.steps, kv, self.backend)
-        return ModelRunner(forward, sampler=Sampler(one.vocab_size, kv.device))
+        for parts in steps:
+            started = time.perf_counter()
+            try:
+                logits = small.step(parts).logits(self.steps, ids)
+            except FAILURES as error:
+                raise _cannot_be_run(one) from error
+            sampler.begin(logits, sampled, [part.end for part in parts]).token_ids.tolist()
+            yield time.perf_counter() - started
 
+    def _small_cache(self, requests: int, tokens: int) -> SmallCache:
+        rings, dtype = Rings(), self._outline.kv_dtype
 
-def _of_groups(kv: KVTensors) -> Iterator[LayerCache]:
-    """Return one cache of each group."""
-    return (kv.caches[group.layers[0]] for group in kv.groups)
+        def allocate(shape: LayerShape, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+            heads, dims = shape.num_kv_heads, (shape.key_dim, shape.value_dim)
+
+            def made() -> tuple[torch.Tensor, torch.Tensor]:
+                keys, values = (zeros_on_demand((slots, heads, dim), dtype) for dim in dims)
+                # Not a constant, which would make all requests alike.
+                self._numbers.fill(keys.view(-1))
+                self._numbers.fill(values.view(-1))
+                return keys, values
+
+            return rings.take((heads, *dims), slots * heads * sum(dims) * dtype.itemsize, made)
+
+        shapes = dict(enumerate(self._outline.shapes))
+        return SmallCache(self.backend, shapes, [tokens] * requests, self._block_size, allocate)
 
 
 def _on_line(seconds: Callable[[int], float], most: int, wanted: int) -> float:
@@ -324,15 +214,13 @@ def _model(
 ) -> tuple[PreTrainedModel, CausalModel]:
     """Return the model with made-up weights, and what would compute its steps."""
     model = model_without_weights(outline.checkpoint, outline.dtype)
-    is_packed = outline.packing is not None and outline.packing.is_ours
-    described = describe_steps(model, backend, is_packed=is_packed)
+    plan = NOT_ASKED
+    if load_config.decoder == "own":
+        is_packed = outline.packing is not None and outline.packing.is_ours
+        plan = describe_steps(model, outline.device, backend, is_packed=is_packed)
     make_up(model, outline.packing, HostLimits.read().memory_available // 2)
     model.set_attn_implementation(ATTENTION_NAME)
-    steps: CausalModel = model
-    if load_config.decoder == "own" and not isinstance(described, str):
-        with suppress(UnboundError):
-            steps = bind(model, described, backend)
-    return model, steps
+    return model, make_decoder(model, plan, backend, None, lambda line: None) or model
 
 
 def _cannot_be_run(outline: Outline) -> ModelRefusedError:

@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 
 from engine.contract.errors import ConfigError
-from engine.contract.request import GenerationRequest, Request
+from engine.contract.request import Request
 from engine.contract.rope import RopeLengths
-from engine.contract.sampling_params import SamplingParams, StopParams
+from engine.contract.sampling_params import SamplingParams
 from engine.contract.token_ids import TokenIds
-from engine.contract.types import RequestId, RequestKey
+from engine.contract.types import RequestKey
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.runner.block_copies import BlockCopier
 from engine.runner.captured import CapturedSteps
@@ -161,24 +161,19 @@ class ModelRunner:
         return LaunchedStep(self._buffers, buffers, self._device, choose, prompts)
 
     def _run(
-        self, inputs: InputBatch, buffers: int, lengths: Sequence[int] | None
+        self, inputs: InputBatch, buffers: int, lengths: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the logits [S + P, V] of a step, and its tokens [S] if captured work has chosen
         them.
 
-        lengths: see `Sampler.begin`. None if the tokens are not wanted.
+        lengths: see `Sampler.begin`.
         """
         step = None if self._captured is None else self._captured.find(inputs)
         self.steps[StepKind(inputs.path, is_replayed=step is not None)] += 1
         if step is None:
             return self._forward.as_it_comes(inputs, self._carried.fill_in), None
-        choice = None if lengths is None else self._sampler.plain(inputs.sampling, lengths)
+        choice = self._sampler.plain(inputs.sampling, lengths)
         return step.run(inputs, buffers, self._carried.places(inputs), choice)
-
-    def logits(self, batch: ScheduledBatch) -> torch.Tensor:
-        """Compute a batch and return the logits [S, V] of its sampled rows, for the load gate."""
-        with torch.inference_mode():
-            return self._run(self._builder.build(batch), 0, None)[0]
 
     def release(self, key: RequestKey) -> None:
         """Drop the sampling state of a choice."""
@@ -201,19 +196,13 @@ class ModelRunner:
         Raises:
             ConfigError: the model cannot be compiled with these options.
         """
-        spec = GenerationRequest(
-            request_id=RequestId("warmup"),
-            prompt=TokenIds.of((0,) * min(self.kv.block_size, 16)),
-            sampling=SamplingParams(),
-            stop=StopParams(max_tokens=1),
-        )
-        request = Request(spec=spec, arrival=0.0, max_total_tokens=len(spec.prompt) + 1)
+        count = min(self.kv.block_size, 16)
+        request = Request.trial(TokenIds.of((0,) * count), SamplingParams(), 0)
         manager = KVCacheManager(self.kv.groups, [1] * len(self.kv.groups), self.kv.block_size)
-        manager.allocate(request.key, len(spec.prompt))
+        manager.allocate(request.key, count)
         tables = manager.tables(request.key)
         for table in tables:
             table.blocks[:] = 0
-        count = len(spec.prompt)
         for start, end in ((0, count), (count - 1, count)):
             part = ScheduledRequest(request, start, end - start, tables, num_sampled=1)
             try:

@@ -17,14 +17,17 @@ from engine.attention.interface import AttentionMetadata, BatchLayout
 from engine.attention.registry import register
 from engine.attention.triton_backend import TritonAttentionBackend
 from engine.contract.errors import ModelRefusedError
+from engine.contract.types import TokenId
+from engine.loading.watching import observe
 from engine.models import choosing
+from engine.models.description import Decoder
 from engine.models.torch_decoder import TorchDecoder
 from engine.models.triton_operations import TritonOperations
 from tests.engine.models.decoders import make
 
 pytestmark = pytest.mark.gpu
 
-PROMPT = (3, 40, 7, 99, 12)
+PROMPT = tuple(map(TokenId, (3, 40, 7, 99, 12)))
 
 
 class Late(TritonAttentionBackend):
@@ -48,8 +51,11 @@ def compared(
         monkeypatch.setattr(choosing, "operations_for", lambda *wanted: TritonOperations())
     register()
     model = make("llama", num_hidden_layers=1).float().to(device)
-    plan = choosing.plan_decoder(model, backend, PROMPT, is_packed=False)
-    return choosing.make_decoder(model, plan, backend, [None], lambda line: None)
+    plan = choosing.describe_steps(model, device, backend, is_packed=False)
+    assert isinstance(plan, Decoder)
+    with choosing.exact_sums():
+        found = observe(model, [PROMPT], decoder=plan)
+    return choosing.make_decoder(model, plan, backend, found, lambda line: None)
 
 
 @pytest.mark.timeout(300)

@@ -23,7 +23,7 @@ from engine.attention.interface import BatchLayout, LayerShape
 from engine.attention.registry import ATTENTION_NAME, register
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.loading.gate import probe_layers
-from engine.loading.joined_linears import join_linears, shared_inputs
+from engine.loading.joined_linears import join_linears
 from engine.loading.kv_memory import allocate_caches, make_groups
 from engine.loading.rotary import follow_lengths, keep_frequencies, read_rope
 from engine.loading.view import ModelView
@@ -79,9 +79,7 @@ def by_transformers(recipe: Recipe, dtype: torch.dtype = torch.bfloat16) -> Serv
     register()
     model = make_model(recipe.config(eos_token_id=None))
     view = ModelView.of(model).model
-    layers = view.config.get_text_config().num_hidden_layers
-    shapes = probe_layers(view, TorchAttentionBackend(), layers).shapes
-    groups = shared_inputs(view, [3, 4, 5])
+    found = probe_layers(view, TorchAttentionBackend())
     _follow_lengths(view)
     view.set_attn_implementation(ATTENTION_NAME)
 
@@ -91,9 +89,9 @@ def by_transformers(recipe: Recipe, dtype: torch.dtype = torch.bfloat16) -> Serv
         to_fake_cuda(view, dtype)
         choose_experts(view, TritonAttentionBackend(), lambda line: None)
         keep_frequencies(view)
-        join_linears(groups)
+        join_linears(view, found.joinable)
 
-    return Served(view, move, shapes, dtype)
+    return Served(view, move, found.shapes, dtype)
 
 
 def _follow_lengths(model: PreTrainedModel) -> None:
@@ -110,7 +108,7 @@ def by_ours(recipe: Recipe, dtype: torch.dtype = torch.bfloat16) -> Served | Non
         described = describe(model)
     except NotDescribedError:
         return None
-    shapes = probe_layers(model, TorchAttentionBackend(), len(described.layers)).shapes
+    shapes = probe_layers(model, TorchAttentionBackend()).shapes
     made: list[Any] = []
 
     def move() -> None:

@@ -117,7 +117,7 @@ CAUGHT = [
 
 def _gate(model: Any, backend: AttentionBackend) -> None:
     register()
-    probe = probe_layers(model, backend, model.config.num_hidden_layers)
+    probe = probe_layers(model, backend)
     self_check(model, probe, backend, torch.device("cpu"))
 
 
@@ -182,7 +182,7 @@ def test_a_window_that_only_the_mask_has(window: int, seen: int | None) -> None:
     never acts.
     """
     register()
-    probe = probe_layers(make_model(_phimoe(window)), TorchAttentionBackend(), 2)
+    probe = probe_layers(make_model(_phimoe(window)), TorchAttentionBackend())
     assert [shape.window for shape in probe.shapes] == [seen, seen]
 
 
@@ -299,7 +299,7 @@ def test_what_packing_changes_is_allowed_for_and_only_then_found_out(
         return noise
 
     model = make_model(FAMILIES["llama"]()).to(torch.bfloat16)
-    probe = probe_layers(model, TorchAttentionBackend(), 3)
+    probe = probe_layers(model, TorchAttentionBackend())
     monkeypatch.setattr(gate, "_packing_noise", changes)
     arguments = (model, probe, TorchAttentionBackend(), torch.device("cpu"))
     register()

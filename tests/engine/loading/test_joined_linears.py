@@ -14,10 +14,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.loading.joined_linears import JoinedLinear, join_linears, shared_inputs
+from engine.contract.types import TokenId
+from engine.loading.joined_linears import JoinedLinear, join_linears
 from engine.loading.loader import verify_model
 from engine.loading.verified import VerifiedModel
 from engine.loading.view import ModelView
+from engine.loading.watching import observe
 from engine.models import choosing
 from engine.runner.runner_options import StepPath
 from tests.engine.runner.fake_graphs import RecordingBackend
@@ -146,7 +148,7 @@ def test_a_layer_by_itself() -> None:
     """Each yields what it would alone, in any order and with any inputs, and keeps nothing."""
     block = _Block().requires_grad_(False)
     plain, x, y = copy.deepcopy(block), torch.randn(2, 3, 8), torch.randn(2, 3, 8)
-    assert join_linears([(block.first, block.second)]) == 1
+    assert join_linears(block, [("first", "second")]) == 1
     one, other = block.first, block.second
     assert isinstance(one, JoinedLinear)
 
@@ -171,9 +173,6 @@ def test_what_shares_a_parameter_or_has_hooks_is_left() -> None:
     first.mlp.up_proj.weight = first.mlp.gate_proj.weight
     second.self_attn.q_proj.register_forward_hook(lambda *given: None)
     view = ModelView.of(model).model
-    groups = shared_inputs(view, [3, 4, 5])
-    of_view: Any = view
+    groups = observe(view, [[TokenId(3), TokenId(4), TokenId(5)]]).joinable
     assert [len(group) for group in groups] == [3, 2, 2, 3, 2]
-    assert of_view.model.layers[1].self_attn.q_proj not in {
-        one for group in groups for one in group
-    }
+    assert "model.layers.1.self_attn.q_proj" not in {one for group in groups for one in group}

@@ -13,14 +13,13 @@ from engine.api.offline import LoadedModel
 from engine.contract.config import ContinuousBatchingConfig
 from engine.contract.errors import InsufficientMemoryError
 from engine.loading import running
-from engine.loading.kv_memory import make_groups
 from engine.loading.memory import GIB, StepLimits, step_limits
 from engine.loading.profiling import (
     CudaMemory,
     DeviceMemory,
     HostMemory,
     device_memory,
-    largest_batch,
+    largest_requests,
     measure_step,
 )
 from engine.loading.running import LoadedRunner, build_runner
@@ -225,24 +224,12 @@ def test_nothing_is_run_on_a_cpu() -> None:
         (10_000, 2, [CONTEXT, CONTEXT]),
     ],
 )
-def test_the_largest_batch(
-    tokens: int, requests: int, counts: list[int], loaded: Callable[[str], LoadedModel]
-) -> None:
-    probe = loaded("gemma3")._verified.probe
-    groups = make_groups(probe.shapes, probe.dtype)
-    batch = largest_batch(groups, StepLimits(tokens, requests), 8, CONTEXT, probe)
-    found = [part.num_tokens for part in batch.requests]
+def test_the_largest_requests(tokens: int, requests: int, counts: list[int]) -> None:
+    found = [one.num_tokens for one in largest_requests(StepLimits(tokens, requests), CONTEXT, 50)]
     assert found == counts
-    assert sum(found) == batch.num_tokens == min(tokens, requests * CONTEXT)
+    assert sum(found) == min(tokens, requests * CONTEXT)
     assert len(found) == min(tokens, requests)
-    assert max(found) <= CONTEXT
     assert found == sorted(found, key=lambda count: count > 1), "one token first"
-    for part in batch.requests:
-        assert len(part.tables) == len(groups)
-        for table in part.tables:
-            assert not table.blocks.any(), "nobody's block"
-            assert table.length * 8 >= part.num_tokens
-        assert part.num_sampled == 1
 
 
 def test_limits() -> None:

@@ -8,7 +8,7 @@ import ctypes
 import dataclasses
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +16,9 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.contract.errors import ModelRefusedError
-from engine.loading import gate, loader
+from engine.contract.types import TokenId
+from engine.loading import gate, loader, watching
+from engine.loading.watching import observe
 from engine.models import choosing, comparison, native_decoder, native_layer, recording
 from engine.models.description import Decoder, Layer
 from engine.models.formats.native import native_library
@@ -259,7 +261,9 @@ def test_what_is_recorded_is_the_unmodified_model() -> None:
     of which the first go on to the next layer.
     """
     model = make()
-    found = recording.record(model, choosing.describe(model), [3, 4, 5])
+    prompt = [TokenId(3), TokenId(4), TokenId(5)]
+    found = observe(model, [prompt], decoder=choosing.describe(model)).record
+    assert found is not None
     assert len(found.layers) == 3
     for one in found.layers:
         assert one.x.shape == (9, 64)
@@ -280,14 +284,15 @@ def test_what_was_recorded_is_gone_when_memory_is_returned(
     """It is as large as a layer or two, in many pieces: the system gets it back."""
     kept: list[weakref.ref[torch.Tensor]] = []
     alive: list[bool] = []
-    right = choosing.record
+    right = gate.observe
 
-    def record(*arguments: Any) -> recording.ModelRecord:
+    def observed(*arguments: Any) -> recording.Observation:
         found = right(*arguments)
-        kept.append(weakref.ref(found.layers[0].parts["inner"]))
+        assert found.record is not None
+        kept.append(weakref.ref(found.record.layers[0].parts["inner"]))
         return found
 
-    monkeypatch.setattr(choosing, "record", record)
+    monkeypatch.setattr(gate, "observe", observed)
     monkeypatch.setattr(loader, "trim", lambda: alive.append(kept[0]() is not None))
     verify(make())
     assert alive == [True, False]
@@ -296,18 +301,13 @@ def test_what_was_recorded_is_gone_when_memory_is_returned(
 def test_the_unmodified_model_runs_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading waits for it: what is recorded is also what the load gate knows of that prompt."""
     prompts: list[int] = []
-    eager_forward, record = gate.eager_forward, choosing.record
+    eager_forward = watching.eager_forward
 
-    def watched(model: Any, ids: torch.Tensor) -> Any:
+    def watched(model: Any, ids: torch.Tensor, **named: bool) -> Any:
         prompts.append(ids.shape[1])
-        return eager_forward(model, ids)
+        return eager_forward(model, ids, **named)
 
-    def recorded(model: Any, described: Decoder, prompt: Sequence[int]) -> recording.ModelRecord:
-        prompts.append(len(prompt))
-        return record(model, described, prompt)
-
-    monkeypatch.setattr(gate, "eager_forward", watched)
-    monkeypatch.setattr(choosing, "record", recorded)
+    monkeypatch.setattr(watching, "eager_forward", watched)
     verify(make())
     assert prompts == [43, 11]
 

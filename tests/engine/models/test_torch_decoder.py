@@ -9,18 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.attention.interface import AttentionContext, BatchLayout, LayerCache
+from engine.attention.small_cache import SmallCache, Span, zeros
 from engine.contract.errors import ModelRefusedError
+from engine.loading import gate
 from engine.loading.loader import verify_model
 from engine.loading.verified import VerifiedModel
 from engine.models import choosing
-from engine.models.layer_parts import walk
+from engine.models.layer_parts import Walk
 from engine.models.operations import TorchOperations
 from engine.models.torch_decoder import TorchDecoder, TorchMlp
 from engine.runner.runner_options import StepPath
@@ -106,43 +106,26 @@ def test_a_step_is_its_parts(family: str) -> None:
     verified = verify(make(family))
     decoder, tokens = verified.steps, 7
     assert isinstance(decoder, TorchDecoder)
-    backend, positions = decoder.backend, torch.arange(tokens)
+    positions = torch.arange(tokens)
     tables = decoder.tables(positions)
     with torch.inference_mode():
         expected = x = decoder.embed(positions + 3)
-        caches = []
-        for layer, shape in zip(decoder.layers, verified.probe.shapes, strict=True):
-            size = (2 * 8, shape.num_kv_heads, shape.key_dim)
-            keys, values = torch.zeros((2, *size), dtype=decoder.dtype)
-            caches.append(LayerCache(keys, values, layer.description.index))
-        metadata = [
-            backend.prepare(_whole_prompt(tokens), shape.window, caches[0].keys)
-            for shape in verified.probe.shapes
-        ]
+        shapes = dict(enumerate(verified.probe.shapes))
+        allocate = zeros(decoder.dtype, decoder.device)
+        small = SmallCache(decoder.backend, shapes, [tokens], 8, allocate)
+        context = small.step([Span(0, 0, tokens)]).context
+        for layer in decoder.layers:
 
-        for layer, cache in zip(decoder.layers, caches, strict=True):
-
-            def attend(*given: torch.Tensor, layer: Any = layer, cache: Any = cache) -> Any:
+            def attend(*given: torch.Tensor, layer: Any = layer) -> Any:
                 query, key, value = (one.transpose(0, 1) for one in given)
-                own = metadata[cache.group]
-                return backend.forward(query, key, value, cache, own, layer.params)
+                return context.attend(layer.description.index, query, key, value, layer.params)
 
             rotary = layer.description.attention.rotary
             own = None if rotary is None else tables[rotary]
-            expected = walk(layer, expected, own, attend, layer.mix, {})[-1].made
-        context = AttentionContext(backend, caches, metadata)
+            walk = Walk(layer, {})
+            walk.run(expected, own, attend, layer.mix)
+            expected = walk.parts[-1].made
         assert torch.equal(decoder.run(decoder.layers, x, tables, context), expected)
-
-
-def _whole_prompt(tokens: int) -> BatchLayout:
-    return BatchLayout(
-        starts=np.zeros(1, dtype=np.int64),
-        counts=np.array([tokens]),
-        num_decodes=0,
-        positions=np.arange(tokens),
-        tables=np.ones((1, 1), dtype=np.int32),
-        block_size=8,
-    )
 
 
 # ---- weights -----------------------------------------------------------------------------------
@@ -245,14 +228,14 @@ def test_it_is_compared_with_sums_in_float32(monkeypatch: pytest.MonkeyPatch) ->
             settings.allow_fp16_reduced_precision_reduction,
         )
 
-    for name in ("record", "compare"):
-        right = getattr(choosing, name)
+    for room, name in ((gate, "observe"), (choosing, "compare")):
+        right = getattr(room, name)
 
         def noting(*given: Any, right: Any = right) -> Any:
             seen.append(reduced())
             return right(*given)
 
-        monkeypatch.setattr(choosing, name, noting)
+        monkeypatch.setattr(room, name, noting)
     assert reduced() == (True, True)
     verify(make("llama"))
     assert seen == [(False, False)] * 2

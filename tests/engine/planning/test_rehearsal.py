@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from engine.attention.small_cache import SmallCache, SmallStep, Span
 from engine.contract.config import ContinuousBatchingConfig, LoadConfig
 from engine.contract.errors import ModelRefusedError
 from engine.loading.loader import load_model
@@ -24,9 +26,6 @@ from engine.planning.plan import make_plan
 from engine.planning.plan_request import Wanted
 from engine.planning.rehearsal import Rehearsal
 from engine.planning.synthetic_weights import Rings
-from engine.runner.model_runner import ModelRunner
-from engine.scheduler.runner_protocol import PendingStep
-from engine.scheduler.scheduled_batch import ScheduledBatch
 from tests.tiny_models import FAMILIES, make_model
 
 BLOCK = 8
@@ -130,17 +129,17 @@ def test_requests_choose_different_experts(tmp_path: Path) -> None:
 
 
 class _Launched:
-    """The parts of the steps that a runner was given: start and number of tokens of each."""
+    """The parts of the steps that were computed: start and number of tokens of each."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps: list[list[tuple[int, int]]] = []
-        launch = ModelRunner.launch
+        right = SmallCache.step
 
-        def noted(runner: ModelRunner, batch: ScheduledBatch) -> PendingStep:
-            self.steps.append([(part.start, part.num_tokens) for part in batch.requests])
-            return launch(runner, batch)
+        def noted(small: SmallCache, parts: Sequence[Span]) -> SmallStep:
+            self.steps.append([(part.start, part.end - part.start) for part in parts])
+            return right(small, parts)
 
-        monkeypatch.setattr(ModelRunner, "launch", noted)
+        monkeypatch.setattr(SmallCache, "step", noted)
 
 
 def test_only_the_steps_that_are_timed_are_computed(
@@ -252,7 +251,7 @@ def test_a_model_whose_steps_fail_is_planned_without_times(
     def fail(*_: object) -> None:
         raise RuntimeError("no step")
 
-    monkeypatch.setattr(ModelRunner, "launch", fail)
+    monkeypatch.setattr(SmallStep, "logits", fail)
     with pytest.raises(ModelRefusedError, match="LlamaForCausalLM cannot be run without its"):
         _rehearsal(path).decode_s(1, 8)
     lines: list[str] = []
