@@ -31,6 +31,11 @@ class Int4(Int8):
 
     @classmethod
     @override
+    def described(cls) -> str:
+        return f"{super().described()}, the output layer as {Int8.name}"
+
+    @classmethod
+    @override
     def new_scales(cls, shape: tuple[int, ...]) -> torch.Tensor | None:
         return torch.zeros(in_panels(shape[0]) * -(-shape[1] // cls.group), dtype=torch.float16)
 
