@@ -158,7 +158,7 @@ class ScriptedEngine(EngineClient):
 
     async def stats(self) -> EngineStats:
         """Return no statistics."""
-        return EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+        return EngineStats()
 
     async def close(self) -> None:
         """Close the engine."""

@@ -120,11 +120,11 @@ def w2_turn(engine: CoreEngine, turn: int, vocab_size: int) -> dict[str, float]:
     drive(engine, running)
     after = engine.core.stats()
     found = turn_figures([one.prompt for one in lengths], running.reply())
-    decode_steps = after.num_decode_steps - before.num_decode_steps
+    decode_steps = after.steps_with_decodes - before.steps_with_decodes
     return {
         **{name: found[name] for name in (*_NAMES, "ttft_p99_s")},
         "steps": after.steps - before.steps,
-        "over_target": (after.num_steps_over_target - before.num_steps_over_target) / decode_steps,
+        "over_target": (after.steps_over_target - before.steps_over_target) / decode_steps,
     }
 
 

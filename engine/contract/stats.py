@@ -1,12 +1,58 @@
-"""A snapshot of the engine's statistics, for the service's telemetry and for operators. Independent
-of telemetry libraries.
+"""The engine's statistics, for the service's telemetry and for operators, each declared once at its
+field. Independent of telemetry libraries.
+
+    holds: int = counter("headrace.holds", "{hold}", "How often a request was held, …")
+
+OpenTelemetry's instruments (`engine.telemetry.instruments`) follow from that, and so do the page of
+metrics and the table in docs/operations.md (`service.command.flags`). ControlService's
+EngineStatistics has a field of the same name. `EngineCore.stats` reads the values.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, Literal
 
 from engine.contract.types import NO_CALLER, CallerKey
+
+_KEY = "statistic"
+
+
+@dataclass(frozen=True, slots=True)
+class Statistic:
+    """What a statistic has in addition to its value.
+
+    Attributes:
+        kind: a gauge is true now; a counter counts since the start.
+        name, unit, text: of its metric; the unit is OpenTelemetry's, such as {request} or By.
+    """
+
+    kind: Literal["gauge", "counter"]
+    name: str
+    unit: str
+    text: str
+
+
+def gauge(name: str, unit: str, text: str, *, default: Any = 0) -> Any:
+    """Declare a dataclass field as a gauge."""
+    return dataclasses.field(default=default, metadata={_KEY: Statistic("gauge", name, unit, text)})
+
+
+def counter(name: str, unit: str, text: str, *, default: Any = 0) -> Any:
+    """Declare a dataclass field as a counter."""
+    return dataclasses.field(
+        default=default, metadata={_KEY: Statistic("counter", name, unit, text)}
+    )
+
+
+def statistics_of(kind: type[Any]) -> Mapping[str, Statistic]:
+    """Return the statistics among a dataclass's fields, by field name."""
+    return MappingProxyType(
+        {one.name: one.metadata[_KEY] for one in dataclasses.fields(kind) if _KEY in one.metadata}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,73 +62,92 @@ class CallerStats:
     Attributes:
         caller: the caller's name; NO_CALLER if several are summed.
         weight: how much service the caller is due relative to others; 0 if several are summed.
-        running, waiting: the numbers of its requests in the batch and in the queue.
-        service: the service it has received, as counted by `engine.scheduler.live_callers`, since
-            the start or since the caller was last forgotten.
+        service: counted by `engine.scheduler.live_callers`, since the start or since the caller was
+            last forgotten.
     """
 
     caller: CallerKey = NO_CALLER
     weight: float = 0.0
-    running: int = 0
-    waiting: int = 0
-    service: int = 0
+    running: int = gauge("headrace.callers.running", "{request}", "In the batch, by caller.")
+    waiting: int = gauge("headrace.callers.waiting", "{request}", "In the queue, by caller.")
+    service: int = counter(
+        "headrace.callers.service",
+        "{token}",
+        "Tokens computed, by caller: 1 for each of a prompt, 2 for each of an output.",
+    )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Counters (since the start) and gauges (now).
 
     Attributes:
-        running, waiting: requests in the batch, and in the queue.
-        blocks_total, blocks_used: KV cache blocks of all layer groups, without the null blocks;
-            "used" means held by requests.
-        blocks_cached: blocks that no request holds but that keep a prefix; they are evicted when
-            blocks are needed.
-        host_blocks_total, host_blocks_used: blocks on the host, for the KV of preempted requests.
-        steps: steps executed.
-        prompt_tokens, generated_tokens: prompt tokens computed (counted again after a preemption),
-            and tokens generated.
-        requests_accepted, requests_finished: every accepted request is counted as finished once,
-            whatever the reason.
-        preemptions: how often a request gave up its blocks.
-        offloads, restores: how often a preempted request's KV was copied to the host, and copied
-            back.
-        prefix_queries, prefix_hits: prompt tokens that were looked up in the prefix cache, and
-            found.
+        blocks_total, blocks_used: of all layer groups, without the null blocks.
+        blocks_cached: evicted when blocks are needed.
+        requests_finished: every accepted request is counted once.
+        steps_over_target: 0 if there is no target.
         last_step_s: the duration of the last step, in seconds.
-        held: requests that are neither in the batch nor in the queue because nobody reads their
-            results.
-        holds: how often a request was held.
-        num_decode_steps: steps in which at least one request decoded.
-        num_steps_over_target: how many of these took longer than the target step time; 0 if there
-            is no target.
         callers: callers by name, up to a fixed number; those with requests come first.
         other_callers: all other callers together, present and past; None if there were none.
         block_size: tokens per block.
     """
 
-    running: int
-    waiting: int
-    blocks_total: int
-    blocks_used: int
-    steps: int
-    prompt_tokens: int
-    generated_tokens: int
-    requests_accepted: int
-    requests_finished: int
-    preemptions: int
-    last_step_s: float
-    blocks_cached: int = 0
-    host_blocks_total: int = 0
-    host_blocks_used: int = 0
-    offloads: int = 0
-    restores: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    held: int = 0
-    holds: int = 0
-    num_decode_steps: int = 0
-    num_steps_over_target: int = 0
+    running: int = gauge("headrace.requests.running", "{request}", "In the batch.")
+    waiting: int = gauge("headrace.requests.waiting", "{request}", "In the queue.")
+    held: int = gauge("headrace.requests.held", "{request}", "Neither: their results are not read.")
+    blocks_total: int = gauge("headrace.kv_cache.blocks.limit", "{block}", "All there are.")
+    blocks_used: int = gauge("headrace.kv_cache.blocks.used", "{block}", "Held by requests.")
+    blocks_cached: int = gauge(
+        "headrace.kv_cache.blocks.cached",
+        "{block}",
+        "Held by nobody; they keep a prefix until they are needed.",
+    )
+    host_blocks_total: int = gauge(
+        "headrace.kv_cache.host_blocks.limit", "{block}", "On the host, for preempted requests."
+    )
+    host_blocks_used: int = gauge(
+        "headrace.kv_cache.host_blocks.used", "{block}", "On the host, in use."
+    )
+    steps: int = counter("headrace.steps", "{step}", "Steps executed.")
+    steps_with_decodes: int = counter(
+        "headrace.steps.with_decodes", "{step}", "Steps in which at least one request decoded."
+    )
+    steps_over_target: int = counter(
+        "headrace.steps.over_target", "{step}", "Those of them that took longer than the target."
+    )
+    requests_accepted: int = counter("headrace.requests.accepted", "{request}", "Taken in.")
+    requests_finished: int = counter(
+        "headrace.requests.finished", "{request}", "Ended, whatever the reason."
+    )
+    prompt_tokens: int = counter(
+        "headrace.tokens.prompt", "{token}", "Computed for prompts; again after a preemption."
+    )
+    generated_tokens: int = counter("headrace.tokens.generated", "{token}", "Generated.")
+    holds: int = counter(
+        "headrace.holds",
+        "{hold}",
+        "How often a request was held, because its results were not read.",
+    )
+    preemptions: int = counter(
+        "headrace.preemptions", "{preemption}", "How often a request gave up its blocks."
+    )
+    offloads: int = counter(
+        "headrace.kv_cache.offloads",
+        "{offload}",
+        "How often a preempted request's KV was kept on the host.",
+    )
+    restores: int = counter(
+        "headrace.kv_cache.restores", "{restore}", "How often it was brought back."
+    )
+    prefix_queries: int = counter(
+        "headrace.prefix_cache.queries",
+        "{token}",
+        "Prompt tokens that were looked up in the prefix cache.",
+    )
+    prefix_hits: int = counter(
+        "headrace.prefix_cache.hits", "{token}", "Prompt tokens that were found there."
+    )
+    last_step_s: float = 0.0
     callers: tuple[CallerStats, ...] = ()
     other_callers: CallerStats | None = None
     block_size: int = 0
@@ -91,3 +156,12 @@ class EngineStats:
     def kv_usage(self) -> float:
         """The fraction of the KV cache that requests hold, from 0 to 1."""
         return self.blocks_used / max(self.blocks_total, 1)
+
+
+_KV_USAGE: Final = Statistic(
+    "gauge", "headrace.kv_cache.usage", "1", "The part of the KV cache that requests hold."
+)
+STATISTICS: Final[Mapping[str, Statistic]] = MappingProxyType(
+    {"kv_usage": _KV_USAGE, **statistics_of(EngineStats)}
+)
+"""The engine's metrics, by the attribute of EngineStats."""

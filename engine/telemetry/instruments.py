@@ -12,12 +12,16 @@ Headrace's begin with `headrace.`. The times of requests come from the engine's 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Final
 
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
 from engine.contract.outputs import Finish, RequestOutput, StepOutputs
-from engine.contract.stats import EngineStats
+from engine.contract.stats import STATISTICS, EngineStats, Statistic
+
+Callback = Callable[[CallbackOptions], Iterable[Observation]]
+"""Reads an instrument's values."""
 
 TEXT, CHAT = "text_completion", "chat"
 """The operation names of the conventions."""
@@ -35,114 +39,27 @@ _PER_TOKEN: Final = (
 _STEP: Final = tuple(0.00025 * 2**power for power in range(18))
 _SIZES: Final = tuple(float(2**power) for power in range(15))
 
-_GAUGES: Final[tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...]] = (
-    (
-        "headrace.kv_cache.usage",
-        "1",
-        "The part of the KV cache that requests hold.",
-        lambda s: s.kv_usage,
-    ),
-    ("headrace.requests.running", "{request}", "In the batch.", lambda s: s.running),
-    ("headrace.requests.waiting", "{request}", "In the queue.", lambda s: s.waiting),
-    (
-        "headrace.requests.held",
-        "{request}",
-        "Neither: their results are not read.",
-        lambda s: s.held,
-    ),
-    ("headrace.kv_cache.blocks.limit", "{block}", "All there are.", lambda s: s.blocks_total),
-    ("headrace.kv_cache.blocks.used", "{block}", "Held by requests.", lambda s: s.blocks_used),
-    (
-        "headrace.kv_cache.blocks.cached",
-        "{block}",
-        "Held by nobody; they keep a prefix until they are needed.",
-        lambda s: s.blocks_cached,
-    ),
-    (
-        "headrace.kv_cache.host_blocks.limit",
-        "{block}",
-        "On the host, for preempted requests.",
-        lambda s: s.host_blocks_total,
-    ),
-    (
-        "headrace.kv_cache.host_blocks.used",
-        "{block}",
-        "On the host, in use.",
-        lambda s: s.host_blocks_used,
-    ),
-)
-COUNTERS: Final[tuple[tuple[str, str, str, Callable[[EngineStats], int]], ...]] = (
-    ("headrace.steps", "{step}", "Steps executed.", lambda s: s.steps),
-    ("headrace.requests.accepted", "{request}", "Taken in.", lambda s: s.requests_accepted),
-    (
-        "headrace.requests.finished",
-        "{request}",
-        "Ended, whatever the reason.",
-        lambda s: s.requests_finished,
-    ),
-    (
-        "headrace.tokens.prompt",
-        "{token}",
-        "Computed for prompts; again after a preemption.",
-        lambda s: s.prompt_tokens,
-    ),
-    (
-        "headrace.holds",
-        "{hold}",
-        "How often a request was held, because its results were not read.",
-        lambda s: s.holds,
-    ),
-    (
-        "headrace.steps.with_decodes",
-        "{step}",
-        "Steps in which at least one request decoded.",
-        lambda s: s.num_decode_steps,
-    ),
-    (
-        "headrace.steps.over_target",
-        "{step}",
-        "Those of them that took longer than the target.",
-        lambda s: s.num_steps_over_target,
-    ),
-    ("headrace.tokens.generated", "{token}", "Generated.", lambda s: s.generated_tokens),
-    (
-        "headrace.preemptions",
-        "{preemption}",
-        "How often a request gave up its blocks.",
-        lambda s: s.preemptions,
-    ),
-    (
-        "headrace.kv_cache.offloads",
-        "{offload}",
-        "How often a preempted request's KV was kept on the host.",
-        lambda s: s.offloads,
-    ),
-    (
-        "headrace.kv_cache.restores",
-        "{restore}",
-        "How often it was brought back.",
-        lambda s: s.restores,
-    ),
-    (
-        "headrace.prefix_cache.queries",
-        "{token}",
-        "Prompt tokens that were looked up in the prefix cache.",
-        lambda s: s.prefix_queries,
-    ),
-    (
-        "headrace.prefix_cache.hits",
-        "{token}",
-        "Prompt tokens that were found there.",
-        lambda s: s.prefix_hits,
-    ),
-)
 _PROMPT: Final = {"headrace.step.phase": "prompt"}
 _DECODE: Final = {"headrace.step.phase": "decode"}
 
 
 def counts(stats: EngineStats) -> dict[str, int]:
     """Return the values of all counters by name."""
-    return {name: read(stats) for name, *_, read in COUNTERS}
+    return {
+        one.name: getattr(stats, attribute)
+        for attribute, one in STATISTICS.items()
+        if one.kind == "counter"
+    }
+
+
+def observe(meter: Meter, statistic: Statistic, read: Callback) -> None:
+    """Create the instrument of a statistic. The threads of exporters call `read`."""
+    create = (
+        meter.create_observable_counter
+        if statistic.kind == "counter"
+        else meter.create_observable_gauge
+    )
+    create(statistic.name, [read], statistic.unit, statistic.text)
 
 
 def observe_stats(
@@ -160,26 +77,17 @@ def observe_stats(
         totals: returns the counters' values since the start by name; missing ones are unknown.
     """
 
-    def gauge(
-        read: Callable[[EngineStats], float],
-    ) -> Callable[[CallbackOptions], Iterable[Observation]]:
-        def observe(_options: CallbackOptions) -> Iterable[Observation]:
-            stats = present()
-            return () if stats is None else (Observation(read(stats)),)
+    def gauge(attribute: str, _options: CallbackOptions) -> Iterable[Observation]:
+        stats = present()
+        return () if stats is None else (Observation(getattr(stats, attribute)),)
 
-        return observe
+    def counter(name: str, _options: CallbackOptions) -> Iterable[Observation]:
+        total = totals().get(name)
+        return () if total is None else (Observation(total),)
 
-    def counter(name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
-        def observe(_options: CallbackOptions) -> Iterable[Observation]:
-            total = totals().get(name)
-            return () if total is None else (Observation(total),)
-
-        return observe
-
-    for name, unit, text, read in _GAUGES:
-        meter.create_observable_gauge(name, [gauge(read)], unit, text)
-    for name, unit, text, _ in COUNTERS:
-        meter.create_observable_counter(name, [counter(name)], unit, text)
+    for attribute, one in STATISTICS.items():
+        is_counter = one.kind == "counter"
+        observe(meter, one, partial(counter, one.name) if is_counter else partial(gauge, attribute))
 
 
 class StepInstruments:

@@ -40,14 +40,7 @@ _LEVELS = {
     "error": pb.LOG_LEVEL_ERROR,
 }
 _LEVEL_NAMES = {number: name for name, number in _LEVELS.items()}
-_RATES = (
-    "steps",
-    "prompt_tokens",
-    "generated_tokens",
-    "requests_accepted",
-    "requests_finished",
-    "preemptions",
-)
+_RATES = [one.name for one in pb.EngineRates.DESCRIPTOR.fields if one.message_type is None]
 
 
 # ---- requests ----------------------------------------------------------------------------------
@@ -189,15 +182,7 @@ def _engine(stats: EngineStats) -> pb.EngineStatistics:
     values = dataclasses.asdict(stats)
     del values["block_size"]  # for metrics alone
     last_step_s = values.pop("last_step_s")
-    other = values.pop("other_callers")
-    return pb.EngineStatistics(
-        last_step_duration=to_duration(last_step_s),
-        steps_with_decodes=values.pop("num_decode_steps"),
-        steps_over_target=values.pop("num_steps_over_target"),
-        callers=[pb.CallerStatistics(**caller) for caller in values.pop("callers")],
-        other_callers=None if other is None else pb.CallerStatistics(**other),
-        **values,
-    )
+    return pb.EngineStatistics(last_step_duration=to_duration(last_step_s), **values)
 
 
 def _rates(before: Snapshot, now: Snapshot) -> pb.EngineRates | None:

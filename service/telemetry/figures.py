@@ -1,4 +1,5 @@
-"""The source of the front end's metrics, for everything that reports to operators.
+"""The source of the front end's metrics, each declared once, for everything that reports to
+operators.
 
     admission, places, refusals, supervisor, … ──▶ Figures ─┬─▶ telemetry.metrics
                                                             └─▶ operator_control ──▶ `headrace top`
@@ -9,9 +10,10 @@ Both therefore report the same values.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 
 from engine.contract.startup import Transfer
+from engine.contract.stats import counter, gauge
 from service.errors.refusals import RefusalKind
 
 
@@ -20,25 +22,59 @@ class Figures:
     """Functions that read the front end's metrics. All may be called from any thread.
 
     Attributes:
-        live_bytes: how many bytes the requests hold now, as admission counts them.
-        unknown_fields: how many messages had fields that this server does not know.
-        refusals: how many refusals there were of each kind.
-        phase: the phase of the server.
-        restarts: how often the engine was restarted.
-        door_restarts: how often the HTTP door was restarted.
-        sessions: how many sessions are open.
-        startup: how many seconds each phase of the last start took, in order; empty if it has not
-            ended.
         transfer: the progress of the model's download, even after its end; None if nothing was
             downloaded.
+        live_bytes: as admission counts them.
+        refusals: how many there were of each kind.
+        startup: how many seconds each phase of the last start took, in order; empty if it has not
+            ended.
     """
 
-    live_bytes: Callable[[], int]
-    unknown_fields: Callable[[], int]
-    refusals: Callable[[], Mapping[RefusalKind, int]]
-    phase: Callable[[], str]
-    restarts: Callable[[], int]
-    door_restarts: Callable[[], int]
-    sessions: Callable[[], int]
-    startup: Callable[[], Mapping[str, float]]
-    transfer: Callable[[], Transfer | None]
+    transfer: Callable[[], Transfer | None] = gauge(
+        "headrace.download.bytes",
+        "By",
+        "Bytes of the model that was downloaded for this start, by whether they are here.",
+        default=MISSING,
+    )
+    live_bytes: Callable[[], int] = gauge(
+        "headrace.requests.bytes",
+        "By",
+        "About how many bytes live requests hold, in both processes.",
+        default=MISSING,
+    )
+    unknown_fields: Callable[[], int] = counter(
+        "headrace.messages.unknown_fields",
+        "{message}",
+        "Messages of clients with fields that this server does not know, and ignored.",
+        default=MISSING,
+    )
+    refusals: Callable[[], Mapping[RefusalKind, int]] = counter(
+        "headrace.refusals",
+        "{refusal}",
+        "Calls and commands of sessions that were refused, by reason.",
+        default=MISSING,
+    )
+    phase: Callable[[], str] = gauge(
+        "headrace.server.phase", "{server}", "1 for the phase of the server.", default=MISSING
+    )
+    restarts: Callable[[], int] = counter(
+        "headrace.engine.restarts",
+        "{restart}",
+        "How often the engine was started again, because it had stopped.",
+        default=MISSING,
+    )
+    door_restarts: Callable[[], int] = counter(
+        "headrace.openai.restarts",
+        "{restart}",
+        "How often the process that serves OpenAI's HTTP API was started again.",
+        default=MISSING,
+    )
+    sessions: Callable[[], int] = gauge(
+        "headrace.sessions.open", "{session}", "Open sessions.", default=MISSING
+    )
+    startup: Callable[[], Mapping[str, float]] = gauge(
+        "headrace.startup.duration",
+        "s",
+        "How long the last start took, by what was started.",
+        default=MISSING,
+    )

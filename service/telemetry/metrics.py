@@ -29,9 +29,9 @@ from opentelemetry.metrics import CallbackOptions, Meter, Observation
 from engine.contract.engine_client import EngineClient
 from engine.contract.errors import HeadraceError
 from engine.contract.outputs import StepOutputs
-from engine.contract.stats import CallerStats, EngineStats
+from engine.contract.stats import CallerStats, EngineStats, statistics_of
 from engine.contract.types import CallerKey, RequestId
-from engine.telemetry.instruments import StepInstruments, counts, observe_stats
+from engine.telemetry.instruments import Callback, StepInstruments, counts, observe, observe_stats
 from service.admission.phases import Phase
 from service.errors.call_outcome import SERVER_FAULTS, CallOutcome
 from service.telemetry.figures import Figures
@@ -48,10 +48,6 @@ _CALL: Final = (
     0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 40.0, 160.0,
     640.0, 2560.0,
 )  # fmt: skip
-_CALLER_GAUGES: Final[tuple[tuple[str, str, Callable[[CallerStats], int]], ...]] = (
-    ("headrace.callers.running", "In the batch, by caller.", lambda c: c.running),
-    ("headrace.callers.waiting", "In the queue, by caller.", lambda c: c.waiting),
-)
 _OTHER: Final = "_OTHER"
 """The conventions' name for methods that the server does not know."""
 _OTHERS: Final = {"headrace.callers": "other"}
@@ -128,19 +124,12 @@ class Metrics:
         )
         self._observe_front_end(meter, figures)
         observe_stats(meter, self._present, lambda: self._figures.totals())
-        for name, text, read_caller in _CALLER_GAUGES:
-            meter.create_observable_gauge(
-                name, [self._caller_gauge(read_caller)], "{request}", text
-            )
-        meter.create_observable_counter(
-            "headrace.callers.service",
-            [self._observe_service],
-            "{token}",
-            "Tokens computed, by caller: 1 for each of a prompt, 2 for each of an output.",
-        )
+        for attribute, one in statistics_of(CallerStats).items():
+            of_callers = partial(self._observe_callers, attribute)
+            observe(meter, one, self._observe_service if one.kind == "counter" else of_callers)
 
     def _observe_front_end(self, meter: Meter, figures: Figures) -> None:
-        def one(read: Callable[[], int]) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        def whole(read: Callable[[], int]) -> Callback:
             return lambda _options: (Observation(read()),)
 
         def refusals(_options: CallbackOptions) -> Iterable[Observation]:
@@ -179,54 +168,9 @@ class Metrics:
                 Observation(found.total - found.done, {state: "missing"}),
             ]
 
-        meter.create_observable_gauge(
-            "headrace.download.bytes",
-            [transfer],
-            "By",
-            "Bytes of the model that was downloaded for this start, by whether they are here.",
-        )
-        meter.create_observable_gauge(
-            "headrace.requests.bytes",
-            [one(figures.live_bytes)],
-            "By",
-            "About how many bytes live requests hold, in both processes.",
-        )
-        meter.create_observable_counter(
-            "headrace.messages.unknown_fields",
-            [one(figures.unknown_fields)],
-            "{message}",
-            "Messages of clients with fields that this server does not know, and ignored.",
-        )
-        meter.create_observable_counter(
-            "headrace.refusals",
-            [refusals],
-            "{refusal}",
-            "Calls and commands of sessions that were refused, by reason.",
-        )
-        meter.create_observable_gauge(
-            "headrace.server.phase", [phases], "{server}", "1 for the phase of the server."
-        )
-        meter.create_observable_counter(
-            "headrace.engine.restarts",
-            [one(figures.restarts)],
-            "{restart}",
-            "How often the engine was started again, because it had stopped.",
-        )
-        meter.create_observable_counter(
-            "headrace.openai.restarts",
-            [one(figures.door_restarts)],
-            "{restart}",
-            "How often the process that serves OpenAI's HTTP API was started again.",
-        )
-        meter.create_observable_gauge(
-            "headrace.sessions.open", [one(figures.sessions)], "{session}", "Open sessions."
-        )
-        meter.create_observable_gauge(
-            "headrace.startup.duration",
-            [startup],
-            "s",
-            "How long the last start took, by what was started.",
-        )
+        parts = {"refusals": refusals, "phase": phases, "startup": startup, "transfer": transfer}
+        for attribute, one in statistics_of(Figures).items():
+            observe(meter, one, parts.get(attribute) or whole(getattr(figures, attribute)))
 
     def engine_starts(self) -> None:
         """Record that an engine is being started, either the first one or a restart. It counts from
@@ -320,15 +264,10 @@ class Metrics:
         named = tuple(caller for caller in stats.callers if caller.caller in self._named)
         return replace(stats, callers=named, other_callers=others)
 
-    def _caller_gauge(
-        self, read: Callable[[CallerStats], int]
-    ) -> Callable[[CallbackOptions], Iterable[Observation]]:
-        def observe(_options: CallbackOptions) -> Iterable[Observation]:
-            figures = self._figures
-            callers = figures.callers() if figures.is_there else ()
-            return [Observation(read(caller), attributes) for caller, attributes in callers]
-
-        return observe
+    def _observe_callers(self, name: str, _options: CallbackOptions) -> Iterable[Observation]:
+        figures = self._figures
+        callers = figures.callers() if figures.is_there else ()
+        return [Observation(getattr(caller, name), attributes) for caller, attributes in callers]
 
     def _observe_service(self, _options: CallbackOptions) -> Iterable[Observation]:
         return [

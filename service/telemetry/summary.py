@@ -65,7 +65,7 @@ class Summary:
         seconds, self._at = max(now - self._at, 1e-9), now
         before, self._before = self._before, stats
         if before is None or before.steps > stats.steps:  # another engine, which counts from 0
-            before = EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+            before = EngineStats()
         refused = self._refused_since()
         present = stats.running + stats.waiting + stats.held
         if not present and before.steps == stats.steps and not refused:

@@ -125,7 +125,7 @@ def _check_paced(loaded: LoadedModel, prompts: Tokens, expected: Tokens) -> None
     assert paced == tokens
     assert paced != expected, "they are not drawn"
     assert stats.steps >= off.steps + 10
-    assert stats.num_steps_over_target == stats.num_decode_steps
+    assert stats.steps_over_target == stats.steps_with_decodes
 
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)

@@ -91,8 +91,8 @@ def test_without_a_target_steps_are_as_large_as_the_budget() -> None:
     steps = simulation.run_until_begun("long")
     assert [step.num_prompt_tokens for step in steps] == [1016, 1016, 1016, 1016, 32]
     stats = simulation.core.stats()
-    assert stats.num_decode_steps > 0
-    assert stats.num_steps_over_target == 0
+    assert stats.steps_with_decodes > 0
+    assert stats.steps_over_target == 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -262,8 +262,8 @@ def test_steps_over_the_target_are_counted() -> None:
     simulation.delay = lambda number: 20.0 if number == late else 1.0
     simulation.run(10)
     stats = simulation.core.stats()
-    assert stats.num_decode_steps - before.num_decode_steps == 10
-    assert stats.num_steps_over_target - before.num_steps_over_target == 1
+    assert stats.steps_with_decodes - before.steps_with_decodes == 10
+    assert stats.steps_over_target - before.steps_over_target == 1
 
 
 COSTS = st.none() | st.builds(

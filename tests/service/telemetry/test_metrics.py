@@ -125,7 +125,7 @@ async def test_a_server_records_its_requests_and_the_engine_s_figures(
         generated_tokens=7, requests_accepted=8, requests_finished=9, preemptions=10,
         last_step_s=0.5, blocks_cached=11, host_blocks_total=12, host_blocks_used=13,
         offloads=14, restores=15, prefix_queries=16, prefix_hits=17, held=18, holds=19,
-        num_decode_steps=20, num_steps_over_target=21,
+        steps_with_decodes=20, steps_over_target=21,
     )  # fmt: skip
 
     class Engine(FakeEngine):
@@ -199,11 +199,11 @@ async def test_counters_go_on_and_gauges_say_nothing_when_the_engine_has_died(
 async def test_callers_are_told_of_by_name_and_the_others_never_shrink() -> None:
     book = Book()
     rows = (CallerStats(CallerKey("a"), 2.0, 3, 4, 50), CallerStats(CallerKey("b"), 1.0, 0, 1, 7))
+    others = CallerStats(running=1, waiting=2, service=100)
     figures = [
-        EngineStats(0, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, callers=rows,
-                    other_callers=CallerStats(running=1, waiting=2, service=100)),
-        EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, callers=rows[:1]),
-    ]  # fmt: skip
+        EngineStats(waiting=5, callers=rows, other_callers=others),
+        EngineStats(callers=rows[:1]),
+    ]
 
     class Engine(FakeEngine):
         async def stats(self) -> EngineStats:
@@ -237,7 +237,7 @@ async def test_callers_are_told_of_by_name_and_the_others_never_shrink() -> None
 
 async def test_ten_thousand_callers_make_few_series() -> None:
     book = Book()
-    figures = EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+    figures = EngineStats()
     total = 0
 
     class Engine(FakeEngine):

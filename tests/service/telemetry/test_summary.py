@@ -21,7 +21,7 @@ from service.telemetry.summary import Summary
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import refused, serving, spec, until
 
-IDLE = EngineStats(0, 0, 100, 0, 0, 0, 0, 0, 0, 0, 0.0)
+IDLE = EngineStats(blocks_total=100)
 METHOD = "headrace.v1.GenerationService/Generate"
 
 

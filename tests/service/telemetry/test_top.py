@@ -23,7 +23,7 @@ STATS = EngineStats(
     host_blocks_total=50, host_blocks_used=35, steps=1001, prompt_tokens=1002,
     generated_tokens=1003, requests_accepted=1004, requests_finished=1005, preemptions=1006,
     offloads=1007, restores=1008, holds=1009, prefix_queries=2000, prefix_hits=500,
-    num_decode_steps=1010, num_steps_over_target=1011, last_step_s=0.0125, block_size=16,
+    steps_with_decodes=1010, steps_over_target=1011, last_step_s=0.0125, block_size=16,
     callers=(CallerStats(CallerKey("search"), 1.0, 41, 42, 1012),),
     other_callers=CallerStats(running=43, waiting=44, service=1013),
 )  # fmt: skip
