@@ -88,7 +88,7 @@ def table_of_options() -> dict[str, tuple[str, str]]:
 
 
 def test_the_tables_of_options_are_those_of_the_fields() -> None:
-    for document, (name, text) in flags.TABLES.items():
+    for document, name, text in flags.TABLES:
         page = (ROOT / "docs" / document).read_text(encoding="utf-8")
         assert flags.with_table(page, name, text()) == page, "run `python -m service.command.flags`"
     assert set(table_of_options()) == {f"--{flag.name}" for flag in flags.flags().values()}

@@ -29,6 +29,7 @@ from typer.core import TyperCommand
 from engine.contract.config import ContinuousBatchingConfig, LoadConfig
 from engine.contract.errors import ConfigError, HeadraceError
 from engine.contract.option_fields import Option, options_of
+from engine.contract.stats import STATISTICS
 from service.config import ProcessConfig, ServiceConfig
 
 CONFIGS: tuple[type[Any], ...] = (
@@ -334,11 +335,21 @@ def reloads() -> str:
     )
 
 
-TABLES = {
-    "operations.md": ("options", table),
-    "configuration.md": ("what SIGHUP changes", reloads),
-}
-"""The documents in docs/ that have a table, with the table's name and text."""
+def statistics() -> str:
+    """Return the table of the engine's statistics, in Markdown."""
+    head = "| name | kind | unit | meaning |\n|---|---|---|---|\n"
+    return head + "".join(
+        f"| `{one.name}` | {one.kind} | {one.unit.strip('{}')} | {one.text} |\n"
+        for one in STATISTICS.values()
+    )
+
+
+TABLES = (
+    ("operations.md", "options", table),
+    ("operations.md", "statistics of the engine", statistics),
+    ("configuration.md", "what SIGHUP changes", reloads),
+)
+"""The tables of documents in docs/: the document, the table's name, and its text."""
 
 
 def with_table(document: str, name: str, text: str) -> str:
@@ -358,7 +369,7 @@ def plain(text: str) -> str:
 
 def main() -> None:
     """Write the tables to the documents."""
-    for document, (name, text) in TABLES.items():
+    for document, name, text in TABLES:
         path = Path(__file__).resolve().parents[2] / "docs" / document
         path.write_text(with_table(path.read_text("utf-8"), name, text()), encoding="utf-8")
 

@@ -179,10 +179,9 @@ def _front_end(snapshot: Snapshot) -> pb.FrontEndStatistics:
 
 
 def _engine(stats: EngineStats) -> pb.EngineStatistics:
-    values = dataclasses.asdict(stats)
-    del values["block_size"]  # for metrics alone
-    last_step_s = values.pop("last_step_s")
-    return pb.EngineStatistics(last_step_duration=to_duration(last_step_s), **values)
+    names = pb.EngineStatistics.DESCRIPTOR.fields_by_name
+    same = {name: value for name, value in dataclasses.asdict(stats).items() if name in names}
+    return pb.EngineStatistics(last_step_duration=to_duration(stats.last_step_s), **same)
 
 
 def _rates(before: Snapshot, now: Snapshot) -> pb.EngineRates | None:

@@ -1,5 +1,7 @@
 """The examples of docs/extending.md, run as they stand there: a policy of one's own on the server,
-a control RPC from the command down to the engine's loop, and a weight format."""
+a control RPC from the command down to the engine's loop, a statistic from there to the command, and
+a weight format.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,12 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
+import time
+import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -42,6 +47,7 @@ from tests.service.real_server import clean_environment, real_server
 from tests.tiny_models import FAMILIES, greedy_reference, make_model, make_prompts
 
 ROOT = Path(__file__).parents[2]
+CLIENT = "clients/python/src/headrace"
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 DEMO = str(ROOT / "models" / "demo")
 SERVICE = "headrace.v1.ControlService"
@@ -128,25 +134,36 @@ async def test_the_formats_of_the_page_read_a_reply(
     assert ("tool_choice" in card.capabilities.names) == (index == 0)
 
 
+def contract(folder: Path, file: str, inside: str, code: str, more: str = "") -> Any:
+    """The files of the contract with this code at a place of this file, and more at its end."""
+    shutil.copytree(ROOT / "protos", folder / "protos")
+    shutil.copy(ROOT / "buf.yaml", folder)
+    insert(folder / file, inside, code)
+    with (folder / file).open("a") as end:
+        end.write(f"\n{more}")
+    built = subprocess.run(
+        [Path(sys.executable).parent / "buf", "build", "-o", "-"],
+        cwd=folder,
+        capture_output=True,
+        check=True,
+    )
+    return descriptor_pb2.FileDescriptorSet.FromString(built.stdout).file
+
+
+def insert(file: Path, inside: str, code: str) -> None:
+    """Put code, indented as is what follows, behind a line of a file."""
+    before, line, after = file.read_text().partition(f"{inside}\n")
+    assert line
+    indent = after[: len(after) - len(after.lstrip(" "))]
+    file.write_text(before + line + textwrap.indent(code, indent) + after)
+
+
 @pytest.fixture
 def messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The messages of the page's RPC, made of its lines of the contract."""
     (file, method), (_, described) = blocks("A control RPC", "proto")
-    shutil.copytree(ROOT / "protos", tmp_path / "protos")
-    shutil.copy(ROOT / "buf.yaml", tmp_path)
-    contract = tmp_path / file
-    inside = "service ControlService {\n"
-    text = contract.read_text().replace(inside, inside + textwrap.indent(method, "  "))
-    assert text.count(METHOD) > 1
-    contract.write_text(f"{text}\n{described}")
-    built = subprocess.run(
-        [Path(sys.executable).parent / "buf", "build", "-o", "-"],
-        cwd=tmp_path,
-        capture_output=True,
-        check=True,
-    )
     pool = descriptor_pool.DescriptorPool()
-    for one in descriptor_pb2.FileDescriptorSet.FromString(built.stdout).file:
+    for one in contract(tmp_path, file, "service ControlService {", method, described):
         pool.Add(one)
     made = pool.FindServiceByName(SERVICE).methods_by_name[METHOD]
     found = {"request": made.input_type, "answer": made.output_type}
@@ -319,3 +336,78 @@ def test_the_weight_format_of_the_page_is_served_and_planned(
     told = json.loads(planned.stdout)
     assert told["model"]["packing"] == "float16"
     assert told["memory_bytes"]["weights"] == pytest.approx(2 * model.num_parameters(), rel=0.1)
+
+
+def test_the_statistic_of_the_page_is_told_everywhere(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    for name, source in (("engine", "engine"), ("service", "service"), ("headrace", CLIENT)):
+        shutil.copytree(ROOT / source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    [(file, code)] = blocks("A statistic", "python")
+    insert(tree / file, "    other_callers: CallerStats | None = None", code)
+    read = re.search(r"`(engine/core/engine_core.py)`.*`(\w+=.*,)`", section("A statistic"))
+    assert read is not None
+    insert(tree / read[1], "        return EngineStats(", f"{read[2]}\n")
+    [(file, field)] = blocks("A statistic", "proto")
+    [described] = [
+        one
+        for one in contract(tmp_path, file, "message EngineStatistics {", field)
+        if file.endswith(one.name)
+    ]
+    stub = tree / "headrace" / "v1" / "control_service_pb2.py"
+    generated = re.sub(  # as `make protos` does
+        r"AddSerializedFile\(b'.*'\)\n",
+        lambda _: f"AddSerializedFile({described.SerializeToString()!r})\n",
+        stub.read_text(),
+    )
+    stub.write_text(generated)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with real_server(
+        "--listen", "127.0.0.1:0", "--model", DEMO,
+        PYTHONPATH=str(tree),
+        OTEL_METRICS_EXPORTER="prometheus",
+        OTEL_EXPORTER_PROMETHEUS_PORT=str(port),
+    ) as server:  # fmt: skip
+        server.wait_until_ready()
+        target = server.addresses[0]
+        with headrace.Client(target) as client:
+            client.generate("Once", n=3, max_tokens=2)
+        told = subprocess.run(
+            [sys.executable, "-c", TOP, target],
+            env=clean_environment(PYTHONPATH=str(tree)),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        page = until_told(f"http://127.0.0.1:{port}/metrics", "headrace_choices_total 3.0")
+    found, shown = told.stdout.split("\n", 1)
+    assert json.loads(found)["choices"] == "3"
+    assert re.search(r"^more +3 choices *$", shown, re.M)
+    assert "# HELP headrace_choices_total Choices of accepted requests.\n" in page
+    assert "# TYPE headrace_choices_total counter\n" in page
+
+
+TOP = """
+import sys
+import headrace
+from google.protobuf.json_format import MessageToJson
+from headrace.cli.top import picture
+from rich import print
+with headrace.Client(sys.argv[1]) as client:
+    found = client.control.statistics()
+sys.stdout.write(MessageToJson(found.engine, indent=None) + "\\n")
+print(picture(found, "here"))
+"""
+"""A program that prints the engine's statistics as JSON on a line, and the picture of `top`."""
+
+
+def until_told(url: str, wanted: str) -> str:
+    """The page at this address, once it has this line: the engine is asked once a second."""
+    end = time.monotonic() + DEADLINE_S
+    while time.monotonic() < end:
+        with urllib.request.urlopen(url, timeout=DEADLINE_S) as answer:
+            text: str = answer.read().decode()
+        if wanted in text:
+            return text
+        time.sleep(0.1)
+    raise TimeoutError(wanted)

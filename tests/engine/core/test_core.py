@@ -6,6 +6,7 @@ import gc
 import logging
 import random
 import tracemalloc
+from dataclasses import fields
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 
 from engine.contract.outputs import FinishReason
 from engine.contract.request import GenerationRequest
+from engine.contract.stats import EngineStats
 from engine.contract.types import RequestId, TokenId
+from engine.core import engine_core
 from engine.core.engine_core import EngineCore
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.scheduler.scheduled_batch import ScheduledBatch
@@ -54,6 +57,14 @@ def test_a_request_from_end_to_end() -> None:
     assert ledger.end("a").reason is FinishReason.LENGTH
     assert runner.steps == 4
     assert kv_cache.num_used_blocks == 0
+
+
+def test_every_statistic_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, _, _ = make_core()
+    monkeypatch.setattr(engine_core, "EngineStats", dict)
+    read = core.stats()
+    assert isinstance(read, dict)
+    assert read.keys() == {one.name for one in fields(EngineStats)}
 
 
 @pytest.fixture

@@ -31,6 +31,8 @@ from headrace.v1 import control_service_pb2 as pb
 _BAR = 24  # characters
 _CALLERS = 12  # rows of a terminal
 _REASONS = 6  # of refusals, likewise
+_ARRANGED = pb.EngineStatistics.OTHER_CALLERS_FIELD_NUMBER
+"""The last of the engine's statistics that has a place of its own; later ones are shown by name."""
 
 
 @common.tells_errors
@@ -252,6 +254,13 @@ def _engine_rows(table: Table, found: pb.Statistics) -> None:
         f"{_over_target(engine):.1%}: {engine.steps_over_target} of {engine.steps_with_decodes} "
         "steps with decodes",
     )
+    later = [
+        f"{value} {field.name.replace('_', ' ')}"
+        for field, value in engine.ListFields()
+        if field.number > _ARRANGED
+    ]
+    if later:
+        table.add_row("more", ", ".join(later))
 
 
 def _refusal_row(table: Table, front: pb.FrontEndStatistics) -> None:
