@@ -66,6 +66,7 @@ class Family:
         gated, parallel: see Mlp and Layer.
         paired, rounds_tables, rounds_products: see Rotary.
         rotates: whether an attention layer uses rotary embeddings.
+        caps_scores: whether the config's attn_logit_softcapping applies.
         multiplies_logits: whether logits are multiplied by the config's logits_scaling rather than
             divided by it.
     """
@@ -88,6 +89,7 @@ class Family:
     rounds_tables: bool = True
     rounds_products: bool = True
     rotates: Callable[[Any], bool] = lambda attention: True
+    caps_scores: bool = False
     multiplies_logits: bool = False
 
 
@@ -123,7 +125,7 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5": Family(paired=True, rounds_tables=False, rounds_products=False),
     "exaone4": Family(norms=_AFTER, rotates=_slides_or_all),
     "gemma": Family(form="from_one"),
-    "gemma2": Family(norms=_BOTH_SIDES, form="from_one"),
+    "gemma2": Family(norms=_BOTH_SIDES, form="from_one", caps_scores=True),
     "gemma3_text": Family(norms=_BOTH_SIDES, form="from_one"),
     "glm": Family(inner=_GATE_UP, paired=True),
     "glm4": Family(
@@ -159,7 +161,9 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(rotates=lambda one: bool(one.use_rope)),
     "starcoder2": Family(form="centered", inner=("c_fc",), down="c_proj", gated=False),
     "vaultgemma": Family(
-        norms=("input_layernorm", None, "pre_feedforward_layernorm", None), form="from_one"
+        norms=("input_layernorm", None, "pre_feedforward_layernorm", None),
+        form="from_one",
+        caps_scores=True,
     ),
 }
 """The families by model type. The class is the causal language model in the transformers module of
@@ -311,7 +315,7 @@ class _Reader:
             norms_last=family.norms_last,
             rotary=list(rotaries).index(kind) if family.rotates(one) else None,
             scaling=float(one.scaling),
-            softcap=getattr(one, "attn_logit_softcapping", None),
+            softcap=one.attn_logit_softcapping if family.caps_scores else None,
         )
 
     def _mlp(self, path: str, one: Any) -> Mlp | Experts:
