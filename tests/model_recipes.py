@@ -29,6 +29,7 @@ COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,  # with tied ones, random models repeat their input
 }
 _HEADS = {"head_dim": 16}
+_ONE_KV_HEAD = {"num_key_value_heads": 1}
 _SLIDING = {"sliding_window": WINDOW}
 _MIXED = {
     **_SLIDING,
@@ -232,6 +233,12 @@ RECIPES: dict[str, Recipe] = {
         "sliding and full",
         "five sliding layers to a full one, rotary bases by kind of layer",
     ),
+    "gemma3 with a softcap": Recipe(
+        "gemma3_text",
+        {**_HEADS, **_SLIDING, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.5},
+        "sliding",
+        "a softcap in the config, which its own code ignores",
+    ),
     "gemma3n": _mixed(
         "gemma3n_text",
         "layers that reuse others' keys and values, embeddings per layer",
@@ -363,8 +370,13 @@ RECIPES: dict[str, Recipe] = {
     "nanochat": Recipe("nanochat", special="QK norms, softcapped logits"),
     "olmo": Recipe("olmo", {"clip_qkv": 8.0}, special="clipped queries, keys and values"),
     "olmo2": Recipe("olmo2", special="QK norms"),
+    "olmo2 with one KV head": Recipe("olmo2", _ONE_KV_HEAD, special="QK norms"),
     "olmo3": Recipe("olmo3", _MIXED, "sliding and full", "QK norms"),
+    "olmo3 with one KV head": _mixed("olmo3", "QK norms", **_ONE_KV_HEAD),
     "olmoe": Recipe("olmoe", _EXPERTS, special="experts, QK norms"),
+    "olmoe with one KV head": Recipe(
+        "olmoe", {**_EXPERTS, **_ONE_KV_HEAD}, special="experts, QK norms"
+    ),
     "opt": Recipe(
         "opt",
         {"ffn_dim": 96, "word_embed_proj_dim": 64},

@@ -354,13 +354,13 @@ void heads(const HeadsCall& call, int dtype, int threads) {
     }
     return;
   }
+  // The queries' norm tells for both: all keys together are as wide as a head if there is one.
+  const bool of_heads = call.query_norm.weight && call.query_norm.width == call.head_dim;
   const auto whole = [&](const NormWeight& one, void* x, int64_t stride) {
-    if (one.weight && one.width != call.head_dim)
-      norm(one, x, x, stride, call.tokens, dtype, threads);
+    if (one.weight && !of_heads) norm(one, x, x, stride, call.tokens, dtype, threads);
   };
   whole(call.query_norm, call.query, call.query_stride);
   whole(call.key_norm, call.key, call.key_stride);
-  const bool of_heads = call.query_norm.weight && call.query_norm.width == call.head_dim;
   if (call.rotary_dim || of_heads)
     (dtype == FLOAT32 ? heads_of<float> : heads_of<bf16>)(call, threads);
 }

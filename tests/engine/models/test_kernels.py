@@ -197,9 +197,10 @@ HEADS = ((2, 2), (16, 16), (34, 34), (64, 64), (80, 20), (96, 0), (128, 128))
 """The width of a head, and how much of it is turned."""
 
 
-@pytest.mark.parametrize("order", ["without norms", "norms first", "norms last"])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("order", ["without norms", "norms first", "norms last", "norms of all"])
 @pytest.mark.parametrize(("paired", "rounds"), [(False, True), (False, False), (True, True)])
-def test_heads(order: str, paired: bool, rounds: bool, dtype: torch.dtype) -> None:
+def test_heads(order: str, kv_heads: int, paired: bool, rounds: bool, dtype: torch.dtype) -> None:
     if order == "norms first" and paired:
         pytest.skip("not computed")
     forms = (None,) if order == "without norms" else FORMS
@@ -207,29 +208,34 @@ def test_heads(order: str, paired: bool, rounds: bool, dtype: torch.dtype) -> No
         if form == CENTERED and width < 5:
             continue  # nothing is left of one element without its mean
         _check_heads(
-            width, rotary, form, tokens, dtype, paired=paired, rounds=rounds,
-            norms_last=order == "norms last",
+            width, rotary, form, tokens, dtype, kv_heads=kv_heads, paired=paired, rounds=rounds,
+            order=order,
         )  # fmt: skip
 
 
 def _check_heads(
-    width: int, rotary: int, form: int | None, tokens: int, dtype: torch.dtype, *, paired: bool,
-    rounds: bool, norms_last: bool,
+    width: int, rotary: int, form: int | None, tokens: int, dtype: torch.dtype, *, kv_heads: int,
+    paired: bool, rounds: bool, order: str,
 ) -> None:  # fmt: skip
     """Queries and keys in place, bit by bit; nothing beside them is touched."""
     cos, sin = (_random(torch.float32, tokens, rotary // 2, seed=seed) for seed in (4, 5))
     if rounds:
         cos, sin = (one.to(dtype).float() for one in (cos, sin))
-    weights = [_random(dtype, width, seed=seed) for seed in (1, 2)]
+    norms_last, of_all = order == "norms last", order == "norms of all"
+    sizes = (3 * width, kv_heads * width)
+    normed = sizes if of_all else (width, width)
+    weights = [_random(dtype, size, seed=seed) for seed, size in enumerate(normed, 1)]
     # Queries, keys and values side by side, then a gap.
-    whole = _random(dtype, tokens, 7 * width + 5)
-    query, key = whole[:, : 3 * width], whole[:, 3 * width : 5 * width]
-    rest = whole[:, 5 * width :].clone()
+    stride = (3 + 2 * kv_heads) * width + 5
+    whole = _random(dtype, tokens, stride)
+    query, key, rest = whole.split_with_sizes((*sizes, stride - sum(sizes)), -1)
+    unchanged = rest.clone()
     expected = []
     for x, weight in zip((query, key), weights, strict=True):
         heads = x.reshape(tokens, -1, width)
         if form is not None and not norms_last:
-            heads = _norm(heads.contiguous(), weight, form)
+            together = heads.reshape(tokens, -1, len(weight)).contiguous()
+            heads = _norm(together, weight, form).view(heads.shape)
         heads = _turned(heads, cos, sin, paired=paired, rounds=rounds)
         if form is not None and norms_last:
             heads = _norm(heads.contiguous(), weight, form)
@@ -241,16 +247,16 @@ def _check_heads(
             for name, weight in zip(("query_norm", "key_norm"), weights, strict=True)
         }
     call = HeadsCall(
-        query=query.data_ptr(), key=key.data_ptr(), query_stride=7 * width + 5,
-        key_stride=7 * width + 5, cos=cos.data_ptr(), sin=sin.data_ptr(), tokens=tokens,
-        num_heads=3, num_kv_heads=2, head_dim=width, rotary_dim=rotary, paired=paired,
-        rounds=rounds, norms_last=norms_last, **norms,
+        query=query.data_ptr(), key=key.data_ptr(), query_stride=stride, key_stride=stride,
+        cos=cos.data_ptr(), sin=sin.data_ptr(), tokens=tokens, num_heads=3, num_kv_heads=kv_heads,
+        head_dim=width, rotary_dim=rotary, paired=paired, rounds=rounds, norms_last=norms_last,
+        **norms,
     )  # fmt: skip
     native_library().heads(ctypes.byref(call), DTYPES[dtype], torch.get_num_threads())
     case = (form, width, rotary, tokens)
     assert torch.equal(query, expected[0]), case
     assert torch.equal(key, expected[1]), case
-    assert torch.equal(whole[:, 5 * width :], rest), case
+    assert torch.equal(rest, unchanged), case
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.22])
