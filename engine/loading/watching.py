@@ -32,7 +32,7 @@ from engine.loading.mask_rules import MaskWatch, UnknownMaskError
 from engine.loading.model_defaults import context_length
 from engine.loading.rotary import read_rope
 from engine.models.description import Decoder
-from engine.models.recording import MAGNITUDES, Observation, Recorder
+from engine.models.recording import MAGNITUDES, Observation, Recorder, spread
 
 _NAME = "headrace_watch"
 
@@ -93,7 +93,10 @@ def observe(
     logits, record = [], None
     for index, prompt in enumerate(prompts):
         is_recorded = decoder is not None and index == len(prompts) - 1
-        recorder = Recorder(decoder, len(prompt)) if decoder is not None and is_recorded else None
+        recorder = None
+        if decoder is not None and is_recorded:
+            positions = spread(len(prompt), watch.fixed, model.dtype).to(model.device)
+            recorder = Recorder(decoder, positions)
         watch.begin(None if is_recorded else judge, recorder)
         ids = torch.tensor([prompt], device=model.device)
         with ExitStack() as hooks:
@@ -123,13 +126,16 @@ class _Watch:
 
     Attributes:
         masks: replaces the model's mask function.
+        fixed: the length up to which rotary frequencies do not depend on it.
         shapes: the KV shapes, by layer.
         heads: the number of query heads, by layer.
         inputs: in the current forward, references to the inputs of each linear layer.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.masks = MaskWatch(context_length(model.config.get_text_config(), read_rope(model)))
+        rope, config = read_rope(model), model.config.get_text_config()
+        self.masks = MaskWatch(context_length(config, rope))
+        self.fixed = self.masks.context if rope is None else rope.original
         self.shapes: dict[int, LayerShape] = {}
         self.heads: dict[int, int] = {}
         self._dtypes: set[torch.dtype] = set()

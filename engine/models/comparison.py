@@ -82,7 +82,7 @@ def compare(decoder: DecoderFrame, observation: Observation) -> None:
     tokens = len(record.token_ids)
     with torch.inference_mode():
         check("embedding", "exact", decoder.embed(record.token_ids), record.layers[0].x[:tokens])
-        tables = decoder.tables(torch.arange(tokens, device=decoder.device))
+        tables = decoder.tables(torch.cat([record.positions.flatten(), record.positions[0]]))
         for layer, shape, found in zip(
             decoder.layers, observation.shapes, record.layers, strict=True
         ):
@@ -115,8 +115,7 @@ def _compare_layer(
     # A part's input is the model's own in each magnitude; in one copy more it is our own.
     x = torch.cat([record.x, record.x[:tokens]])
     copies = len(magnitudes) + 1
-    own = None if one.attention.rotary is None else tables[one.attention.rotary]
-    turned = None if own is None else (own[0].repeat(copies, 1), own[1].repeat(copies, 1))
+    turned = None if one.attention.rotary is None else tables[one.attention.rotary]
     prompts, alone = (_Prompts(decoder, layer, window, tokens, count) for count in (copies, 1))
 
     def mix(between: torch.Tensor) -> torch.Tensor:
@@ -125,7 +124,7 @@ def _compare_layer(
 
     walk = Walk(layer, record.parts)
     walk.run(x, turned, prompts.attend, mix)
-    made = alone.compute(record.x[:tokens], tables)
+    made = alone.compute(record.x[:tokens], [(cos[:tokens], sin[:tokens]) for cos, sin in tables])
     judged = _in_range(record, len(magnitudes))
     with _one_thread():
         for part in walk.parts:

@@ -7,12 +7,14 @@ layers compute, with which our decoder is compared (`engine.models.comparison`).
 
 Hooks give each layer its input in several magnitudes, because a fault may depend on values: very
 small ones expose a norm's eps, and very large ones expose which terms are added to each other. The
-magnitudes are the rows of one batch, so weights are read only once. Other hooks keep the modules'
-results. Nothing is packed yet.
+magnitudes are the rows of one batch, so weights are read only once. Rows other than the first are
+rotated for positions up to the longest, because a fault may depend on those, too. Other hooks keep
+the modules' results. Nothing is packed yet.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +56,7 @@ class ModelRecord:
 
     Attributes:
         token_ids: int64 [T].
+        positions: int64 [M, T], by which the rows of each magnitude are rotated.
         layers: the layers' results in order.
         normed: the last norm's result, [T, K].
         product: the output layer's result, [T, V].
@@ -61,6 +64,7 @@ class ModelRecord:
     """
 
     token_ids: torch.Tensor
+    positions: torch.Tensor
     layers: tuple[LayerRecord, ...]
     normed: torch.Tensor
     product: torch.Tensor
@@ -90,13 +94,26 @@ class Observation:
     record: ModelRecord | None = None
 
 
+def spread(tokens: int, longest: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return positions [M, T]: those of the prompt, then rows that each reach far behind it.
+
+    Neighbours among the far ones have about the same ratio, and the last one is the longest.
+    """
+    rows, last = len(MAGNITUDES[dtype]) - 1, max(tokens, longest) - 1
+    places = torch.linspace(math.log2(tokens), math.log2(last), tokens * rows)
+    far = places.double().exp2().round().long().clamp(max=last)
+    far[-1] = last
+    return torch.cat([torch.arange(tokens)[None], far.view(tokens, rows).T])
+
+
 class Recorder:
     """Collects a model's results in one forward."""
 
-    def __init__(self, decoder: described.Decoder, tokens: int) -> None:
-        """Create a recorder. decoder: the model's description; tokens: of the prompt."""
+    def __init__(self, decoder: described.Decoder, positions: torch.Tensor) -> None:
+        """Create a recorder. decoder: the model's description; positions: see `spread`."""
         self._decoder = decoder
-        self._tokens = tokens
+        self._positions = positions
+        self._tokens = positions.shape[1]
         self._layers: list[LayerRecord] = []
         # The most recent result and input of each module, by path, as rows.
         self._made: dict[str, torch.Tensor] = {}
@@ -109,7 +126,8 @@ class Recorder:
         normed, product = (
             self._made[path] for path in (self._decoder.norm.module, self._decoder.output)
         )
-        return ModelRecord(token_ids[0], tuple(self._layers), normed, product, logits[0])
+        layers = tuple(self._layers)
+        return ModelRecord(token_ids[0], self._positions, layers, normed, product, logits[0])
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) -> None:
         """Keep queries and keys, [B, H, T, D], and the options of a layer's attention."""
@@ -131,14 +149,30 @@ class Recorder:
 
             return hook
 
+        for path in {one.module for one in self._decoder.rotaries}:
+            rotary = model.get_submodule(path)
+            handles.append(rotary.register_forward_hook(self._rotate_all, with_kwargs=True))
         return handles + [
             model.get_submodule(path).register_forward_hook(keep(path)) for path in sorted(paths)
         ]
 
+    def _rotate_all(
+        self, module: Any, given: tuple[Any, ...], named: dict[str, Any], made: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the cosines and sines of all positions, [M, T, D] each, by the module's own code.
+
+        It is called once for each row, because it may take only one.
+        """
+        found = [made]
+        for row in self._positions[1:, None]:
+            others = ((row if _are_ids(one) else one) for one in given)
+            found.append(module.forward(*others, **_with_positions(named, row)))
+        return tuple(torch.cat(tables) for tables in zip(*found, strict=True))
+
     def _watch_layer(self, model: torch.nn.Module, layer: described.Layer) -> list[Any]:
-        def widen(_: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-            x = arguments[0]
-            return (torch.cat([x * one for one in MAGNITUDES[x.dtype]]), *arguments[1:])
+        def widen(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            x = torch.cat([arguments[0] * one for one in MAGNITUDES[arguments[0].dtype]])
+            return (x, *arguments[1:]), _with_positions(named, self._positions)
 
         def keep(_: Any, arguments: tuple[Any, ...], y: torch.Tensor) -> torch.Tensor:
             self._layers.append(
@@ -147,7 +181,10 @@ class Recorder:
             return y[:1]
 
         module = model.get_submodule(layer.module)
-        return [module.register_forward_pre_hook(widen), module.register_forward_hook(keep)]
+        return [
+            module.register_forward_pre_hook(widen, with_kwargs=True),
+            module.register_forward_hook(keep),
+        ]
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Reshape to rows: [B, T, …] or, heads first, [B, H, T, D] → [B * T, width]."""
@@ -176,6 +213,14 @@ class Recorder:
             parts["residual"] = given[norms["before_mlp"].module if layer.before_mlp else first]
         parts["result"] = self._rows(y)
         return parts
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_floating_point()
+
+
+def _with_positions(named: dict[str, Any], positions: torch.Tensor) -> dict[str, Any]:
+    return named | ({"position_ids": positions} if "position_ids" in named else {})
 
 
 def _modules_of(layer: described.Layer) -> set[str]:

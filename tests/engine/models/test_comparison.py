@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import re
 import weakref
 from collections.abc import Callable
@@ -190,6 +191,45 @@ def test_a_rotary_scaling_that_is_ignored(monkeypatch: pytest.MonkeyPatch) -> No
     )
     text = _refusal(make("llama", rope_parameters=SCALED))
     assert re.search(r"layer 0, queries, with inputs times 1 differs .* by \d.*% ", text)
+
+
+@pytest.mark.parametrize("first", [51, 300, 511])
+@pytest.mark.parametrize("family", ["llama", "cohere", "gemma3", "ernie4_5"])
+def test_a_rotation_that_is_wrong_far_behind_the_prompt(
+    family: str, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the longest position that the model allows, 511."""
+    right = native_decoder.NativeDecoder.tables
+
+    def tables(self: Any, where: torch.Tensor) -> Any:
+        return right(self, where + (where >= first))
+
+    monkeypatch.setattr(native_decoder.NativeDecoder, "tables", tables)
+    text = _refusal(make(family))
+    assert re.search(
+        r"layer 0, queries, with inputs times (64|0\.000976562) differs .* by \d", text
+    )
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_positions_end_where_frequencies_depend_on_the_length(rope_type: str) -> None:
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}
+    if rope_type == "longrope":
+        factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+        rope |= {**factors, "original_max_position_embeddings": 128}
+    lines: list[str] = []
+    verified = verify(make("llama", rope_parameters=rope), lines=lines)
+    assert verified.rope is not None
+    assert "decoder: our own, for llama" in lines
+
+
+def test_far_positions_are_spread() -> None:
+    found = recording.spread(11, 131072, torch.bfloat16)
+    assert found[0].tolist() == list(range(11))
+    far = sorted(found[1:].flatten().tolist())
+    assert (far[0], far[-1], len(set(far))) == (11, 131071, 22)
+    assert all(later < 1.6 * earlier for earlier, later in itertools.pairwise(far))
+    assert recording.spread(11, 7, torch.bfloat16).max() == 10
 
 
 class _Wrong:
