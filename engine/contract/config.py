@@ -356,7 +356,7 @@ class LoadConfig:
         "([which](models.md)), on CUDA and on a CPU with packed weights; elsewhere transformers' "
         "modules. `transformers`: its modules as they are.",
         more="The log says which it is, and why. Our decoder is compared with the unmodified model "
-        "when it is loaded; a difference ends the start.",
+        "when it is loaded, and not used if it computes something else.",
         group=GROUP,
         choices=DECODERS,
     )

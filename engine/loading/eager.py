@@ -12,6 +12,7 @@ compared with those of the model's own eager forward.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -35,16 +36,17 @@ def eager_attention(layer: nn.Module) -> Callable[..., Any]:
     """Return the eager attention function that a layer uses.
 
     It is defined in the file of the forward of the layer's class, or of the first of its base
-    classes whose file has one.
+    classes for which its forward's file, or its own, has one.
 
     Raises:
         ModelRefusedError: there is none.
     """
     for cls in type(layer).__mro__:
         forward = inspect.unwrap(vars(cls).get("forward", nn.Module.forward))
-        function: Callable[..., Any] | None = forward.__globals__.get(_NAME)
-        if function is not None:
-            return function
+        for names in (forward.__globals__, vars(sys.modules[cls.__module__])):
+            function: Callable[..., Any] | None = names.get(_NAME)
+            if function is not None:
+                return function
     raise ModelRefusedError(
         f"{type(layer).__name__} has no eager attention to compare with, so it cannot be "
         f"verified; name that attention {_NAME} in the file of its forward"

@@ -3,7 +3,8 @@
 torch counts how often a tensor is written in place. This includes an optimizer's step,
 `load_state_dict`, and `copy_` under `no_grad`, but not writes through `tensor.data`. Attributes
 that are numbers or strings are compared by value, containers element by element, and other objects
-by identity. A change inside such an object is not detected.
+by identity, as are the functions that compute the model. A change inside such an object is not
+detected.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from engine.models.formats.weight_format import WeightFormat
 from engine.models.held_layer import writes
+from engine.models.in_force import functions_in_force
 
 _TENSORS = ("_parameters", "_buffers")
 _NOT_OF_STEPS = frozenset(
@@ -58,7 +60,7 @@ class ModelChanges:
     Attributes:
         written: tensors with elements that were written.
         replaced: parameters and buffers that are now different tensors, have moved, or are gone.
-        attributes: attributes of modules, including hooks.
+        attributes: attributes of modules, including hooks, and functions in force.
     """
 
     written: Sequence[str]
@@ -72,7 +74,7 @@ class ModelChanges:
 
 
 class ModelWatch:
-    """Watches the parameters, buffers, attributes and hooks of a model. Thread-safe."""
+    """Watches the parameters, buffers, attributes, hooks and functions of a model. Thread-safe."""
 
     def __init__(
         self, model: torch.nn.Module, is_own: Callable[[torch.nn.Module, str], bool]
@@ -117,7 +119,7 @@ class ModelWatch:
 
     def _look(self) -> tuple[dict[str, _Tensor], dict[str, object]]:
         tensors: dict[str, _Tensor] = {}
-        rest: dict[str, object] = {}
+        rest = {name: _known(function, 0) for name, function in functions_in_force(self._model)}
         for path, module in self._model.named_modules():
             prefix = f"{path}." if path else ""
             for name, value in vars(module).items():

@@ -17,7 +17,7 @@ from engine.attention.interface import AttentionBackend
 from engine.attention.native_backend import NativeAttentionBackend
 from engine.attention.registry import choose_backend
 from engine.contract.errors import ConfigError
-from engine.models.comparison import compare
+from engine.models.comparison import DiffersError, compare
 from engine.models.description import Decoder
 from engine.models.formats.native import DTYPES
 from engine.models.layer_parts import UnboundError
@@ -88,18 +88,18 @@ def make_decoder(
         progress: receives a line that says what computes the steps, and why.
 
     Raises:
-        ModelRefusedError: our decoder does not compute what the model computed.
+        ModelRefusedError: the weights are not what they were when the model computed.
     """
     reason = plan if isinstance(plan, str) else ""
     if not isinstance(plan, str):
         try:
             decoder = bind(model, plan, backend)
-        except UnboundError as error:
-            reason = str(error)
-        else:
             if found is not None:
                 with exact_sums():
                     compare(decoder, found)
+        except (UnboundError, DiffersError) as error:
+            reason = str(error)
+        else:
             progress(f"decoder: our own, for {plan.family}")
             return decoder
     progress(f"decoder: transformers', because {reason}")

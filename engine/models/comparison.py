@@ -31,7 +31,14 @@ from engine.contract.errors import ModelRefusedError
 from engine.models.decoder_frame import DecoderFrame
 from engine.models.layer_parts import Kind, LayerParts, Walk
 from engine.models.operations import Tables
-from engine.models.recording import MAGNITUDES, LayerRecord, Observation
+from engine.models.recording import (
+    GROWTH,
+    MAGNITUDES,
+    LayerRecord,
+    Observation,
+    enlarge_first,
+    enlarge_last,
+)
 
 _MOST_NEIGHBOURS = 0.01
 """The fraction of a norm's elements that may round the other way."""
@@ -62,7 +69,15 @@ _FLOOR = 2.0**-18
 """Errors below this, relative to the largest element, come from summing in a different order."""
 _FLOOR_OF_OUTPUT = 2.0**-11
 """The same threshold for single elements of a product, relative to the size of the whole output."""
+_OF_WEIGHTS = frozenset({"lookup", "product"})
+"""The kinds of operations that show whether weights are what they were before they were packed."""
 _BLOCK_SIZE = 4
+
+
+class DiffersError(Exception):
+    """The model's own code computes something else than our decoder. The message is worded to
+    complete a sentence.
+    """
 
 
 def compare(decoder: DecoderFrame, observation: Observation) -> None:
@@ -73,24 +88,30 @@ def compare(decoder: DecoderFrame, observation: Observation) -> None:
         observation: the model, recorded.
 
     Raises:
-        ModelRefusedError: a result differs. The message says which, in which layer, and by how
-            much.
+        DiffersError: a result differs. The message says which, in which layer, and by how much.
+        ModelRefusedError: the embedding or a product differs, so that the weights are not what they
+            were. Without our decoder they would be read, too.
     """
     one, check, record = decoder.description, _Check(decoder.description.family), observation.record
     if record is None:
         raise ValueError("nothing was recorded")
     tokens = len(record.token_ids)
     with torch.inference_mode():
-        check("embedding", "exact", decoder.embed(record.token_ids), record.layers[0].x[:tokens])
+        check("embedding", "lookup", decoder.embed(record.token_ids), record.layers[0].x[:tokens])
         tables = decoder.tables(torch.cat([record.positions.flatten(), record.positions[0]]))
         for layer, shape, found in zip(
             decoder.layers, observation.shapes, record.layers, strict=True
         ):
             _compare_layer(check, decoder, layer, shape.window, tables, found)
-        last = record.layers[-1].parts["result"][:tokens].contiguous()
-        check(one.norm.module, "norm", decoder.norm(last), record.normed)
-        check(one.output, "product", decoder.output(record.normed), record.product)
-        check("logits", "exact", decoder.finish(record.product), record.logits)
+        last = record.layers[-1].parts["result"][:tokens]
+        for magnitude, normed in zip(
+            MAGNITUDES[last.dtype], record.normed.chunk(len(record.positions)), strict=True
+        ):
+            name = f"{one.norm.module}, with inputs times {magnitude:g}"
+            check(name, "norm", decoder.norm(last * magnitude), normed)
+        check(one.output, "product", decoder.output(record.normed[:tokens]), record.product)
+        logits = decoder.finish(enlarge_first(record.product))
+        check("logits", "exact", logits, record.logits)
 
 
 def _compare_layer(
@@ -106,7 +127,7 @@ def _compare_layer(
     given = (one.attention.head_dim**-0.5 if scaling is None else scaling, softcap, sinks)
     ours = (one.attention.scaling, one.attention.softcap, None)
     if given != ours:
-        raise check.refusal(
+        raise check.error(
             f"layer {one.index}, attention: scaling, softcap and sinks are {given} in the model, "
             f"and {ours} in ours"
         )
@@ -122,7 +143,11 @@ def _compare_layer(
         recorded, ours = between[: len(record.x)], between[len(record.x) :]
         return torch.cat([layer.mix(recorded), alone.mix(ours)])
 
-    walk = Walk(layer, record.parts)
+    enlarged = {
+        name: enlarge_last(name, record.parts[name].view(len(magnitudes), tokens, -1)).flatten(0, 1)
+        for name in GROWTH[x.dtype].keys() & record.parts.keys()
+    }
+    walk = Walk(layer, record.parts | enlarged)
     walk.run(x, turned, prompts.attend, mix)
     made = alone.compute(record.x[:tokens], [(cos[:tokens], sin[:tokens]) for cos, sin in tables])
     judged = _in_range(record, len(magnitudes))
@@ -250,28 +275,28 @@ class _Check:
         expected: torch.Tensor,
         score: float = 0.0,
     ) -> None:
-        """Refuse the model if a result is too far from the model's own.
+        """Raise the error if a result is too far from the model's own.
 
         `score` is the largest attention score of the layer.
         """
+        is_weight = kind in _OF_WEIGHTS
         if actual.shape != expected.shape or actual.dtype != expected.dtype:
-            raise self.refusal(
+            raise self.error(
                 f"{name} is {actual.dtype} {list(actual.shape)}, not {expected.dtype} "
-                f"{list(expected.shape)}"
+                f"{list(expected.shape)}",
+                is_weight=is_weight,
             )
         if kind == "attention":
             where = _attention(actual, expected, score)
         else:
             where = _JUDGES[kind](actual, expected)
         if where is not None:
-            raise self.refusal(f"{name} differs from the model's own {where}")
+            raise self.error(f"{name} differs from the model's own {where}", is_weight=is_weight)
 
-    def refusal(self, text: str) -> ModelRefusedError:
+    def error(self, text: str, *, is_weight: bool = False) -> DiffersError | ModelRefusedError:
         """Return the error to raise when a result differs."""
-        return ModelRefusedError(
-            f"our decoder does not compute this {self._family} as the model does: {text}; report "
-            "it, and start with decoder set to transformers meanwhile"
-        ).naming("decoder")
+        text = f"our decoder does not compute this {self._family} as the model does: {text}"
+        return ModelRefusedError(f"{text}; report it") if is_weight else DiffersError(text)
 
 
 def _exact(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
@@ -330,6 +355,7 @@ def _attention(actual: torch.Tensor, expected: torch.Tensor, score: float = 0.0)
 
 _JUDGES: dict[Kind, Callable[[torch.Tensor, torch.Tensor], str | None]] = {
     "exact": _exact,
+    "lookup": _exact,
     "norm": _norm,
     "product": _product,
     "experts": _attention,  # the model's own code: this shows that it got what it should

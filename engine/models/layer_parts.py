@@ -15,7 +15,7 @@ import torch
 from engine.models import description as described
 from engine.models.operations import Tables
 
-Kind = Literal["exact", "norm", "product", "attention", "experts"]
+Kind = Literal["exact", "lookup", "norm", "product", "attention", "experts"]
 """The kind of an operation, which determines how close its result must be to the model's own."""
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Computes attention: queries [T, Hq, D], keys and values [T, Hkv, D] → [T, Hq, D]."""

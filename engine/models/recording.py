@@ -5,8 +5,10 @@ layers compute, with which our decoder is compared (`engine.models.comparison`).
                            [x, x · 2⁻¹⁰, x · 2⁶] ─▶ a batch of three, of which the first goes on
                                   (x · 2³ in float16, whose maximum is 65504)
 
-Hooks give each layer its input in several magnitudes, because a fault may depend on values: very
-small ones expose a norm's eps, and very large ones expose which terms are added to each other. The
+Hooks give each layer, and the last norm, their input in several magnitudes, because a fault may
+depend on values: very small ones expose a norm's eps, and very large ones expose which terms are
+added to each other. What a norm makes is as large for any input, so hooks enlarge it, too, and the
+first token's product of the output layer: this exposes bounds that only large values reach. The
 magnitudes are the rows of one batch, so weights are read only once. Rows other than the first are
 rotated for positions up to the longest, because a fault may depend on those, too. Other hooks keep
 the modules' results. Nothing is packed yet.
@@ -15,10 +17,13 @@ the modules' results. Nothing is packed yet.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from engine.attention.interface import LayerShape
 from engine.contract.types import TokenId
@@ -33,11 +38,22 @@ MAGNITUDES = {
 """The factors for the layers' inputs, by the model's dtype. They are powers of two, so that no
 element within range is rounded.
 """
+_WIDE_GROWTH = {"before_attention": 2.0**3, "before_mlp": 2.0**10}
+GROWTH = {
+    torch.float32: _WIDE_GROWTH,
+    torch.bfloat16: _WIDE_GROWTH,
+    torch.float16: {"before_attention": 2.0, "before_mlp": 2.0**3},
+}
+"""The factors for what norms make of the largest inputs, by the model's dtype and their names in a
+layer. Attention loses precision with the square of its factor, as scores grow with it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRecord:
     """The results of one layer. M is the number of MAGNITUDES, T the number of tokens.
+
+    What norms make is as it was before it was enlarged.
 
     Attributes:
         x: the layer's input, [M * T, K].
@@ -58,8 +74,8 @@ class ModelRecord:
         token_ids: int64 [T].
         positions: int64 [M, T], by which the rows of each magnitude are rotated.
         layers: the layers' results in order.
-        normed: the last norm's result, [T, K].
-        product: the output layer's result, [T, V].
+        normed: the last norm's result, [M * T, K].
+        product: the output layer's result for the first magnitude, [T, V], before it was enlarged.
         logits: [T, V].
     """
 
@@ -135,17 +151,26 @@ class Recorder:
         self._turned = {"queries": queries, "keys": keys}
         self._options = {name: options.get(name) for name in ("scaling", "softcap", "s_aux")}
 
-    def watch(self, model: torch.nn.Module) -> list[Any]:
+    def watch(self, model: PreTrainedModel) -> list[Any]:
         """Register hooks on all modules of the description, and return their handles."""
         paths = {self._decoder.norm.module, self._decoder.output}
-        handles = []
+        last = model.get_submodule(self._decoder.norm.module)
+        handles = [last.register_forward_pre_hook(lambda _, given: _in_magnitudes(given[0]))]
+        grown: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            self._decoder.norm.module: lambda made: made[:1],
+            self._decoder.output: enlarge_first,
+        }
         for layer in self._decoder.layers:
             handles += self._watch_layer(model, layer)
             paths |= _modules_of(layer)
+            for name, norm in layer.norms.items():
+                if name in GROWTH[model.dtype]:
+                    grown[norm.module] = partial(enlarge_last, name)
 
         def keep(path: str) -> Any:
-            def hook(_: Any, arguments: tuple[Any, ...], made: torch.Tensor) -> None:
+            def hook(_: Any, arguments: tuple[Any, ...], made: torch.Tensor) -> torch.Tensor | None:
                 self._given[path], self._made[path] = self._rows(arguments[0]), self._rows(made)
+                return grown[path](made) if path in grown else None
 
             return hook
 
@@ -171,7 +196,7 @@ class Recorder:
 
     def _watch_layer(self, model: torch.nn.Module, layer: described.Layer) -> list[Any]:
         def widen(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            x = torch.cat([arguments[0] * one for one in MAGNITUDES[arguments[0].dtype]])
+            x = _in_magnitudes(arguments[0])
             return (x, *arguments[1:]), _with_positions(named, self._positions)
 
         def keep(_: Any, arguments: tuple[Any, ...], y: torch.Tensor) -> torch.Tensor:
@@ -213,6 +238,23 @@ class Recorder:
             parts["residual"] = given[norms["before_mlp"].module if layer.before_mlp else first]
         parts["result"] = self._rows(y)
         return parts
+
+
+def _in_magnitudes(x: torch.Tensor) -> torch.Tensor:
+    """Return x [1, T, K] in all magnitudes, [M, T, K]."""
+    return torch.cat([x * one for one in MAGNITUDES[x.dtype]])
+
+
+def enlarge_last(name: str, made: torch.Tensor) -> torch.Tensor:
+    """Return what a norm of that name makes, enlarged for the last magnitude: [M, T, K]."""
+    return torch.cat([made[:-1], made[-1:] * GROWTH[made.dtype][name]])
+
+
+def enlarge_first(product: torch.Tensor) -> torch.Tensor:
+    """Return the output layer's result, enlarged for the first token: [..., T, V]."""
+    product = product.clone()
+    product[..., 0, :] *= MAGNITUDES[product.dtype][-1]
+    return product
 
 
 def _are_ids(value: object) -> bool:

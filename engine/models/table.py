@@ -1,23 +1,21 @@
 """The table of model classes that can be described, and how their descriptions are read from a
 model.
 
-    model ─▶ its class in FAMILIES? ─▶ its sources as they were compared? ─▶ read sizes ─▶ Decoder
+    model ─▶ its class in FAMILIES? ─▶ read sizes ─▶ its functions in force as written? ─▶ Decoder
 
-A class's name proves nothing about its code, which changes between versions of transformers. So the
-table applies only to sources whose digest is in `engine.models.digests`, that is, those that were
-compared by hand and by test. A description of a particular model, with its weights and config, is
-then checked against the model itself (`engine.models.comparison`).
+A class's name proves nothing about its code, which changes between versions of transformers. So a
+description of a particular model, with its weights and config, is then compared with the model
+itself (`engine.models.comparison`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 from transformers import PreTrainedModel
 
 from engine.models.description import (
@@ -31,8 +29,7 @@ from engine.models.description import (
     NormForm,
     Rotary,
 )
-from engine.models.digests import DIGESTS
-from engine.models.held_layer import PackedEmbedding
+from engine.models.in_force import replaced_function
 from engine.models.length_table import LengthTable, table_name
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -45,7 +42,6 @@ _FIXED_ROTARY = frozenset({"default", "linear", "llama3", "yarn", "ntk_alpha"})
 """The kinds of rotary embeddings whose frequencies do not depend on the length."""
 _ROTARY_OF_LENGTHS = frozenset({"dynamic", "longrope"})
 _EPS = ("variance_epsilon", "eps")
-_SOURCE = "transformers."
 
 
 class NotDescribedError(Exception):
@@ -175,8 +171,8 @@ def describe(model: PreTrainedModel) -> Decoder:
     """Return the description of a model.
 
     Raises:
-        NotDescribedError: the class is not in the table, its sources are not those that were
-            compared, or the model has a feature that a description cannot express.
+        NotDescribedError: the class is not in the table, its functions were replaced, or the model
+            has a feature that a description cannot express.
     """
     family_name = model.config.model_type
     family = FAMILIES.get(family_name)
@@ -187,10 +183,11 @@ def describe(model: PreTrainedModel) -> Decoder:
         found = _Reader(model, family).decoder()
     except (AttributeError, KeyError, StopIteration) as error:
         raise NotDescribedError(f"{type(model).__name__} lacks a part: {error}") from error
-    if digest(model) not in DIGESTS.get(family_name, ()):
-        raise NotDescribedError(
-            f"the source of {type(model).__name__} is not one that our decoder was compared with"
-        )
+    replaced = replaced_function(model)
+    if replaced is not None:
+        raise NotDescribedError(f"{replaced} was replaced, and is not the library's own")
+    if has_global_hooks():  # type: ignore[no-untyped-call]
+        raise NotDescribedError("all modules have hooks")
     ours = {one.module for one in found.rotaries if _follows_lengths(model, one)}
     for path, module in model.named_modules():
         is_foreign = "forward" in vars(module) and path not in ours
@@ -203,43 +200,6 @@ def _follows_lengths(model: PreTrainedModel, one: Rotary) -> bool:
     """Return whether a rotary module's forward was replaced by `engine.loading.rotary`."""
     module = model.get_submodule(one.module)
     return one.lengths is not None and LengthTable.of(module, one.lengths) is not None
-
-
-def digest(model: torch.nn.Module) -> str:
-    """Return a hash of the code that computes a model.
-
-    It covers the classes of the modules and the functions that their attention layers call, but not
-    torch itself. A packed embedding counts as the embedding it replaced.
-    """
-    kinds = {
-        one.stands_for if isinstance(one, PackedEmbedding) else type(one) for one in model.modules()
-    }
-    parts: dict[str, Any] = {
-        f"{one.__module__}.{one.__qualname__}": one for one in kinds if _is_in_question(one)
-    }
-    for one in kinds:
-        names = inspect.unwrap(one.forward).__globals__
-        for name in ("apply_rotary_pos_emb", "rotate_half"):
-            if name in names and _is_in_question(one):
-                parts[f"{one.__module__}.{name}"] = names[name]
-    found = hashlib.sha256()
-    for name in sorted(parts):
-        found.update(name.encode() + b"\0" + _source(parts[name]).encode() + b"\0")
-    return found.hexdigest()[:16]
-
-
-def _source(kind: Any) -> str:
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):
-        return ""  # made at run time: no digest that is kept has such a part
-
-
-def _is_in_question(kind: type[torch.nn.Module]) -> bool:
-    """Return whether a class's source is part of the digest. Those of torch and Headrace are
-    not.
-    """
-    return not kind.__module__.startswith(("torch.", "engine."))
 
 
 @dataclass(frozen=True, slots=True)

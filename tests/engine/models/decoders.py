@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from engine.api.offline import LoadedModel
+from engine.contract.errors import ModelRefusedError
 from engine.loading.loader import verify_model
 from engine.loading.verified import VerifiedModel
 from engine.models.formats.native import Native
 from engine.models.formats.registry import Format
 from engine.models.table import FAMILIES as DESCRIBED
 from tests.model_recipes import RECIPES
-from tests.tiny_models import FAMILIES, make_model
+from tests.tiny_models import FAMILIES, make_model, make_prompts
 
 OURS = [
     name
@@ -22,6 +26,10 @@ OURS = [
     if recipe.is_known and recipe.config().model_type in DESCRIBED
 ]
 """The recipes of families that our decoder knows."""
+
+
+PROMPTS = make_prompts((1, 37, 3, 40))
+NEW = 9
 
 
 def make(name: str = "qwen3", seed: int = 0, **settings: Any) -> PreTrainedModel:
@@ -42,6 +50,35 @@ def verify(
     """Through the load gate, with our decoder if it can be."""
     told = [] if lines is None else lines
     return verify_model(model, Path(), told.append, packing=packing, own_decoder=True)
+
+
+def generate(verified: VerifiedModel, **options: Any) -> list[list[int]]:
+    """The tokens of PROMPTS."""
+    outputs = LoadedModel(verified).generate_batch(
+        PROMPTS, max_new_tokens=NEW, eos_token_id=-1, progress_bar=False, **options
+    )
+    found = [outputs[f"req_{index}"] for index in range(len(PROMPTS))]
+    assert not any(one.error for one in found)
+    return [list(one.generated_tokens) for one in found]
+
+
+def difference(model: PreTrainedModel, verify: Callable[..., VerifiedModel] = verify) -> str:
+    """What the comparison says. It ends the load if weights are not what they were; otherwise the
+    model's own modules run.
+    """
+    lines: list[str] = []
+    begins = f"our decoder does not compute this {model.config.model_type} as the model does: "
+    try:
+        assert verify(model, lines=lines).decoder is None
+    except ModelRefusedError as error:
+        text, is_weight = str(error), True
+    else:
+        (line,) = (line for line in lines if line.startswith("decoder: "))
+        text, is_weight = line.removeprefix("decoder: transformers', because "), False
+    assert text.startswith(begins)
+    of_weights = r"embedding|[\w. ,]*(projection|output|inner|down|lm_head)[ ,]"
+    assert is_weight == bool(re.match(of_weights, text.removeprefix(begins)))
+    return text
 
 
 def _gaps(judge: PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:

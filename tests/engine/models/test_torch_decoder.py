@@ -5,6 +5,7 @@ yields, and how it holds the weights.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.attention.small_cache import SmallCache, Span, zeros
-from engine.contract.errors import ModelRefusedError
 from engine.loading import gate
 from engine.loading.loader import verify_model
 from engine.loading.verified import VerifiedModel
@@ -24,7 +24,7 @@ from engine.models.layer_parts import Walk
 from engine.models.operations import TorchOperations
 from engine.models.torch_decoder import TorchDecoder, TorchMlp
 from engine.runner.runner_options import StepPath
-from tests.engine.models.decoders import OURS, _gaps, make
+from tests.engine.models.decoders import OURS, _gaps, difference, make
 from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.engine.runner.steps import build_verified, make_core, make_request, run, tokens_of
 from tests.tiny_models import WINDOW, greedy_reference, make_prompts
@@ -278,8 +278,7 @@ def test_wrong_weights_are_found(
         return TorchDecoder(model, *others)
 
     monkeypatch.setattr(choosing, "TorchDecoder", changed)
-    with pytest.raises(ModelRefusedError, match=said):
-        verify(make(family).to(dtype))
+    assert re.search(said, difference(make(family).to(dtype), verify))
 
 
 class _Wrong(TorchOperations):
@@ -320,8 +319,7 @@ class _Wrong(TorchOperations):
 def test_wrong_operations_are_found(fault: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One part alone, or only where several are computed at once."""
     monkeypatch.setattr(choosing, "operations_for", lambda *_: _Wrong(fault))
-    with pytest.raises(ModelRefusedError, match=said):
-        verify(make("qwen3"))
+    assert re.search(said, difference(make("qwen3"), verify))
 
 
 @pytest.mark.parametrize("newer", [False, True])
