@@ -71,7 +71,7 @@ def eager_forward(model: PreTrainedModel, ids: torch.Tensor, *, keeps_all: bool 
         # With a mask given, nothing looks for the ends of packed prompts in positions.
         named["attention_mask"] = torch.ones_like(ids)
     # As `generate` does: some models count otherwise if they are not told.
-    elif not keeps_all and "position_ids" in inspect.signature(model.forward).parameters:
+    elif "position_ids" in inspect.signature(model.forward).parameters:
         named["position_ids"] = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
     if not keeps_all:
         # A tensor, as in every step: some models compute fewer tokens if it is an int.

@@ -168,7 +168,6 @@ class _Prepared:
         backend: its attention.
         probe: what was observed of the model before its weights were packed.
         decoder: our decoder; None if the model's own modules run steps.
-        was_packed: whether weights were packed or joined after the probe.
     """
 
     model: PreTrainedModel
@@ -177,7 +176,6 @@ class _Prepared:
     backend: AttentionBackend
     probe: Observation
     decoder: CausalDecoder | None
-    was_packed: bool
 
 
 @exact_sums()
@@ -223,8 +221,7 @@ def verify_model(
     if ranks is not None:
         probe = replace(probe, logits=whole_logits(ready.model, probe))
     self_check(
-        *(ready.model, probe, ready.backend, model.device, ready.decoder),
-        was_packed=ready.was_packed,
+        *(ready.model, probe, ready.backend, model.device, ready.decoder), is_whole=ranks is None
     )
     name = ready.backend.name
     progress(f"verified: paged attention ({name}) equals the model's own in every layer")
@@ -271,7 +268,6 @@ def _prepare(
         view, model, rope = make_view(original)
     backend, probe, plan = _probe(model, backend, attention, is_ours if own_decoder else None)
     trim()
-    was_packed = packing is not None
     if packing is not None:
         view, model = None, original  # the view would hold the originals of packed weights
         progress(str(pack_model(original, packing)))
@@ -281,7 +277,7 @@ def _prepare(
         choose_experts(model, backend, progress)
     decoder = make_decoder(model, plan, backend, probe, progress)
     if own_decoder and decoder is None and view is not None:
-        was_packed |= _join(model, probe, progress)
+        _join(model, probe, progress)
     return _Prepared(
         model=model,
         view=view,
@@ -289,7 +285,6 @@ def _prepare(
         backend=backend,
         probe=replace(probe, record=None, joinable=()),
         decoder=decoder,
-        was_packed=was_packed,
     )
 
 
@@ -330,16 +325,14 @@ def _why_not_finite(model: PreTrainedModel, error: NotFiniteError) -> str:
     )
 
 
-def _join(model: PreTrainedModel, probe: Observation, progress: Callable[[str], None]) -> bool:
+def _join(model: PreTrainedModel, probe: Observation, progress: Callable[[str], None]) -> None:
     """Join linear layers of a view whose steps run as transformers wrote them.
 
-    This is only done on devices for which nothing is packed. Returns whether any were joined.
+    This is only done on devices for which nothing is packed.
     """
-    if model.device.type not in choosing.TORCH_DEVICES:
-        return False
-    products = join_linears(model, probe.joinable)
-    progress(f"joined: {products} products of linear layers that have the same input")
-    return products > 0
+    if model.device.type in choosing.TORCH_DEVICES:
+        products = join_linears(model, probe.joinable)
+        progress(f"joined: {products} products of linear layers that have the same input")
 
 
 def _leader(ranks: Ranks | None) -> Leader | None:

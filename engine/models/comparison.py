@@ -69,8 +69,6 @@ _FLOOR = 2.0**-18
 """Errors below this, relative to the largest element, come from summing in a different order."""
 _FLOOR_OF_OUTPUT = 2.0**-11
 """The same threshold for single elements of a product, relative to the size of the whole output."""
-_OF_WEIGHTS = frozenset({"lookup", "product"})
-"""The kinds of operations that show whether weights are what they were before they were packed."""
 _BLOCK_SIZE = 4
 
 
@@ -129,7 +127,8 @@ def _compare_layer(
     if given != ours:
         raise check.error(
             f"layer {one.index}, attention: scaling, softcap and sinks are {given} in the model, "
-            f"and {ours} in ours"
+            f"and {ours} in ours",
+            "attention",
         )
     magnitudes = MAGNITUDES[record.x.dtype]
     tokens = len(record.x) // len(magnitudes)
@@ -279,23 +278,23 @@ class _Check:
 
         `score` is the largest attention score of the layer.
         """
-        is_weight = kind in _OF_WEIGHTS
         if actual.shape != expected.shape or actual.dtype != expected.dtype:
             raise self.error(
                 f"{name} is {actual.dtype} {list(actual.shape)}, not {expected.dtype} "
                 f"{list(expected.shape)}",
-                is_weight=is_weight,
+                kind,
             )
         if kind == "attention":
             where = _attention(actual, expected, score)
         else:
             where = _JUDGES[kind](actual, expected)
         if where is not None:
-            raise self.error(f"{name} differs from the model's own {where}", is_weight=is_weight)
+            raise self.error(f"{name} differs from the model's own {where}", kind)
 
-    def error(self, text: str, *, is_weight: bool = False) -> DiffersError | ModelRefusedError:
-        """Return the error to raise when a result differs."""
+    def error(self, text: str, kind: Kind) -> Exception:
+        """Return the error to raise when the result of an operation differs."""
         text = f"our decoder does not compute this {self._family} as the model does: {text}"
+        is_weight = kind in ("lookup", "product")
         return ModelRefusedError(f"{text}; report it") if is_weight else DiffersError(text)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,11 @@ from engine.attention.interface import (
     BatchLayout,
     LayerCache,
 )
-from engine.attention.registry import ATTENTION_NAME, register
+from engine.attention.registry import register
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.contract.errors import ModelRefusedError
 from engine.loading import gate
+from engine.loading.float32_layers import rounded_and_not
 from engine.loading.gate import check_config, probe_layers, self_check
 from engine.loading.loader import verify_model
 from engine.loading.mask_rules import MaskWatch, UnknownMaskError
@@ -288,37 +288,93 @@ def test_a_model_of_nan_is_refused() -> None:
         _gate(model, Broken())
 
 
-@pytest.mark.parametrize(("error", "noise", "passes"), [(0.1, 0.05, True), (0.1, 0.01, False)])
-def test_what_packing_changes_is_allowed_for_and_only_then_found_out(
-    error: float, noise: float, passes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def changes(*_: object) -> float:
-        asked.append("noise")
-        return noise
-
-    model = make_model(FAMILIES["llama"]()).to(torch.bfloat16)
-    probe = probe_layers(model, TorchAttentionBackend())
-    monkeypatch.setattr(gate, "_packing_noise", changes)
-    arguments = (model, probe, TorchAttentionBackend(), torch.device("cpu"))
-    register()
-    self_check(*arguments, was_packed=True)
-    assert not asked
-    monkeypatch.setattr(gate, "logits_error", lambda *_: error)
-    with pytest.raises(ModelRefusedError, match=r"differ from the model's own by 10\.00%"):
-        self_check(*arguments)
-    assert not asked
-    with nullcontext() if passes else pytest.raises(ModelRefusedError, match=r"10\.00%"):
-        self_check(*arguments, was_packed=True)
-    assert asked == ["noise"]
-    assert model.config._attn_implementation == ATTENTION_NAME
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_half_precision_passes(family: str, dtype: torch.dtype) -> None:
     _gate(make_model(FAMILIES[family]()).to(dtype), Broken())
+
+
+# ---- models that round more than the bound allows -----------------------------------------------
+
+ROUGH = [
+    ("gpt_oss", 2, 5),
+    ("mellum", 3, 0),
+    ("gemma4 with experts", 1, 1),
+    ("phimoe", 2, 1),
+    ("granitemoe", 2, 2),
+    ("gemma4_unified", 5, 10),
+    ("minicpm3", 3, 5),
+    ("youtu", 3, 3),
+    ("olmoe with one KV head", 1, 1),
+]
+"""Families, how much larger their weights are, and their seeds."""
+
+
+def _rough(family: str, factor: int, seed: int) -> Any:
+    model = make_model(FAMILIES[family](), seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and "norm" not in name and "embed" not in name:
+                parameter.mul_(factor)
+    return model.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("packing", [None, Native, Int8])
+@pytest.mark.parametrize(("family", "factor", "seed"), ROUGH)
+def test_a_model_is_judged_by_how_it_rounds(
+    family: str, factor: int, seed: int, packing: Format | None
+) -> None:
+    model = _rough(family, factor, seed)
+    types = {one.dtype for one in model.parameters()}
+    verified = verify_model(model, Path(), lambda line: None, packing=packing, own_decoder=True)
+    for view in (model, verified.model):
+        assert {one.dtype for one in view.parameters()} <= types
+        assert not any(one._forward_hooks or one._forward_pre_hooks for one in view.modules())
+
+
+def _ignores_positions(model: Any) -> None:
+    """Rotates tokens by their places in the row, which a prompt alone does not show."""
+    for one in model.modules():
+        if type(one).__name__.endswith("RotaryEmbedding"):
+            right = one.forward
+            one.forward = lambda x, position_ids, *given, right=right, **named: right(
+                x, torch.arange(x.shape[1])[None], *given, **named
+            )
+
+
+@pytest.mark.parametrize("mistake", ["chunk offset", "decode table", "rotary"])
+@pytest.mark.parametrize(("family", "factor", "seed"), ROUGH)
+def test_a_mistake_is_not_taken_for_rounding(
+    family: str, factor: int, seed: int, mistake: str
+) -> None:
+    model, backend = _rough(family, factor, seed), BACKENDS.get(mistake, Broken)()
+    if mistake == "rotary":
+        _ignores_positions(model)
+    with pytest.raises(ModelRefusedError, match="differ"):
+        _gate(model, backend)
+
+
+def test_no_other_model_is_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "rounded_and_not", lambda *_: pytest.fail("it was asked"))
+    _gate(make_model(FAMILIES["llama"]()).to(torch.bfloat16), Broken())
+
+
+def test_one_layer_at_a_time_is_in_float32() -> None:
+    model = make_model(FAMILIES["gpt_oss"]()).to(torch.bfloat16)
+    most, layers = [], model.model.layers
+    for layer in layers:
+        layer.register_forward_hook(
+            lambda *_: most.append(
+                sum(one.numel() for one in model.parameters() if one.dtype is torch.float32)
+            )
+        )
+    rounded, wide = rounded_and_not(model, [(5, 6, 7), (8, 9)])
+    assert rounded.shape == wide.shape == (5, 128)
+    sizes = [sum(one.numel() for one in layer.parameters()) for layer in layers]
+    assert sorted(set(most)) == [0, max(sizes)]
+    right = make_model(FAMILIES["gpt_oss"]()).to(torch.bfloat16).float()
+    expected = right(input_ids=torch.tensor([[5, 6, 7]])).logits[0]
+    torch.testing.assert_close(wide[:3], expected, atol=0.03, rtol=0.01)
 
 
 # ---- attention classes of the user's own -----------------------------------------------------
@@ -452,6 +508,14 @@ def test_a_weight_that_is_not_finite_is_named(
         model.get_parameter(name)[-1] = value
     with pytest.raises(ModelRefusedError, match=f"^{name} has elements that are NaN or infinite"):
         verify_model(model, Path(), lambda line: None, packing=packing, own_decoder=True)
+
+
+def test_attention_sinks_that_are_not_finite_are_named() -> None:
+    model, name = make_model(FAMILIES["gpt_oss"]()), "model.layers.1.self_attn.sinks"
+    with torch.no_grad():
+        model.get_parameter(name)[2] = NAN
+    with pytest.raises(ModelRefusedError, match=f"^{name} has elements that are NaN or infinite"):
+        from_model(model)
 
 
 def test_results_that_are_not_finite_though_weights_are() -> None:
