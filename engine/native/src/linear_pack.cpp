@@ -78,18 +78,23 @@ float quantise_group(const float* x, int64_t count, float* numbers) {
     return max(least, -max(-most, -nearest));
   };
   float best = 0, scale = 0;
-  for (int i = 0; i < 24; ++i) {
-    const vf inverse = splat(-(6.2f + 0.1f * float(i)) / furthest);
-    vf products = {}, squares = {};
-    for (int64_t k = 0; k < count; k += VL) {
-      const vf one = rounded(k, inverse);
-      products += load(x + k) * one;
-      squares += one * one;
+  for (int i = 0; i < 24; i += 2) {  // two at a time, whose sums are added up together
+    vf sums[4] = {};
+    float totals[4];
+    for (int j = 0; j < 2; ++j) {
+      const vf inverse = splat(-(6.2f + 0.1f * float(i + j)) / furthest);
+      for (int64_t k = 0; k < count; k += VL) {
+        const vf one = rounded(k, inverse);
+        sums[2 * j] += load(x + k) * one;
+        sums[2 * j + 1] += one * one;
+      }
     }
-    float product = 0, square = 0;
-    for (int lane = 0; lane < VL; ++lane) product += products[lane], square += squares[lane];
-    if (square > 0 && product * product > best * square)
-      best = product * product / square, scale = product / square;
+    store_sums(sums[0], sums[1], sums[2], sums[3], totals);
+    for (int j = 0; j < 4; j += 2) {
+      const float product = totals[j], square = totals[j + 1];
+      if (square > 0 && product * product > best * square)
+        best = product * product / square, scale = product / square;
+    }
   }
   f16 held;
   from_float(scale, &held);
@@ -111,11 +116,14 @@ void pack_int4(const LinearWeight& weight, int64_t panel, const bf16* rows, int6
   for (int64_t lane = 0; lane < VL; ++lane)
     for (int64_t g = 0; g < num_groups(weight); ++g) {
       const int64_t first = g * group, count = std::min(group, weight.inputs - first);
-      for (int64_t k = 0; k < padded; ++k)
-        x[k] = lane < lanes && k < count ? to_float(rows[lane * stride + first + k]) : 0.0f;
+      const bf16* from = rows + lane * stride + first;
+      int64_t k = 0;
+      for (; lane < lanes && k + VL <= count; k += VL) store(x.get() + k, load(from + k));
+      for (; lane < lanes && k < count; ++k) x[k] = to_float(from[k]);
+      for (; k < padded; ++k) x[k] = 0.0f;
       const float scale = quantise_group(x.get(), padded, numbers);
       from_float(scale, scales + scale_at(weight, panel * VL + lane, g));
-      for (int64_t k = 0; k < count; k += 2) {
+      for (k = 0; k < count; k += 2) {
         const int low = int(numbers[k]) + 8, high = k + 1 < count ? int(numbers[k + 1]) + 8 : 8;
         packed[(first + k) / 2 * place.stride + lane] = uint8_t(low | high << 4);
       }
