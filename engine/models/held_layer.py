@@ -223,12 +223,8 @@ class PackedLinear(HeldLayer):
 class PackedEmbedding(HeldLayer):
     """Replaces a torch.nn.Embedding that shares its weight with a linear layer, or Gemma's
     embedding, which multiplies rows by its `embed_scale`.
-
-    Attributes:
-        stands_for: the class of the module it replaced.
     """
 
-    stands_for: type[torch.nn.Module]
     embed_scale: torch.Tensor | None
 
     def __init__(self, held: WeightFormat, embedding: torch.nn.Embedding) -> None:
@@ -241,7 +237,6 @@ class PackedEmbedding(HeldLayer):
         super().__init__(held)
         self.num_embeddings, self.embedding_dim = held.shape
         self.padding_idx = embedding.padding_idx
-        self.stands_for = type(embedding)
         factor = embedding._buffers.get("embed_scale")
         self.register_buffer("embed_scale", factor, persistent=False)
 

@@ -45,24 +45,21 @@ def functions_in_force(model: torch.nn.Module) -> Found:
 
 def replaced_function(model: torch.nn.Module) -> str | None:
     """Return the name of a function of the model that no library wrote, or None."""
-    for name, function in functions_in_force(model):
-        file, written = function.__code__.co_filename, function.__qualname__
-        owner, _, method = written.rpartition(".")
-        is_another = method == "forward" and not name.endswith(_of_class(owner, method))
-        if not file.startswith(_LIBRARIES) or (file.startswith(_READ) and is_another):
-            return name
-    return None
-
-
-def _of_class(owner: str, name: str) -> str:
-    return f"{name} of {owner}"
+    return next(
+        (
+            name
+            for name, function in functions_in_force(model)
+            if not function.__code__.co_filename.startswith(_LIBRARIES)
+        ),
+        None,
+    )
 
 
 def _method(cls: type, name: str, seen: set[int]) -> Found:
     """Yield a method, if the class has one of this name, and what it calls."""
     owner = next((one for one in cls.__mro__ if name in vars(one)), None)
     if owner is not None:
-        yield from _function(vars(owner)[name], cls, _of_class(owner.__name__, name), seen)
+        yield from _function(vars(owner)[name], cls, f"{name} of {owner.__name__}", seen)
 
 
 def _function(function: object, cls: type, told: str, seen: set[int]) -> Found:

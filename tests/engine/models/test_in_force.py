@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import gelu
+from transformers.models.cohere import modeling_cohere as cohere
+from transformers.models.granite import modeling_granite as granite
 from transformers.models.llama import modeling_llama as llama
-from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from engine.contract.errors import ModelChangedError
 from engine.models import table
@@ -72,9 +73,15 @@ def test_a_function_that_was_replaced(
     assert served() == f"{told} was replaced, and is not the library's own"
 
 
-def test_a_forward_of_another_class_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama.LlamaMLP, "forward", qwen3.Qwen3MLP.forward)
-    assert served() == "forward of LlamaMLP was replaced, and is not the library's own"
+def test_another_function_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is judged by what it computes."""
+    monkeypatch.setattr(llama.LlamaMLP, "forward", granite.GraniteMLP.forward)
+    lines: list[str] = []
+    verify(make("llama"), lines=lines)
+    assert "decoder: our own, for llama" in lines
+    monkeypatch.setattr(llama, "apply_rotary_pos_emb", cohere.apply_rotary_pos_emb)
+    reason = served()
+    assert "layer 0, queries, with inputs times 1 differs" in reason
 
 
 @pytest.mark.parametrize("packing", [Native, None])
