@@ -22,6 +22,7 @@ from engine.attention.interface import (
     LayerShape,
 )
 from engine.attention.registry import CONTEXT_KEYWORD
+from engine.native.device_copy import to_device
 
 
 class Span(NamedTuple):
@@ -145,7 +146,7 @@ class SmallCache:
         like = next(iter(self.caches.values())).keys
         metadata = [self._backend.prepare(layout, window, like) for window in self._windows]
         rows, positions, last = (
-            torch.from_numpy(one).to(like.device)
+            to_device(one, like.device)
             for one in (of_all, layout.positions, np.cumsum(counts) - 1)
         )
         context = AttentionContext(self._backend, self.caches, metadata)
