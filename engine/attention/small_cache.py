@@ -146,8 +146,7 @@ class SmallCache:
         like = next(iter(self.caches.values())).keys
         metadata = [self._backend.prepare(layout, window, like) for window in self._windows]
         rows, positions, last = (
-            to_device(one, like.device)
-            for one in (of_all, layout.positions, np.cumsum(counts) - 1)
+            to_device(one, like.device) for one in (of_all, layout.positions, np.cumsum(counts) - 1)
         )
         context = AttentionContext(self._backend, self.caches, metadata)
         return SmallStep(rows, positions, last, context)
