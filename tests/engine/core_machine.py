@@ -12,13 +12,25 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.contract.outputs import FinishReason
-from engine.contract.request import Request
 from engine.contract.types import RequestId, RequestKey, TokenId
+from engine.core.engine_core import EngineCore
 from tests.engine.fake_runner import VOCAB, Clock, expected_tokens, make_core, make_request
 from tests.engine.ledger import Ledger, drain
 
 ENDING = (5, 77)
 POLICIES = ("fifo", "prefill_first", "priority", "fair")
+
+
+def draft(core: EngineCore, most: int, chance: random.Random) -> None:
+    """Draft what follows in every choice: some of it right, and at times something wrong."""
+    for live in core._live.by_id.values() if most else ():
+        for one in live.choices.values():
+            count = one.num_output_tokens  # with pending tokens; what is right goes on beyond ends
+            right = expected_tokens(one.spec.prompt, count + most, choice=one.choice)[count:]
+            drafts = right[: chance.randint(0, most)]
+            if chance.random() < 0.5:
+                drafts.insert(chance.randint(0, len(drafts)), 3)
+            one.drafts = tuple(map(TokenId, drafts[:most]))
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -216,21 +228,6 @@ class CoreMachine(RuleBasedStateMachine):
         self.clock.now += seconds
         self.steps(1)
 
-    def guess(self) -> None:
-        """Draft what follows in every choice: some of it right, and at times something wrong."""
-        for live in self.core._live.by_id.values() if self.most_drafts else ():
-            for one in live.choices.values():
-                drafts = self.right_tokens(one)[: self.chance.randint(0, self.most_drafts)]
-                if self.chance.random() < 0.5:
-                    drafts.insert(self.chance.randint(0, len(drafts)), 3)
-                one.drafts = tuple(map(TokenId, drafts[: self.most_drafts]))
-
-    def right_tokens(self, request: Request) -> list[int]:
-        """What follows a choice's tokens, pending ones included, beyond any end too."""
-        count = request.num_output_tokens
-        prompt = request.spec.prompt
-        return expected_tokens(prompt, count + self.most_drafts, choice=request.choice)[count:]
-
     @rule()
     def forget(self) -> None:
         """As if the model had changed: nothing that was computed is left, and all go on."""
@@ -246,7 +243,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def steps(self, count: int) -> None:
         for _ in range(count):
-            self.guess()
+            draft(self.core, self.most_drafts, self.chance)
             self.ledger.take(self.core.step())
 
     @rule(when=st.sampled_from(["launch", "choice", "result"]))

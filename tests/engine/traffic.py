@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from engine.core.engine_core import EngineCore
-from tests.engine.core_machine import ENDING
+from tests.engine.core_machine import ENDING, draft
 from tests.engine.fake_runner import FakeRunner, make_request
 from tests.engine.ledger import Ledger
 
@@ -17,10 +17,12 @@ def traffic(
     chance: random.Random,
     *,
     first: int = 0,
+    most_drafts: int = 0,
 ) -> Ledger:
     """Requests of all kinds through a core, with cancels, finishes, holds and failing steps; at
     most 300 are live at a time.
     """
+    drafter = random.Random(count)
     ledger = Ledger()
     added = steps = 0
     while core.has_work or added < count:
@@ -53,6 +55,7 @@ def traffic(
             core.hold(chance.choice(list(core._live.by_id)))
         if steps % 40 == 0 or added == count:
             core.unhold_all()
+        draft(core, most_drafts, drafter)
         ledger.take(core.step())
         steps += 1
         assert steps < 20 * count
