@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks.instructions import ENVIRONMENTS, limit
+from engine.models.formats.int4 import Int4
 from engine.models.formats.int8 import Int8
 from engine.models.formats.native import Native
 from engine.models.formats.onednn import OneDnn
@@ -33,8 +34,14 @@ SHAPES = (
     *((3072, 1024), (3072, 1024), (1024, 3072)),
 )
 """The shapes in one layer, [N, K]."""
-TYPES = {"bfloat16": torch.bfloat16, "int8": torch.bfloat16, "float32": torch.float32}
+TYPES = {
+    "bfloat16": torch.bfloat16,
+    "int8": torch.bfloat16,
+    "int4": torch.bfloat16,
+    "float32": torch.float32,
+}
 """The types of weights, and of the inputs used with them."""
+INTEGERS: dict[str, Format] = {"int8": Int8, "int4": Int4}
 FEWEST_PASSES = 2
 
 
@@ -53,7 +60,7 @@ class Contender:
 
     name: str
     dtype: torch.dtype
-    weight_bytes: int
+    weight_bytes: float
     layers: list[torch.nn.Module]
     best: list[float] = field(default_factory=list)
     passes: list[float] = field(default_factory=list)
@@ -87,16 +94,16 @@ def contenders(types: list[str], layers: int) -> list[Contender]:
         dtype = TYPES[name]
         plain = [torch.nn.Linear(k, n, bias=False, dtype=dtype) for n, k in shapes]
         ways: dict[str, Callable[[torch.nn.Linear], torch.nn.Module]] = {
-            "ours": _packed(Int8 if name == "int8" else Native)
+            "ours": _packed(INTEGERS.get(name, Native))
         }
-        if name != "int8":
+        if name not in INTEGERS:
             ways["torch"] = lambda linear: linear
         if name == "bfloat16":
             if torch.ops.mkldnn._is_mkldnn_bf16_supported():
                 ways["oneDNN"] = _packed(OneDnn)
             else:
                 print("oneDNN: has no bfloat16 on this processor", file=sys.stderr)
-        size = 1 if name == "int8" else dtype.itemsize
+        size = dtype.itemsize * (INTEGERS[name].share if name in INTEGERS else 1)
         found += [
             Contender(f"{who} {name}", dtype, size, [make(one) for one in plain])
             for who, make in ways.items()
@@ -131,7 +138,7 @@ def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", default="1,4,16,32,128,512")
-    parser.add_argument("--types", default="bfloat16,int8,float32", help=", ".join(TYPES))
+    parser.add_argument("--types", default="bfloat16,int8,int4,float32", help=", ".join(TYPES))
     parser.add_argument("--variant", choices=list(ENVIRONMENTS), help="of our kernels")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of a model, each of 7 products")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each number of rows")

@@ -152,7 +152,8 @@ class StepRecord:
         num_requests: the number of requests in the step.
         num_prompt_tokens: the number of tokens computed for prompts, or recomputed after a
             preemption.
-        num_decode_tokens: the number of tokens computed in order to generate the next one.
+        num_decode_tokens: the number of tokens computed in order to generate the next one, drafts
+            included.
     """
 
     duration_s: float

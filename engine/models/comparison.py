@@ -295,7 +295,12 @@ class _Check:
         """Return the error to raise when the result of an operation differs."""
         text = f"our decoder does not compute this {self._family} as the model does: {text}"
         is_weight = kind in ("lookup", "product")
-        return ModelRefusedError(f"{text}; report it") if is_weight else DiffersError(text)
+        if not is_weight:
+            return DiffersError(text)
+        return ModelRefusedError(
+            f"{text}; report it, and start with decoder set to transformers and pack_weights off "
+            "meanwhile"
+        ).naming("decoder", "pack_weights")
 
 
 def _exact(actual: torch.Tensor, expected: torch.Tensor) -> str | None:

@@ -341,7 +341,7 @@ class Scheduler(ABC):
 
     def runnable(self) -> list[Request]:
         """Return the running requests that have something to compute, in the order of `running`.
-        The others wait for their last token or for a later step.
+        The others wait for their last token, for drafts to be verified, or for a later step.
         """
         resting = self._resting
         return [

@@ -8,28 +8,14 @@ import pytest
 
 from engine.contract.outputs import FinishReason
 from engine.contract.types import RequestId
-from engine.core.engine_core import EngineCore
-from engine.kv_cache.kv_cache_manager import KVCacheManager
 from tests.engine.core_machine import POLICIES
-from tests.engine.fake_runner import Clock, FakeRunner, expected_tokens, make_core, make_request
-from tests.engine.ledger import Ledger, drain
+from tests.engine.fake_runner import expected_tokens, make_core, make_request
+from tests.engine.ledger import drain
 from tests.engine.rig import WAIT, LoopRig, Sink, count_calls
+from tests.engine.scheduler.watched import CoreRig
 
 
-class Rig:
-    """A core, and what came out of it."""
-
-    def __init__(self, **options: object) -> None:
-        self.clock = Clock()
-        self.core: EngineCore
-        self.runner: FakeRunner
-        self.kv_cache: KVCacheManager
-        self.core, self.runner, self.kv_cache = make_core(
-            clock=self.clock,
-            **options,  # type: ignore[arg-type]
-        )
-        self.ledger = Ledger()
-
+class Rig(CoreRig):
     def add(self, name: str, length: int = 3, max_tokens: int = 9, **options: object) -> None:
         spec = make_request(name, range(length), max_tokens, **options)  # type: ignore[arg-type]
         self.ledger.add(spec)

@@ -1,4 +1,4 @@
-"""A core whose batches are written down."""
+"""A core and its ledger; and one whose batches are written down."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.engine.fake_runner import Clock, FakeRunner, make_core
 from tests.engine.ledger import Ledger, drain
 
 
-class Watched:
-    """A core whose batches are written down: the ids and numbers of tokens of each step."""
+class CoreRig:
+    """A core, and what came out of it."""
 
     def __init__(self, **options: object) -> None:
         self.clock = Clock()
@@ -23,6 +23,13 @@ class Watched:
             **options,  # type: ignore[arg-type]
         )
         self.ledger = Ledger()
+
+
+class Watched(CoreRig):
+    """A core whose batches are written down: the ids and numbers of tokens of each step."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
         self.steps: list[dict[str, int]] = []
         self.seconds = 0.0
         self.runner.hook = self._note
