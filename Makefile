@@ -233,13 +233,14 @@ bench-wire-size: $(DEV) $(NATIVE) ## Count what a session takes on the wire: byt
 .PHONY: bench-clients
 bench-clients: $(DEV) $(NATIVE) ## Measure the client libraries beside each other, and write docs/clients.md's tables: five minutes.
 	GRPC_VERBOSITY=ERROR $(BIN)/python -m benchmarks.languages --output benchmarks/results/languages.json $(ARGS)
-	$(BIN)/python -m benchmarks.languages --report
+	$(BIN)/python -m benchmarks report
 
 # ---- trust -----------------------------------------------------------------------------------------------------------
 
 SEED ?= 1
 PART ?=
-TRUST := GRPC_VERBOSITY=ERROR $(BIN)/python -m benchmarks.trust --seed $(SEED) $(addprefix --part ,$(PART))
+TRUST := GRPC_VERBOSITY=ERROR $(BIN)/python -m pytest tests/campaign/test_campaign.py -m campaign -qs -p no:cacheprovider \
+  --campaign-seed $(SEED) $(addprefix --campaign-part ,$(PART))
 
 .PHONY: trust
 trust: $(DEV) $(NATIVE) ## Attack what is promised, and write records: up to three hours (PART=ends SEED=7; it resumes).
@@ -247,16 +248,16 @@ trust: $(DEV) $(NATIVE) ## Attack what is promised, and write records: up to thr
 
 .PHONY: trust-cut
 trust-cut: $(DEV) $(NATIVE) ## The few minutes of it that CI runs.
-	$(TRUST) --cut --again $(ARGS)
+	$(TRUST) --campaign-cut $(ARGS)
 
 .PHONY: trust-report
 trust-report: $(DEV) ## Write docs/trust.md from the records.
-	$(BIN)/python -m benchmarks.trust --report
+	$(BIN)/python -m tests.campaign.document
 
 .PHONY: proxies
 proxies: $(DEV) $(NATIVE) ## Try every call through nginx, HAProxy and Envoy, and write docs/proxies.md's tables: five minutes (ARGS=--long).
 	GRPC_VERBOSITY=ERROR $(BIN)/python -m benchmarks.proxies --output benchmarks/results/proxies.json $(ARGS)
-	$(BIN)/python -m benchmarks.proxies --report
+	$(BIN)/python -m benchmarks report
 
 .PHONY: audit
 audit: $(DEV) ## Ask PyPI what is known of the pinned packages (ARGS='grpcio protobuf': of these alone).

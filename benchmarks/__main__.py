@@ -7,9 +7,6 @@ import dataclasses
 import datetime
 import json
 import os
-import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,16 +14,19 @@ from pathlib import Path
 from benchmarks import models
 from benchmarks.gpu import command as gpu
 from benchmarks.instructions import ENVIRONMENTS
-from benchmarks.models import DEMO, SHAPES
+from benchmarks.models import CACHE, DEMO, SHAPES, checkpoint, find_model
 from benchmarks.processes import ROOT, SystemFailure
 from benchmarks.records import Case, Plan, write_record
 from benchmarks.report import render, update
+from benchmarks.rig.measurement import end_by_signals
 from benchmarks.runner import Runner
 from benchmarks.systems import SYSTEMS, SystemSpec
 from benchmarks.workloads import WORKLOADS, Load, parse_load
 
-CACHE = Path.home() / ".cache" / "headrace-bench"
-DOCUMENTS = [ROOT / "docs" / "performance.md", ROOT / "docs" / "promises.md"]
+DOCUMENTS = [
+    ROOT / "docs" / f"{name}.md"
+    for name in ("performance", "promises", "clients", "proxies", "speculation")
+]
 LOCAL = ROOT / "benchmarks" / "results" / "local"
 
 
@@ -124,8 +124,7 @@ def _run(arguments: argparse.Namespace) -> None:
         plan = _plan(arguments)
     except ValueError as error:
         sys.exit(f"benchmarks: {error}")
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, lambda number, frame: sys.exit(128 + number))  # ends the systems
+    end_by_signals()
     try:
         record = Runner(plan, lambda line: print(line, flush=True)).run()
     except SystemFailure as failure:
@@ -166,15 +165,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
                 f"{name} has an environment of its own: make it with benchmarks/peers/setup.sh "
                 f"{name} DIRECTORY, then give --peer {name}=DIRECTORY"
             )
-    model = (
-        checkpoint(arguments.model, arguments.cache)
-        if arguments.model in SHAPES
-        else DEMO
-        if arguments.model == "demo"
-        else Path(arguments.model).resolve()
-    )
-    if not (model / "config.json").is_file():
-        raise ValueError(f"--model {arguments.model}: no name of --list, and no model's directory")
+    model = find_model(arguments.model, arguments.cache)
     loads: list[Load] = [parse_load(text) for text in arguments.load.split(",")]
     return Plan(
         model_name=model.name,
@@ -221,21 +212,6 @@ def _chosen(kind: str, text: str, known: Mapping[str, object]) -> list[str]:
         if name not in known:
             raise ValueError(f"{name!r} is no {kind}; there are {', '.join(known)}")
     return list(dict.fromkeys(names))
-
-
-def checkpoint(name: str, cache: Path) -> Path:
-    """Return the folder of a named checkpoint, which is made if it does not exist. A separate
-    process makes it, because torch takes much memory.
-    """
-    folder: Path = cache / "models" / name
-    if not (folder / "config.json").is_file():
-        print(f"making {folder}", flush=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
-        code = "import sys; from pathlib import Path; from benchmarks.models import make_model; "
-        code += "make_model(sys.argv[1], Path(sys.argv[2]))"
-        subprocess.run([sys.executable, "-c", code, name, str(folder)], cwd=ROOT, check=True)
-    return folder
 
 
 def _list() -> None:

@@ -24,36 +24,33 @@ kernels: `python -m engine.native.build` there.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import signal
 import statistics
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from benchmarks.__main__ import CACHE, checkpoint
-from benchmarks.decoder_shapes import FAMILIES, folder_of
-from benchmarks.decoder_table import BASELINE, KIND, LIBRARY, OURS, render
+from benchmarks.decoder_shapes import FAMILIES
+from benchmarks.markdown import cpus, link, memory, table
 from benchmarks.measures import decode_figures, figure, turn_figures
-from benchmarks.models import DEMO
-from benchmarks.processes import ROOT, System, SystemFailure
-from benchmarks.records import FORMAT, commit, machine_record, rounded
+from benchmarks.models import DEMO, checkpoint, make_random
+from benchmarks.processes import ROOT, System, SystemFailure, resident, tree
+from benchmarks.records import Record
+from benchmarks.rig.measurement import MODELS, THREADS, Measurement, in_turns, option
+from benchmarks.rig.systems import Systems, turn_order
 from benchmarks.workloads import WORKLOADS, Lengths, make_prompts
 
+OURS, BASELINE = "ours", "baseline"
+LIBRARY = "generate-batch"
 PARTS = (*FAMILIES, "shapes", "ready", "float32")
-_OUTPUT = ROOT / "benchmarks" / "results" / "decoder.json"
-_ENGINE, _SERVER, _LIBRARY, _MACHINE = (
+_ENGINE, _SERVER, _LIBRARY = (
     f"benchmarks.adapters.{name}"
-    for name in ("headrace_engine", "headrace_server", "transformers_batching", "machine")
+    for name in ("headrace_engine", "headrace_server", "transformers_batching")
 )
 _LOAD_S, _TURN_S = 300.0, 600.0
 _DECODED = Lengths(prompt=4 * 32 + 1, output=24)
@@ -87,7 +84,7 @@ class Case:
     def order(self, vocab_size: int, turn: int) -> dict[str, Any]:
         """Return a turn's requests, for an adapter."""
         seed = "decode" if self.is_decode else f"{self.name}, turn {turn}"
-        return _order(self.lengths, vocab_size, seed)
+        return order_of(self.lengths, vocab_size, seed)
 
     def figure(self, replies: list[dict[str, Any]]) -> float:
         """Return the tokens per second. Raises SystemFailure if the requests never all decoded at
@@ -102,170 +99,143 @@ class Case:
         return found["decode_rate"]
 
 
-class Book:
-    """The record as it grows."""
-
-    def __init__(self, path: Path, baseline: Path, threads: int) -> None:
-        self._path = path
-        self.record: dict[str, Any] = {"format": FORMAT, "kind": KIND, "cases": {}}
-        if path.is_file():
-            self.record = json.loads(path.read_text())
-        self.record |= {"machine": machine_record(), "threads": threads}
-        self._stamp = {
-            "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
-            "commit": commit(),
-            "baseline": _commit_of(baseline),
-        }
-
-    def has(self, part: str, name: str, turns: int) -> bool:
-        """Whether a case was measured in at least this many turns."""
-        found = self.record["cases"].get(part, {}).get(name, {}).get("turns", {})
-        return bool(found) and min(map(len, found.values())) >= turns
-
-    def forget(self, part: str) -> None:
-        """Remove a part, which is to be measured again."""
-        self.record["cases"].pop(part, None)
-
-    def add(self, case: Case, rates: Mapping[str, float]) -> None:
-        """Add a case to the record."""
-        self._write(
-            case,
-            {
-                **self._stamp,
-                "about": case.about,
-                "unit": case.unit,
-                "aim": case.aim,
-                "turns": case.turns,
-                "machine": dict(rates),
-            },
-        )
-        for name, found in case.turns.items():
-            print(
-                f"  {case.name:16} {name:15} {figure(statistics.median(found))} {case.unit}",
-                flush=True,
-            )
-
-    def fail(self, case: Case, failure: SystemFailure) -> None:
-        """Record that a case could not be measured."""
-        why = str(failure).splitlines()[0]
-        print(f"  {case.name} is left out: {failure}", flush=True)
-        self._write(case, {**self._stamp, "about": case.about, "failure": why})
-
-    def _write(self, case: Case, entry: dict[str, Any]) -> None:
-        self.record["cases"].setdefault(case.part, {})[case.name] = rounded(entry)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(self.record, indent=1) + "\n")
-
-
 class Bench:
-    """Starts systems and runs their turns alternately."""
+    """Starts systems, runs their turns alternately, and puts the cases in the record."""
 
-    def __init__(self, arguments: argparse.Namespace, book: Book) -> None:
-        self._baseline: Path = arguments.baseline.resolve()
-        self._cache: Path = arguments.cache
-        self._threads: int = arguments.threads
-        self._until = time.monotonic() + 60 * arguments.minutes
-        self._book = book
-        self.turns: int = arguments.turns
-        self._logs = self._cache / "logs"
-        self._logs.mkdir(parents=True, exist_ok=True)
+    def __init__(self, options: argparse.Namespace, record: Record) -> None:
+        """Create it. What the record's file has is kept."""
+        now = record.data
+        record.resume(())
+        record.data |= {**now, "threads": options.threads}
+        record.data.setdefault("cases", {})
+        self.record = record
+        self.cache: Path = options.cache
+        self.only: Sequence[str] = options.family
+        self.turns: int = options.turns
+        self._baseline: Path = options.baseline.resolve()
+        self._threads: int = options.threads
+        self._until: float = time.monotonic() + 60 * options.minutes
+        self._stamp = {
+            **{name: record.data[name] for name in ("date", "commit")},
+            "baseline": _commit_of(self._baseline),
+        }
 
     def is_late(self) -> bool:
         """Whether it is too late to begin anything."""
         return time.monotonic() > self._until
 
+    def wants(self, name: str) -> bool:
+        """Whether a family or shape was asked for, and there is time."""
+        is_chosen = not self.only or name in self.only
+        return is_chosen and not self.is_late()
+
     def has(self, part: str, *names: str) -> bool:
-        """Whether these cases are in the record."""
-        return all(self._book.has(part, name, self.turns) for name in names)
+        """Whether these cases are in the record, with enough turns."""
+        cases = self.record.data["cases"].get(part, {})
+        found: list[dict[str, list[float]]] = [
+            cases.get(name, {}).get("turns", {}) for name in names
+        ]
+        return all(one and min(map(len, one.values())) >= self.turns for one in found)
+
+    def add(self, case: Case, rates: Mapping[str, float]) -> None:
+        """Add a case to the record."""
+        about = {"about": case.about, "unit": case.unit, "aim": case.aim}
+        entry = {**self._stamp, **about, "turns": case.turns, "machine": dict(rates)}
+        self.record.put(entry, "cases", case.part, case.name)
+        for name, found in case.turns.items():
+            middle = figure(statistics.median(found))
+            print(f"  {case.name:16} {name:15} {middle} {case.unit}", flush=True)
+
+    def fail(self, case: Case, failure: SystemFailure) -> None:
+        """Record that a case could not be measured."""
+        why = str(failure).splitlines()[0]
+        print(f"  {case.name} is left out: {failure}", flush=True)
+        entry = {**self._stamp, "about": case.about, "failure": why}
+        self.record.put(entry, "cases", case.part, case.name)
 
     @contextmanager
-    def machine(self) -> Iterator[Callable[[], dict[str, float]]]:
-        """Yield a function that measures the machine's rates."""
-        helper = self._start("machine", _MACHINE, ROOT)
-        try:
-            helper.load({"model": "", "dtype": "bfloat16", "threads": self._threads}, _LOAD_S)
-            helper.park()
-            yield lambda: {**helper.run({"requests": []}, _TURN_S), "load": os.getloadavg()[0]}
-        finally:
-            helper.end()
+    def systems(self) -> Iterator[tuple[Systems, dict[str, float]]]:
+        """Yield systems, and the machine's rates."""
+        with Systems(self.cache / "logs") as systems:
+            systems.start_machine(
+                log="decoder-machine",
+                environment=_environment(ROOT),
+                dtype="bfloat16",
+                threads=self._threads,
+            )
+            yield systems, {**systems.rates(), "load": os.getloadavg()[0]}
+
+    def start(
+        self,
+        systems: Systems,
+        name: str,
+        module: str,
+        order: Mapping[str, Any],
+    ) -> System:
+        """Load a system of the checkout that its name says."""
+        root = self._baseline if name == BASELINE else ROOT
+        return systems.start(
+            name, module, order, _LOAD_S, log=f"decoder-{name}", environment=_environment(root),
+            root=root,
+        )  # fmt: skip
 
     def measure(
         self,
         cases: list[Case],
         model: Path,
         dtype: str,
-        systems: Mapping[str, tuple[str, dict[str, Any]]],
+        kinds: Mapping[str, tuple[str, dict[str, Any]]],
     ) -> None:
         """Load systems on a model and measure the cases in order.
 
-        systems: the adapter of each system and its options, by name.
+        kinds: the adapter of each system and its options, by name.
         """
         print(f"{cases[0].part}: {model.name}, {cases[0].about}", flush=True)
         vocab_size = read_vocab_size(model)
-        with ExitStack() as ending:
-            rates = ending.enter_context(self.machine())()
-            running: dict[str, System] = {}
-            try:
-                for name, (adapter, options) in systems.items():
-                    running[name] = self._start(name, adapter, self._root(name))
-                    ending.callback(running[name].end)
-                    running[name].load(self._load(model, dtype, options, cases), _LOAD_S)
-                    running[name].park()
+        try:
+            with self.systems() as (systems, rates):
+                running = {
+                    name: self.start(
+                        systems, name, module, self.load_order(model, dtype, options, cases)
+                    )
+                    for name, (module, options) in kinds.items()
+                }
                 for case in cases:
-                    self._turns(case, running, vocab_size)
-                    self._book.add(case, rates)
-            except SystemFailure as failure:
-                for case in cases:
-                    if not self.has(case.part, case.name):
-                        self._book.fail(case, failure)
+                    for turn, name in in_turns(tuple(reversed(running)), self.turns):
+                        replies = running[name].run(case.order(vocab_size, turn), _TURN_S)
+                        found = case.figure(replies)
+                        if turn:
+                            case.turns.setdefault(name, []).append(found)
+                    self.add(case, rates)
+        except SystemFailure as failure:
+            for case in cases:
+                if not self.has(case.part, case.name):
+                    self.fail(case, failure)
 
     def measure_ready(self, cases: list[Case], model: Path) -> None:
         """Restart the servers in each turn. cases: the seconds until they are ready, their peak
         memory until then, and their memory after some tokens.
         """
-        order = _order([Lengths(128, 8)], read_vocab_size(model), "ready")
-        with self.machine() as rates:
-            found_rates = rates()
+        order = order_of([Lengths(128, 8)], read_vocab_size(model), "ready")
+        load = self.load_order(model, "bfloat16", {}, cases)
         try:
-            for turn in range(self.turns + 1):
-                for name in _in_order(turn, (OURS, BASELINE)):
-                    system = self._start(name, _SERVER, self._root(name))
-                    try:
-                        system.load(self._load(model, "bfloat16", {}, cases), _LOAD_S)
-                        most = system.peak_bytes
-                        system.run(order, _TURN_S)
-                        held = _resident(system.ready["pid"])
-                    finally:
-                        system.end()
-                    if turn:
-                        for case, value in zip(
-                            cases, (system.start_s, most / 2**20, held / 2**20), strict=True
-                        ):
-                            case.turns.setdefault(name, []).append(value)
+            with self.systems() as (systems, rates):
+                for turn, name in in_turns((BASELINE, OURS), self.turns):
+                    system = self.start(systems, name, _SERVER, load)
+                    most = system.peak_bytes
+                    system.run(order, _TURN_S)
+                    held = sum(resident(one.pid)[0] for one in tree(system.ready["pid"]))
+                    systems.drop(system)
+                    values = (system.start_s, most / 2**20, held / 2**20)
+                    for case, value in zip(cases, values, strict=True) if turn else ():
+                        case.turns.setdefault(name, []).append(value)
+                for case in cases:
+                    self.add(case, rates)
         except SystemFailure as failure:
             for case in cases:
-                self._book.fail(case, failure)
-        else:
-            for case in cases:
-                self._book.add(case, found_rates)
+                self.fail(case, failure)
 
-    def _turns(self, case: Case, systems: Mapping[str, System], vocab_size: int) -> None:
-        for turn in range(self.turns + 1):
-            order = case.order(vocab_size, turn)
-            for name in _in_order(turn, tuple(systems)):
-                found = case.figure(systems[name].run(order, _TURN_S))
-                if turn:
-                    case.turns.setdefault(name, []).append(found)
-
-    def _root(self, name: str) -> Path:
-        return self._baseline if name == BASELINE else ROOT
-
-    def _start(self, name: str, adapter: str, root: Path) -> System:
-        path = os.pathsep.join(map(str, (root, root / "clients" / "python" / "src")))
-        log = self._logs / f"decoder-{name}.log"
-        return System(name, adapter, sys.executable, log, {"PYTHONPATH": path}, root)
-
-    def _load(
+    def load_order(
         self, model: Path, dtype: str, options: dict[str, Any], cases: list[Case]
     ) -> dict[str, Any]:
         """Return an adapter's order to load a model."""
@@ -275,7 +245,7 @@ class Bench:
             "model": str(model),
             "dtype": dtype,
             "threads": self._threads,
-            "cache": str(self._cache),
+            "cache": str(self.cache),
             "options": options,
             "limits": {
                 "kv_tokens": tokens,
@@ -286,20 +256,9 @@ class Bench:
         }
 
 
-def _order(lengths: list[Lengths], vocab_size: int, seed: str) -> dict[str, Any]:
+def order_of(lengths: list[Lengths], vocab_size: int, seed: str) -> dict[str, Any]:
     """Return an adapter's order to run a turn."""
-    prompts = make_prompts(lengths, vocab_size, seed)
-    return {
-        "requests": [
-            {"prompt": prompt, "max_tokens": one.output, "at": 0.0}
-            for prompt, one in zip(prompts, lengths, strict=True)
-        ]
-    }
-
-
-def _in_order(turn: int, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Alternate which system runs first from turn to turn."""
-    return names if turn % 2 else names[::-1]
+    return turn_order(make_prompts(lengths, vocab_size, seed), lengths)
 
 
 def read_vocab_size(model: Path) -> int:
@@ -308,10 +267,10 @@ def read_vocab_size(model: Path) -> int:
     return found
 
 
-def _resident(pid: int) -> int:
-    """Return the resident memory of a process and its children, in bytes."""
-    root = psutil.Process(pid)
-    return sum(one.memory_info().rss for one in (root, *root.children(recursive=True)))
+def _environment(root: Path) -> dict[str, str]:
+    """Return the variables of a process that runs a checkout's own adapters."""
+    paths = map(str, (root, root / "clients" / "python" / "src"))
+    return {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _commit_of(checkout: Path) -> str:
@@ -321,23 +280,29 @@ def _commit_of(checkout: Path) -> str:
     ]
 
 
-BOTH = {OURS: (_ENGINE, {}), BASELINE: (_ENGINE, {})}
+BOTH: dict[str, tuple[str, dict[str, Any]]] = {OURS: (_ENGINE, {}), BASELINE: (_ENGINE, {})}
 
 
-def measure_families(bench: Bench, part: str, cache: Path, only: list[str]) -> None:
+def make_family(name: str, cache: Path) -> Path:
+    """Return the folder of a family's checkpoint, which is made if it does not exist."""
+    [family] = [part[name] for part in FAMILIES.values() if name in part]
+    return make_random(cache / "models" / f"decoder-{name}", family.model_type, family.config())
+
+
+def measure_families(bench: Bench, part: str) -> None:
     """Measure the families, with a table for each."""
     for name, family in FAMILIES[part].items():
         names = [f"{name}, {requests}" for requests in (1, 16)]
-        if bench.is_late() or bench.has(part, *names) or (only and name not in only):
+        if bench.has(part, *names) or not bench.wants(name):
             continue
         cases = [
             Case(part, one, family.about, "tok/s", family.aim, [_DECODED] * count, is_decode=True)
             for one, count in zip(names, (1, 16), strict=True)
         ]
-        bench.measure(cases, make_family(name, cache), "bfloat16", BOTH)
+        bench.measure(cases, make_family(name, bench.cache), "bfloat16", BOTH)
 
 
-def measure_shapes(bench: Bench, cache: Path, only: list[str]) -> None:
+def measure_shapes(bench: Bench) -> None:
     """Measure the workloads of the 0.6B shape, and one of the tiny shape."""
     for model, workloads in ((_READY, ("W1", "W3", "W4")), ("tiny", ("W1",))):
         cases = [
@@ -346,11 +311,11 @@ def measure_shapes(bench: Bench, cache: Path, only: list[str]) -> None:
             for name in workloads
             if not bench.has("shapes", f"{model} {name}")
         ]  # fmt: skip
-        if cases and not bench.is_late() and (not only or model in only):
-            bench.measure(cases, checkpoint(model, cache), "bfloat16", BOTH)
+        if cases and bench.wants(model):
+            bench.measure(cases, checkpoint(model, bench.cache), "bfloat16", BOTH)
 
 
-def measure_ready(bench: Bench, cache: Path) -> None:
+def measure_ready(bench: Bench) -> None:
     """Measure how long loading takes and how much memory it needs."""
     cases = [
         Case("ready", "start", "until it is ready", "s", None),
@@ -358,7 +323,7 @@ def measure_ready(bench: Bench, cache: Path) -> None:
         Case("ready", "memory", "after a request", "MiB", None),
     ]
     if not bench.has("ready", *(case.name for case in cases)):
-        bench.measure_ready(cases, checkpoint(_READY, cache))
+        bench.measure_ready(cases, checkpoint(_READY, bench.cache))
 
 
 def measure_float32(bench: Bench) -> None:
@@ -369,24 +334,7 @@ def measure_float32(bench: Bench) -> None:
         bench.measure([case], DEMO, "float32", {**BOTH, LIBRARY: (_LIBRARY, {})})
 
 
-def make_family(name: str, cache: Path) -> Path:
-    """Make a family's checkpoint if it does not exist. A separate process makes it, because torch
-    takes much memory.
-    """
-    folder = folder_of(name, cache)
-    if not (folder / "config.json").is_file():
-        print(f"making {folder}", flush=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        code = (
-            "import sys; from pathlib import Path; from benchmarks.decoder_shapes import *; "
-            "families = {k: v for part in FAMILIES.values() for k, v in part.items()}; "
-            "make(families[sys.argv[1]], Path(sys.argv[2]))"
-        )
-        subprocess.run([sys.executable, "-c", code, name, str(folder)], cwd=ROOT, check=True)
-    return folder
-
-
-def make_models(cache: Path, only: list[str]) -> None:
+def make_models(cache: Path, only: Sequence[str]) -> None:
     """Make all checkpoints."""
     for name in (name for part in FAMILIES.values() for name in part):
         if not only or name in only:
@@ -395,54 +343,154 @@ def make_models(cache: Path, only: list[str]) -> None:
         checkpoint(shape, cache)
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.decoder",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--baseline", type=Path, required=True, help="the older checkout")
-    parser.add_argument("--part", choices=(*PARTS, "models"), action="append", help="default: all")
-    parser.add_argument(
-        "--family", action="append", default=[], help="only this one, or this shape; several"
-    )
-    parser.add_argument("--turns", type=int, default=7, help="that count (default 7)")
-    parser.add_argument("--minutes", type=float, default=600.0, help="begin no case after so many")
-    parser.add_argument("--anew", action="store_true", help="measure what is in the record too")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--cache", type=Path, default=CACHE, help=f"for models (default {CACHE})")
-    parser.add_argument("--output", type=Path, default=_OUTPUT, help="the record")
-    arguments = parser.parse_args()
-    if not list((arguments.baseline / "engine" / "native").glob("libheadrace.*")):
-        sys.exit(f"{arguments.baseline}: build its kernels: python -m engine.native.build, there")
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, lambda number, frame: sys.exit(128 + number))  # ends the systems
-    parts = arguments.part or list(PARTS)
+_WAYS: dict[str, Callable[[Bench], None]] = {
+    "shapes": measure_shapes,
+    "ready": measure_ready,
+    "float32": measure_float32,
+}
+
+
+def measure(options: argparse.Namespace, record: Record) -> None:
+    """Measure what is not in the record yet."""
+    if not list((options.baseline / "engine" / "native").glob("libheadrace.*")):
+        raise SystemFailure(
+            f"{options.baseline}: build its kernels: python -m engine.native.build, there"
+        )
+    parts = options.part or list(PARTS)
     if "models" in parts:
-        make_models(arguments.cache, arguments.family)
+        make_models(options.cache, options.family)
         parts.remove("models")
-    book = Book(arguments.output, arguments.baseline, arguments.threads)
-    bench = Bench(arguments, book)
+    bench = Bench(options, record)
     for part in parts:
-        if arguments.anew:
-            book.forget(part)
+        if options.anew:
+            record.data["cases"].pop(part, None)
         if part in FAMILIES:
-            measure_families(bench, part, arguments.cache, arguments.family)
+            measure_families(bench, part)
         elif not bench.is_late():
-            _WAYS[part](bench, arguments.cache, arguments.family)
-    if book.record["cases"]:
-        print(f"\n{render(book.record, arguments.output.name)}\nwritten to {arguments.output}")
+            _WAYS[part](bench)
     if bench.is_late():
         print("out of time: the same command goes on with what is missing")
 
 
-_WAYS: dict[str, Callable[[Bench, Path, list[str]], None]] = {
-    "shapes": measure_shapes,
-    "ready": lambda bench, cache, only: measure_ready(bench, cache),
-    "float32": lambda bench, cache, only: measure_float32(bench),
+# ---- the tables ----------------------------------------------------------------------------------
+
+_TITLES = {
+    "families": "**Decoding by family**, true widths at reduced depth, output tokens a second.",
+    "experts": "**Decoding by mixtures of experts**, as above.",
+    "more": "**Decoding by other families**, as above.",
 }
 
 
+def render(record: Mapping[str, Any], name: str) -> str:
+    """Return the record as text for a document. name: the name of its file."""
+    cases = record["cases"]
+    parts = [_heading(record, name)]
+    for part, title in _TITLES.items():
+        if part in cases:
+            parts.append(_families(title, cases[part]))
+    if "shapes" in cases:
+        title = "**Workloads** in bfloat16, output tokens a second."
+        parts.append(_rows(title, cases["shapes"], BASELINE, (OURS,)))
+    if "ready" in cases:
+        title = "**A server of the 0.6B shape**, started anew in each turn."
+        parts.append(_rows(title, cases["ready"], BASELINE, (OURS,)))
+    if "float32" in cases:
+        title = "**The demo model in float32**, output tokens a second."
+        parts.append(_rows(title, cases["float32"], LIBRARY, (OURS, BASELINE)))
+    return "\n\n".join(parts) + "\n"
+
+
+def spread(ours: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median, the smallest and the largest of the turns' ratios."""
+    ratios = [one / other for one, other in zip(ours, others, strict=True)]
+    return statistics.median(ratios), min(ratios), max(ratios)
+
+
+def _heading(record: Mapping[str, Any], name: str) -> str:
+    cases = [case for part in record["cases"].values() for case in part.values()]
+    found = [case["machine"] for case in cases if "machine" in case]
+    text = (
+        f"{_several(case['date'][:10] for case in cases)}, {record['threads']} threads; "
+        f"{cpus(record)}, {memory(record)}, {record['machine']['system']}"
+    )
+    if found:
+        bandwidths, loads = (sorted(one[key] for one in found) for key in ("bandwidth", "load"))
+        text += (
+            f"; memory read at {bandwidths[0] / 1e9:.1f} to {bandwidths[-1] / 1e9:.1f} GB/s, load "
+            f"average {loads[0]:.1f} to {loads[-1]:.1f} before the cases"
+        )
+    return (
+        f"{text}. Commit {_several(case['commit'] for case in cases)}, baseline "
+        f"{_several(case['baseline'] for case in cases)}. {link(name)}"
+    )
+
+
+def _several(values: Any) -> str:
+    return ", ".join(sorted({str(value) for value in values}))
+
+
+def _families(title: str, cases: Mapping[str, Any]) -> str:
+    rows = []
+    for family in dict.fromkeys(name.partition(",")[0] for name in cases):
+        both = [cases.get(f"{family}, {requests}") for requests in (1, 16)]
+        about = next(case["about"] for case in both if case)
+        aims = {f"{case['aim']:g}" for case in both if case and "aim" in case}
+        cells = [cell for case in both for cell in _pair(case, OURS, BASELINE)]
+        rows.append([family, about, *cells, ", ".join(aims)])
+    columns = "family | shape | 1 request: ours, baseline | ratio | 16 requests: ours, baseline"
+    return "\n".join([title, "", *table(f"{columns} | ratio | wanted", rows)])
+
+
+def _rows(title: str, cases: Mapping[str, Any], reference: str, systems: Sequence[str]) -> str:
+    """Return a table. systems: those that are compared with the reference; each has a row per
+    case.
+    """
+    rows = []
+    for name, case in cases.items():
+        unit = case.get("unit", "")
+        for system in systems:
+            aim = case.get("aim")
+            wanted = "" if aim is None or system == BASELINE else f"{aim:g}"
+            figures, ratio = _pair(case, system, reference)
+            if "failure" in case and system != systems[0]:
+                continue  # it is told once
+            what = f"{name}, {unit}" if unit else name
+            rows.append([what, case["about"], f"{system}: {figures}", ratio, wanted])
+    lines = table(f"what |  | system: it, {reference} | ratio | wanted", rows)
+    return "\n".join([f"{title} Beside {reference}.", "", *lines])
+
+
+def _pair(case: Mapping[str, Any] | None, system: str, reference: str) -> tuple[str, str]:
+    """Return the medians of two systems, and their ratio, in bold if it misses the target."""
+    if case is None:
+        return "", ""
+    if "failure" in case:
+        return case["failure"].replace("|", "/"), ""
+    ours, others = case["turns"][system], case["turns"][reference]
+    middle, least, most = spread(ours, others)
+    ratio = f"{middle:.2f} ({least:.2f}–{most:.2f}, {len(ours)} turns)"
+    is_below = case["aim"] is not None and system != BASELINE and middle < case["aim"]
+    return (
+        f"{figure(statistics.median(ours))}, {figure(statistics.median(others))}",
+        f"**{ratio}**" if is_below else ratio,
+    )
+
+
+MEASUREMENT = Measurement(
+    name="decoder",
+    about=__doc__,
+    measure=measure,
+    table=lambda record: render(record, "decoder.json"),
+    options=(
+        option("baseline", None, "the older checkout", type=Path, required=True),
+        option("part", [], "default: all", choices=(*PARTS, "models"), action="append"),
+        option("family", [], "only this one, or this shape; several", action="append"),
+        option("turns", 7, "that count (default 7)"),
+        option("minutes", 600.0, "begin no case after so many"),
+        option("anew", False, "measure what is in the record too"),
+        *(THREADS, MODELS),
+    ),
+)
+
 if __name__ == "__main__":
-    main()
+    MEASUREMENT.run()

@@ -6,9 +6,7 @@ the whole model.
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 _COMMON: dict[str, Any] = {
@@ -133,21 +131,3 @@ FAMILIES: dict[str, dict[str, Family]] = {
     },
 }
 """The families, by the part of the record."""
-
-
-def make(family: Family, folder: Path) -> None:
-    """Write a checkpoint with random weights in bfloat16."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family.model_type, **family.config())
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(partial)
-    partial.rename(folder)
-
-
-def folder_of(name: str, cache: Path) -> Path:
-    """Return the folder of a family's checkpoint, which need not exist yet."""
-    return cache / "models" / f"decoder-{name}"

@@ -18,36 +18,37 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import datetime
 import hashlib
 import itertools
-import json
-import os
 import random
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
 import headrace
-from headrace.v1 import control_service_pb2, generation_pb2, generation_service_pb2
-from headrace.v1.control_service_pb2_grpc import ControlServiceStub
-from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
+from headrace.cli.bench.prompts import Lengths
 
-from benchmarks.measures import quantile
-from benchmarks.processes import ROOT
-from benchmarks.records import commit, machine_record, rounded
-from benchmarks.stalled_readers import free_port
-from tests.engine.scheduler.sharing import Client, Sharing
+from benchmarks.measures import compared, quantile, ratio_span
+from benchmarks.records import Record
+from benchmarks.rig.load import Calls, Stories, connect, loaded, measured, running, until
+from benchmarks.rig.measurement import DTYPE, MODEL, THREADS, Measurement, in_turns, option
+from benchmarks.rig.serving import Process, serve
+from engine.contract.request import GenerationRequest, Request
+from engine.contract.sampling_params import SamplingParams, StopParams
+from engine.contract.token_ids import TokenIds
+from engine.contract.types import CallerKey, GroupId, RequestId, RequestKey, TokenId
+from engine.core.engine_core import EngineCore
+from engine.kv_cache.group_kinds import FullAttention
+from engine.kv_cache.groups import LayerGroup
+from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.scheduler.fair import FairScheduler
+from engine.scheduler.runner_protocol import SampledTokens
+from engine.scheduler.scheduled_batch import ScheduledBatch
+from engine.scheduler.step_plan import StepPlan
 
-WAIT_S = 300.0
-"""The limit of each wait; whatever takes longer is stuck."""
 BACKLOG_TOKENS = 128
 SHORT_TOKENS = 8
 _CALLERS = ("backlog", "other", "operator")
@@ -58,14 +59,15 @@ _PAUSE_S = 0.1
 server.
 """
 _WATCH_S = 0.1
+QUEUED = 20
+"""How many requests of each caller wait: more than a step can begin."""
 
 
-class Server:
-    """`headrace-server serve` with the demo model, and a token for each caller."""
-
-    def __init__(self, arguments: argparse.Namespace, scheduler: str, folder: Path) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
-        callers = folder / "callers.toml"
+@contextlib.contextmanager
+def serving(options: argparse.Namespace, *schedulers: str) -> Iterator[dict[str, Process]]:
+    """Run a server for each policy, with a token for each caller."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        callers = Path(folder) / "callers.toml"
         callers.write_text(
             "\n".join(
                 f'[[callers]]\nidentity = "{name}"\nservices = ["*"]\n'
@@ -73,165 +75,75 @@ class Server:
                 for name in _CALLERS
             )
         )
-        command = [
-            str(Path(sys.executable).with_name("headrace-server")), "serve",
-            "--model", arguments.model, "--listen", self.address, "--dtype", arguments.dtype,
-            "--device", "cpu", "--threads", str(arguments.threads), "--log-level", "warning",
-            "--auth-file", str(callers), "--scheduler", scheduler, "--no-prefix-cache",
-        ]  # fmt: skip
-        self._log = folder / f"{scheduler}.log"
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
-
-    def wait_until_ready(self) -> None:
-        """Wait until the model is loaded. Raises RuntimeError if it cannot be loaded."""
-        try:
-            with headrace.Client(self.address, token="operator") as client:
-                client.wait_until_ready(timeout=WAIT_S)
-        except headrace.HeadraceError as error:
-            raise RuntimeError(f"the server is not ready:\n{self._log.read_text()}") from error
-
-    def end(self) -> None:
-        """Stop the server."""
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(WAIT_S)
+        flags = (
+            "--dtype", options.dtype, "--device", "cpu", "--threads", str(options.threads),
+            "--log-level", "warning", "--auth-file", str(callers), "--no-prefix-cache",
+        )  # fmt: skip
+        yield {
+            name: stack.enter_context(serve(*flags, "--scheduler", name, model=options.model))
+            for name in schedulers
+        }
 
 
-@contextlib.contextmanager
-def serving(arguments: argparse.Namespace, *schedulers: str) -> Iterator[list[Server]]:
-    """Run a server for each policy."""
-    with tempfile.TemporaryDirectory() as folder:
-        servers = [Server(arguments, one, Path(folder)) for one in schedulers]
-        try:
-            for server in servers:
-                server.wait_until_ready()
-            yield servers
-        finally:
-            for server in servers:
-                server.end()
+def backlog(
+    client: headrace.AsyncClient, options: argparse.Namespace
+) -> contextlib.AbstractAsyncContextManager[object]:
+    """Keep the backlog during the block."""
+    lengths = Lengths(BACKLOG_TOKENS - options.spread, BACKLOG_TOKENS + options.spread)
+    return loaded(Calls(client, streamed=False), Stories(lengths, seed=1), options.backlog)
 
 
-class Caller:
-    """One caller's connection and requests."""
-
-    def __init__(self, server: Server, name: str) -> None:
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        self._channel = grpc.aio.insecure_channel(server.address, options=options)
-        self.generation: Any = GenerationServiceStub(self._channel)
-        self.control: Any = ControlServiceStub(self._channel)
-        self.metadata = [("authorization", f"Bearer {name}")]
-        self.tokens = 0
-        self._numbers = itertools.count()
-
-    async def __aenter__(self) -> Caller:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._channel.close()
-
-    def spec(self, max_tokens: int) -> generation_pb2.GenerationSpec:
-        """Return a request; no two are alike."""
-        return generation_pb2.GenerationSpec(
-            text=generation_pb2.TextInput(
-                text=f"Story {next(self._numbers)} of a river and a mill. Once upon a time"
-            ),
-            sampling=generation_pb2.SamplingOptions(temperature=0.0),
-            stop=generation_pb2.StopOptions(max_tokens=max_tokens, ignore_eos=True),
-        )
-
-    async def generate(self, max_tokens: int) -> None:
-        """Run one whole request, and retry if there is no room for it now."""
-        request = generation_service_pb2.GenerateRequest(spec=self.spec(max_tokens))
-        while True:
-            try:
-                await self.generation.Generate(request, metadata=self.metadata, timeout=WAIT_S)
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
-                    raise
-                await asyncio.sleep(_PAUSE_S)
-                continue
-            self.tokens += max_tokens
-            return
-
-    async def first_token(self, max_tokens: int) -> float:
-        """Return the seconds from the call to the first token of a request, which is read to its
-        end.
-        """
-        request = generation_service_pb2.GenerateStreamRequest(spec=self.spec(max_tokens))
-        began, first = time.perf_counter(), 0.0
-        call = self.generation.GenerateStream(request, metadata=self.metadata, timeout=WAIT_S)
-        async for message in call:
-            if not first and any(event.delta.token_ids for event in message.events):
-                first = time.perf_counter() - began
-        self.tokens += max_tokens
-        return first
-
-
-@contextlib.asynccontextmanager
-async def running(*coroutines: Any) -> Any:
-    """Run these tasks during the block; their failures are raised here."""
-    tasks = [asyncio.ensure_future(one) for one in coroutines]
-    try:
-        yield
-        for task in tasks:
-            if task.done():
-                task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def keep_asking(caller: Caller, spread: int, chance: random.Random) -> None:
-    """Send requests of the backlog endlessly. `spread`: how many tokens shorter or longer they
-    are.
-    """
-    while True:
-        await caller.generate(BACKLOG_TOKENS + chance.randint(-spread, spread))
-
-
-async def watch(operator: Caller, steps: list[float]) -> None:
+async def watch(operator: headrace.AsyncClient, steps: list[float]) -> None:
     """Record the time of the server's last step, a few times per second."""
-    request = control_service_pb2.WatchStatisticsRequest()
-    request.interval.FromMilliseconds(round(_WATCH_S * 1000))
-    async for message in operator.control.WatchStatistics(request, metadata=operator.metadata):
-        steps.append(message.statistics.engine.last_step_duration.ToNanoseconds() / 1e9)
+    async for now in operator.control.watch(_WATCH_S):
+        steps.append(now.engine.last_step_duration.ToNanoseconds() / 1e9)
 
 
-async def ask_short(caller: Caller, count: int | None, chance: random.Random) -> list[float]:
-    """Return the times to the first token of short requests, sent one after the other; None runs
+async def ask_short(
+    client: headrace.AsyncClient, stories: Stories, found: list[float], count: int | None = None
+) -> None:
+    """Send short requests, one after the other, and record their times to the first token. None:
     endlessly.
     """
-    found: list[float] = []
+    chance = random.Random(stories.seed)
     for number in itertools.count() if count is None else range(count):
         await asyncio.sleep(chance.uniform(0, 2 * _PAUSE_S))
-        found.append(await caller.first_token(SHORT_TOKENS))
+        began, first = time.perf_counter(), 0.0
+        async with client.stream(stories.request(number)) as stream:
+            async for chunk in stream:
+                if not first and chunk.token_ids:
+                    first = time.perf_counter() - began
+        found.append(first)
         if number % 50 == 49 and count is not None:
             print(f"  {number + 1} of {count} short requests", flush=True)
-    return found
 
 
-async def measure_first(server: Server, arguments: argparse.Namespace) -> dict[str, Any]:
+def short(seed: int) -> Stories:
+    """Return the short requests."""
+    return Stories(Lengths(SHORT_TOKENS, SHORT_TOKENS), seed)
+
+
+async def measure_first(server: Process, options: argparse.Namespace) -> dict[str, Any]:
     """Run the part `first`."""
-    chance = random.Random(1)
     steps: list[float] = []
+    alone: list[float] = []
+    beside: list[float] = []
     async with (
-        Caller(server, "backlog") as backlog,
-        Caller(server, "other") as other,
-        Caller(server, "operator") as operator,
+        connect(server, "backlog") as many,
+        connect(server, "other") as other,
+        connect(server, "operator") as operator,
     ):
-        alone = await ask_short(other, arguments.alone, chance)
-        asking = [keep_asking(backlog, arguments.spread, chance) for _ in range(arguments.backlog)]
-        async with running(*asking):
-            await asyncio.sleep(arguments.warm_up)
-            stats = await figures(operator)
+        await ask_short(other, short(2), alone, options.alone)
+        async with backlog(many, options):
+            await asyncio.sleep(options.warm_up)
+            engine = (await operator.control.statistics()).engine
             async with running(watch(operator, steps)):
-                beside = await ask_short(other, arguments.samples, chance)
+                await ask_short(other, short(3), beside, options.samples)
     step = statistics.median(steps)
     return {
         "samples": len(beside),
-        "waiting": stats.engine.waiting,
-        "running": stats.engine.running,
+        "waiting": engine.waiting,
+        "running": engine.running,
         "step_p50_s": step,
         "step_p99_s": quantile(steps, 99),
         "alone_p50_s": statistics.median(alone),
@@ -243,110 +155,141 @@ async def measure_first(server: Server, arguments: argparse.Namespace) -> dict[s
     }
 
 
-async def figures(operator: Caller) -> Any:
-    """Return the server's current statistics."""
-    request = control_service_pb2.GetStatisticsRequest()
-    answer = await operator.control.GetStatistics(request, metadata=operator.metadata)
-    return answer.statistics
-
-
-async def turn(server: Server, arguments: argparse.Namespace) -> dict[str, float]:
-    """Run an endless backlog and short requests, and return the tokens per second of all as the
-    engine counts them. A batch that empties at the end would measure its end rather than the
-    policy.
+async def turn(server: Process, options: argparse.Namespace) -> dict[str, float]:
+    """Run an endless backlog and short requests, and return what the server did meanwhile. A batch
+    that empties at the end would measure its end rather than the policy.
     """
-    chance = random.Random(2)
+    times: list[float] = []
     async with (
-        Caller(server, "backlog") as backlog,
-        Caller(server, "other") as other,
-        Caller(server, "operator") as operator,
+        connect(server, "backlog") as many,
+        connect(server, "other") as other,
+        connect(server, "operator") as operator,
     ):
-        asking = [keep_asking(backlog, arguments.spread, chance) for _ in range(arguments.backlog)]
-        async with running(*asking, ask_short(other, None, chance)):
-            await asyncio.sleep(arguments.warm_up)
-            before, began = (await figures(operator)).engine, time.perf_counter()
-            await asyncio.sleep(arguments.turn_seconds)
-            after, seconds = (await figures(operator)).engine, time.perf_counter() - began
-        while (await figures(operator)).engine.running:  # noqa: ASYNC110 - another process's
-            await asyncio.sleep(_PAUSE_S)
-    generated = after.generated_tokens - before.generated_tokens
-    prompts = after.prompt_tokens - before.prompt_tokens
-    return {
-        "tokens_per_s": (generated + prompts) / seconds,
-        "generated_per_s": generated / seconds,
-        "steps_per_s": (after.steps - before.steps) / seconds,
-        "preemptions": after.preemptions - before.preemptions,
-        "short_tokens": other.tokens,
-    }
+        async with backlog(many, options), running(ask_short(other, short(4), times)):
+            await asyncio.sleep(options.warm_up)
+            found = await measured(operator, server, options.turn_seconds)
+        await until(operator, lambda now: not now.engine.running)
+    return {**found, "short_tokens": SHORT_TOKENS * len(times)}
 
 
-async def measure_paired(servers: Sequence[Server], arguments: argparse.Namespace) -> Any:
-    """Run the part `paired`; `servers`: fair, fifo."""
-    turns: list[list[dict[str, float]]] = [[], []]
-    for number in range(arguments.turns + 1):
-        for index in (0, 1) if number % 2 else (1, 0):
-            found = await turn(servers[index], arguments)
-            if number:  # the first one warms up
-                turns[index].append(found)
+def measure_paired(servers: Mapping[str, Process], options: argparse.Namespace) -> dict[str, Any]:
+    """Run the part `paired`."""
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
+    for number, name in in_turns(tuple(servers), options.turns):
+        found = asyncio.run(turn(servers[name], options))
         if number:
-            fair, fifo = (found[-1]["tokens_per_s"] for found in turns)
-            print(f"  turn {number}: fair {fair:.0f}, fifo {fifo:.0f} tok/s, {fair / fifo:.3f}")
-    ratios = [
-        fair["tokens_per_s"] / fifo["tokens_per_s"] for fair, fifo in zip(*turns, strict=True)
-    ]
-    return {
-        "fair": turns[0],
-        "fifo": turns[1],
-        "ratios": ratios,
-        "ratio": statistics.median(ratios),
-    }
+            turns[name].append(found)
+            print(f"  turn {number}: {name} {found['tokens_per_s']:.0f} tok/s", flush=True)
+    ratios = compared(turns["fair"], turns["fifo"], "tokens_per_s")
+    return {**turns, "ratios": ratios["ratios"], "ratio": ratios["median"]}
+
+
+class NoModel:
+    """A runner that computes nothing. Implements `Runner` and `PendingStep`."""
+
+    def __init__(self) -> None:
+        self._sampled = SampledTokens(())
+
+    def launch(self, batch: ScheduledBatch) -> NoModel:
+        """Sample the same token everywhere."""
+        self._sampled = SampledTokens([TokenId(1)] * sum(one.num_sampled for one in batch.requests))
+        return self
+
+    def sample(self) -> None:
+        """Do nothing."""
+
+    def result(self) -> SampledTokens:
+        """Return the tokens."""
+        return self._sampled
+
+    def release(self, key: RequestKey) -> None:
+        """Do nothing."""
+
+    def forget_model(self) -> None:
+        """Do nothing."""
+
+    def warmup(self) -> None:
+        """Do nothing."""
+
+
+class CountingScheduler(FairScheduler):
+    """The policy, which also counts how often a request is set aside."""
+
+    given_up = 0
+
+    def set_aside(self, plan: StepPlan, request: Request) -> None:
+        """Count it."""
+        self.given_up += 1
+        super().set_aside(plan, request)
 
 
 def share_for(seconds: float, weights: Sequence[float], max_requests: int) -> dict[str, Any]:
-    """Return what callers were given after this time, each divided by its weight."""
-    clients = [
-        Client(weight, prompt=16 + 8 * (index % 5), output=8 + 24 * (index % 4))
-        for index, weight in enumerate(weights)
-    ]
-    sharing = Sharing(clients, max_requests=max_requests, max_batch_tokens=256, num_blocks=4096)
+    """Return what callers were given after this time, each divided by its weight. Caller number i
+    has QUEUED requests waiting, with prompts of up to 16 + 8 (i % 5) tokens and outputs of up to
+    8 + 24 (i % 4).
+    """
+    layer = LayerGroup(group_id=GroupId(0), kind=FullAttention(), layers=(0,), bytes_per_token=8)
+    kv_cache = KVCacheManager([layer], [4096], 4, share_blocks=False)
+    scheduler = CountingScheduler(
+        kv_cache, max_batch_tokens=256, max_requests_per_batch=max_requests
+    )
+    core = EngineCore(scheduler, NoModel(), max_context_tokens=4096)
+    chance, names = random.Random(0), itertools.count()
+    callers = [CallerKey(f"c{index}") for index in range(len(weights))]
+
+    def add(index: int) -> None:
+        prompt = TokenIds.of([1] * chance.randint(1, 16 + 8 * (index % 5)), "prompt")
+        request = GenerationRequest(
+            request_id=RequestId(f"r{next(names)}"),
+            prompt=prompt,
+            sampling=SamplingParams(),
+            stop=StopParams(max_tokens=chance.randint(1, 8 + 24 * (index % 4))),
+            caller=callers[index],
+            weight=weights[index],
+        )
+        core.add(request, time.monotonic())
+
     due = end = time.perf_counter()
     end += seconds
-    steps, before = 0, 0
+    steps, given = 0, 0
     while due < end:
-        sharing.step()
+        rows = {one.caller: one.waiting for one in core.stats().callers}
+        for index, name in enumerate(callers):
+            for _ in range(QUEUED - rows.get(name, 0)):
+                add(index)
+        core.step()
+        service = {one.caller: one.service for one in core.stats().callers}
         steps += 1
-        total = sum(sharing.service)
-        due += _STEP_S + _TOKEN_S * (total - before)
-        before = total
+        due += _STEP_S + _TOKEN_S * (sum(service.values()) - given)
+        given = sum(service.values())
         time.sleep(max(0.0, due - time.perf_counter()))
-    services = [service / weight for service, weight in zip(sharing.service, weights, strict=True)]
+    shares = [service[name] / weight for name, weight in zip(callers, weights, strict=True)]
     return {
         "weights": list(weights),
         "max_requests": max_requests,
         "seconds": seconds,
         "steps": steps,
-        "service": sharing.service,
-        "apart": max(services) / min(services) - 1,
-        "places_given_up": sharing.num_swaps,
+        "service": [service[name] for name in callers],
+        "apart": max(shares) / min(shares) - 1,
+        "places_given_up": scheduler.given_up,
     }
 
 
-def measure_shares(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_shares(options: argparse.Namespace, record: Record) -> None:
     """Run the part `shares`."""
-    found = {}
     for name, weights in (("equal", (1.0,) * 16), ("weighted", (1.0, 2.0, 4.0))):
-        found[name] = share_for(arguments.seconds, weights, max_requests=8)
-        print(f"  {name}: {found[name]['apart']:.2%} apart", flush=True)
-    return found
+        found = share_for(options.seconds, weights, max_requests=8)
+        print(f"  {name}: {found['apart']:.2%} apart", flush=True)
+        record.put(found, "shares", name)
 
 
-def table(record: dict[str, Any]) -> str:
+def table(record: Mapping[str, Any]) -> str:
     """Return the record as Markdown."""
     lines = ["| what | aim | found |", "|---|---|---|"]
     first = record.get("first")
     if first is not None:
         lines += [
-            f"| time to the first token beside a backlog of {record['backlog']} × "
+            f"| time to the first token beside a backlog of {record['options']['backlog']} × "
             f"{BACKLOG_TOKENS}, median, in steps of {first['step_p50_s'] * 1e3:.2f} ms "
             f"| ≤ 3 | {first['ttft_p50_steps']:.2f} ({first['ttft_p50_s'] * 1e3:.1f} ms) |",
             f"| its p99 of {first['samples']} "
@@ -354,10 +297,9 @@ def table(record: dict[str, Any]) -> str:
         ]
     paired = record.get("paired")
     if paired is not None:
-        low, high = min(paired["ratios"]), max(paired["ratios"])
         lines.append(
             f"| throughput of fair / fifo, median of {len(paired['ratios'])} turns "
-            f"| ≥ 0.98 | {paired['ratio']:.3f} ({low:.3f}–{high:.3f}) |"
+            f"| ≥ 0.98 | {ratio_span(paired['ratios'])} |"
         )
     for name, found in record.get("shares", {}).items():
         lines.append(
@@ -367,81 +309,48 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def measure(arguments: argparse.Namespace, record: dict[str, Any]) -> None:
-    """Run the parts and record each result."""
-
-    def add(part: str, found: Any) -> None:
-        record[part] = rounded(found)
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(record, indent=1) + "\n")
-
-    if "first" in arguments.parts:
+def measure(options: argparse.Namespace, record: Record) -> None:
+    """Run the parts."""
+    if "first" in options.parts:
         print("first: short requests alone, then beside the backlog", flush=True)
-        with serving(arguments, "fair") as [server]:
-            add("first", asyncio.run(measure_first(server, arguments)))
-    if "paired" in arguments.parts:
+        with serving(options, "fair") as servers:
+            record.put(asyncio.run(measure_first(servers["fair"], options)), "first")
+    if "paired" in options.parts:
         print("paired: throughput under fair and under fifo", flush=True)
-        with serving(arguments, "fair", "fifo") as servers:
-            add("paired", asyncio.run(measure_paired(servers, arguments)))
-    if "shares" in arguments.parts:
+        with serving(options, "fair", "fifo") as servers:
+            record.put(measure_paired(servers, options), "paired")
+    if "shares" in options.parts:
         print("shares: callers that always wait", flush=True)
-        add("shares", measure_shares(arguments))
+        measure_shares(options, record)
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the options; `--quick` is for tests."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="a directory")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--parts", default="first,paired,shares", type=lambda text: text.split(","))
-    parser.add_argument("--backlog", type=int, default=500, help="requests that wait or run")
-    parser.add_argument(
-        "--spread",
-        type=int,
-        default=0,
-        help="how many tokens shorter or longer than 128 they are (default 0: requests that begin "
-        "together end together, and a step with prompts is rare)",
-    )
-    parser.add_argument("--samples", type=int, default=250, help="short requests beside it")
-    parser.add_argument("--alone", type=int, default=50, help="short requests before it")
-    parser.add_argument(
-        "--warm-up", type=float, default=4.0, help="seconds of a load before it counts"
-    )
-    parser.add_argument("--turns", type=int, default=7, help="pairs that count")
-    parser.add_argument("--turn-seconds", type=float, default=12.0, help="of each turn")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each part of shares")
-    parser.add_argument("--quick", action="store_true", help="a few of each, for a look")
-    parser.add_argument(
-        "--output", type=Path, default=ROOT / "benchmarks" / "results" / "fairness.json"
-    )
-    arguments = parser.parse_args(words)
-    if arguments.quick:
-        arguments.backlog, arguments.samples, arguments.alone = 100, 5, 2
-        arguments.warm_up, arguments.turns, arguments.turn_seconds = 0.5, 1, 1.0
-        arguments.seconds = 1.0
-    return arguments
-
-
-def main(words: Sequence[str] | None = None) -> None:
-    """Run the command."""
-    arguments = parse(words)
-    began = time.monotonic()
-    record: dict[str, Any] = {
-        "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "model": Path(arguments.model).name,
-        "dtype": arguments.dtype,
-        "threads": arguments.threads,
-        "backlog": arguments.backlog,
-        "spread": arguments.spread,
-        "machine": machine_record(),
-        "load_average": os.getloadavg(),
-    }
-    measure(arguments, record)
-    print(f"\n{table(record)}\n")
-    print(f"written to {arguments.output}; {time.monotonic() - began:.0f} s")
-
+MEASUREMENT = Measurement(
+    name="fairness",
+    about=__doc__,
+    measure=measure,
+    table=table,
+    options=(
+        *(MODEL, DTYPE, THREADS),
+        option("parts", "first,paired,shares", type=lambda text: text.split(",")),
+        option("backlog", 500, "requests that wait or run"),
+        option(
+            "spread",
+            0,
+            "how many tokens shorter or longer than 128 they are (default 0: requests that begin "
+            "together end together, and a step with prompts is rare)",
+        ),
+        option("samples", 250, "short requests beside it"),
+        option("alone", 50, "short requests before it"),
+        option("warm_up", 4.0, "seconds of a load before it counts"),
+        option("turns", 7, "pairs that count"),
+        option("turn_seconds", 12.0, "of each turn"),
+        option("seconds", 60.0, "of each part of shares"),
+    ),
+    quick={
+        **{"backlog": 100, "samples": 5, "alone": 2, "warm_up": 0.5},
+        **{"turns": 1, "turn_seconds": 1.0, "seconds": 1.0},
+    },
+)
 
 if __name__ == "__main__":
-    main()
+    MEASUREMENT.run()

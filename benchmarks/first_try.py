@@ -18,134 +18,101 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import json
 import os
 import re
-import signal
+import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import headrace
 import psutil
 from tqdm import tqdm
 
-from benchmarks.processes import ROOT
-from benchmarks.records import commit, machine_record, rounded
-from benchmarks.stalled_readers import free_port
-from benchmarks.tables import FIRST_TRY, first_try
+from benchmarks.markdown import cpus, link, memory, table
+from benchmarks.processes import ROOT, SystemFailure, free_port
+from benchmarks.records import Record
+from benchmarks.rig.measurement import Measurement, option
+from benchmarks.rig.serving import has_welcomed, process
 
-FORMAT = 1
-WAIT_S = 600.0
+PARTS = ("environment", "resolve", "fetch", "link", "start", "first token")
+"""The parts of `make run` in a fresh clone, in order."""
 LARGEST = 8
-_OUTPUT = ROOT / "benchmarks" / "results" / "first_try.json"
 _UV = re.compile(r"(Resolved|Prepared|Installed) \d+ packages? in ")
 _BYTES = 2**20
-
-
-class FirstTryFailure(Exception):
-    """A run did not reach its first token; the message has its output."""
 
 
 class Run:
     """`make run` in a clone, and the times of its output lines."""
 
-    def __init__(self, clone: Path, environment: dict[str, str]) -> None:
+    def __init__(self, clone: Path, environment: Mapping[str, str]) -> None:
         self.address = f"127.0.0.1:{free_port()}"
         self.lines: list[tuple[float, str]] = []
+        self.ready_s = 0.0
         self._environment = environment
         self._clone = clone
-        self._began = time.monotonic()
-        self._process = subprocess.Popen(
-            ["make", "run", f"LISTEN={self.address}"],
-            cwd=clone,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self._began = time.perf_counter()
 
-    def wait_until_ready(self) -> float:
-        """Return the seconds from the command until the server is ready.
-
-        Raises:
-            FirstTryFailure: it ended, or was not ready in time.
-        """
-        while time.monotonic() - self._began < WAIT_S:
-            if self._process.poll() is not None:
-                self._reader.join(timeout=1.0)
-                raise FirstTryFailure("".join(line for _, line in self.lines[-20:]))
-            with contextlib.suppress(headrace.HeadraceError), headrace.Client(self.address) as one:
-                one.wait_until_ready(timeout=1.0)
-                return time.monotonic() - self._began
-        raise FirstTryFailure(f"not ready after {WAIT_S:.0f} s")
+    def has_welcomed(self, said: str) -> bool:
+        """Note the lines that are new in its output. Returns whether it is ready."""
+        now = time.perf_counter() - self._began
+        lines = said.splitlines(keepends=True)
+        self.lines += [(now, line) for line in lines[len(self.lines) :] if line.endswith("\n")]
+        self.ready_s = now
+        return has_welcomed(said)
 
     def first_token(self) -> float:
         """Return the seconds that `headrace generate` takes until its first output.
 
         Raises:
-            FirstTryFailure: it printed nothing.
+            SystemFailure: it printed nothing.
         """
-        began = time.monotonic()
-        command = [self._clone / ".venv" / "bin" / "headrace", "generate", "Hello"]
+        began = time.perf_counter()
+        command = [str(self._clone / ".venv" / "bin" / "headrace"), "generate", "Hello"]
         command += ["--target", self.address, "--max-tokens", "16"]
         with subprocess.Popen(
-            [str(word) for word in command], env=self._environment, stdout=subprocess.PIPE
-        ) as process:
-            output = process.stdout.read(1) if process.stdout else b""
-            taken = time.monotonic() - began
+            command, env=dict(self._environment), stdout=subprocess.PIPE
+        ) as running:
+            output = running.stdout.read(1) if running.stdout else b""
+            taken = time.perf_counter() - began
         if not output:
-            raise FirstTryFailure("headrace generate printed nothing")
+            raise SystemFailure("headrace generate printed nothing")
         return taken
 
     def when(self, pattern: str) -> float | None:
         """Return the seconds until it printed the first line that contains this text."""
         return next((at for at, line in self.lines if re.search(pattern, line)), None)
 
-    def end(self) -> None:
-        """Stop the command and everything that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGTERM)
-        self._process.wait(60)
-        self._reader.join()
-
-    def _read(self) -> None:
-        if self._process.stdout is None:
-            return
-        with self._process.stdout as output:
-            for line in output:
-                self.lines.append((time.monotonic() - self._began, line))
-
 
 @contextlib.contextmanager
-def running(clone: Path, environment: dict[str, str]) -> Iterator[Run]:
-    """Run `make run` during the block."""
+def running(clone: Path, environment: Mapping[str, str]) -> Iterator[Run]:
+    """Run `make run` during the block, from when its server is ready.
+
+    Raises:
+        SystemFailure: it ended, or was not ready in time; the message has its output.
+    """
     run = Run(clone, environment)
-    try:
+    command = ["make", "run", f"LISTEN={run.address}"]
+    with process(
+        command, clone / "make.log", is_ready=run.has_welcomed, environment=environment,
+        folder=clone,
+    ):  # fmt: skip
         yield run
-    finally:
-        run.end()
 
 
 def parts(run: Run, ready: float, first_token: float) -> dict[str, float]:
     """Return the seconds of each part.
 
     Raises:
-        FirstTryFailure: uv did not install, so its lines are missing.
+        SystemFailure: uv did not install, so its lines are missing.
     """
     ends = {name: run.when(f"^{name}") for name in ("Resolved", "Prepared", "Installed")}
     resolved, prepared, installed = ends.values()
     if resolved is None or prepared is None or installed is None:
-        raise FirstTryFailure("uv did not install: " + "".join(line for _, line in run.lines[-20:]))
+        raise SystemFailure("uv did not install: " + "".join(line for _, line in run.lines[-20:]))
     resolving = _told(run, "Resolved")
     return {
         "environment": resolved - resolving,
@@ -201,26 +168,20 @@ def fresh_environment(home: Path) -> dict[str, str]:
     return kept | {"PATH": path, "HOME": str(home)}
 
 
-def measure(folder: Path, again: int) -> dict[str, Any]:
-    """Measure one fresh run, and the restarts after it.
-
-    Raises:
-        FirstTryFailure: it did not reach its first token.
-    """
+def measure_one(folder: Path, again: int) -> dict[str, Any]:
+    """Measure one fresh run, and the restarts after it."""
     clone, home = folder / "headrace", folder / "home"
     home.mkdir()
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     environment = fresh_environment(home)
     before = received()
     with running(clone, environment) as run:
-        ready = run.wait_until_ready()
-        first_token = run.first_token()
-        found = parts(run, ready, first_token)
+        found = parts(run, run.ready_s, run.first_token())
     downloaded = received() - before
     starts = []
     for _ in range(again):
         with running(clone, environment) as run:
-            starts.append(run.wait_until_ready())
+            starts.append(run.ready_s)
     return {
         "seconds": sum(found.values()),
         "parts_s": found,
@@ -231,34 +192,43 @@ def measure(folder: Path, again: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.first_try", description="Measure `make run` in fresh clones."
-    )
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--again", type=int, default=3, help="starts after each fresh one")
-    parser.add_argument("--output", type=Path, default=_OUTPUT)
-    arguments = parser.parse_args()
+def measure(options: argparse.Namespace, record: Record) -> None:
+    """Measure all runs."""
     runs = []
-    for _ in tqdm(range(arguments.runs), desc="fresh runs", unit="run"):
+    for _ in tqdm(range(options.runs), desc="fresh runs", unit="run"):
         with tempfile.TemporaryDirectory(prefix="headrace-first-try-") as folder:
-            runs.append(measure(Path(folder), arguments.again))
-    record = {
-        "format": FORMAT,
-        "kind": FIRST_TRY,
-        "date": datetime.date.today().isoformat(),
-        "commit": commit(),
-        "machine": machine_record(),
-        "runs": runs,
-    }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(rounded(record), indent=1) + "\n")
-    print(first_try(record, arguments.output.name))
+            runs.append(measure_one(Path(folder), options.again))
+        record.put(runs, "runs")
 
+
+def render(record: Mapping[str, Any], name: str) -> str:
+    """Return the record as text for a document. name: the name of its file."""
+    runs = record["runs"]
+    size = statistics.median(run["environment_mb"] for run in runs)
+    again = [f"{statistics.median(run['again_ready_s']):.1f}" for run in runs]
+    came = [f"{run['downloaded_mb']:,.0f} ({run['mb_per_s']:.0f} a second)" for run in runs]
+    rows = [
+        *([part, *(f"{run['parts_s'][part]:.1f}" for run in runs)] for part in PARTS),
+        ["to the first token", *(f"**{run['seconds']:.1f}**" for run in runs)],
+        ["`make run` again, until ready (median)", *again],
+        ["MiB that came", *came],
+    ]
+    heads = ["seconds", *(f"run {number}" for number in range(1, len(runs) + 1))]
+    head = (
+        f"{record['date'][:10]}, {cpus(record)}, {memory(record)}. The environment takes "
+        f"{size:,.0f} MiB on disk. Commit {record['commit']}. {link(name)}"
+    )
+    return "\n".join([head, "", *table(heads, rows)]) + "\n"
+
+
+MEASUREMENT = Measurement(
+    name="first-try",
+    file="first_try.json",
+    about=__doc__,
+    measure=measure,
+    table=lambda record: render(record, "first_try.json"),
+    options=(option("runs", 3), option("again", 3, "starts after each fresh one")),
+)
 
 if __name__ == "__main__":
-    try:
-        main()
-    except FirstTryFailure as failure:
-        sys.exit(f"it did not come to its first token:\n{failure}")
+    MEASUREMENT.run()

@@ -17,32 +17,32 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import datetime
-import importlib.metadata
 import json
 import os
 import shutil
 import signal
-import socket
-import statistics
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import grpc
 import headrace
 import openai
+from headrace.options import build_spec
+from headrace.v1.generation_pb2 import GenerationSpec
 from smg_grpc_proto.generated import vllm_engine_pb2
 
-from benchmarks.processes import ROOT
-from benchmarks.records import machine_record
+from benchmarks.measures import compared
+from benchmarks.models import DEMO
+from benchmarks.processes import free_port
+from benchmarks.records import Record
+from benchmarks.rig.load import Calls, connect, send
+from benchmarks.rig.measurement import Measurement, in_turns, option
+from benchmarks.rig.serving import BIN, WAIT_S, Process, process, serve
 
-DEMO = ROOT / "models" / "demo"
 SERVICE = "/vllm.grpc.engine.VllmEngine/"
 READY_S = 120.0
 AT_ONCE = 16
@@ -121,54 +121,30 @@ def conversations() -> dict[str, list[dict[str, Any]]]:
 # Processes
 
 
-def free_port() -> int:
-    """Return a port that was free just now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
-
-
-@contextlib.contextmanager
-def process(command: list[str], log: Path) -> Iterator[Popen[bytes]]:
-    """Run a process in a separate process group, and end it with the block."""
-    with log.open("wb") as file:
-        running = Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
-    try:
-        yield running
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(running.pid, signal.SIGKILL)
-        running.wait()
-
-
-def serve(
-    port: int, log: Path, model: Path = DEMO
-) -> contextlib.AbstractContextManager[Popen[bytes]]:
-    """Run a server of the demo model, with one thread."""
-    start = "from service.command.cli import main; main()"
-    options = ["--gateway", "--device", "cpu", "--threads", "1", "--listen", f"127.0.0.1:{port}"]
-    options += ["--model", str(model), "--served-name", "demo"]
-    return process([sys.executable, "-c", start, "serve", *options], log)
+def server(model: Path = DEMO) -> contextlib.AbstractContextManager[Process]:
+    """Run a server with one thread."""
+    flags = ("--gateway", "--device", "cpu", "--threads", "1", "--served-name", "demo")
+    return serve(*flags, model=model)
 
 
 @contextlib.asynccontextmanager
-async def behind_smg(targets: list[str], log: Path, *more: str) -> AsyncIterator[Any]:
+async def behind_smg(targets: Sequence[str], log: Path, *more: str) -> AsyncIterator[Any]:
     """Yield an OpenAI client of smg in front of these targets, once it is ready."""
     port = free_port()
     command = [
-        *(str(Path(sys.executable).parent / "smg"), "launch", "--host", "127.0.0.1"),
+        *(str(BIN / "smg"), "launch", "--host", "127.0.0.1"),
         *("--port", str(port), "--prometheus-port", str(free_port())),
         # Its default, cache_aware, keeps prompts with a common beginning on one server.
         *("--policy", "round_robin"),
         *("--worker-urls", *(f"grpc://{target}" for target in targets), *more),
     ]
-    with process(command, log):
-        url = f"http://127.0.0.1:{port}/v1"
+    url = f"http://127.0.0.1:{port}/v1"
+    # What it asks may be a relay on this event loop, which must go on meanwhile.
+    with process(command, log, is_ready=lambda _: True, ending=signal.SIGKILL):
         async with openai.AsyncOpenAI(
             base_url=url, api_key="none", max_retries=0, timeout=60
         ) as client:
-            async with asyncio.timeout(READY_S):
+            async with asyncio.timeout(WAIT_S):
                 while True:
                     with contextlib.suppress(openai.APIError):
                         await client.chat.completions.create(
@@ -177,16 +153,6 @@ async def behind_smg(targets: list[str], log: Path, *more: str) -> AsyncIterator
                         break
                     await asyncio.sleep(0.5)
             yield client
-
-
-async def ready(target: str) -> None:
-    """Wait until a server accepts requests."""
-    async with headrace.AsyncClient(target) as client, asyncio.timeout(READY_S):
-        while True:
-            with contextlib.suppress(headrace.HeadraceError):
-                await client.generate([1], max_tokens=1)
-                return
-            await asyncio.sleep(0.5)
 
 
 # Prompts
@@ -327,10 +293,8 @@ async def prompts_of(templates: list[Path], logs: Path) -> dict[str, Any]:
     """Run the part `prompts` with each of these chat templates."""
     found = {}
     for template in templates:
-        port = free_port()
-        with serve(port, logs / f"{template.stem}.log", with_template(template, logs)):
-            await ready(f"127.0.0.1:{port}")
-            found[template.stem] = await prompts(f"127.0.0.1:{port}", logs)
+        with server(with_template(template, logs)) as one:
+            found[template.stem] = await prompts(one.address, logs)
     return found
 
 
@@ -377,17 +341,19 @@ async def crowd(gateway: Any, count: int, after: dict[int, Any]) -> list[dict[st
     return found
 
 
-async def kill(targets: list[str], victim: Popen[bytes], count: int, logs: Path) -> dict[str, Any]:
+async def kill(servers: Sequence[Process], count: int, logs: Path) -> dict[str, Any]:
     """Run the part `kill`; see the module."""
     killed = 0.0
 
     def strike() -> None:
         nonlocal killed
-        os.killpg(victim.pid, signal.SIGKILL)
+        os.killpg(servers[1].pid, signal.SIGKILL)
         killed = time.monotonic()
 
     interval = ("--health-check-interval-secs", str(HEALTH_INTERVAL_S))
-    async with behind_smg(targets, logs / "smg-kill.log", *interval) as gateway:
+    async with behind_smg(
+        [one.address for one in servers], logs / "smg-kill.log", *interval
+    ) as gateway:
         found = await crowd(gateway, count, {count // 2: strike})
         later = max(0.0, killed + HEALTH_INTERVAL_S + 1 - time.monotonic())
         await asyncio.sleep(later)
@@ -414,26 +380,19 @@ async def kill(targets: list[str], victim: Popen[bytes], count: int, logs: Path)
 # Throughput
 
 
-async def directly(clients: list[Any], count: int) -> None:
-    numbers = iter(range(count))
+class Chats:
+    """The chats that are sent directly. Implements `Prompts`."""
 
-    async def work() -> None:
-        for number in numbers:
-            client = clients[number % len(clients)]
-            stream = client.stream(
-                [{"role": "user", "content": f"Tell me story number {number}."}],
-                max_tokens=MAX_TOKENS,
-                temperature=0,
-                ignore_eos=True,
-            )
-            async with stream:
-                async for _ in stream:
-                    pass
-
-    await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+    def request(self, number: int) -> GenerationSpec:
+        """Return request number 0, 1, …"""
+        return build_spec(
+            user(f"Tell me story number {number}."),
+            {"max_tokens": MAX_TOKENS, "temperature": 0.0, "ignore_eos": True},
+        )
 
 
 async def through(gateway: Any, count: int) -> None:
+    """Run this many chats through smg."""
     numbers = iter(range(count))
 
     async def work() -> None:
@@ -452,87 +411,67 @@ async def through(gateway: Any, count: int) -> None:
     await asyncio.gather(*(work() for _ in range(AT_ONCE)))
 
 
-async def throughput(targets: list[str], count: int, pairs: int, logs: Path) -> dict[str, Any]:
+async def throughput(
+    servers: Sequence[Process], count: int, pairs: int, logs: Path
+) -> dict[str, Any]:
     """Run the part `throughput`; see the module."""
-    rates: dict[str, list[float]] = {"smg": [], "direct": []}
+    rates: dict[str, list[dict[str, float]]] = {"smg": [], "direct": []}
     async with (
-        behind_smg(targets, logs / "smg-throughput.log") as gateway,
+        behind_smg([one.address for one in servers], logs / "smg-throughput.log") as gateway,
         contextlib.AsyncExitStack() as stack,
     ):
-        clients = [
-            await stack.enter_async_context(headrace.AsyncClient(target)) for target in targets
-        ]
-        for number in range(pairs + 1):  # the first pair warms up
-            order = ["smg", "direct"] if number % 2 else ["direct", "smg"]
-            for way in order:
-                began = time.perf_counter()
-                if way == "smg":
-                    await through(gateway, count)
-                else:
-                    await directly(clients, count)
-                if number:
-                    rates[way].append(count * MAX_TOKENS / (time.perf_counter() - began))
-    ratios = [one / two for one, two in zip(rates["smg"], rates["direct"], strict=True)]
+        clients = [await stack.enter_async_context(connect(one)) for one in servers]
+        for number, way in in_turns(tuple(rates), pairs):
+            began = time.perf_counter()
+            if way == "smg":
+                await through(gateway, count)
+            else:
+                await send([Calls(one) for one in clients], Chats(), count, AT_ONCE)
+            if number:
+                rate = count * MAX_TOKENS / (time.perf_counter() - began)
+                rates[way].append({"tokens_per_s": rate})
     return {
         "chats_in_each": count,
         "at_once": AT_ONCE,
         "tokens_each": MAX_TOKENS,
-        "tokens_per_s": {way: [round(rate, 1) for rate in found] for way, found in rates.items()},
-        "smg_over_direct": {
-            "median": round(statistics.median(ratios), 3),
-            "each": [round(ratio, 3) for ratio in ratios],
-        },
+        "turns": rates,
+        "smg_over_direct": compared(rates["smg"], rates["direct"], "tokens_per_s"),
     }
 
 
-async def measure(count: int, pairs: int, logs: Path) -> dict[str, Any]:
-    """Run all three parts."""
-    ports = [free_port(), free_port()]
-    targets = [f"127.0.0.1:{port}" for port in ports]
-    with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(serve(port, logs / f"server-{port}.log")) for port in ports]
-        await asyncio.gather(*map(ready, targets))
-        return {
-            "prompts": await prompts(targets[0], logs),
-            "throughput": await throughput(targets, count // 2, pairs, logs),
-            "kill": await kill(targets, servers[1], count, logs),
-        }
+async def parts(options: argparse.Namespace, record: Record, logs: Path) -> None:
+    """Run all three parts, or `prompts` alone with the given templates."""
+    async with asyncio.timeout(60 * options.minutes):
+        if options.template:
+            record.put(await prompts_of(options.template, logs), "prompts")
+            return
+        with server() as one, server() as other:
+            count, servers = options.count, (one, other)
+            record.put(await prompts(one.address, logs), "prompts")
+            record.put(await throughput(servers, count // 2, options.pairs, logs), "throughput")
+            record.put(await kill(servers, count, logs), "kill")
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--count", type=int, default=200, help="chats in the part with a kill")
-    parser.add_argument("--pairs", type=int, default=5, help="pairs of throughput")
-    parser.add_argument(
-        "--template", type=Path, action="append", default=[], help="prompts alone, with this one"
-    )
-    parser.add_argument("--minutes", type=float, default=8, help="most it may take")
-    parser.add_argument("--output", type=Path, help="write the record to this JSON file")
-    arguments = parser.parse_args()
-
-    async def bounded(logs: Path) -> dict[str, Any]:
-        async with asyncio.timeout(60 * arguments.minutes):
-            if arguments.template:
-                return {"prompts": await prompts_of(arguments.template, logs)}
-            return await measure(arguments.count, arguments.pairs, logs)
-
+def measure(options: argparse.Namespace, record: Record) -> None:
+    """Run the parts and print what they found."""
     with tempfile.TemporaryDirectory() as folder:
-        found = asyncio.run(bounded(Path(folder)))
-    record = {
-        "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **found,
-        "versions": {
-            name: importlib.metadata.version(name)
-            for name in ("smg", "smg-grpc-proto", "openai", "grpcio")
-        },
-        "machine": machine_record(),
-        "load_average_at_the_end": os.getloadavg(),
-    }
-    print(json.dumps(record, indent=2))
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps(record, indent=2) + "\n")
+        asyncio.run(parts(options, record, Path(folder)))
+    print(json.dumps(record.data, indent=2))
 
+
+MEASUREMENT = Measurement(
+    name="gateway",
+    about=__doc__,
+    measure=measure,
+    options=(
+        option("count", 200, "chats in the part with a kill"),
+        option("pairs", 5, "pairs of throughput"),
+        option("template", [], "prompts alone, with this one", type=Path, action="append"),
+        option("minutes", 8.0, "most it may take"),
+    ),
+    packages=("smg", "smg-grpc-proto", "openai"),
+    is_kept=False,
+)
 
 if __name__ == "__main__":
-    main()
+    MEASUREMENT.run()

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import ctypes
 
-import torch
-
 from engine.native.build import LIBRARY
 
 ENVIRONMENTS = {
@@ -45,6 +43,8 @@ def limit(name: str) -> None:
     Raises:
         ValueError: this processor does not have the set, or the library has no such variant.
     """
+    import torch  # here, as the command that offers the sets does not need it
+
     handle = ctypes.CDLL(str(LIBRARY))
     handle.headrace_use.restype = ctypes.c_bool
     if not handle.headrace_use(name.encode()):

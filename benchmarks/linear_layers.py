@@ -1,7 +1,7 @@
 """Linear layers of a Qwen3-0.6B shape alone: torch's own, oneDNN's packing and our kernels, by type
 and by number of rows, in turns.
 
-    python -m benchmarks.linear_layers --rows 1,16,512 --types bfloat16,int8 --seconds 10
+    python -m benchmarks.linear_layers --rows 1,16,512 --types bfloat16,int4-128 --seconds 10
     python -m benchmarks.linear_layers --variant avx2   # our kernels for another instruction set
 
 Every layer has separate weights, so that they come from memory as in a model. The best time of each
@@ -12,14 +12,21 @@ machine was. What cannot run here is reported and left out.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from benchmarks.instructions import ENVIRONMENTS, limit
+from benchmarks.processes import SystemFailure
+from benchmarks.records import Record
+from benchmarks.rig.measurement import Measurement, option
+from engine.models.formats.codes import Codes, Layout
+from engine.models.formats.grouped import Grouped
 from engine.models.formats.int4 import Int4
 from engine.models.formats.int8 import Int8
 from engine.models.formats.native import Native
@@ -34,10 +41,19 @@ SHAPES = (
     *((3072, 1024), (3072, 1024), (1024, 3072)),
 )
 """The shapes in one layer, [N, K]."""
+_HALF = torch.float16
+LAYOUTS = {
+    "int4-128": lambda k: Layout(4, 128, has_minima=False, scale_dtype=_HALF),
+    "int4-128-minima": lambda k: Layout(4, 128, has_minima=True, scale_dtype=_HALF),
+    "int4-128-order": lambda k: Layout(4, 128, False, torch.randperm(k), _HALF),
+    "int8-128": lambda k: Layout(8, 128, has_minima=False, scale_dtype=_HALF),
+}
+"""Integers as files have them, by the number of inputs."""
 TYPES = {
     "bfloat16": torch.bfloat16,
     "int8": torch.bfloat16,
     "int4": torch.bfloat16,
+    **dict.fromkeys(LAYOUTS, torch.bfloat16),
     "float32": torch.float32,
 }
 """The types of weights, and of the inputs used with them."""
@@ -52,7 +68,7 @@ class Contender:
     Attributes:
         name: the implementation and the type of the weights.
         dtype: the type of the inputs.
-        weight_bytes: the bytes per weight element.
+        weight_bytes: of all layers.
         layers: the layers.
         best, passes: the best time of each layer, and the time of each pass over all layers, in
             seconds.
@@ -60,7 +76,7 @@ class Contender:
 
     name: str
     dtype: torch.dtype
-    weight_bytes: float
+    weight_bytes: int
     layers: list[torch.nn.Module]
     best: list[float] = field(default_factory=list)
     passes: list[float] = field(default_factory=list)
@@ -86,6 +102,18 @@ def _packed(how: Format) -> Callable[[torch.nn.Linear], PackedLinear]:
     return make
 
 
+def _stored(layout_of: Callable[[int], Layout]) -> Callable[[torch.nn.Linear], PackedLinear]:
+    def make(linear: torch.nn.Linear) -> PackedLinear:
+        (n, k), layout = linear.weight.shape, layout_of(linear.in_features)
+        scales = torch.rand(n, -(-k // layout.group)).half().float()
+        codes = torch.randint(0, 1 << layout.bits, (n, k), dtype=torch.uint8)
+        held = Grouped((n, k), linear.weight.dtype, layout)
+        held.pack_codes(0, Codes(codes, scales, -8 * scales if layout.has_minima else None))
+        return PackedLinear(held, linear)
+
+    return make
+
+
 def contenders(types: list[str], layers: int) -> list[Contender]:
     """Return everything that can compute these types here, with layers of random weights."""
     shapes = SHAPES * layers
@@ -94,25 +122,31 @@ def contenders(types: list[str], layers: int) -> list[Contender]:
         dtype = TYPES[name]
         plain = [torch.nn.Linear(k, n, bias=False, dtype=dtype) for n, k in shapes]
         ways: dict[str, Callable[[torch.nn.Linear], torch.nn.Module]] = {
-            "ours": _packed(INTEGERS.get(name, Native))
+            "ours": _stored(LAYOUTS[name])
+            if name in LAYOUTS
+            else _packed(INTEGERS.get(name, Native))
         }
-        if name not in INTEGERS:
+        if name in ("bfloat16", "float32"):
             ways["torch"] = lambda linear: linear
         if name == "bfloat16":
             if torch.ops.mkldnn._is_mkldnn_bf16_supported():
                 ways["oneDNN"] = _packed(OneDnn)
             else:
                 print("oneDNN: has no bfloat16 on this processor", file=sys.stderr)
-        size = dtype.itemsize * (INTEGERS[name].share if name in INTEGERS else 1)
-        found += [
-            Contender(f"{who} {name}", dtype, size, [make(one) for one in plain])
-            for who, make in ways.items()
-        ]
+        for who, make in ways.items():
+            those = [make(one) for one in plain]
+            found.append(Contender(f"{who} {name}", dtype, sum(map(_bytes, those)), those))
     return found
 
 
-def measure(rows: int, seconds: float, those: list[Contender]) -> None:
-    """Run the contenders alternately and print a line for each."""
+def _bytes(layer: torch.nn.Module) -> int:
+    if isinstance(layer, PackedLinear) and isinstance(layer.held, Native):
+        return sum(one.nbytes for one in layer.held.tensors().values())
+    return math.prod(layer.weight.shape) * layer.weight.itemsize  # type: ignore[arg-type, operator]
+
+
+def run(rows: int, seconds: float, those: list[Contender]) -> dict[str, Any]:
+    """Run the contenders alternately, and print and return what each took."""
     for one in those:
         one.best, one.passes = [], []
     depths = {k for _, k in SHAPES}
@@ -124,36 +158,51 @@ def measure(rows: int, seconds: float, those: list[Contender]) -> None:
         for one in those:
             one.run(inputs[one.dtype])
     elements = sum(n * k for n, k in SHAPES) * (len(those[0].layers) // len(SHAPES))
+    found = {}
     for one in those:
         took, median = sum(one.best), sorted(one.passes)[len(one.passes) // 2]
+        found[one.name] = {
+            "best_s": took,
+            "median_s": median,
+            "flops": 2 * rows * elements / took,
+            "weight_bytes_per_s": one.weight_bytes / took,
+        }
         print(
-            f"{rows:5d} rows  {one.name:16s} {took * 1e3:9.2f} ms (median {median * 1e3:9.2f})  "
-            f"{2 * rows * elements / took / 1e9:7.0f} GFLOP/s  "
-            f"{one.weight_bytes * elements / took / 1e9:6.1f} GB/s of weights",
+            f"{rows:5d} rows  {one.name:20s} {took * 1e3:9.2f} ms (median {median * 1e3:9.2f})  "
+            f"{found[one.name]['flops'] / 1e9:7.0f} GFLOP/s  "
+            f"{found[one.name]['weight_bytes_per_s'] / 1e9:6.1f} GB/s of weights",
             flush=True,
         )
+    return found
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", default="1,4,16,32,128,512")
-    parser.add_argument("--types", default="bfloat16,int8,int4,float32", help=", ".join(TYPES))
-    parser.add_argument("--variant", choices=list(ENVIRONMENTS), help="of our kernels")
-    parser.add_argument("--layers", type=int, default=LAYERS, help="of a model, each of 7 products")
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each number of rows")
-    parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args()
+def measure(options: argparse.Namespace, record: Record) -> None:
+    """Measure each number of rows."""
     torch.set_num_threads(options.threads)
     if unknown := set(options.types.split(",")) - set(TYPES):
-        parser.error(f"--types: {', '.join(sorted(unknown))}: choose of {', '.join(TYPES)}")
+        raise SystemFailure(f"--types: {', '.join(sorted(unknown))}: choose of {', '.join(TYPES)}")
     if options.variant:
         limit(options.variant)
     with torch.inference_mode():
         those = contenders(options.types.split(","), options.layers)
-        for rows in map(int, options.rows.split(",")):
-            measure(rows, options.seconds, those)
+        for rows in options.rows.split(","):
+            record.put(run(int(rows), options.seconds, those), "rows", rows)
 
+
+MEASUREMENT = Measurement(
+    name="linear_layers",
+    about=__doc__,
+    measure=measure,
+    options=(
+        option("rows", "1,4,16,32,128,512"),
+        option("types", "bfloat16,int8,int4,float32", ", ".join(TYPES)),
+        option("variant", None, "of our kernels", choices=list(ENVIRONMENTS)),
+        option("layers", LAYERS, "of a model, each of 7 products"),
+        option("seconds", 10.0, "for each number of rows"),
+        option("threads", 2),
+    ),
+    is_kept=False,
+)
 
 if __name__ == "__main__":
-    main()
+    MEASUREMENT.run()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 QUANTILES = (50, 90, 99)
@@ -69,6 +69,22 @@ def medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
 def paired_ratio(one: Sequence[float], other: Sequence[float]) -> float:
     """Return the median of the turns' ratios, in which the machine's drift cancels out."""
     return statistics.median(a / b for a, b in zip(one, other, strict=True))
+
+
+def compared(
+    turns: Sequence[Mapping[str, float]], others: Sequence[Mapping[str, float]], name: str
+) -> dict[str, Any]:
+    """Return the turns' ratios of a result, "ratios", and their "median"."""
+    ratios = [one[name] / other[name] for one, other in zip(turns, others, strict=True)]
+    return {"ratios": ratios, "median": statistics.median(ratios)}
+
+
+def ratio_span(ratios: Sequence[float], form: str = ".3f") -> str:
+    """Format the turns' ratios: their median, the smallest and the largest."""
+    middle, least, most = (
+        format(one, form) for one in (statistics.median(ratios), min(ratios), max(ratios))
+    )
+    return f"{middle} ({least}–{most})"
 
 
 def decode_figures(

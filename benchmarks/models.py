@@ -8,11 +8,16 @@ tokenizer of the vocabulary's size. Prompts are given as token ids, but servers 
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from tokenizers import Tokenizer
     from transformers import PreTrainedConfig, PreTrainedModel
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -52,6 +57,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
         "tie_word_embeddings": False,
     },
+    "smollm2-135m": {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rope_theta": 1e5,
+        "tie_word_embeddings": True,
+    },
     "tiny": {
         "hidden_size": 256,
         "num_hidden_layers": 4,
@@ -90,10 +107,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""All shapes are Qwen3 except the shape that the demo model had when most of its records were made.
+"""All shapes are Qwen3 except those that name another type: SmolLM2's, and the shape that the demo
+model had when most of its records were made.
 """
 
-DEMO = Path(__file__).resolve().parent.parent / "models" / "demo"
+_ROOT = Path(__file__).resolve().parent.parent
+DEMO = _ROOT / "models" / "demo"
+CACHE = Path.home() / ".cache" / "headrace-bench"
 WEIGHT_SPREAD = 2.0
 """A factor for the library's initial weights of the layers' matrices. With smaller weights, outputs
 repeat few tokens. With larger ones, bfloat16's rounding errors grow from layer to layer until the
@@ -101,6 +121,76 @@ tokens mean nothing.
 """
 WIDTH = 1024
 """The largest hidden size to which the factor applies unchanged."""
+
+
+def find_model(name: str, cache: Path | None) -> Path:
+    """Return the folder of a model: demo, a shape's name, or a directory. cache: see `checkpoint`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name in SHAPES:
+        return checkpoint(name, cache or CACHE)
+    folder = DEMO if name == "demo" else Path(name).resolve()
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"--model {name}: no name of --list, and no model's directory")
+    return folder
+
+
+def checkpoint(name: str, cache: Path) -> Path:
+    """Return the folder of a named checkpoint, which is made if it does not exist. A separate
+    process makes it, because torch takes much memory.
+    """
+    return made_once(
+        cache / "models" / name, "benchmarks.models", "make_model(sys.argv[2], folder)", name
+    )
+
+
+def made_once(
+    folder: Path, module: str, code: str, *words: str, seconds: float | None = None
+) -> Path:
+    """Return a folder, which a separate process makes if it has no checkpoint.
+
+    Args:
+        folder: where to.
+        module: the module whose names the code uses.
+        code: makes it in `folder`.
+        words: the code's `sys.argv[2:]`.
+        seconds: the longest that it may take; None for no limit.
+
+    Raises:
+        CalledProcessError, TimeoutExpired: of the process.
+    """
+    if not (folder / "config.json").is_file():
+        print(f"making {folder}", flush=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for path in (folder, folder.with_name(f"{folder.name}.partial")):
+            shutil.rmtree(path, ignore_errors=True)
+        program = f"import json, pathlib, sys; from {module} import *; "
+        program += f"folder = pathlib.Path(sys.argv[1]); {code}"
+        command = [sys.executable, "-c", program, str(folder), *words]
+        subprocess.run(command, cwd=_ROOT, check=True, timeout=seconds)
+    return folder
+
+
+def make_random(folder: Path, model_type: str, settings: Mapping[str, Any]) -> Path:
+    """Return a folder with a checkpoint of a type of transformers, with random weights in bfloat16,
+    which is made if it does not exist. settings: of its config.
+    """
+    code = "write_random(sys.argv[2], json.loads(sys.argv[3]), folder)"
+    return made_once(folder, "benchmarks.models", code, model_type, json.dumps(settings))
+
+
+def write_random(model_type: str, settings: Mapping[str, Any], folder: Path) -> None:
+    """Write such a checkpoint."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **settings)
+    partial = folder.with_name(f"{folder.name}.partial")
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(partial)
+    partial.rename(folder)
 
 
 def make_model(name: str, folder: Path, seed: int = 0, device: str = "cpu") -> None:
@@ -162,18 +252,26 @@ def model_config(name: str) -> PreTrainedConfig:
     )
 
 
-def _write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Write a byte-level tokenizer. Ids beyond the bytes get names that occur in no text."""
+def byte_level(vocab_size: int) -> Tokenizer:
+    """Return a byte-level tokenizer without merges. Ids beyond the bytes get names that occur in no
+    text.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    special = ["<pad>", "<s>", "</s>"]
-    names = special + sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = _SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
     names += [f"<{number}>" for number in range(len(names), vocab_size)]
     tokenizer = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(special)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(_SPECIAL)
+    return tokenizer
+
+
+_SPECIAL = ["<pad>", "<s>", "</s>"]
+
+
+def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+    byte_level(vocab_size).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
         json.dumps(
             {

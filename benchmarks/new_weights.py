@@ -12,11 +12,14 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 import engine
 from benchmarks.models import SHAPES, random_model
+from benchmarks.records import Record
+from benchmarks.rig.measurement import Measurement, option
 
 _PACKINGS = {
     "float32": {"dtype": "float32"},
@@ -25,36 +28,46 @@ _PACKINGS = {
 }
 
 
-def _told(what: str, turns: int, run: Callable[[], object]) -> None:
+def _seconds(what: str, turns: int, run: Callable[[], object]) -> list[float]:
     took = []
     for _ in range(turns):
         start = time.perf_counter()
         run()
         took.append(time.perf_counter() - start)
     print(f"  {what:16s} {' '.join(f'{one:.3f}' for one in sorted(took))} s", flush=True)
+    return took
 
 
-def main() -> None:
-    """Run the measurement and print the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--packings", default=",".join(_PACKINGS))
-    options = parser.parse_args()
+def measure(options: argparse.Namespace, record: Record) -> None:
+    """Measure each packing."""
     new = random_model(options.shape, device="cpu", dtype=torch.bfloat16)
     state = new.state_dict()
     with tempfile.TemporaryDirectory() as folder:
         new.save_pretrained(folder)
         for packing in options.packings.split(","):
-            how = _PACKINGS[packing]
             print(packing, flush=True)
-            _told("load", 2, lambda how=how: engine.load(folder, **how))  # type: ignore[misc]
-            loaded = engine.load(folder, **how)  # type: ignore[arg-type]  # options of several types
-            _told("load_weights", options.turns, lambda one=loaded: one.load_weights(state))  # type: ignore[misc]
-            _told("load_state_dict", options.turns,
-                  lambda one=loaded: one.model.load_state_dict(state))  # type: ignore[misc]  # fmt: skip
-            _told("look", options.turns, loaded._verified.refresh)
+            load = partial(engine.load, folder, **_PACKINGS[packing])  # type: ignore[arg-type]
+            record.put(_seconds("load", 2, load), "packings", packing, "load")
+            loaded = load()
+            for what, run in (
+                ("load_weights", partial(loaded.load_weights, state)),
+                ("load_state_dict", partial(loaded.model.load_state_dict, state)),
+                ("look", loaded._verified.refresh),
+            ):
+                record.put(_seconds(what, options.turns, run), "packings", packing, what)
 
+
+MEASUREMENT = Measurement(
+    name="new_weights",
+    about=__doc__,
+    measure=measure,
+    options=(
+        option("shape", "qwen3-0.6b", choices=sorted(SHAPES)),
+        option("turns", 5),
+        option("packings", ",".join(_PACKINGS)),
+    ),
+    is_kept=False,
+)
 
 if __name__ == "__main__":
-    main()
+    MEASUREMENT.run()

@@ -13,34 +13,31 @@ an otherwise idle server. smg is left out if it is not available (`--smg`, its c
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import http.client
 import json
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import grpc
-import psutil
+import headrace
+from headrace.options import build_spec
 from headrace.v1 import generation_pb2 as pb
-from headrace.v1 import generation_service_pb2 as rpc
-from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-from benchmarks.front_end_cost import cpu_seconds
-from benchmarks.gateway import free_port
 from benchmarks.models import DEMO
-from benchmarks.processes import ROOT
-from benchmarks.records import machine_record
+from benchmarks.processes import free_port
+from benchmarks.records import Record
+from benchmarks.rig.load import connect, send
+from benchmarks.rig.measurement import Measurement, in_turns, option
+from benchmarks.rig.serving import BIN, WAIT_S, Process, process, serve
 
-WAIT_S = 180.0
 PROMPT = "Tell me a story about a fox, please."
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 """The chat template for a checkpoint that has none."""
@@ -70,58 +67,64 @@ class Turn:
         return self.front_us + self.between_us
 
 
-class Grpc:
-    """The server itself, with all chats on one session."""
+class System(Protocol):
+    """Something that is asked for chats."""
 
-    pid = 0
-
-    def __init__(self, target: str) -> None:
-        self._channel = grpc.insecure_channel(target)
+    process: Process | None
+    """What is in front of the front end; None if nothing is."""
 
     def chats(self, count: int, tokens: int) -> int:
         """Run this many concurrent chats and return how many tokens arrived."""
-        return sum(len(event.delta.token_ids) for event in self._events(count, tokens))
 
     def first(self) -> None:
         """Run a chat until its first token arrives."""
-        for event in self._events(1, 2):
-            if event.delta.token_ids:
-                break
 
-    def _events(self, count: int, tokens: int) -> Iterator[pb.ResultEvent]:
-        left, over = count, threading.Event()
 
-        def commands() -> Iterator[rpc.StreamResultRequest]:
-            for index in range(count):
-                spec = pb.GenerationSpec()
-                spec.chat.messages.add(role=pb.CHAT_ROLE_USER, content=f"{PROMPT} {index}")
-                spec.stop.max_tokens, spec.stop.ignore_eos = tokens, True
-                spec.sampling.temperature = 1.0
-                yield rpc.StreamResultRequest(command_id=index + 1, add=rpc.AddCommand(spec=spec))
-            over.wait(WAIT_S)
+@dataclass(frozen=True, slots=True)
+class Chats:
+    """The chats of a turn. Implements `Prompts`."""
 
-        call = GenerationServiceStub(self._channel).StreamResult(commands(), timeout=WAIT_S)
-        try:
-            for message in call:
-                for event in message.events:
-                    if event.HasField("failed"):
-                        raise RuntimeError(f"a request failed: {event.failed}")
-                    yield event
-                    left -= event.HasField("finished")
-                if not left:
+    tokens: int
+
+    def request(self, number: int) -> pb.GenerationSpec:
+        """Return request number 0, 1, …"""
+        return build_spec(
+            [{"role": "user", "content": f"{PROMPT} {number}"}],
+            {"max_tokens": self.tokens, "ignore_eos": True, "temperature": 1.0},
+        )
+
+
+class Grpc:
+    """The server itself, with all chats on one session."""
+
+    process: Process | None = None
+
+    def __init__(self, server: Process) -> None:
+        self._server = server
+
+    def chats(self, count: int, tokens: int) -> int:
+        """Run this many concurrent chats and return how many tokens arrived."""
+
+        async def run() -> int:
+            async with connect(self._server) as client, client.session() as session:
+                return (await send([session], Chats(tokens), count, count)).output_tokens
+
+        return asyncio.run(run())
+
+    def first(self) -> None:
+        """Run a chat until its first token arrives."""
+        with headrace.Client(self._server.address) as client, client.session() as session:
+            for chunk in session.submit(Chats(2).request(0)):
+                if chunk.token_ids:
                     break
-        finally:
-            over.set()
-            call.cancel()
 
 
 class Http:
     """The door or smg, with a connection for each chat."""
 
-    def __init__(self, port: int, pid: int, model: str) -> None:
-        self.pid = pid
+    def __init__(self, port: int, process: Process | None = None) -> None:
+        self.process = process
         self._port = port
-        self._model = model
 
     def chats(self, count: int, tokens: int) -> int:
         """Run this many concurrent chats and return how many tokens arrived."""
@@ -148,9 +151,9 @@ class Http:
                 if re.search(rb'"content":"[^"]', line):
                     break
 
-    def _lines(self, index: int, tokens: int) -> Iterator[bytes]:
+    def _lines(self, index: int, tokens: int) -> Generator[bytes, None, None]:
         body = {
-            "model": self._model,
+            "model": "it",
             "messages": [{"role": "user", "content": f"{PROMPT} {index}"}],
             "max_tokens": tokens,
             "temperature": 1.0,
@@ -168,87 +171,62 @@ class Http:
             yield from answer
 
 
-System = Grpc | Http
-
-
-def measure(system: System, front: int, count: int, tokens: int, firsts: int) -> Turn:
-    """Run one turn. front: the front end's process."""
+def turn(system: System, front: Process, options: argparse.Namespace) -> Turn:
+    """Run one turn. front: the front end."""
     firsts_ms = []
-    for _ in range(firsts):
+    for _ in range(options.firsts):
         began = time.perf_counter()
         system.first()
         firsts_ms.append((time.perf_counter() - began) * 1e3)
         time.sleep(0.05)  # what the chat left is over
-    pids = (front, system.pid)
-    cpu, began = [cpu_seconds(pid) if pid else 0.0 for pid in pids], time.perf_counter()
-    got = system.chats(count, tokens)
+    between = system.process
+
+    def cpu() -> tuple[float, float]:
+        return front.cpu_s(), between.cpu_s() if between else 0.0
+
+    before, began = cpu(), time.perf_counter()
+    got = system.chats(options.chats, options.tokens)
     wall = time.perf_counter() - began
-    used = [
-        (cpu_seconds(pid) - before) / got * 1e6 if pid else 0.0
-        for pid, before in zip(pids, cpu, strict=True)
-    ]
-    resident = psutil.Process(system.pid).memory_info().rss / 1e6 if system.pid else 0.0
-    return Turn(got / wall, *used, statistics.median(firsts_ms), resident)
-
-
-# ---- processes -----------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def process(
-    command: Sequence[str], log: Path, ready: Callable[[str], bool]
-) -> Iterator[tuple[int, float]]:
-    """Run a process until it is ready. Yield its id, and the seconds that its start took."""
-    began = time.perf_counter()
-    with log.open("wb") as file:
-        running = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
-    try:
-        while not ready(said := log.read_text(errors="replace")):
-            if running.poll() is not None or time.perf_counter() - began > WAIT_S:
-                raise RuntimeError(f"{command[0]} did not start:\n{said[-2000:]}")
-            time.sleep(0.02)
-        yield running.pid, time.perf_counter() - began
-    finally:
-        running.terminate()
-        running.wait(30)
+    front_us, between_us = (
+        (now - then) / got * 1e6 for now, then in zip(cpu(), before, strict=True)
+    )
+    resident = between.resident_mib() * 2**20 / 1e6 if between else 0.0
+    return Turn(got / wall, front_us, between_us, statistics.median(firsts_ms), resident)
 
 
 @contextlib.contextmanager
 def systems(
-    model: Path, smg: Path | None, folder: Path, options: Sequence[str]
-) -> Iterator[tuple[int, dict[str, System], float]]:
-    """Yield the front end's process, the systems to compare, and how many seconds the door took to
-    start.
-    """
-    bin_, port = Path(sys.executable).parent, free_port()
-    target = f"127.0.0.1:{port}"
-    serve = [str(bin_ / "headrace-server"), "serve", "--model", str(model), "--served-name", "it"]
-    serve += ["--gateway", "--device", "cpu", "--listen", target, *options]
+    options: argparse.Namespace, folder: Path
+) -> Iterator[tuple[Process, dict[str, System]]]:
+    """Yield the front end, and the systems to compare."""
     door_port, smg_port = free_port(), free_port()
-    door = [str(bin_ / "headrace"), "--target", target, "openai"]
-    door += ["--listen", f"127.0.0.1:{door_port}"]
     with contextlib.ExitStack() as stack:
-        front, _ = stack.enter_context(
-            process(serve, folder / "server.log", lambda said: "Stop it with" in said)
+        model = with_template(options.model, folder)
+        flags = ("--served-name", "it", "--gateway", "--device", "cpu", *options.server)
+        front = stack.enter_context(serve(*flags, model=model))
+        words = [str(BIN / "headrace"), "--target", front.address, "openai"]
+        words += ["--listen", f"127.0.0.1:{door_port}"]
+        door = stack.enter_context(
+            process(words, folder / "door.log", is_ready=lambda said: "ready: " in said)
         )
-        door_pid, start_s = stack.enter_context(
-            process(door, folder / "door.log", lambda said: "ready: " in said)
-        )
-        found: dict[str, System] = {"grpc": Grpc(target), "door": Http(door_port, door_pid, "it")}
-        if smg is not None:
-            launch = [str(smg), "launch", "--host", "127.0.0.1", "--port", str(smg_port)]
-            launch += ["--prometheus-port", str(free_port()), "--worker-urls", f"grpc://{target}"]
-            there = Http(smg_port, 0, "it")
+        found: dict[str, System] = {"grpc": Grpc(front), "door": Http(door_port, door)}
+        if options.smg is not None:
+            words = [str(options.smg), "launch", "--host", "127.0.0.1", "--port", str(smg_port)]
+            words += ["--prometheus-port", str(free_port())]
+            words += ["--worker-urls", f"grpc://{front.address}"]
+            there = Http(smg_port)
 
-            def ready(_: str) -> bool:
+            def is_ready(_: str) -> bool:
                 with contextlib.suppress(OSError, RuntimeError, http.client.HTTPException):
                     there.first()
                     return True
                 return False
 
-            there.pid, _ = stack.enter_context(process(launch, folder / "smg.log", ready))
+            there.process = stack.enter_context(
+                process(words, folder / "smg.log", is_ready=is_ready)
+            )
             found["smg"] = there
-        yield front, found, start_s
+        yield front, found
 
 
 def with_template(model: Path, folder: Path) -> Path:
@@ -264,47 +242,31 @@ def with_template(model: Path, folder: Path) -> Path:
     return made
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=DEMO)
-    parser.add_argument("--smg", type=Path, help="smg's command; absent: it is left out")
-    parser.add_argument("--chats", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=256, help="of each chat")
-    parser.add_argument("--turns", type=int, default=5, help="that count; one more warms up")
-    parser.add_argument("--firsts", type=int, default=10, help="single chats in each turn")
-    parser.add_argument("--output", type=Path, help="write the record to this JSON file")
-    parser.add_argument("server", nargs="*", help="options of the server, after --")
-    arguments = parser.parse_args()
-
+def measure(options: argparse.Namespace, record: Record) -> None:
+    """Run all turns."""
     turns: dict[str, list[Turn]] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        model = with_template(arguments.model, folder)
-        with systems(model, arguments.smg, folder, arguments.server) as (front, there, start_s):
-            order = list(there)
-            for number in range(arguments.turns + 1):
-                for each in order[number % len(order) :] + order[: number % len(order)]:
-                    one = measure(
-                        there[each], front, arguments.chats, arguments.tokens, arguments.firsts
-                    )
-                    if number:
-                        turns.setdefault(each, []).append(one)
-                        print(f"{number} {each:5} {one}", flush=True)
-    figures = summary(turns)
-    print(f"\nthe door started in {start_s:.2f} s")
-    for name, value in figures.items():
-        print(f"{name:32} {value:9.3f}")
-    if arguments.output is not None:
-        record: dict[str, Any] = {
-            "workload": f"{arguments.chats} chats at once, {arguments.tokens} tokens each",
-            "model": arguments.model.name,
-            "door_start_s": start_s,
-            "figures": figures,
-            "turns": {each: [asdict(one) for one in ones] for each, ones in turns.items()},
-            "machine": machine_record(),
-        }
-        arguments.output.write_text(json.dumps(record, indent=2) + "\n")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        systems(options, Path(folder)) as (front, there),
+    ):
+        door = there["door"].process
+        assert door is not None
+        record.put(door.start_s, "door_start_s")
+        for number, name in in_turns(tuple(there), options.turns):
+            one = turn(there[name], front, options)
+            if number:
+                turns.setdefault(name, []).append(one)
+                print(f"{number} {name:5} {one}", flush=True)
+                told = {each: [asdict(one) for one in ones] for each, ones in turns.items()}
+                record.put(told, "turns")
+    record.put(summary(turns), "figures")
+
+
+def table(record: Mapping[str, Any]) -> str:
+    """Return the figures as text."""
+    lines = [f"the door started in {record['door_start_s']:.2f} s"]
+    lines += [f"{name:32} {value:9.3f}" for name, value in record["figures"].items()]
+    return "\n".join(lines)
 
 
 def summary(turns: dict[str, list[Turn]]) -> dict[str, float]:
@@ -327,5 +289,22 @@ def summary(turns: dict[str, list[Turn]]) -> dict[str, float]:
     return found
 
 
+MEASUREMENT = Measurement(
+    name="openai_cost",
+    about=__doc__,
+    measure=measure,
+    table=table,
+    options=(
+        option("model", DEMO, type=Path),
+        option("smg", None, "smg's command; absent: it is left out", type=Path),
+        option("chats", 16),
+        option("tokens", 256, "of each chat"),
+        option("turns", 5, "that count; one more warms up"),
+        option("firsts", 10, "single chats in each turn"),
+        option("server", [], "options of the server, after --", nargs="*"),
+    ),
+    is_kept=False,
+)
+
 if __name__ == "__main__":
-    main()
+    MEASUREMENT.run()

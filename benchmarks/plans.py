@@ -12,40 +12,35 @@ as ControlService tells them. Shapes other than the demo model have random weigh
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import random
 import shlex
-import shutil
-import signal
 import statistics
 import subprocess
-import sys
-import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import headrace
-import psutil
 
-from benchmarks import tables
-from benchmarks.models import DEMO, make_model
-from benchmarks.processes import ROOT, high_water
-from benchmarks.records import commit, machine_record, rounded
+from benchmarks.markdown import cpus, link, memory, span, table
+from benchmarks.models import DEMO, checkpoint, make_random
+from benchmarks.processes import resident
+from benchmarks.records import Record
+from benchmarks.rig.measurement import MODELS, Measurement, option
+from benchmarks.rig.serving import BIN, Process, serve
 
-FORMAT = 1
-_PROMPT, _OUTPUT, _REQUESTS = 256, 64, 16
+PROMPT, OUTPUT, REQUESTS = 256, 64, 16
 _PROMPTS = 3
 """How many prompts are timed alone."""
-_READY_S = 300.0
 _POLL_S = 0.02
-_OUTPUT_FILE = ROOT / "benchmarks" / "results" / "plan.json"
-_CACHE = Path.home() / ".cache" / "headrace-bench"
+MEMORY_BOUND, TIME_BOUND = 0.10, 0.30
+"""The largest error of a plan, relative to the run."""
 _COMMON: dict[str, Any] = {
     "vocab_size": 32000,
     "num_hidden_layers": 12,
@@ -124,37 +119,24 @@ SHAPES = (
 )
 
 
-def checkpoint(shape: Shape, folder: Path) -> Path:
+def find(shape: Shape, cache: Path) -> Path:
     """Return the directory of a shape's model, which is made if it does not exist."""
     if shape.model == "demo":
         return DEMO
-    path = folder / "models" / (f"plan-{shape.model}" if shape.settings else shape.model)
-    if (path / "config.json").is_file():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
     if shape.settings is None:
-        make_model(shape.model, path)
-        return path
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(shape.model, **{**_COMMON, **shape.settings})
-    partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(partial)
-    partial.rename(path)
-    return path
+        return checkpoint(shape.model, cache)
+    return make_random(
+        cache / "models" / f"plan-{shape.model}", shape.model, {**_COMMON, **shape.settings}
+    )
 
 
-def plan_of(shape: Shape, path: Path, requests: int) -> dict[str, Any]:
+def plan_of(shape: Shape, path: Path) -> dict[str, Any]:
     """Return the command's plan."""
     found = subprocess.run(
         [
-            _command(), "plan", "--json", "--model", str(path), *shape.flags,
-            "--requests", str(requests), "--prompt-tokens", str(_PROMPT),
-            "--output-tokens", str(_OUTPUT),
+            str(BIN / "headrace-server"), "plan", "--json", "--model", str(path), *shape.flags,
+            "--requests", str(REQUESTS), "--prompt-tokens", str(PROMPT),
+            "--output-tokens", str(OUTPUT),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -165,53 +147,23 @@ def plan_of(shape: Shape, path: Path, requests: int) -> dict[str, Any]:
     return plan
 
 
-def _command() -> str:
-    return str(Path(sys.executable).with_name("headrace-server"))
-
-
 class Run:
-    """A server that was planned, and the resources that it used."""
+    """A server that was planned, and the resources that it uses."""
 
-    def __init__(self, command: str, folder: Path) -> None:
-        self._target = f"unix:{folder}/server.sock"
-        self._log = (folder / "log").open("w")
-        # Without a target time, prompts are computed at once, and then all requests decode.
-        words = [_command(), *shlex.split(command)[1:], "--listen", self._target]
-        words += ["--target-step-time", "0"]
-        self._process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=self._log)
+    def __init__(self, server: Process, client: headrace.Client) -> None:
+        self._server = server
+        self._client = client
         self._random = random.Random(0)
-        self._client = headrace.Client(self._target)
-
-    def wait_until_ready(self) -> None:
-        """Wait until the server is ready. Raises RuntimeError if it ends or takes too long."""
-        until = time.monotonic() + _READY_S
-        while time.monotonic() < until:
-            if self._process.poll() is not None:
-                raise RuntimeError(f"the server ended; see {self._log.name}")
-            try:
-                self._vocabulary = self._client.model().vocab_size
-                self._forget_peaks()
-            except headrace.HeadraceError:
-                time.sleep(0.2)
-            else:
-                return
-        raise RuntimeError("the server is not ready")
-
-    def _forget_peaks(self) -> None:
-        """Reset the high-water marks, because the plan does not include peaks while loading."""
-        for one in self._processes():
-            Path(f"/proc/{one.pid}/clear_refs").write_text("5")
-
-    def _processes(self) -> list[psutil.Process]:
-        root = psutil.Process(self._process.pid)
-        return [root, *root.children(recursive=True)]
+        self._vocabulary = client.model().vocab_size
+        for pid in server.tree():  # the plan does not include the peaks of loading
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
 
     def prompt_s(self) -> float:
         """Return the seconds of a step with only one prompt."""
         found = []
         for _ in range(_PROMPTS):
             self._generate(1)
-            found.append(self._step()[1])
+            found.append(self._last_step()[1])
         return statistics.median(found)
 
     def decode_s(self, requests: int) -> float:
@@ -231,7 +183,7 @@ class Run:
         watcher = threading.Thread(target=watch)
         watcher.start()
         with ThreadPoolExecutor(requests) as callers:
-            list(callers.map(self._generate, [_OUTPUT] * requests))
+            list(callers.map(self._generate, [OUTPUT] * requests))
         done.set()
         watcher.join()
         # The steps at the beginning may have prompts in them.
@@ -239,96 +191,113 @@ class Run:
         return statistics.median(steps[len(steps) // 2 :])
 
     def _generate(self, output: int) -> None:
-        prompt = [self._random.randrange(3, self._vocabulary) for _ in range(_PROMPT)]
+        prompt = [self._random.randrange(3, self._vocabulary) for _ in range(PROMPT)]
         self._client.generate(prompt, max_tokens=output, ignore_eos=True, temperature=1.0)
 
-    def _step(self) -> tuple[int, float]:
+    def _last_step(self) -> tuple[int, float]:
         stats = self._client.control.statistics().engine
         return stats.steps, stats.last_step_duration.ToTimedelta().total_seconds()
 
     def peak_bytes(self) -> int:
         """Return the high-water marks of its processes since it was ready."""
-        return sum(high_water(one.pid) for one in self._processes())
-
-    def end(self) -> None:
-        """End the server."""
-        self._client.close()
-        self._process.terminate()
-        self._process.wait()
-        self._log.close()
+        return sum(resident(pid)[1] for pid in self._server.tree())
 
 
-def measure(shape: Shape, folder: Path, say: Any) -> dict[str, Any]:
+def measure_shape(shape: Shape, cache: Path) -> dict[str, Any]:
     """Return a row of the record: planned and measured."""
-    path = checkpoint(shape, folder)
-    say(f"{shape.name}: planning")
-    plan = plan_of(shape, path, _REQUESTS)
-    one = next(step for step in plan["times"]["decode"] if step["requests"] == 1)
-    all_ = next(step for step in plan["times"]["decode"] if step["requests"] == _REQUESTS)
-    memory = plan["memory_bytes"]
+    path = find(shape, cache)
+    print(f"{shape.name}: planning", flush=True)
+    plan = plan_of(shape, path)
+    decode = {step["requests"]: step["seconds"] for step in plan["times"]["decode"]}
+    sizes = plan["memory_bytes"]
     parts = ("weights", "step", "engine_process", "server_process", "kv_cache")
     planned = {
-        "memory_bytes": sum(memory[part] for part in parts),
-        "decode_1_s": one["seconds"],
-        "decode_16_s": all_["seconds"],
+        "memory_bytes": sum(sizes[part] for part in parts),
+        "decode_1_s": decode[1],
+        "decode_16_s": decode[REQUESTS],
         "prompt_s": plan["times"]["prefill_s"],
     }
-    say(f"{shape.name}: {plan['command']}")
-    with tempfile.TemporaryDirectory() as place:
-        run = Run(plan["command"], Path(place))
-        try:
-            run.wait_until_ready()
-            taken = {
-                "prompt_s": run.prompt_s(),
-                "decode_1_s": run.decode_s(1),
-                "decode_16_s": run.decode_s(_REQUESTS),
-                "memory_bytes": run.peak_bytes(),
-            }
-        finally:
-            run.end()
+    print(f"{shape.name}: {plan['command']}", flush=True)
+    # The command has the model. Without a target time, prompts are computed at once, and then all
+    # requests decode.
+    flags = shlex.split(plan["command"])[2:]
+    with (
+        serve(*flags, "--target-step-time", "0", model=path, on_socket=True) as server,
+        headrace.Client(server.address) as client,
+    ):
+        run = Run(server, client)
+        taken = {
+            "prompt_s": run.prompt_s(),
+            "decode_1_s": run.decode_s(1),
+            "decode_16_s": run.decode_s(REQUESTS),
+            "memory_bytes": run.peak_bytes(),
+        }
     row = {
         "name": shape.name,
         "flags": shape.flags,
         "parameters": plan["model"]["parameters"],
-        "memory": memory,
+        "memory": sizes,
         "planned": planned,
         "taken": taken,
         "load_average": os.getloadavg()[0],
     }
-    say(" ".join(f"{name} {tables.ratio(row, name):.2f}" for name in planned))
+    print(" ".join(f"{name} {ratio(row, name):.2f}" for name in planned), flush=True)
     return row
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plans", description=__doc__)
-    parser.add_argument("--shape", action="append", help="a row's name; several times: several")
-    parser.add_argument("--cache", type=Path, default=_CACHE, help=f"for models ({_CACHE})")
-    parser.add_argument("--output", type=Path, default=_OUTPUT_FILE)
-    arguments = parser.parse_args()
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, lambda number, frame: sys.exit(128 + number))  # ends the server
-    wanted = [one for one in SHAPES if not arguments.shape or one.name in arguments.shape]
+def measure(options: argparse.Namespace, record: Record) -> None:
+    """Measure the shapes."""
+    record.data |= {"requests": REQUESTS, "prompt": PROMPT, "output": OUTPUT}
+    shapes = [one for one in SHAPES if not options.shape or one.name in options.shape]
+    rows: list[dict[str, Any]] = []
+    for shape in shapes:
+        rows.append(measure_shape(shape, options.cache))
+        record.put(rows, "rows")
 
-    def say(line: str) -> None:
-        print(line, flush=True)
 
-    rows = [measure(shape, arguments.cache, say) for shape in wanted]
-    record = {
-        "format": FORMAT,
-        "kind": tables.PLAN,
-        "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "machine": machine_record(),
-        "requests": _REQUESTS,
-        "prompt": _PROMPT,
-        "output": _OUTPUT,
-        "rows": rows,
-    }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(rounded(record), indent=1) + "\n")
-    print(f"\n{tables.plan(record, arguments.output.name)}")
+def ratio(row: Mapping[str, Any], name: str) -> float:
+    """Return the planned value divided by the measured one."""
+    found: float = row["planned"][name] / row["taken"][name]
+    return found
 
+
+def render(record: Mapping[str, Any], name: str) -> str:
+    """Return the record as text for a document. name: the name of its file."""
+    loads = span((row["load_average"] for row in record["rows"]), ".1f")
+    head = (
+        f"{record['date'][:10]}, {cpus(record)}, {memory(record)}; load average {loads}. "
+        f"{record['requests']} requests of {record['prompt']} + {record['output']} tokens. Commit "
+        f"{record['commit']}. {link(name)}"
+    )
+    columns = "model | memory MiB | step of 1 request ms | step of 16 requests ms | prompt alone ms"
+    times = ("decode_1_s", "decode_16_s", "prompt_s")
+    rows = [
+        [
+            row["name"],
+            _cell(row, "memory_bytes", 2**-20, MEMORY_BOUND),
+            *(_cell(row, one, 1e3, TIME_BOUND) for one in times),
+        ]
+        for row in record["rows"]
+    ]
+    return "\n".join([head, "", *table(columns, rows)]) + "\n"
+
+
+def _cell(row: Mapping[str, Any], name: str, unit: float, bound: float) -> str:
+    planned, taken = row["planned"][name] * unit, row["taken"][name] * unit
+    off = ratio(row, name) - 1
+    text = f"{planned:,.3g}, {taken:,.3g} ({off:+.0%})"
+    if planned >= 1000 or taken >= 1000:
+        text = f"{planned:,.0f}, {taken:,.0f} ({off:+.0%})"
+    return text if abs(off) <= bound else f"**{text}**"
+
+
+MEASUREMENT = Measurement(
+    name="plan",
+    about=__doc__,
+    measure=measure,
+    table=lambda record: render(record, "plan.json"),
+    options=(option("shape", [], "a row's name; several times: several", action="append"), MODELS),
+)
 
 if __name__ == "__main__":
-    main()
+    MEASUREMENT.run()

@@ -11,10 +11,11 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,11 @@ class System:
         log: Path,
         environment: Mapping[str, str],
         root: Path = ROOT,
+        words: Sequence[str] = (),
     ) -> None:
-        """Start the process; call `load` next. root: the checkout whose adapter is used."""
+        """Start the process; call `load` next. root: the checkout whose adapter is used. words:
+        arguments of the adapter.
+        """
         self.name = name
         self.start_s = 0.0
         self.ready: dict[str, Any] = {}
@@ -57,7 +61,7 @@ class System:
         self._began = time.perf_counter()
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [python, "-m", module],
+                [python, "-m", module, *words],
                 cwd=root,
                 env={**os.environ, **environment},
                 stdin=subprocess.PIPE,
@@ -75,7 +79,7 @@ class System:
 
     def load(self, order: Mapping[str, Any], timeout: float) -> None:
         """Let it load the model. Raises SystemFailure."""
-        self.ready = self._ask({"load": order}, "ready", timeout)
+        self.ready = self.ask({"load": order}, "ready", timeout)
         taken = time.perf_counter() - self._began - self.ready.pop("prepared_s", 0.0)
         self.start_s = self.ready.pop("start_s", taken)
 
@@ -84,20 +88,20 @@ class System:
         SystemFailure.
         """
         self.wake()
-        answer = self._ask({"run": turn}, "done", timeout)
+        answer = self.ask({"run": turn}, "done", timeout)
         self.park()
         return answer
 
     def park(self) -> None:
         """Suspend its processes until `wake`."""
         self._note_memory()
-        for process in reversed(self._tree(self._process.pid)):
+        for process in reversed(tree(self._process.pid)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGSTOP)
 
     def wake(self) -> None:
         """Resume its processes."""
-        for process in self._tree(self._process.pid):
+        for process in tree(self._process.pid):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGCONT)
 
@@ -115,7 +119,7 @@ class System:
         """
         self._note_memory()
         self.wake()
-        children = self._tree(self._process.pid)[1:]
+        children = tree(self._process.pid)[1:]
         with contextlib.suppress(OSError):
             self._stdin.close()
         try:
@@ -132,7 +136,8 @@ class System:
         psutil.wait_procs(alive, ORPHAN_S)
         self._reader.join(ORPHAN_S)
 
-    def _ask(self, order: Mapping[str, Any], wanted: str, timeout: float) -> Any:
+    def ask(self, order: Mapping[str, Any], wanted: str, timeout: float) -> Any:
+        """Send an order, and return what it answers under this key. Raises SystemFailure."""
         try:
             self._stdin.write(json.dumps(order) + "\n")
             self._stdin.flush()
@@ -164,24 +169,46 @@ class System:
         root = self.ready.get("pid")
         if root is None:
             return
-        found = sum(high_water(process.pid) for process in self._tree(root))
+        found = sum(resident(process.pid)[1] for process in tree(root))
         self._peak_bytes = max(self._peak_bytes, found)
 
-    @staticmethod
-    def _tree(pid: int) -> list[psutil.Process]:
-        try:
-            root = psutil.Process(pid)
-            return [root, *root.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
 
-
-def high_water(pid: int) -> int:
-    """Return the peak resident memory of a process in bytes; 0 once it has ended."""
+def tree(pid: int) -> list[psutil.Process]:
+    """Return a process and its children; none once it has ended."""
     try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def resident(pid: int) -> tuple[int, int]:
+    """Return a process's current and peak resident memory in bytes; 0 once it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
-        return 0
-    return 0
+        return 0, 0
+    found = dict.fromkeys(("VmRSS", "VmHWM"), 0)  # a zombie has neither
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name in found:
+            found[name] = int(value.split()[0]) * 1024
+    return found["VmRSS"], found["VmHWM"]
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process, user and system, in nanoseconds' resolution: of all its
+    threads, also of those that have ended.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    return time.clock_gettime((~pid << 3) | 2)  # Linux's clock of a process, CPUCLOCK_SCHED
+
+
+def free_port() -> int:
+    """Return a port of the loopback address that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

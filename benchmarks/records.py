@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,52 @@ def case_record(
     }
 
 
+class Record:
+    """A record as it grows: a JSON object that is saved whenever something is put in it.
+
+    Attributes:
+        path: its file; None if it is not written.
+        data: its content.
+    """
+
+    def __init__(self, path: Path | None, kind: str, about: Mapping[str, Any]) -> None:
+        """Create a record. about: when, where and of what it is."""
+        self.path = path
+        self.data: dict[str, Any] = {"format": FORMAT, "kind": kind, **about}
+
+    def resume(self, same: Iterable[str]) -> bool:
+        """Take over what its file has, if there is one. Returns whether it is of the same: the
+        options of these names, and the commit.
+
+        Raises:
+            ValueError: the file has another format.
+        """
+        found = None if self.path is None else read_record(self.path)
+        if found is None:
+            return True
+        old, new = ({**one, **one.get("options", {})} for one in (found, self.data))
+        if any(old[name] != new[name] for name in same):
+            return False
+        self.data = found
+        return True
+
+    def put(self, value: Any, *keys: str) -> None:
+        """Put a value in the object that these keys lead to, under the last of them, and save."""
+        place = self.data
+        for key in keys[:-1]:
+            place = place.setdefault(key, {})
+        place[keys[-1]] = rounded(value)
+        self.save()
+
+    def save(self) -> None:
+        """Write the file atomically."""
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self.path.with_suffix(".partial")
+            partial.write_text(json.dumps(rounded(self.data), indent=1) + "\n")
+            partial.replace(self.path)
+
+
 def machine_record() -> dict[str, Any]:
     """Return the machine's processor, memory and system."""
     return {
@@ -189,7 +236,7 @@ def rounded(value: Any) -> Any:
         return float(f"{value:.6g}")
     if isinstance(value, dict):
         return {key: rounded(entry) for key, entry in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [rounded(entry) for entry in value]
     return value
 
@@ -208,7 +255,3 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 FORMAT = 1
 """The format of records. It changes whenever old readers would misread new records."""
-
-
-KIND_GPU = "gpu"
-"""The kind of the records of `python -m benchmarks gpu`; those of `run` have no kind."""

@@ -9,15 +9,26 @@ A block names the record that it shows; nothing between the marks is written by 
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import decoder_table, tables
-from benchmarks.blocks import rewrite_blocks, update_document
-from benchmarks.gpu import tables as gpu_tables
+from benchmarks.markdown import cpus, link, memory, span, table
 from benchmarks.measures import figure
-from benchmarks.records import KIND_GPU, read_record
+from benchmarks.records import read_record
+
+MODULES = {
+    "gpu": "benchmarks.gpu.tables",
+    "plan": "benchmarks.plans",
+    "first-try": "benchmarks.first_try",
+    "decoder": "benchmarks.decoder",
+    "languages": "benchmarks.languages.document",
+    "proxies": "benchmarks.proxies.document",
+    "speculation": "benchmarks.speculation",
+}
+"""What renders a kind of record; imported when it is needed. Records of `run` have no kind."""
 
 
 def rewrite(text: str, read: Callable[[str], dict[str, Any] | None]) -> str:
@@ -29,7 +40,12 @@ def rewrite(text: str, read: Callable[[str], dict[str, Any] | None]) -> str:
         record = read(name)
         return "Not measured yet.\n" if record is None else render(record, name)
 
-    return rewrite_blocks(text, "benchmark", tell)
+    return re.sub(
+        r"(<!-- benchmark: (\S+) -->\n).*?(<!-- end of benchmark -->)",
+        lambda match: f"{match[1]}\n{tell(match[2])}\n{match[3]}",
+        text,
+        flags=re.DOTALL,
+    )
 
 
 def update(document: Path, root: Path, *, check: bool = False) -> bool:
@@ -43,27 +59,20 @@ def update(document: Path, root: Path, *, check: bool = False) -> bool:
     Raises:
         ValueError: a record has another format.
     """
-    return update_document(
-        document, lambda text: rewrite(text, lambda name: read_record(root / name)), check=check
-    )
-
-
-KIND_TRUST = "trust"
-"""The kind of the records of `python -m benchmarks.trust`, which writes its own document."""
+    old = document.read_text()
+    new = rewrite(old, lambda name: read_record(root / name))
+    if new != old and not check:
+        document.write_text(new)
+    return new == old
 
 
 def render(record: dict[str, Any], name: str) -> str:
     """Return the text of one record: what was run and where, a table for each case, the systems,
     and the checks.
     """
-    if record.get("kind") == KIND_GPU:
-        return gpu_tables.render(record, name)
-    if record.get("kind") == tables.PLAN:
-        return tables.plan(record, name)
-    if record.get("kind") == tables.FIRST_TRY:
-        return tables.first_try(record, name)
-    if record.get("kind") == decoder_table.KIND:
-        return decoder_table.render(record, name)
+    if "kind" in record:
+        rendered: str = importlib.import_module(MODULES[record["kind"]]).render(record, name)
+        return rendered
     plot = name.removesuffix(".json") + ".svg"
     parts = [_heading(record, name), f"![Output tokens per second](../{plot})"]
     parts += [_case(record, case) for case in record["cases"]]
@@ -82,11 +91,10 @@ def _heading(record: dict[str, Any], name: str) -> str:
     instructions = f", {found}{by_hand}" if found else ""
     return (
         f"{record['date'][:10]}, model `{record['model']}` in {record['dtype']}, "
-        f"{record['threads']} threads; {machine['cpus']} CPUs ({machine['cpu']}{instructions}), "
-        f"{machine['memory_bytes'] / 2**30:.0f} GiB, {machine['system']}; memory read at "
-        f"{_span(bandwidths, '.1f')} GB/s, matrices multiplied at {_span(matrix, '.2f')} TFLOP/s, "
-        f"load average {_span(loads, '.1f')} before the turns. Commit {record['commit']}. "
-        f"Record: [`{name}`](../{name})."
+        f"{record['threads']} threads; {cpus(record, instructions)}, {memory(record)}, "
+        f"{machine['system']}; memory read at {span(bandwidths, '.1f')} GB/s, matrices multiplied "
+        f"at {span(matrix, '.2f')} TFLOP/s, load average {span(loads, '.1f')} before the turns. "
+        f"Commit {record['commit']}. {link(name)}"
     )
 
 
@@ -106,23 +114,18 @@ def _case(record: dict[str, Any], case: dict[str, Any]) -> str:
             f" Floor: {floor['output_rate']:,.0f} tok/s ({figure(seconds)} s, of which prefill "
             f"{floor['prefill_s'] / seconds:.0%})."
         )
-    lines = [
-        title,
-        "",
-        "| system | output tok/s | total tok/s | of the floor | "
-        f"{reference} / it | TTFT p50, p99 ms | TPOT ms | ITL p50, p90, p99 ms | greedy tokens |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [_row(case, name) for name in case["median"]]
-    lines += [f"| {name} | {why} | | | | | | | |" for name, why in case["failures"].items()]
-    return "\n".join(lines)
+    rows = [_row(case, name) for name in case["median"]]
+    rows += [[name, why, *[""] * 7] for name, why in case["failures"].items()]
+    columns = f"system | output tok/s | total tok/s | of the floor | {reference} / it"
+    columns += " | TTFT p50, p99 ms | TPOT ms | ITL p50, p90, p99 ms | greedy tokens"
+    return "\n".join([title, "", *table(columns, rows)])
 
 
-def _row(case: dict[str, Any], name: str) -> str:
+def _row(case: dict[str, Any], name: str) -> list[str]:
     median = case["median"][name]
     share = case["of_floor"].get(name)
     ratio = case["ratio"].get(name)
-    cells = [
+    return [
         name,
         figure(median["output_rate"]),
         figure(median["total_rate"]),
@@ -133,19 +136,16 @@ def _row(case: dict[str, Any], name: str) -> str:
         _milliseconds(median, "itl_p50_s", "itl_p90_s", "itl_p99_s"),
         _verdict(case["check"].get(name)),
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def _systems(record: dict[str, Any]) -> str:
-    lines = ["| system | start s | peak RSS GiB | versions |", "|---|---|---|---|"]
+    rows = []
     for name, system in record["systems"].items():
         versions = ", ".join(f"{key} {value}" for key, value in system["versions"].items())
-        lines.append(
-            f"| {name} | {system['start_s']:.1f} | {system['peak_rss_bytes'] / 2**30:.2f} | "
-            f"{versions}, Python {system['python']} |"
-        )
-    lines += [f"| {name} | {why} | | |" for name, why in record["left_out"].items()]
-    return "\n".join(lines)
+        figures = [f"{system['start_s']:.1f}", f"{system['peak_rss_bytes'] / 2**30:.2f}"]
+        rows.append([name, *figures, f"{versions}, Python {system['python']}"])
+    rows += [[name, why, "", ""] for name, why in record["left_out"].items()]
+    return "\n".join(table("system | start s | peak RSS GiB | versions", rows))
 
 
 def _verdict(check: dict[str, Any] | None) -> str:
@@ -169,8 +169,3 @@ def _load(name: str) -> str:
 
 def _milliseconds(median: dict[str, float], *names: str) -> str:
     return ", ".join(figure(median[name] * 1e3) for name in names if name in median)
-
-
-def _span(values: list[float], form: str) -> str:
-    low, high = format(min(values), form), format(max(values), form)
-    return low if low == high else f"{low} to {high}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,12 +20,14 @@ from benchmarks.instructions import ENVIRONMENTS
 from benchmarks.measures import turn_figures
 from benchmarks.processes import System, SystemFailure
 from benchmarks.records import FORMAT, Case, Found, Plan, case_record, commit, machine_record
+from benchmarks.rig.systems import MACHINE_S, Systems, judged, turn_order
 from benchmarks.systems import SystemSpec
-from benchmarks.workloads import make_prompts
+from benchmarks.workloads import Lengths, make_prompts
 
 WARMUP_PROMPT = 1024
 WARMUP_TOKENS = 8
-MACHINE_S = 120.0
+LOAD_S = 900.0
+JUDGE = "benchmarks.adapters.judge"
 
 
 class Runner:
@@ -41,21 +42,20 @@ class Runner:
         self._verdicts: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[str, Any]] = {}
         self._limits = ENVIRONMENTS.get(plan.instructions or "", {})
         self._began = time.monotonic()
-        self._logs = plan.folder / "logs"
-        self._logs.mkdir(parents=True, exist_ok=True)
+        self._started = Systems(plan.folder / "logs")
 
     def run(self) -> dict[str, Any]:
         """Run the plan and return the record. Raises SystemFailure if the reference system, or all
         others, cannot start.
         """
         plan = self._plan
-        try:
-            machine = self._start_helper("machine")
+        with self._started:
+            machine = self._started.start_machine(environment=self._limits, **self._about())
             for spec in plan.systems:
                 self._start(spec)
             if plan.systems[0].name not in self._systems:
                 raise SystemFailure(f"{plan.systems[0].name} does not start; see above")
-            found = [self._measure(case, machine) for case in self._fitting()]
+            found = [self._measure(case) for case in self._fitting()]
             self._note(found)
             about = {
                 name: {
@@ -66,14 +66,9 @@ class Runner:
                     "python": system.ready.get("python"),
                 }
                 for name, system in self._systems.items()
-                if system is not machine
             }
-            for system in self._systems.values():
-                system.end()
+            self._started.close()
             checks = self._check(found)
-        finally:
-            for system in self._systems.values():
-                system.end()
         return {
             "format": FORMAT,
             "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
@@ -102,54 +97,32 @@ class Runner:
 
     def _start(self, spec: SystemSpec) -> None:
         self._say(f"loading {spec.name}")
+        plan, cpus = self._plan, sorted(psutil.Process().cpu_affinity() or [])
         try:
-            system = System(
+            system = self._started.start(
                 spec.name,
                 spec.module,
-                self._plan.pythons[spec.name],
-                self._logs / f"{spec.name}.log",
-                self._limits
-                | spec.variables(
-                    self._plan.peers.get(spec.name), sorted(psutil.Process().cpu_affinity() or [])
-                ),
+                self._order(spec),
+                LOAD_S,
+                python=plan.pythons[spec.name],
+                environment=self._limits | spec.variables(plan.peers.get(spec.name), cpus),
             )
-        except OSError as error:
-            self._leave_out(spec.name, error)
+        except (OSError, SystemFailure) as failure:
+            self._say(f"  {spec.name} is left out: {failure}")
+            self._left_out[spec.name] = str(failure).splitlines()[0]
             return
         self._systems[spec.name] = system
-        try:
-            system.load(self._order(spec), timeout=900.0)
-        except SystemFailure as failure:
-            self._leave_out(spec.name, failure)
-            self._drop(spec.name)
-            return
-        system.park()
         self._say(f"  ready after {system.start_s:.1f} s")
 
-    def _leave_out(self, name: str, failure: Exception) -> None:
-        self._say(f"  {name} is left out: {failure}")
-        self._left_out[name] = str(failure).splitlines()[0]
-
-    def _drop(self, name: str) -> None:
-        self._systems.pop(name).end()
-
-    def _start_helper(self, module: str) -> System:
-        """Start the machine's or the judge's process. It uses the harness's own environment,
-        because it needs torch, which a peer's environment may not have.
-        """
+    def _about(self) -> dict[str, Any]:
+        """Return what every process is told."""
         plan = self._plan
-        log = self._logs / f"{module}.log"
-        helper = System(module, f"benchmarks.adapters.{module}", sys.executable, log, self._limits)
-        self._systems[f"({module})"] = helper
-        order = {
+        return {
             "model": str(plan.model),
             "dtype": plan.dtype,
             "threads": plan.threads,
             "instructions": plan.instructions,
         }
-        helper.load(order, MACHINE_S)
-        helper.park()
-        return helper
 
     def _order(self, spec: SystemSpec) -> dict[str, Any]:
         plan = self._plan
@@ -160,10 +133,7 @@ class Runner:
         ]
         every = [one for case in cases for one in case.lengths()]
         return {
-            "model": str(plan.model),
-            "dtype": plan.dtype,
-            "threads": plan.threads,
-            "instructions": plan.instructions,
+            **self._about(),
             "cache": str(plan.folder),
             "options": dict(spec.options),
             "limits": {
@@ -184,7 +154,7 @@ class Runner:
 
     # ---- the turns -----------------------------------------------------------------------------
 
-    def _measure(self, case: Case, machine: System) -> Found:
+    def _measure(self, case: Case) -> Found:
         names = [spec.name for spec in self._plan.systems if spec.name in self._systems]
         found = Found(case, case.lengths(), {name: [] for name in names})
         if case.load.rate is not None:
@@ -200,8 +170,7 @@ class Runner:
             seed = f"{case.name}, turn {turn}"
             prompts = make_prompts(found.lengths, self._shape.vocab_size, seed)
             if turn:
-                rates: dict[str, float] = machine.run({"requests": []}, MACHINE_S)
-                found.machine.append({**rates, "load_average": os.getloadavg()[0]})
+                found.machine.append({**self._started.rates(), "load_average": os.getloadavg()[0]})
                 found.prompts = prompts
             for name in list(found.turns):
                 self._turn(found, name, turn, prompts)
@@ -209,30 +178,23 @@ class Runner:
 
     def _turn(self, found: Found, name: str, turn: int, prompts: list[list[int]]) -> None:
         """Run one system's turn. If it fails, the system is ended and left out from then on."""
-        case = found.case
-        arrivals = case.load.arrivals(len(prompts), seed=turn)
-        outputs = [one.output for one in found.lengths]
+        load, lengths = found.case.load, found.lengths
         if not turn:
             prompts = [prompt[:WARMUP_PROMPT] for prompt in prompts]
-            outputs = [min(output, WARMUP_TOKENS) for output in outputs]
-        order = {
-            "requests": [
-                {
-                    "prompt": prompt if turn else prompt[:WARMUP_PROMPT],
-                    "max_tokens": output,
-                    "at": at,
-                }
-                for prompt, output, at in zip(prompts, outputs, arrivals, strict=True)
-            ],
-            "concurrency": case.load.concurrency,
-        }
+            lengths = [Lengths(one.prompt, min(one.output, WARMUP_TOKENS)) for one in lengths]
+        order = turn_order(
+            prompts,
+            lengths,
+            arrivals=load.arrivals(len(prompts), seed=turn),
+            concurrency=load.concurrency,
+        )
         try:
             replies = self._systems[name].run(order, self._plan.turn_s)
         except SystemFailure as failure:
             self._say(f"  {name} is left out: {failure}")
             found.failures[name] = str(failure).splitlines()[0]
             del found.turns[name]
-            self._drop(name)
+            self._started.drop(self._systems.pop(name))
             return
         if not turn:
             return
@@ -263,8 +225,9 @@ class Runner:
         if not self._plan.check:
             return [{} for _ in found]
         self._say("checking the tokens against transformers in float32")
-        self._systems.clear()
-        judge = self._start_helper("judge")
+        judge = self._started.start(
+            "judge", JUDGE, self._about(), MACHINE_S, environment=self._limits
+        )
         return [
             {name: self._judge(judge, one, replies) for name, replies in one.last.items()}
             for one in found
@@ -279,15 +242,9 @@ class Runner:
                 order = {"requests": [{"prompt": prompt, "tokens": reply["tokens"]}]}
                 [self._verdicts[key]] = judge.run(order, self._plan.turn_s)
             verdicts.append(self._verdicts[key])
-        tokens = sum(verdict["tokens"] for verdict in verdicts)
-        summary = {
-            "requests": count,
-            "tokens": tokens,
-            "best": sum(verdict["best"] for verdict in verdicts) / tokens,
-            "near": sum(verdict["near"] for verdict in verdicts) / tokens,
-            "worst_gap": max(verdict["worst_gap"] for verdict in verdicts),
-            "distinct": sum(verdict["distinct"] for verdict in verdicts) / tokens,
-        }
+        summary = judged(verdicts)
+        distinct = sum(verdict["distinct"] for verdict in verdicts)
+        summary["distinct"] = distinct / summary["tokens"]
         if "equal" in verdicts[0]:
             summary["equal_requests"] = sum(verdict["equal"] for verdict in verdicts)
             summary["is_right"] = summary["equal_requests"] == count

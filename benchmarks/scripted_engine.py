@@ -1,24 +1,31 @@
 """An engine that computes nothing, for measuring what is in front of it, and servers around it.
 
-    python -m benchmarks.scripted_engine ADDRESS KIND COUNT STEPS PER_SECOND
+    python -m benchmarks.scripted_engine together|process|bare COUNT STEPS PER_SECOND --listen …
+    python -m benchmarks.scripted_engine paced PINGS_S --listen ADDRESS
 
-KIND: `together` runs the service with the scripted engine in the same process. `process` runs the
-engine in a separate process, behind the real socket, frames and worker. `bare` has no service at
-all, only the minimum that gRPC and protobuf need for the same messages.
+`together` runs the service with the scripted engine in the same process. `process` runs the engine
+in a separate process, behind the real socket, frames and worker. `bare` has no service at all, only
+the minimum that gRPC and protobuf need for the same messages. In these three, the engine waits for
+COUNT requests. Then each of STEPS steps gives every request its next token, from a real text in the
+demo model's vocabulary. Each request starts at a different position in the text. After that, the
+engine waits for the next COUNT requests. PER_SECOND: steps per second; 0 for no pause.
 
-The engine waits for COUNT requests. Then each of STEPS steps gives every request its next token,
-from a real text in the demo model's vocabulary. Each request starts at a different position in the
-text. After that, the engine waits for the next COUNT requests. PER_SECOND: steps per second; 0 for
-no pause.
+In `paced`, a prompt says what happens to its request, and when (`prompt_of`). The output depends on
+how often the request was begun, so a client can check whether it got the whole output of a single
+run. `tries_of` is a prompt that asks for this number. PINGS_S: after how many seconds the server
+pings a silent connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +34,7 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import generation_service_pb2_grpc
 
+from benchmarks.models import DEMO, byte_level
 from engine.contract.engine_client import Admission, EngineClient, ModelInfo, ProgressSink, StepSink
 from engine.contract.outputs import (
     Finish,
@@ -47,10 +55,32 @@ from service.command.process import run_to_the_end
 from service.config import ServiceConfig
 from service.logs.output import Output
 
-DEMO = Path(__file__).parents[1] / "models" / "demo"
 _VOCAB_SIZE = 4096
 _APART = 97
 """How many tokens of the text lie between the beginnings of two outputs."""
+STEP_S = 0.02
+"""The time of a step of `paced`."""
+_ORDER = re.compile(r"(\S+) wait=(\S+) every=(\S+) ")
+_TRIES = re.compile(r"tries (\S+)")
+_HEAD = 200
+"""The order is within this many tokens of the prompt's beginning."""
+
+
+def prompt_of(key: str, *, wait_s: float, every_s: float, size: int = 0) -> str:
+    """Return the prompt of a request to `paced`.
+
+    Args:
+        key: the request's unique name.
+        wait_s: the time until its first token.
+        every_s: the time between two tokens.
+        size: the size of the prompt in bytes; 0 for the smallest.
+    """
+    return f"{key} wait={wait_s:g} every={every_s:g} ".ljust(size, ".")
+
+
+def tries_of(key: str) -> str:
+    """Return a prompt that asks how often a request was begun."""
+    return f"tries {key}"
 
 
 def real_tokens() -> list[TokenId]:
@@ -70,26 +100,20 @@ async def ticks(per_second: float) -> AsyncIterator[None]:
 
 
 class ScriptedEngine(EngineClient):
-    """The scripted engine; see the module. Methods of the protocol that are not used here do
-    nothing.
-    """
+    """What all scripts share. Methods of the protocol that are not used here do nothing."""
 
     is_restartable = False
     failure: Exception | None = None
 
-    def __init__(self, count: int, steps: int, per_second: float) -> None:
-        self._count = count
-        self._steps = steps
-        self._per_second = per_second
-        self._tokens = real_tokens()
-        self._waiting: list[tuple[GenerationRequest, float]] = []
-        self._full = asyncio.Event()
-        self._running: asyncio.Task[None] | None = None
+    def __init__(self, running: int) -> None:
+        """Create an engine. running: the most requests that run at the same time."""
+        self._max_running = running
+        self._loop: asyncio.Task[None] | None = None
 
     async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:
         """Start waiting for requests."""
         progress("a scripted engine")
-        self._running = asyncio.create_task(self._run(sink))
+        self._loop = asyncio.create_task(self._run(sink))
         return ModelInfo(
             name="scripted",
             path=str(DEMO),
@@ -100,12 +124,47 @@ class ScriptedEngine(EngineClient):
             device="cpu",
             vocab_size=_VOCAB_SIZE,
             eos_token_ids=(),
-            max_context_tokens=1 << 20,
+            max_context_tokens=1 << 22,
             default_sampling=SamplingParams(),
-            max_running_requests=self._count,
+            max_running_requests=self._max_running,
             max_queue_size=0,
             heeds_priorities=False,
         )
+
+    async def _run(self, sink: StepSink) -> None:
+        """Run steps endlessly."""
+        raise NotImplementedError
+
+    async def cancel(self, request_id: RequestId) -> bool:
+        """Do nothing: no request ends early, unless a script says so."""
+        return False
+
+    async def stats(self) -> EngineStats:
+        """Return no statistics."""
+        return EngineStats()
+
+    async def close(self) -> None:
+        """Close the engine."""
+        if self._loop is not None:
+            self._loop.cancel()
+
+    async def wait_failed(self) -> Exception:
+        """Wait forever, because the engine never fails."""
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+class TextEngine(ScriptedEngine):
+    """Gives COUNT requests a text, all in the same steps; see the module."""
+
+    def __init__(self, count: int, steps: int, per_second: float) -> None:
+        super().__init__(count)
+        self._count = count
+        self._steps = steps
+        self._per_second = per_second
+        self._tokens = real_tokens()
+        self._waiting: list[tuple[GenerationRequest, float]] = []
+        self._full = asyncio.Event()
 
     async def submit(self, request: GenerationRequest) -> Admission:
         """Accept a request."""
@@ -152,23 +211,99 @@ class ScriptedEngine(EngineClient):
             )
         return StepOutputs(now, tuple(outputs), StepRecord(0.01, len(requests), 0, len(requests)))
 
+
+@dataclass(slots=True)
+class _Live:
+    """A request of `PacedEngine`: when its tokens come, and what they are, over and over again."""
+
+    request: GenerationRequest
+    arrival: float
+    wait_s: float
+    every_s: float
+    tokens: Sequence[TokenId]
+    most: int
+    generated: int = 0
+    is_cancelled: bool = False
+
+    def next_output(self, now: float) -> RequestOutput | None:
+        """Return what a step produces for it; None if nothing."""
+        name = self.request.request_id
+        if self.is_cancelled:
+            return RequestOutput(
+                name, finish=self._end(FinishReason.CANCELLED, now), ends_request=True
+            )
+        if now < self.arrival + self.wait_s + self.every_s * self.generated:
+            return None
+        token = self.tokens[self.generated % len(self.tokens)]
+        self.generated += 1
+        is_last = self.generated == self.most
+        return RequestOutput(
+            name,
+            token_ids=(token,),
+            prompt_done=0 if self.generated == 1 else None,
+            finish=self._end(FinishReason.LENGTH, now) if is_last else None,
+            ends_request=is_last,
+        )
+
+    def _end(self, reason: FinishReason, now: float) -> Finish:
+        usage = Usage(len(self.request.prompt), 0, self.generated)
+        first = self.arrival + self.wait_s if self.generated else None
+        return Finish(
+            reason, usage, Timings(self.arrival, self.arrival, first, first and now, now, 0)
+        )
+
+
+class PacedEngine(ScriptedEngine):
+    """Does what prompts say; see the module. Its tokens are those of `byte_tokenizer`."""
+
+    def __init__(self) -> None:
+        super().__init__(4096)
+        self._tokenizer = byte_tokenizer()
+        self._begun: Counter[str] = Counter()
+        self._live: dict[RequestId, _Live] = {}
+
+    async def submit(self, request: GenerationRequest) -> Admission:
+        """Accept a request."""
+        head = self._tokenizer.decode(request.prompt[:_HEAD])
+        wait_s, every_s, most = 0.0, 0.0, request.stop.max_tokens or 1
+        if asked := _TRIES.match(head):
+            text = f"{self._begun[asked[1]]}"
+            most = len(text)
+        elif order := _ORDER.match(head):
+            self._begun[order[1]] += 1
+            text, wait_s, every_s = (
+                f"{self._begun[order[1]] % 10}",
+                float(order[2]),
+                float(order[3]),
+            )
+        else:
+            text, most = ".", 1
+        tokens = [TokenId(token) for token in self._tokenizer.encode(text)]
+        arrival = time.monotonic()
+        self._live[request.request_id] = _Live(request, arrival, wait_s, every_s, tokens, most)
+        return Admission(0, arrival)
+
     async def cancel(self, request_id: RequestId) -> bool:
-        """Do nothing, because no request ends early here."""
-        return False
+        """End a request with the next step."""
+        if live := self._live.get(request_id):
+            live.is_cancelled = True
+        return live is not None
 
-    async def stats(self) -> EngineStats:
-        """Return no statistics."""
-        return EngineStats()
+    async def _run(self, sink: StepSink) -> None:
+        async for _ in ticks(1 / STEP_S):
+            now = time.monotonic()
+            outputs = [one for live in self._live.values() if (one := live.next_output(now))]
+            for output in outputs:
+                if output.ends_request:
+                    del self._live[output.request_id]
+            if outputs:
+                record = StepRecord(STEP_S, len(outputs), 0, len(outputs))
+                sink(StepOutputs(now, tuple(outputs), record))
 
-    async def close(self) -> None:
-        """Close the engine."""
-        if self._running is not None:
-            self._running.cancel()
 
-    async def wait_failed(self) -> Exception:
-        """Wait forever, because the engine never fails."""
-        await asyncio.Event().wait()
-        raise AssertionError
+def byte_tokenizer() -> Tokenizer:
+    """Return a tokenizer whose tokens are bytes."""
+    return Tokenizer(byte_level(_VOCAB_SIZE), vocab_size=_VOCAB_SIZE)
 
 
 def in_a_process(count: int, steps: int, per_second: float) -> ProcessEngineClient:
@@ -178,9 +313,8 @@ def in_a_process(count: int, steps: int, per_second: float) -> ProcessEngineClie
     client._program = (
         f"import sys; sys.path.insert(0, {root!r})\n"
         "from engine.process import worker\n"
-        "from benchmarks.scripted_engine import ScriptedEngine\n"
-        "worker.LocalEngineClient = "
-        f"lambda *_, **__: ScriptedEngine({count}, {steps}, {per_second})\n"
+        "from benchmarks.scripted_engine import TextEngine\n"
+        f"worker.LocalEngineClient = lambda *_, **__: TextEngine({count}, {steps}, {per_second})\n"
         "worker.main()"
     )
     return client
@@ -224,19 +358,28 @@ async def serve_bare(address: str, count: int, steps: int, per_second: float) ->
     await server.wait_for_termination()
 
 
+def serve_paced(address: str, pings_s: float) -> None:
+    """Serve until a signal arrives."""
+    config = ServiceConfig(
+        listen=(address,), max_receive_bytes=8 << 20, keepalive_interval_s=pings_s
+    )
+    with Output(config.log_format, config.log_level) as output:
+        run_to_the_end(
+            config, PacedEngine(), output, tokenizer_loader=lambda _info: byte_tokenizer()
+        )
+
+
 def main() -> None:
     """Run the command."""
-    address, kind = sys.argv[1:3]
-    count, steps, per_second = int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])
+    kind, *numbers, _, address = sys.argv[1:]
+    if kind == "paced":
+        serve_paced(address, float(numbers[0]))
+    count, steps, per_second = int(numbers[0]), int(numbers[1]), float(numbers[2])
     if kind == "bare":
         asyncio.run(serve_bare(address, count, steps, per_second))
         return
     config = ServiceConfig(listen=(address,), default_time_limit_s=0, max_time_limit_s=0)
-    client: EngineClient = (
-        in_a_process(count, steps, per_second)
-        if kind == "process"
-        else ScriptedEngine(count, steps, per_second)
-    )
+    client = (in_a_process if kind == "process" else TextEngine)(count, steps, per_second)
     with Output(config.log_format, config.log_level) as output:
         run_to_the_end(config, client, output)
 

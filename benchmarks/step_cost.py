@@ -16,34 +16,20 @@ from typing import Any
 
 import torch
 
-from engine.assembly import build_core
-from engine.contract.config import ContinuousBatchingConfig, LoadConfig
-from engine.contract.request import GenerationRequest
-from engine.contract.sampling_params import SamplingParams, StopParams
-from engine.contract.types import RequestId, TokenId
-from engine.core.engine_core import EngineCore
-from engine.core.threads import call_on_own_thread
-from engine.loading.loader import load_model
-from engine.loading.verified import VerifiedModel
+from benchmarks.records import Record
+from benchmarks.rig.measurement import DTYPE, MODEL, Measurement, option
+from benchmarks.rig.stepping import SteppedEngine
+from engine.contract.sampling_params import SamplingParams
 
 _PROMPT = 128
 _WARM_STEPS = 20
 """The steps of prefill and the first decodes, which do not count."""
 
 
-def _load(arguments: argparse.Namespace) -> tuple[VerifiedModel, EngineCore]:
-    loading = LoadConfig(dtype=arguments.dtype, device="cpu", threads=arguments.threads)
-    verified = load_model(arguments.model, loading, print)
-    config = ContinuousBatchingConfig(block_size=32, max_requests_per_batch=arguments.requests)
-    core, _, _ = build_core(verified, config, print)
-    core.runner.warmup()
-    return verified, core
-
-
-def measure(arguments: argparse.Namespace) -> list[tuple[float, float]]:
+def steps_of(options: argparse.Namespace) -> list[tuple[float, float]]:
     """Return the model's and the engine's seconds of each decode step."""
-    # On a thread that ends, so that the CPUs have one team of OpenMP's threads.
-    verified, core = call_on_own_thread(lambda: _load(arguments), "load")
+    engine = SteppedEngine(options, max_requests_per_batch=options.requests)
+    core = engine.core
     clocks: list[float] = []
     forward: Any = core.runner._forward
     compute = forward._call
@@ -56,15 +42,10 @@ def measure(arguments: argparse.Namespace) -> list[tuple[float, float]]:
 
     forward._call = timed
     generator = torch.Generator().manual_seed(0)
-    for index in range(arguments.requests):
-        ids = torch.randint(3, verified.vocab_size, (_PROMPT,), generator=generator)
-        spec = GenerationRequest(
-            request_id=RequestId(f"request-{index}"),
-            prompt=tuple(TokenId(token) for token in ids.tolist()),
-            sampling=SamplingParams(temperature=arguments.temperature, seed=index),
-            stop=StopParams(max_tokens=arguments.steps + 2 * _WARM_STEPS),
-        )
-        core.add(spec, time.monotonic())
+    for index in range(options.requests):
+        ids = torch.randint(3, engine.model.vocab_size, (_PROMPT,), generator=generator)
+        sampling = SamplingParams(temperature=options.temperature, seed=index)
+        engine.submit(index, ids.tolist(), options.steps + 2 * _WARM_STEPS, sampling)
 
     steps = []
     while core.has_work:
@@ -73,30 +54,38 @@ def measure(arguments: argparse.Namespace) -> list[tuple[float, float]]:
         outputs = core.step()
         wall = time.perf_counter() - began
         record = outputs.step
-        if record is None or record.num_decode_tokens != arguments.requests:
+        if record is None or record.num_decode_tokens != options.requests:
             continue  # no step in which each of them decodes
         steps.append((clocks[1] - clocks[0], wall - (clocks[1] - clocks[0])))
-    return steps[_WARM_STEPS : _WARM_STEPS + arguments.steps]
+    return steps[_WARM_STEPS : _WARM_STEPS + options.steps]
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="models/demo", help="a directory")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
-    parser.add_argument("--threads", type=int, default=None)
-    arguments = parser.parse_args()
-    steps = measure(arguments)
+def measure(options: argparse.Namespace, record: Record) -> None:
+    """Measure the steps and print their times."""
+    steps = steps_of(options)
     for name, seconds in zip(("the model", "the engine"), zip(*steps, strict=True), strict=True):
         tenth, *_, ninetieth = statistics.quantiles(seconds, n=10)
+        found = {"median_s": statistics.median(seconds), "p10_s": tenth, "p90_s": ninetieth}
         print(
-            f"{name}: {statistics.median(seconds) * 1e3:.3f} ms a step "
+            f"{name}: {found['median_s'] * 1e3:.3f} ms a step "
             f"(p10 {tenth * 1e3:.3f}, p90 {ninetieth * 1e3:.3f}; {len(seconds)} steps)"
         )
+        record.put(found, name)
 
+
+MEASUREMENT = Measurement(
+    name="step_cost",
+    about=__doc__,
+    measure=measure,
+    options=(
+        *(MODEL, DTYPE),
+        option("requests", 16),
+        option("steps", 300),
+        option("temperature", 0.0, "0: greedy"),
+        option("threads", None, type=int),
+    ),
+    is_kept=False,
+)
 
 if __name__ == "__main__":
-    main()
+    MEASUREMENT.run()

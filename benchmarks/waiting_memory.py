@@ -16,38 +16,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
-import importlib.metadata
 import json
-import os
-import platform
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import grpc
 import headrace
 from headrace import HeadraceError
-from headrace.errors import error_from_rpc
-from headrace.v1 import control_service_pb2 as control
 from headrace.v1 import generation_pb2 as pb
-from headrace.v1 import generation_service_pb2 as rpc
-from headrace.v1 import model_service_pb2 as model
-from headrace.v1.control_service_pb2_grpc import ControlServiceStub
-from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
-from headrace.v1.model_service_pb2_grpc import ModelServiceStub
 
-from benchmarks.stalled_readers import engine_of, figures, free_port, until
-from benchmarks.witness.memory import resident
+from benchmarks.processes import resident
+from benchmarks.records import Record
+from benchmarks.rig.load import connect, until
+from benchmarks.rig.measurement import MODEL, Measurement, option
+from benchmarks.rig.serving import WAIT_S, Process, serve
 
-WAIT_S = 240.0
 COUNT = 80
 WARMING = 3
-OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 
 Fields = dict[str, Any]
 
@@ -126,12 +111,11 @@ def make_spec(kind: str, shape: Shape, seed: int) -> pb.GenerationSpec:
 class Asker:
     """Adds requests of a kind to a server."""
 
-    def __init__(self, channel: grpc.aio.Channel, kind: str, shape: Shape) -> None:
-        self._stub: Any = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
-        self._channel = channel
+    def __init__(self, client: headrace.AsyncClient, kind: str, shape: Shape) -> None:
+        self._client = client
         self._kind = kind
         self._shape = shape
-        self._calls: list[Any] = []  # kept: a call that is collected is cancelled
+        self._calls: list[asyncio.Task[Any]] = []
 
     async def add(self, seed: int) -> HeadraceError | None:
         """Add a request; returns None if it was admitted, otherwise the reason."""
@@ -140,20 +124,20 @@ class Asker:
             if self._kind in CALLS:
                 await self._call(spec)
             else:
-                await self._stub.AddRequest(rpc.AddRequestRequest(spec=spec), timeout=WAIT_S)
-        except grpc.aio.AioRpcError as error:
-            return error_from_rpc(error)
+                await self._client.add_request(spec, timeout=WAIT_S)
+        except HeadraceError as error:
+            return error
         return None
 
     async def _call(self, spec: pb.GenerationSpec) -> None:
         """Begin a call that lasts as long as its request; return when the request is accepted."""
-        before = (await figures(self._channel)).front_end.live_requests
-        call = self._stub.Generate(rpc.GenerateRequest(spec=spec))
+        before = (await self._client.control.statistics()).front_end.live_requests
+        call = asyncio.ensure_future(self._client.generate(spec))
 
         def is_decided(now: Any) -> bool:
-            return bool(call.done()) or now.front_end.live_requests > before
+            return call.done() or now.front_end.live_requests > before
 
-        await until(self._channel, is_decided, every_s=0.02)
+        await until(self._client, is_decided, every_s=0.02)
         if call.done():
             await call
         self._calls.append(call)
@@ -172,26 +156,29 @@ class Asker:
 
     async def cancel(self, seeds: range) -> None:
         """Cancel some requests."""
-        ids = [f"{self._kind}-{seed}" for seed in seeds]
-        await self._stub.Cancel(rpc.CancelRequest(request_ids=ids), timeout=WAIT_S)
+        await self._client.cancel(f"{self._kind}-{seed}" for seed in seeds)
+        await asyncio.gather(*self._calls, return_exceptions=True)
+        self._calls.clear()
 
 
-async def measure(kind: str, target: str, server: int, count: int) -> dict[str, Any]:
+def memory(server: Process) -> tuple[int, int]:
+    """Return the resident memory of the front end and of the engine's process, in bytes."""
+    return resident(server.pid)[0], resident(server.engine())[0]
+
+
+async def measure_kind(kind: str, server: Process, count: int) -> dict[str, Any]:
     """Measure one kind."""
-    engine = engine_of(server)
-    async with grpc.aio.insecure_channel(target, options=OPTIONS) as channel:
-        stubs: Any = ModelServiceStub(channel)  # type: ignore[no-untyped-call]
-        card = (await stubs.GetModel(model.GetModelRequest())).model
+    async with connect(server) as client:
+        card = await client.model()
         shape = Shape(card.vocab_size, card.limits.max_prompt_tokens)
-        stubs = ControlServiceStub(channel)  # type: ignore[no-untyped-call]
-        await stubs.Pause(control.PauseRequest(reason="requests are to wait"))
-        asker = Asker(channel, kind, shape)
+        await client.control.pause("requests are to wait")
+        asker = Asker(client, kind, shape)
         for seed in range(WARMING):
             if (refused := await asker.add(seed)) is not None:
                 raise refused
         await asker.cancel(range(WARMING))
-        await until(channel, lambda now: now.front_end.live_requests == 0)
-        before = resident(server)[0], resident(engine)[0]
+        await until(client, lambda now: now.front_end.live_requests == 0)
+        before = memory(server)
         admitted, refused = 0, None
         while admitted < count and refused is None:
             refused = await asker.add(WARMING + admitted)
@@ -199,15 +186,15 @@ async def measure(kind: str, target: str, server: int, count: int) -> dict[str, 
         if refused is not None and refused.reason != "TOO_MANY_LIVE_BYTES":
             raise refused
         await asyncio.sleep(1.0)
-        after = resident(server)[0], resident(engine)[0]
+        after = memory(server)
         if refused is not None:
             counted = int(refused.metadata["present"])
         else:
-            filler = Asker(channel, FILLER, shape)
+            filler = Asker(client, FILLER, shape)
             more, full = await filler.fill(range(1000, 2000))
             await filler.cancel(range(1000, 1000 + more))
             await asker.cancel(range(WARMING, WARMING + admitted))
-            await until(channel, lambda now: now.front_end.live_requests == 0)
+            await until(client, lambda now: now.front_end.live_requests == 0)
             alone, full_alone = await filler.fill(range(2000, 3000))
             counted = full - round(more * full_alone / alone)
     each = [(now - then) / admitted for then, now in zip(before, after, strict=True)]
@@ -221,56 +208,25 @@ async def measure(kind: str, target: str, server: int, count: int) -> dict[str, 
     }
 
 
-def start_server(arguments: argparse.Namespace, address: str) -> subprocess.Popen[bytes]:
-    """Start a server with default settings."""
-    command = [
-        str(Path(sys.executable).with_name("headrace-server")), "serve",
-        "--model", arguments.model, "--listen", address, "--log-level", "warning",
-    ]  # fmt: skip
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+def measure(options: argparse.Namespace, record: Record) -> None:
+    """Measure the kinds, each in a separate server."""
+    for kind in options.kinds:
+        with serve("--log-level", "warning", model=options.model) as server:
+            found = asyncio.run(measure_kind(kind, server, options.requests))
+        record.put(found, "kinds", kind)
+        print(kind, found, flush=True)
 
 
-def run(arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
-    """Measure one kind in a separate server."""
-    address = f"127.0.0.1:{free_port()}"
-    server = start_server(arguments, address)
-    try:
-        with headrace.Client(address) as client:
-            client.wait_until_ready(timeout=WAIT_S)
-        return asyncio.run(measure(kind, address, server.pid, arguments.requests))
-    finally:
-        server.send_signal(signal.SIGKILL)
-        server.wait(60)
-
-
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="models/demo", help="a model directory")
-    parser.add_argument("--requests", type=int, default=COUNT)
-    parser.add_argument("--kinds", nargs="*", choices=sorted(KINDS), default=list(KINDS))
-    parser.add_argument(
-        "--output", type=Path, default=Path("benchmarks/results/waiting_memory.json")
-    )
-    arguments = parser.parse_args()
-    found = {}
-    for kind in arguments.kinds:
-        found[kind] = one = run(arguments, kind)
-        print(kind, one, flush=True)
-    record = {
-        "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
-        "model": Path(arguments.model).name,
-        "kinds": found,
-        "load_average": os.getloadavg(),
-        "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},
-        "versions": {
-            name: importlib.metadata.version(name)
-            for name in ("grpcio", "protobuf", "llguidance", "headrace-server")
-        },
-    }
-    arguments.output.write_text(json.dumps(record, indent=2) + "\n")
-    print(f"\nwritten to {arguments.output}")
-
+MEASUREMENT = Measurement(
+    name="waiting_memory",
+    about=__doc__,
+    measure=measure,
+    options=(
+        MODEL,
+        option("requests", COUNT),
+        option("kinds", list(KINDS), nargs="*", choices=sorted(KINDS)),
+    ),
+)
 
 if __name__ == "__main__":
-    main()
+    MEASUREMENT.run()

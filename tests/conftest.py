@@ -33,10 +33,19 @@ WORKER_BYTES = 4 << 30
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--with-telemetry`: see tests/service/conftest.py; `--chat-model`: see test_chat_model.py
-    there.
+    there; `--campaign-…`: see tests/campaign.
     """
     parser.addoption("--with-telemetry", action="store_true", help="servers make spans and metrics")
     parser.addoption("--chat-model", type=Path, help="a chat model's directory, to test it too")
+    add = parser.getgroup("campaign", "the campaign (-m campaign)").addoption
+    add("--campaign-part", action="append", default=[], help="only this one; may be repeated")
+    add("--campaign-seed", type=int, default=1, help="of everything drawn (default 1)")
+    add("--campaign-minutes", type=float, default=180, help="begin no part after so many")
+    add("--campaign-cut", action="store_true", help="the few minutes of it that CI runs")
+    add("--campaign-again", action="store_true", help="also what is recorded already")
+    add("--campaign-only", default="", help="only rows whose names contain this")
+    add("--campaign-seconds", type=float, help="of each thing whose time can be chosen")
+    add("--campaign-record", type=Path, help="the file of the records")
 
 
 def pytest_collection_finish() -> None:

@@ -11,6 +11,8 @@ from packaging.version import Version
 from transformers import AutoConfig, PreTrainedConfig, __version__
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tests.recurrent_recipes import RECURRENT, REFUSED
+
 VOCAB = 128
 CONTEXT = 512
 WINDOW = 24
@@ -78,7 +80,7 @@ _FROM_ZERO = "learned positions, counted from 0 as `generate` counts them"
 MODES = ("together", "chunked", "paced", "preempted", "prefix shared", "offloaded", "overlapped")
 """What each family is put through; see tests/engine/test_families.py."""
 
-Attention = Literal["full", "sliding", "sliding and full"]
+Attention = Literal["full", "sliding", "sliding and full", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ def _latent(model_type: str, special: str, **settings: Any) -> Recipe:
     return Recipe(model_type, {**_ROUTED, **_LATENT, **settings}, "full", special)
 
 
-_YARN = {
+YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
     "factor": 32.0,
@@ -352,7 +354,7 @@ RECIPES: dict[str, Recipe] = {
     "ministral": _mixed("ministral"),
     "ministral3": Recipe(
         "ministral3",
-        {**_HEADS, "rope_parameters": _YARN},
+        {**_HEADS, "rope_parameters": YARN},
         special="YaRN, queries scaled by position",
     ),
     "mistral": Recipe("mistral", _SLIDING, "sliding"),
@@ -424,6 +426,10 @@ RECIPES: dict[str, Recipe] = {
         special=f"{_FROM_ZERO}; an adapter by language",
     ),
     "youtu": _latent("youtu", "multi-head latent attention"),
+    **{
+        name: Recipe(one.model_type or name, one.settings, one.attention, one.special)
+        for name, one in RECURRENT.items()
+    },
 }
 
 FAST = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "gemma4", "phimoe", "roberta")
@@ -490,22 +496,6 @@ REFUSALS: dict[str, Refusal] = {
         _NO_INTERFACE,
         _NO_INTERFACE_WHY,
     ),
-    "qwen3_next": Refusal(
-        Recipe(
-            "qwen3_next",
-            {
-                **_SMALL_EXPERTS,
-                **_HEADS,
-                "shared_expert_intermediate_size": 32,
-                "linear_num_value_heads": 4,
-                "linear_num_key_heads": 2,
-                "linear_key_head_dim": 16,
-                "linear_value_head_dim": 16,
-            },
-        ),
-        "layers of kind linear_attention",
-        "layers with linear attention",
-    ),
     "stablelm": Refusal(Recipe("stablelm"), _NO_KEYWORDS, _NO_KEYWORDS_WHY),
     "xglm": Refusal(
         Recipe(
@@ -522,9 +512,6 @@ REFUSALS: dict[str, Refusal] = {
         _NO_INTERFACE,
         _NO_INTERFACE_WHY,
     ),
-    "mamba": Refusal(
-        Recipe("mamba", {"state_size": 8}), _NO_INTERFACE, "state spaces, no attention"
-    ),
     "deepseek_v32": Refusal(
         _latent("deepseek_v32", "", index_topk=8, index_n_heads=2, index_head_dim=16),
         "layers of kind",
@@ -535,11 +522,6 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "doge": Refusal(
         Recipe("doge"), "changes the attention mask itself", "makes its attention mask itself"
-    ),
-    "lfm2": Refusal(
-        Recipe("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
-        "layers of kind conv",
-        "convolutions between the attention layers",
     ),
     "llama4": Refusal(
         Recipe(
@@ -588,14 +570,14 @@ REFUSALS: dict[str, Refusal] = {
                 "layer_types": ["linear_attention", "full_attention", "linear_attention"],
             },
         ),
-        "layers of kind linear_attention",
-        "layers with linear attention",
+        "states in a cache of their own",
+        "keep states in a cache of their own",
     ),
     "nemotron": Refusal(Recipe("nemotron"), _NO_KEYWORDS, _NO_KEYWORDS_WHY),
     "recurrent_gemma": Refusal(
         Recipe("recurrent_gemma", {**_HEADS, "attention_window_size": WINDOW}),
-        "layers of kind linear_attention",
-        "recurrent layers",
+        "states in a cache of their own",
+        "keep states in a cache of their own",
         "each layer must attend once",  # whose config does not tell the layers' kinds
     ),
     "bert as an encoder": Refusal(
@@ -608,4 +590,10 @@ REFUSALS: dict[str, Refusal] = {
         "neither causal nor a sliding window",
         "attends to later tokens, too",
     ),
+    **{
+        name: Refusal(
+            Recipe(one.model_type or name, one.settings, one.attention), one.reason, one.special
+        )
+        for name, one in REFUSED.items()
+    },
 }

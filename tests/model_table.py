@@ -1,7 +1,8 @@
-"""Write the tables of docs/models.md from tests/model_recipes.py (`make model-table`).
+"""Write the tables of docs/models.md from tests/model_recipes.py and
+tests/multimodal_recipes.py (`make model-table`).
 
-The recipes say what is served and refused; tests/engine/test_families.py proves each of them. No
-model is made here.
+The recipes say what is served and refused; tests/engine/test_families.py and
+test_text_parts.py prove each of them. No model is made here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.model_recipes import MODES, RECIPES, REFUSALS  # noqa: E402 - after the path is set
+from tests.multimodal_recipes import REFUSED, SERVED  # noqa: E402
+from tests.quantised_recipes import RECIPES as FILES  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 _NOTE = "written by `make model-table` from tests/model_recipes.py"
@@ -43,13 +46,54 @@ def refused() -> str:
     return "\n".join(["| refused | reason |", "|---|---|", *rows])
 
 
+def quantized() -> str:
+    """The forms of quantised files that are served, a line each."""
+    rows = []
+    for method in dict.fromkeys(one.told for one in FILES.values()):
+        files = [one for one in FILES.values() if one.told == method]
+        bits = ", ".join(map(str, sorted({one.bits for one in files})))
+        groups = sorted({one.group for one in files if one.group > 0})
+        others = ", ".join(dict.fromkeys(one.special for one in files if one.special))
+        rows.append(f"| {method} | {bits} | {', '.join(map(str, groups))}, a row | {others} |")
+    head = f"{len(FILES)} recipes, each tested element by element.\n"
+    columns = "| form | bits | groups that are tested; others are served | tested with |"
+    return "\n".join([head, columns, "|---|---|---|---|", *rows])
+
+
+def text_parts() -> str:
+    """The models with towers, a line each."""
+    rows = [
+        f"| {name} | {one.text_type} | {one.attention} | {one.special} |"
+        for name, one in sorted(SERVED.items())
+    ]
+    return "\n".join(
+        ["| model | its text part | attention | special |", "|---|---|---|---|", *rows]
+    )
+
+
+def refused_text_parts() -> str:
+    """The models with towers that are refused, by reason."""
+    models: dict[str, list[str]] = {}
+    for name, one in REFUSED.items():
+        models.setdefault(one.why, []).append(name)
+    rows = [f"| {', '.join(sorted(names))} | {why} |" for why, names in models.items()]
+    return "\n".join(["| refused | reason: its text part |", "|---|---|", *rows])
+
+
 def with_table(page: str) -> str:
     """The page with its tables made anew.
 
     Raises:
         ValueError: the page has not exactly one place for each.
     """
-    for name, table in (("served", served()), ("refused", refused())):
+    tables = {
+        "served": served(),
+        "text parts": text_parts(),
+        "refused text parts": refused_text_parts(),
+        "refused": refused(),
+        "quantized": quantized(),
+    }
+    for name, table in tables.items():
         begin, end = f"<!-- {name}: {_NOTE} -->", f"<!-- end of {name} -->"
         if page.count(begin) != 1 or page.count(end) != 1:
             raise ValueError(f"the page must have one line {begin!r} and one {end!r}")

@@ -15,8 +15,8 @@ from benchmarks import front_end_cost
 def test_every_token_is_counted(kind: str, per_second: float) -> None:
     # Without pauses enough steps that they are not over before the kernel has counted any time.
     steps = int(per_second * 0.5) or 3000
-    arguments = argparse.Namespace(requests=8, seconds=0.5, steps=steps, repeats=2)
-    figures = front_end_cost.measure(arguments, kind, per_second)
+    options = argparse.Namespace(requests=8, seconds=0.5, steps=steps, repeats=2)
+    figures = front_end_cost.sessions(options, kind, per_second)
     assert len(figures) == 2
     for figure in figures:
         # All but what came with the first message, which starts the clock. A request that begins a

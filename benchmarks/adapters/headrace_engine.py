@@ -1,7 +1,9 @@
 """Headrace's engine in this process: what `engine.load(path).generate_batch` uses, kept running.
 
 `generate_batch` itself is not used, because it gives all prompts the same number of tokens and
-takes them all at the same time. Options are fields of LoadConfig and of ContinuousBatchingConfig.
+takes them all at the same time. Options are fields of LoadConfig and of ContinuousBatchingConfig,
+and "model", a directory or GGUF file that is loaded instead of the order's, such as the same
+weights in another form.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class HeadraceEngine:
         if order.get("instructions"):
             limit(order["instructions"])
         limits, options = order["limits"], dict(order["options"])
+        order["model"] = options.pop("model", order["model"])
         loading = {
             "dtype": order["dtype"],
             "device": order.get("device", "cpu"),
@@ -67,7 +70,7 @@ class HeadraceEngine:
         self._manager.warmup()
         self._manager.start()
         return {
-            "settings": {**loading, **settings},
+            "settings": {"model": Path(order["model"]).name, **loading, **settings},
             "versions": versions("headrace-server", "torch", "transformers"),
         }
 

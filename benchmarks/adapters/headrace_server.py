@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import subprocess
-import sys
-import tempfile
+import contextlib
 import time
 from typing import Any
 
 import headrace
 
 from benchmarks.adapters.loop import Turn, main, versions
+from benchmarks.rig.serving import serve
 from engine.contract.config import CPU_BLOCK_SIZE, CUDA_BLOCK_SIZE
-
-READY_S = 300.0
-SERVER = "from service.command.cli import main; main()"
-"""The `headrace-server` command, even if it is not installed."""
 
 
 class HeadraceServer:
@@ -30,9 +25,6 @@ class HeadraceServer:
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
         limits, options = order["limits"], order["options"]
         self._style = options.get("style", "session")
-        folder = tempfile.TemporaryDirectory(prefix="headrace-bench-")
-        self._folder = folder  # removed with this object
-        self._address = f"unix:{folder.name}/socket"
         device = order.get("device", "cpu")
         on_cuda = device.startswith("cuda")
         block_size = options.get("block_size", CUDA_BLOCK_SIZE if on_cuda else CPU_BLOCK_SIZE)
@@ -45,17 +37,15 @@ class HeadraceServer:
             "--block-size", str(block_size), "--num-blocks", str(blocks),
             "--max-requests-per-batch", str(limits["max_requests"]), *options.get("flags", []),
         ]  # fmt: skip
-        command = [
-            sys.executable, "-c", SERVER, "serve",
-            "--model", order["model"], "--listen", self._address, "--log-level", "warning", *flags,
-        ]  # fmt: skip
-        started = time.perf_counter()
-        server = subprocess.Popen(command)
-        atexit.register(_end, server)
-        asyncio.run(_ready(self._address))
+        stack = contextlib.ExitStack()
+        server = stack.enter_context(
+            serve("--log-level", "warning", *flags, model=order["model"], on_socket=True)
+        )
+        atexit.register(stack.close)
+        self._address = server.address
         return {
             "pid": server.pid,
-            "start_s": time.perf_counter() - started,
+            "start_s": server.start_s,
             "settings": {"style": self._style, "flags": flags},
             "versions": versions("headrace-server", "headrace", "torch", "transformers", "grpcio"),
         }
@@ -108,20 +98,6 @@ def _of(request: dict[str, Any]) -> dict[str, Any]:
         "ignore_eos": True,
         "omit_text": True,
     }
-
-
-async def _ready(address: str) -> None:
-    async with headrace.AsyncClient(address) as client:
-        await client.wait_until_ready(timeout=READY_S)
-
-
-def _end(server: subprocess.Popen[bytes]) -> None:
-    server.terminate()
-    try:
-        server.wait(30)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
 
 
 if __name__ == "__main__":

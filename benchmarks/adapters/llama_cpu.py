@@ -4,10 +4,15 @@ own server: each decode call has one token of every running request and a chunk 
 Runs in a separate environment (benchmarks/peers/setup.sh llama-cpp-python). The checkpoint is
 written once to the cache folder in llama.cpp's format, without a tokenizer. The start-up time does
 not include that.
+
+Options: "quantize" is a type of llama.cpp, such as "Q4_0", in which the same weights are written,
+with the output layer in Q6_K; "gguf" is a file that is used instead. Others are settings of the
+context.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import json
 import sys
@@ -40,10 +45,8 @@ class LlamaCpp:
 
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
         began = time.perf_counter()
-        model = Path(order["model"])
-        path = Path(order["cache"]) / "gguf" / f"{model.name}-{order['dtype']}.gguf"
-        if not path.is_file():
-            _convert(model, path, order["dtype"])
+        options = dict(order["options"])
+        path = _prepare(order, options.pop("gguf", None), options.pop("quantize", None))
         prepared_s = time.perf_counter() - began
 
         import llama_cpp
@@ -67,21 +70,27 @@ class LlamaCpp:
             "kv_unified": True,
             "type_k": kind,
             "type_v": kind,
-            **order["options"],
+            **options,
         }
         for name, value in settings.items():
             setattr(parameters, name, value)
         self._context = llama_cpp.llama_init_from_model(self._model, parameters)
         if not self._model or not self._context:
             raise RuntimeError("llama.cpp does not load the model; its log says why")
-        self._vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+        vocabulary = llama_cpp.llama_model_get_vocab(self._model)
+        self._vocab_size = llama_cpp.llama_vocab_n_tokens(vocabulary)
         self._batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
         self._free = list(range(limits["max_requests"]))
         self._waiting: list[_Running] = []
         self._running: dict[int, _Running] = {}
         return {
             "prepared_s": prepared_s,
-            "settings": settings,
+            "settings": {
+                **settings,
+                "file": path.name,
+                "file_bytes": path.stat().st_size,
+                "built_for": llama_cpp.llama_print_system_info().decode(),
+            },
             "versions": {
                 "llama-cpp-python": importlib.metadata.version("llama-cpp-python"),
             },
@@ -144,6 +153,44 @@ class LlamaCpp:
         batch.seq_id[place][0] = sequence
         batch.logits[place] = gives
         batch.n_tokens += 1
+
+
+def _prepare(order: dict[str, Any], given: str | None, quantized: str | None) -> Path:
+    """Return the model's file, which is made if it does not exist.
+
+    Args:
+        order: the order to load.
+        given: a file to use instead.
+        quantized: the type of llama.cpp for the weights; None for the order's.
+    """
+    if given is not None:
+        return Path(given)
+    model = Path(order["model"])
+    path = Path(order["cache"]) / "gguf" / f"{model.name}-{order['dtype']}.gguf"
+    if not path.is_file():
+        _convert(model, path, order["dtype"])
+    if quantized is None:
+        return path
+    target = path.with_name(f"{model.name}-{quantized}.gguf")
+    if not target.is_file():
+        _quantize(path, target, quantized)
+    return target
+
+
+def _quantize(path: Path, target: Path, kind: str) -> None:
+    """Write a file with its weights in another type, by llama.cpp's own rule."""
+    import llama_cpp
+
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    parameters.output_tensor_type = llama_cpp.GGML_TYPE_Q6_K
+    partial = target.with_suffix(".partial")
+    status = llama_cpp.llama_model_quantize(
+        str(path).encode(), str(partial).encode(), ctypes.byref(parameters)
+    )
+    if status != 0:
+        raise RuntimeError(f"llama_model_quantize gave {status}")
+    partial.rename(target)
 
 
 def _convert(model: Path, path: Path, dtype: str) -> None:

@@ -5,6 +5,11 @@ exported once to the cache folder; the start-up time does not include that. For 
 weights are exported as fp16 and computed in bf16, and the KV cache is bf16 instead of the default 8
 bits. On a processor without instructions for bfloat16, OpenVINO refuses that type. It then computes
 in float32, and its KV cache is float32.
+
+Options: "weights" is "int4" for symmetric weights of 4 bits in groups of 128, with the output layer
+and the embedding in 8 bits; "dynamic_quantization" is false to compute their products without
+rounding the inputs to 8 bits; "compute" is the type of the computation, such as "f32", instead of
+the order's. Others are settings of its scheduler.
 """
 
 from __future__ import annotations
@@ -22,6 +27,8 @@ from benchmarks.adapters.loop import Turn, drive, main
 
 PRECISIONS = {"bfloat16": ("fp16", "bf16"), "float32": ("fp32", "f32")}
 """The precisions of the exported weights, and of the computation and the KV cache."""
+INT4 = ("--sym", "--group-size", "128", "--ratio", "1.0")
+"""How weights of 4 bits are exported: all of them but those of the output layer and embedding."""
 BLOCK_SIZE = 32
 """Tokens per block of its KV cache on a CPU."""
 
@@ -31,6 +38,8 @@ class OpenVino:
 
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
         weights, compute = PRECISIONS[order["dtype"]]
+        options = dict(order["options"])
+        weights, compute = options.pop("weights", weights), options.pop("compute", compute)
         model = Path(order["model"])
         exported = Path(order["cache"]) / "openvino" / f"{model.name}-{weights}"
         began = time.perf_counter()
@@ -49,13 +58,15 @@ class OpenVino:
             "KV_CACHE_PRECISION": compute,
             "INFERENCE_NUM_THREADS": order["threads"],
         }
+        if not options.pop("dynamic_quantization", True):
+            properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0
         scheduler = openvino_genai.SchedulerConfig()
         settings = {
             "num_kv_blocks": -(-limits["kv_tokens"] // BLOCK_SIZE) + limits["max_requests"],
             "max_num_seqs": limits["max_requests"],
             "max_num_batched_tokens": 1024,
             "enable_prefix_caching": True,
-            **order["options"],
+            **options,
         }
         for name, value in settings.items():
             setattr(scheduler, name, value)
@@ -115,7 +126,7 @@ def _export(model: Path, folder: Path, weights: str) -> None:
         [
             str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino",
             "--model", str(model), "--task", "text-generation-with-past",
-            "--weight-format", weights, str(partial),
+            "--weight-format", weights, *(INT4 if weights == "int4" else ()), str(partial),
         ],
         check=True,
         stdout=sys.stderr,

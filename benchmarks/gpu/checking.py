@@ -25,7 +25,8 @@ from typing import Any
 from benchmarks.gpu.record import COMPLETE, FAILED, OUT_OF_TIME, QUICK, Part
 from benchmarks.processes import ROOT, System, SystemFailure
 
-MODULE = "benchmarks.adapters.checks"
+MODULE = "tests.gpu.checks"
+"""The quick checks are tests, in an adapter's process."""
 PYTEST = "tests/gpu"
 MOST_FAILURES = 10
 SHARES = 5

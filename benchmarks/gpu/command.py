@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import platform
-import signal
 import subprocess
 import sys
 import time
@@ -38,14 +37,13 @@ from benchmarks.gpu.record import (
 from benchmarks.gpu.session import CPU_SIZES, DTYPE, GPU_SIZES, OutOfTime, Session, Sizes
 from benchmarks.gpu.tables import predictions, render_part
 from benchmarks.models import SHAPES
-from benchmarks.processes import ROOT, System, SystemFailure
+from benchmarks.processes import System, SystemFailure
 from benchmarks.records import commit, read_record
+from benchmarks.rig.measurement import RESULTS, end_by_signals
+from benchmarks.rig.systems import MACHINE, Systems
 
 CHECKS = "checks"
 PARTS = (CHECKS, *MEASURING)
-MACHINE = "benchmarks.adapters.machine"
-MACHINE_S = 120.0
-RESULTS = ROOT / "benchmarks" / "results"
 
 
 def add_arguments(parser: argparse.ArgumentParser, cache: Path) -> None:
@@ -94,8 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.predict:
         _predict(arguments.output or RESULTS, sizes)
         return
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, lambda number, frame: sys.exit(128 + number))  # ends the systems
+    end_by_signals()
     try:
         has_failed = Run(arguments, names, sizes, lambda line: print(line, flush=True)).run()
     except (SystemFailure, ValueError) as failure:
@@ -159,23 +156,13 @@ class Run:
         self._device: str = arguments.device
         self._seconds = 60.0 * arguments.minutes
         self._logs: Path = arguments.cache / "logs"
-        self._logs.mkdir(parents=True, exist_ok=True)
 
     def run(self) -> bool:
         """Run the parts. Returns whether one has failed. Raises SystemFailure if the device does
         not exist.
         """
-        machine = System(
-            "machine",
-            MACHINE,
-            sys.executable,
-            self._logs / "machine.log",
-            {},
-        )
-        try:
-            order = {"device": self._device, "dtype": DTYPE, "threads": 1}
-            machine.load(order, MACHINE_S)
-            machine.park()
+        with Systems(self._logs) as systems:
+            machine = systems.start_machine(MACHINE, device=self._device, dtype=DTYPE, threads=1)
             record = self._record(machine)
             self._say(f"{record.data['device']['name']}; the record is {record.path}")
             if self._device != "cpu":
@@ -183,12 +170,10 @@ class Run:
                     self._say(f"not here: {line}")
             failed = self._check(record)
             states = [
-                self._part(record, machine, name, MEASURING[name], failed)
+                self._part(record, systems, name, MEASURING[name], failed)
                 for name in self._names
                 if name != CHECKS
             ]
-        finally:
-            machine.end(5.0)
         return bool(failed) or FAILED in states
 
     def _record(self, machine: System) -> Record:
@@ -228,7 +213,7 @@ class Run:
     def _part(
         self,
         record: Record,
-        machine: System,
+        systems: Systems,
         name: str,
         spec: Measuring,
         failed: list[dict[str, Any]],
@@ -261,9 +246,8 @@ class Run:
             shape=shape,
             device=self._device,
             sizes=sizes,
-            machine=machine,
+            systems=systems,
             seconds=min(self._seconds, spec.most_s),
-            logs=self._logs,
             say=self._say,
         )
         state = COMPLETE
@@ -308,4 +292,4 @@ def _driver(device: str) -> str | None:
         found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return None
-    return (found.stdout.split() or [None])[0]
+    return next(iter(found.stdout.split()), None)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.floors import Rates, prompts_s, step_s
-from benchmarks.gpu.session import DTYPE, LEAST_S, Engine, OutOfTime, Session, Sizes
-from benchmarks.measures import medians, paired_ratio
+from benchmarks.gpu.session import DTYPE, Engine, OutOfTime, Session, Sizes, Turn
+from benchmarks.measures import medians
+from benchmarks.models import made_once
 from benchmarks.processes import ROOT, System, SystemFailure
+from benchmarks.rig.systems import judged, turn_order
 from benchmarks.workloads import Lengths, Load, make_prompts
 
 ALONE = {"allow_block_sharing": False}
@@ -108,7 +109,7 @@ def decode(session: Session) -> None:
         (max(*sizes.batches, sizes.prompts), sizes.prompt + sizes.output),
         (max(sizes.profiled, default=1), sizes.prompt + _profile_output(session)),
     )
-    judged: tuple[list[list[int]], list[dict[str, Any]]] | None = None
+    last: Turn | None = None
     for batch in sizes.batches:
         for end, sampling in WAYS:
             key = f"decode at {batch}{end}"
@@ -116,8 +117,8 @@ def decode(session: Session) -> None:
                 continue
             lengths = session.lengths(batch, sizes.output)
             session.warm(engine, lengths, sampling)
-            found = _measure(session, engine, key, lengths, sampling)[1:]
-            judged = found if sampling is None else judged
+            turn = _measure(session, engine, key, lengths, sampling)
+            last = turn if sampling is None else last
     if not session.part.has("prefill"):
         lengths = session.lengths(sizes.prompts, 1)
         session.warm(engine, lengths)
@@ -130,8 +131,8 @@ def decode(session: Session) -> None:
             if batch <= max(sizes.batches) and not session.part.has(key):
                 _profile(session, engine, batch, key, sampling)
     session.drop(engine)
-    if judged is not None:
-        _judge(session, *judged)
+    if last is not None:
+        _judge(session, last)
 
 
 def _measure(
@@ -140,22 +141,12 @@ def _measure(
     key: str,
     lengths: Sequence[Lengths],
     sampling: Mapping[str, Any] | None = None,
-) -> tuple[dict[str, Any], list[list[int]], list[dict[str, Any]]]:
-    """Measure a row over several turns, saved after each. Also returns the last turn's prompts and
-    replies.
-    """
-    rates, turns = session.rates(), []
-    for turn in range(session.sizes.turns):
-        figures, prompts, replies = session.turn(
-            system, lengths, seed=1000 + turn, sampling=sampling
-        )
-        turns.append(figures)
-        row = session.row(key, system, lengths, turns, rates, sampling=sampling)
-        is_last = turn + 1 == session.sizes.turns
-        session.part.put({**row, "partial": True} if not is_last else row)
+) -> Turn:
+    """Measure a row. Returns the last turn."""
+    row, last = session.measure(key, system, lengths, sampling=sampling)
     shares = ", ".join(f"{name} {share:.0%}" for name, share in row["of_floor"].items())
     session.say(f"  {key}: {_rate(row['median'])}; of the floor: {shares}")
-    return row, prompts, replies
+    return last
 
 
 def _profile_output(session: Session) -> int:
@@ -169,15 +160,11 @@ def _profile(
     session.need_time(key)
     lengths = session.lengths(batch, _profile_output(session))
     prompts = make_prompts(lengths, session.shape.vocab_size, seed=77)
-    order = {
-        "requests": [
-            {"prompt": prompt, "max_tokens": one.output, "at": 0.0, "sampling": sampling}
-            for prompt, one in zip(prompts, lengths, strict=True)
-        ],
-        "profile_steps": session.sizes.profile_steps,
-    }
+    order = turn_order(
+        prompts, lengths, sampling=sampling, profile_steps=session.sizes.profile_steps
+    )
     try:
-        found: dict[str, Any] = engine.run(order, max(LEAST_S, session.left_s()))
+        found: dict[str, Any] = session.ask(engine, order)
     except SystemFailure as failure:  # a container may not let anybody profile; the rest goes on
         session.part.leave_out(key, str(failure).splitlines()[0])
         return
@@ -187,26 +174,16 @@ def _profile(
     session.say(f"  {key}: {share:.1%} of {found['steps']} steps")
 
 
-def _judge(session: Session, prompts: list[list[int]], replies: list[dict[str, Any]]) -> None:
+def _judge(session: Session, turn: Turn) -> None:
     """Check whether some requests' tokens are those of the same weights in float32."""
     session.need_time("the check of the tokens")
     judge = session.start(Engine("judge", JUDGE), (1, session.sizes.prompt))
     requests = [
         {"prompt": prompt, "tokens": reply["tokens"]}
-        for prompt, reply in list(zip(prompts, replies, strict=True))[:JUDGED]
+        for prompt, reply in list(zip(turn.prompts, turn.replies, strict=True))[:JUDGED]
     ]
-    verdicts = judge.run({"requests": requests}, max(LEAST_S, session.left_s()))
-    tokens = sum(verdict["tokens"] for verdict in verdicts)
-    session.part.put(
-        {
-            "key": "tokens",
-            "requests": len(verdicts),
-            "tokens": tokens,
-            "best": sum(verdict["best"] for verdict in verdicts) / tokens,
-            "near": sum(verdict["near"] for verdict in verdicts) / tokens,
-            "worst_gap": max(verdict["worst_gap"] for verdict in verdicts),
-        }
-    )
+    verdicts = session.ask(judge, {"requests": requests})
+    session.part.put({"key": "tokens", **judged(verdicts)})
     session.drop(judge)
 
 
@@ -260,25 +237,13 @@ def _compare(session: Session, variants: Sequence[Variant], batches: Sequence[in
 
 
 def _pair(session: Session, reference: System, system: System, lengths: Sequence[Lengths]) -> None:
-    """Run paired turns, saved after each."""
+    """Run paired turns."""
     for one in (reference, system):
         session.warm(one, lengths)
-    rates, ours, theirs = session.rates(), [], []
-    for turn in range(session.sizes.turns):
-        ours.append(session.turn(reference, lengths, seed=1000 + turn)[0])
-        theirs.append(session.turn(system, lengths, seed=1000 + turn)[0])
-        row = session.row(f"{system.name} at {len(lengths)}", system, lengths, theirs, rates)
-        row["reference"] = session.row("", reference, lengths, ours, rates)
-        for name in ("output_rate", "decode_rate"):
-            if all(name in figures for figures in (*ours, *theirs)):
-                row.setdefault("ratio", {})[name] = paired_ratio(
-                    [figures[name] for figures in ours], [figures[name] for figures in theirs]
-                )
-        is_last = turn + 1 == session.sizes.turns
-        session.part.put({**row, "partial": True} if not is_last else row)
-    session.say(
-        f"  {row['key']}: {_rate(row['median'])}; headrace / it {row['ratio']['output_rate']:.2f}"
-    )
+    key = f"{system.name} at {len(lengths)}"
+    row, _ = session.measure(key, system, lengths, reference=reference)
+    ratio = row["ratio"]["output_rate"]
+    session.say(f"  {key}: {_rate(row['median'])}; headrace / it {ratio:.2f}")
 
 
 def grpc(session: Session, cache: Path) -> None:
@@ -317,28 +282,14 @@ def _checkpoint(session: Session, cache: Path) -> Path:
     """
     session.need_time("the checkpoint")
     folder = cache / "models" / f"{session.model}-on-{session.device.partition(':')[0]}"
-    if (folder / "config.json").is_file():
-        return folder
-    session.say(f"  making {folder}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(folder.with_name(folder.name + ".partial"), ignore_errors=True)
-    code = "import sys; from pathlib import Path; from benchmarks.models import make_model; "
-    code += "make_model(sys.argv[1], Path(sys.argv[2]), device=sys.argv[3])"
+    code = "make_model(sys.argv[2], folder, device=sys.argv[3])"
+    words = (session.model, session.device)
     try:
-        subprocess.run(
-            [sys.executable, "-c", code, session.model, str(folder), session.device],
-            cwd=ROOT,
-            check=True,
-            timeout=session.left_s(),
-            capture_output=True,
-            text=True,
-        )
+        return made_once(folder, "benchmarks.models", code, *words, seconds=session.left_s())
     except subprocess.TimeoutExpired:
         raise OutOfTime("the checkpoint") from None
     except subprocess.CalledProcessError as error:
-        why = (error.stderr.strip().splitlines() or [str(error)])[-1]
-        raise SystemFailure(f"the checkpoint cannot be made in {folder}: {why}") from error
-    return folder
+        raise SystemFailure(f"the checkpoint cannot be made in {folder}: {error}") from error
 
 
 def itl(session: Session) -> None:
@@ -356,13 +307,8 @@ def itl(session: Session) -> None:
         session.warm(system, session.lengths(min(8, most), sizes.output))
         for rate, key in keys.items():
             lengths = session.lengths(max(2, round(rate * sizes.seconds)), sizes.output)
-            load, rates, turns = Load(rate=rate), session.rates(), []
-            for turn in range(sizes.turns):
-                turns.append(session.turn(system, lengths, 1000 + turn, load)[0])
-                row = session.row(key, system, lengths, turns, rates, load=load.name)
-                row.pop("of_floor")  # as many tokens come as are asked for
-                is_last = turn + 1 == sizes.turns
-                session.part.put({**row, "partial": True} if not is_last else row)
+            load = Load(rate=rate)
+            row, _ = session.measure(key, system, lengths, load=load)
             p99 = row["median"].get("itl_p99_s", 0.0) * 1e3
             session.say(f"  {key}: ITL p99 {p99:.1f} ms")
         session.drop(system)
@@ -379,7 +325,7 @@ def _rate(median: dict[str, float]) -> str:
 
 KERNELS = "attention kernels against float64"
 GREEDY = "greedy tokens equal model.generate's: qwen3"
-"""Keys of checks, as named by `benchmarks.adapters.checks`."""
+"""Keys of checks, as named by `tests.gpu.checks`."""
 COMPUTING = frozenset({KERNELS, GREEDY})
 SMOKE_BATCHES = (1, 32, 128)
 SMOKE_S = 240.0

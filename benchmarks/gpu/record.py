@@ -11,14 +11,13 @@ same sources and versions. A killed run loses only the row that was being measur
 from __future__ import annotations
 
 import datetime
-import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import FORMAT, KIND_GPU, machine_record, read_record, rounded
+from benchmarks import records
+from benchmarks.records import machine_record
 
 RUNNING = "running"
 COMPLETE = "complete"
@@ -40,7 +39,7 @@ class Provenance:
     versions: dict[str, str]
 
 
-class Record:
+class Record(records.Record):
     """The record of a device, and its file."""
 
     def __init__(self, folder: Path, device: dict[str, Any], provenance: Provenance) -> None:
@@ -49,13 +48,9 @@ class Record:
         Raises:
             ValueError: the file has another format.
         """
-        self.path = folder / record_name(device)
+        super().__init__(folder / record_name(device), "gpu", {"parts": {}})
         self.provenance = provenance
-        self.data: dict[str, Any] = read_record(self.path) or {
-            "format": FORMAT,
-            "kind": KIND_GPU,
-            "parts": {},
-        }
+        self.resume(())
         self.data |= {"device": device, "machine": machine_record()}
 
     def begin(self, name: str, about: dict[str, Any], *, resume: bool) -> Part:
@@ -90,13 +85,6 @@ class Record:
         """Return the state of a part; None if there is none."""
         part = self.data["parts"].get(name)
         return None if part is None else part["state"]
-
-    def save(self) -> None:
-        """Write the file atomically."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(rounded(self.data), indent=1) + "\n")
-        os.replace(partial, self.path)
 
 
 class Part:

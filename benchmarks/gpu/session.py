@@ -7,20 +7,19 @@ Only one system computes at a time; the others are stopped and keep their memory
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.floors import Rates, Shape, prompts_s, step_s
 from benchmarks.gpu import predict
 from benchmarks.gpu.record import Part
-from benchmarks.measures import decode_figures, medians, turn_figures
-from benchmarks.processes import System, SystemFailure
+from benchmarks.measures import decode_figures, medians, paired_ratio, turn_figures
+from benchmarks.processes import END_S, System
+from benchmarks.rig.systems import Systems, turn_order
 from benchmarks.workloads import Lengths, Load, make_prompts
-from engine.planning.memory_plan import blocks_for
 
 DTYPE = "bfloat16"
 LEAST_S = 20.0
@@ -71,6 +70,10 @@ class Sizes:
         """Return the number of blocks for this many requests of this many tokens, including the
         reserve for their growth.
         """
+        from engine.planning.memory_plan import (
+            blocks_for,
+        )  # needs torch, which the command does not
+
         return blocks_for(count, total, self.block) + SPARE_BLOCKS
 
 
@@ -119,6 +122,14 @@ class Engine:
     """A checkpoint; None if the model is made in memory."""
 
 
+class Turn(NamedTuple):
+    """A turn of a system: its results, prompts and replies."""
+
+    figures: dict[str, float]
+    prompts: list[list[int]]
+    replies: list[dict[str, Any]]
+
+
 class Session:
     """Runs one part: manages its systems, turns and time limit."""
 
@@ -130,9 +141,8 @@ class Session:
         shape: Shape,
         device: str,
         sizes: Sizes,
-        machine: System,
+        systems: Systems,
         seconds: float,
-        logs: Path,
         say: Callable[[str], None],
     ) -> None:
         self.part = part
@@ -141,10 +151,8 @@ class Session:
         self.device = device
         self.sizes = sizes
         self.say = say
-        self._machine = machine
+        self._systems = systems
         self._deadline = time.monotonic() + seconds
-        self._logs = logs
-        self._systems: list[System] = []
 
     # ---- time ----------------------------------------------------------------------------------
 
@@ -171,17 +179,8 @@ class Session:
             OutOfTime: too little time is left.
         """
         self.need_time(engine.name)
-        requests = max(count for count, _ in needs)
         total = max(tokens for _, tokens in needs)
         self.say(f"  loading {engine.name}")
-        system = System(
-            engine.name,
-            engine.module,
-            sys.executable,
-            self._logs / f"{self.part.name}-{engine.name.replace(' ', '-')}.log",
-            {"HF_HUB_OFFLINE": "1"},
-        )
-        self._systems.append(system)
         order = {
             "model": str(engine.directory or self.model),
             "build": None if engine.directory else self.model,
@@ -196,36 +195,42 @@ class Session:
             },
             "limits": {
                 "kv_tokens": max(count * tokens for count, tokens in needs),
-                "max_requests": requests,
+                "max_requests": max(count for count, _ in needs),
                 "max_request_tokens": total,
                 "max_prompt_tokens": total,
             },
         }
-        try:
-            system.load(order, self.left_s())
-        except SystemFailure:
-            self.drop(system)
-            raise
-        system.park()
+        system = self._systems.start(
+            engine.name,
+            engine.module,
+            order,
+            self.left_s(),
+            log=f"{self.part.name}-{engine.name}",
+            environment={"HF_HUB_OFFLINE": "1"},
+        )
         self.say(f"    ready after {system.start_s:.1f} s")
         return system
 
     def drop(self, system: System) -> None:
         """End a system."""
-        self._systems.remove(system)
-        system.end(PATIENCE_S if self.left_s() < LEAST_S else 60.0)
+        self._systems.drop(system, self._patience_s())
 
     def close(self) -> None:
         """End all running systems."""
-        for system in list(self._systems):
-            self.drop(system)
+        self._systems.close(self._patience_s())
+
+    def _patience_s(self) -> float:
+        return PATIENCE_S if self.left_s() < LEAST_S else END_S
 
     # ---- measurements --------------------------------------------------------------------------
 
     def rates(self) -> dict[str, float]:
         """Return the device's current rates."""
-        found: dict[str, float] = self._machine.run({"requests": []}, max(LEAST_S, self.left_s()))
-        return found
+        return self._systems.rates(max(LEAST_S, self.left_s()))
+
+    def ask(self, system: System, order: Mapping[str, Any]) -> Any:
+        """Let a system run a turn within the time that is left. Returns its answer."""
+        return system.run(order, max(LEAST_S, self.left_s()))
 
     def turn(
         self,
@@ -234,27 +239,21 @@ class Session:
         seed: int,
         load: Load | None = None,
         sampling: Mapping[str, Any] | None = None,
-    ) -> tuple[dict[str, float], list[list[int]], list[dict[str, Any]]]:
-        """Run one turn; returns its results, prompts and replies. sampling: options of every
-        request; None for greedy. Raises SystemFailure, OutOfTime.
+    ) -> Turn:
+        """Run one turn. sampling: options of every request; None for greedy. Raises SystemFailure,
+        OutOfTime.
         """
         self.need_time(system.name)
         prompts = make_prompts(list(lengths), self.shape.vocab_size, seed)
         arrivals = (load or Load()).arrivals(len(prompts), seed)
-        order = {
-            "requests": [
-                {"prompt": prompt, "max_tokens": one.output, "at": at, "sampling": sampling}
-                for prompt, one, at in zip(prompts, lengths, arrivals, strict=True)
-            ],
-            "concurrency": None,
-        }
-        replies = system.run(order, max(LEAST_S, self.left_s()))
+        order = turn_order(prompts, lengths, arrivals=arrivals, sampling=sampling)
+        replies = self.ask(system, order)
         tokens = [one.prompt for one in lengths]
         figures = turn_figures(tokens, replies)
         if load is None:
             figures |= decode_figures(tokens, replies) or {}
             figures["prefill_rate"] = sum(tokens) / max(reply["times"][0] for reply in replies)
-        return figures, prompts, replies
+        return Turn(figures, prompts, replies)
 
     def warm(
         self,
@@ -269,6 +268,45 @@ class Session:
     def lengths(self, count: int, output: int) -> list[Lengths]:
         """Return the lengths of this many requests."""
         return [Lengths(self.sizes.prompt, output)] * count
+
+    def measure(
+        self,
+        key: str,
+        system: System,
+        lengths: Sequence[Lengths],
+        *,
+        load: Load | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        reference: System | None = None,
+    ) -> tuple[dict[str, Any], Turn]:
+        """Measure a row over several turns, saved after each. Returns it, and the last turn.
+
+        Args:
+            key, system, lengths: see `row`.
+            load, sampling: see `turn`.
+            reference: a system that runs the same turns, with which it is compared.
+        """
+        rates, turns, others = self.rates(), [], []
+        more: dict[str, Any] = {} if reference else {"sampling": sampling}
+        more = {"load": load.name} if load else more
+        for number in range(self.sizes.turns):
+            if reference is not None:
+                others.append(self.turn(reference, lengths, 1000 + number).figures)
+            last = self.turn(system, lengths, 1000 + number, load, sampling)
+            turns.append(last.figures)
+            row = self.row(key, system, lengths, turns, rates, **more)
+            if reference is not None:
+                row["reference"] = self.row("", reference, lengths, others, rates)
+                row["ratio"] = {
+                    name: paired_ratio([one[name] for one in others], [one[name] for one in turns])
+                    for name in ("output_rate", "decode_rate")
+                    if all(name in figures for figures in (*others, *turns))
+                }
+            if load is not None:
+                row.pop("of_floor")  # as many tokens come as are asked for
+            is_last = number + 1 == self.sizes.turns
+            self.part.put(row if is_last else {**row, "partial": True})
+        return row, last
 
     # ---- rows ----------------------------------------------------------------------------------
 

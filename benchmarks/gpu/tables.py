@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.floors import Rates, prompts_s, shape_of, step_s
 from benchmarks.gpu import predict
+from benchmarks.markdown import cpus, link, table
 from benchmarks.measures import figure
 from benchmarks.models import SHAPES
 from benchmarks.workloads import Lengths
@@ -45,11 +46,9 @@ def render(record: dict[str, Any], name: str) -> str:
     ]
     if device.get("memory_bytes"):
         facts.append(f"{device['memory_bytes'] / 2**30:.0f} GiB")
-    machine = record["machine"]
-    text = (
-        f"{device['name']}" + (f" ({', '.join(facts)})" if facts else "") + f"; {machine['cpus']} "
-        f"CPUs ({machine['cpu']}), {machine['system']}. Record: [`{name}`](../{name})."
-    )
+    about = f" ({', '.join(facts)})" if facts else ""
+    system = record["machine"]["system"]
+    text = f"{device['name']}{about}; {cpus(record)}, {system}. {link(name)}"
     parts = [text] if device["type"] == "cuda" else [NO_GPU, text]
     parts += [render_part(part, found) for part, found in record["parts"].items()]
     return "\n\n".join(parts) + "\n"
@@ -68,17 +67,9 @@ def render_part(name: str, part: dict[str, Any]) -> str:
     return "\n\n".join(["\n".join(block) for block in ([head], lines, out) if block])
 
 
-def _table(columns: str, rows: list[list[str]]) -> list[str]:
-    if not rows:
-        return []
-    heads = [head.strip() for head in columns.split("|")]
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    return lines + [f"| {' | '.join(cells)} |" for cells in rows]
-
-
 def _checks(rows: list[dict[str, Any]]) -> list[str]:
     cells = [[row["key"], row["state"], row["detail"].replace("|", "/")] for row in rows]
-    return _table("check | result | of", cells)
+    return table("check | result | of", cells)
 
 
 def _floors(rows: list[dict[str, Any]]) -> list[str]:
@@ -105,7 +96,7 @@ def _floors(rows: list[dict[str, Any]]) -> list[str]:
         if row["key"] != "rates"
     ]
     head = "model | requests | context | least ms a step | at most tok/s | prefill at most tok/s"
-    return lines + _table(head, cells)
+    return lines + table(head, cells)
 
 
 def _decode(rows: list[dict[str, Any]]) -> list[str]:
@@ -131,7 +122,7 @@ def _decode(rows: list[dict[str, Any]]) -> list[str]:
             ]
         )
     head = "requests | decode tok/s | of the floor | ms a step | least | predicted | output tok/s"
-    lines = _table(f"{head} | {_LATENCIES} | GPU busy | turns", cells)
+    lines = table(f"{head} | {_LATENCIES} | GPU busy | turns", cells)
     if "prefill" in found:
         row = found["prefill"]
         lines += [
@@ -175,7 +166,7 @@ def _smoke(rows: list[dict[str, Any]]) -> list[str]:
             f"kernels and copies in {span / steps * 1e3:.2f} ms; the device is busy for "
             f"{row['busy_share']:.1%} of that time.",
             "",
-            *_table("kernel | a step | µs each | of the time", cells),
+            *table("kernel | a step | µs each | of the time", cells),
         ]
     return lines
 
@@ -200,7 +191,7 @@ def _compared(rows: list[dict[str, Any]]) -> list[str]:
         )
     head = "system | requests | output tok/s | headrace | headrace / it | decode tok/s"
     head += " | of the floor | headrace's share | headrace / it"
-    return _table(f"{head} | {_LATENCIES}", cells)
+    return table(f"{head} | {_LATENCIES}", cells)
 
 
 def _itl(rows: list[dict[str, Any]]) -> list[str]:
@@ -214,7 +205,7 @@ def _itl(rows: list[dict[str, Any]]) -> list[str]:
         ]
         for row in rows
     ]
-    return _table(f"system | load | requests | output tok/s | {_LATENCIES}", cells)
+    return table(f"system | load | requests | output tok/s | {_LATENCIES}", cells)
 
 
 def predictions(
@@ -249,7 +240,7 @@ def predictions(
         f"{_range(predict.KV_SHARES)}, by the number of requests; {least:g} to {most:g} µs for "
         "each launch in a graph. Launches are counted by the trace.",
         "",
-        *_table(f"{head} | measured ms", cells),
+        *table(f"{head} | measured ms", cells),
     ]
 
 

@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.blocks import rewrite_blocks, update_document
 from benchmarks.languages.rows import ROWS, Row
+from benchmarks.markdown import cpus, link, table
 from benchmarks.measures import figure
-
-KIND = "languages"
-
-
-def rewrite(text: str, record: Mapping[str, Any] | None) -> str:
-    """Return a document with its block rewritten. record: None if there is none yet."""
-
-    def tell(name: str) -> str:
-        return "Not measured yet.\n" if record is None else render(record, name)
-
-    return rewrite_blocks(text, KIND, tell)
-
-
-def update(document: Path, record: Mapping[str, Any] | None, *, check: bool) -> bool:
-    """Write a document's block. Returns whether it was already up to date. check: do not write."""
-    return update_document(document, lambda text: rewrite(text, record), check=check)
 
 
 def render(record: Mapping[str, Any], name: str) -> str:
     """Return the block's text."""
-    machine = record["machine"]
     cases = {case["name"]: case for case in record["cases"]}
     parts = [
-        f"{record['date'][:10]}, commit {record['commit']}, {machine['cpus']} CPUs "
-        f"({machine['cpu']}), load average {record['load_average'][0]:.1f} before. Record: "
-        f"[`{name}`](../{name}).",
+        f"{record['date'][:10]}, commit {record['commit']}, {cpus(record)}, load average "
+        f"{record['load_average'][0]:.1f} before. {link(name)}",
         *(_throughput(cases[key]) for key in ("one", "eight") if key in cases),
         *([_paced(cases["paced"])] if "paced" in cases else []),
         *([_throughput(cases["demo"], aims=False)] if "demo" in cases else []),
@@ -80,5 +61,4 @@ def _found(case: Mapping[str, Any]) -> list[tuple[Row, Mapping[str, Any]]]:
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"**{title}**", "", f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in rows)])
+    return "\n".join([f"**{title}**", "", *table(["", *columns], rows)])

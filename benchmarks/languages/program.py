@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from benchmarks.processes import ROOT
+from benchmarks.processes import ROOT, resident
 
 _TURN_S = 120.0
 _END_S = 10.0
@@ -63,9 +63,7 @@ class Program:
     @property
     def peak_bytes(self) -> int:
         """The high-water mark of its resident memory."""
-        status = Path(f"/proc/{self.pid}/status").read_text()
-        line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
+        return resident(self.pid)[1]
 
     def play(self) -> int:
         """Run a turn. Returns how many tokens the program reports. Raises RuntimeError if it

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from benchmarks.processes import ROOT
-from tests.conformance import registry
+from scripts.client_languages import LANGUAGES, Language
 
 _TOOLS = ROOT / ".tools" / "bin"
 Build = tuple[tuple[str, tuple[str, ...]], ...]
@@ -20,7 +20,7 @@ class Row:
     """A language.
 
     Attributes:
-        name: the name of its row in the conformance suite's registry, which lists its requirements.
+        name: the name of its row in `scripts.client_languages`, which lists its requirements.
         title: its title in the table.
         command: what starts its load program, in the repository's root.
         build: commands that build it, each with the folder in which it runs.
@@ -51,8 +51,8 @@ class Row:
             )
 
 
-def _registered(name: str) -> registry.Language:
-    return next(language for language in registry.LANGUAGES if language.name == name)
+def _registered(name: str) -> Language:
+    return next(language for language in LANGUAGES if language.name == name)
 
 
 def _python(name: str, title: str, module: str) -> Row:

@@ -1,21 +1,15 @@
 """Runs servers and load programs as processes, each on one core, and measures their turns.
 
-CPU time is that of a process with all its threads, from /proc. It has a resolution of 10 ms, so a
-turn should last at least a second. Memory is the process's high-water mark.
+CPU time is that of a process with all its threads. Memory is the process's high-water mark.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +17,9 @@ from typing import Any
 from benchmarks.languages.program import Program
 from benchmarks.languages.rows import Row
 from benchmarks.measures import paired_ratio
-from benchmarks.processes import ROOT
+from benchmarks.processes import cpu_seconds
+from benchmarks.rig.serving import Process, scripted, serve
 
-_START_S = 120.0
-_TICKS = os.sysconf("SC_CLK_TCK")
 _SERVER_CORE, _CLIENT_CORE = 0, 1
 
 
@@ -75,13 +68,7 @@ class Turn:
     server_s: float
 
 
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of a process, user and system, including all current and past threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
-
-
-def measure(case: Case, rows: Sequence[Row], turns: int | None = None) -> dict[str, Any]:
+def measure_case(case: Case, rows: Sequence[Row], turns: int | None = None) -> dict[str, Any]:
     """Run a case with all languages alternately, and return its part of the record.
 
     Args:
@@ -95,12 +82,11 @@ def measure(case: Case, rows: Sequence[Row], turns: int | None = None) -> dict[s
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        address = f"unix:{folder}/s"
-        server = stack.enter_context(_server(case, address, folder / "server.log"))
+        server = stack.enter_context(_server(case))
         programs = {
             row.name: stack.enter_context(
                 Program.started(
-                    (*_pinned(_CLIENT_CORE), *row.command, address,
+                    (*_pinned(_CLIENT_CORE), *row.command, server.address,
                      *map(str, (case.sessions, case.requests, case.tokens))),
                     row.environment,
                     folder / f"{row.name}.log",
@@ -111,21 +97,21 @@ def measure(case: Case, rows: Sequence[Row], turns: int | None = None) -> dict[s
         played: dict[str, list[Turn]] = {name: [] for name in programs}
         for number in range((case.turns if turns is None else turns) + 1):
             for name, program in programs.items():
-                one = _turn(case, program, server.pid)
+                one = _turn(case, program, server)
                 if number:
                     played[name].append(one)
         peaks = {name: program.peak_bytes for name, program in programs.items()}
     return {**asdict(case), "languages": figures(case, played, peaks)}
 
 
-def _turn(case: Case, program: Program, server: int) -> Turn:
-    client_s, server_s = cpu_seconds(program.pid), cpu_seconds(server)
+def _turn(case: Case, program: Program, server: Process) -> Turn:
+    client_s, server_s = cpu_seconds(program.pid), server.cpu_s()
     began = time.perf_counter()
     told = program.play()
     seconds = time.perf_counter() - began
     if told != case.all_tokens:
         raise RuntimeError(f"{program.name}: {told} tokens came of {case.all_tokens}")
-    return Turn(seconds, cpu_seconds(program.pid) - client_s, cpu_seconds(server) - server_s)
+    return Turn(seconds, cpu_seconds(program.pid) - client_s, server.cpu_s() - server_s)
 
 
 def figures(
@@ -155,30 +141,10 @@ def _pinned(core: int) -> tuple[str, ...]:
     return ("taskset", "--cpu-list", str(core))
 
 
-@contextmanager
-def _server(case: Case, address: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a server's process on its core, and wait until it serves."""
+def _server(case: Case) -> AbstractContextManager[Process]:
+    """Run a server on its core."""
+    prefix = _pinned(_SERVER_CORE)
     if case.demo:
-        command = (str(Path(sys.executable).with_name("headrace-server")), "serve")
-        command += ("--model", "models/demo", "--in-process", "--listen", address)
-    else:
-        numbers = (case.sessions * case.requests, case.tokens, case.per_second)
-        command = (sys.executable, "-m", "benchmarks.scripted_engine", address, "together")
-        command += tuple(map(str, numbers))
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            (*_pinned(_SERVER_CORE), *command), cwd=ROOT, stderr=file, stdout=file
-        )
-    try:
-        end = time.monotonic() + _START_S
-        while "Stop it with" not in log.read_text(errors="replace"):
-            if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"the server did not start:\n{log.read_text(errors='replace')}")
-            time.sleep(0.1)
-        yield process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        process.kill()
-        process.wait()
+        return serve("--in-process", on_socket=True, prefix=prefix)
+    requests = case.sessions * case.requests
+    return scripted("together", requests, case.tokens, case.per_second, prefix=prefix)

@@ -54,7 +54,8 @@ openvino-genai)
   ;;
 llama-cpp-python)
   # Built from source for this machine, about 12 minutes on 2 cores. `gguf` writes the checkpoint in its format.
-  CMAKE_ARGS=${CMAKE_ARGS:--DGGML_NATIVE=ON} install "llama-cpp-python==${VERSION:-0.3.36}" gguf numpy
+  # Not from the cache, where a build for other instructions has the same name.
+  CMAKE_ARGS=${CMAKE_ARGS:--DGGML_NATIVE=ON} install --no-cache-dir "llama-cpp-python==${VERSION:-0.3.36}" gguf numpy
   ;;
 *)
   echo "unknown peer: $peer" >&2

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from headrace import AsyncClient, HeadraceError, Result
 
-from benchmarks.proxies.server import prompt_of, tries_of
+from benchmarks.rig.load import OWN_CONNECTION
+from benchmarks.scripted_engine import prompt_of, tries_of
 
 LIMIT_S = 280.0
 """The time after which a call that has not ended, not counting its idle time, is reported as such.
 """
 LEASE_S = 60.0
-OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.blocks import rewrite_blocks, update_document
-from benchmarks.processes import ROOT
+from benchmarks.markdown import cpus, link, table
 from benchmarks.proxies.running import PROGRAMS
 
-KIND = "proxies"
-DOCUMENT = ROOT / "docs" / "proxies.md"
 DEFAULTS, RECIPE = "defaults", "deploy"
 """The suffixes of a way's name for the two configurations of a proxy."""
 PINGED = "nginx, defaults, pings"
@@ -25,41 +21,27 @@ _HEADINGS = {
 }
 
 
-def rewrite(text: str, record: Mapping[str, Any] | None) -> str:
-    """Return a document with its block rewritten. record: None if there is none yet."""
-
-    def tell(name: str) -> str:
-        return "Not tried yet.\n" if record is None else render(record, name)
-
-    return rewrite_blocks(text, KIND, tell)
-
-
-def update(document: Path, record: Mapping[str, Any] | None, *, check: bool) -> bool:
-    """Write a document's block. Returns whether it was already up to date. check: do not write."""
-    return update_document(document, lambda text: rewrite(text, record), check=check)
-
-
 def render(record: Mapping[str, Any], name: str) -> str:
     """Return the block's text."""
-    machine, versions = record["machine"], record["versions"]
+    versions = record["versions"]
     programs = [one for one in PROGRAMS if one.name in versions]
     told = ", ".join(f"{one.title} {versions[one.name]}" for one in programs)
     parts = [
-        f"{told}; {record['date'][:10]}, commit {record['commit']}, {machine['cpus']} CPUs "
-        f"({machine['cpu']}), {machine['system']}, grpcio {versions['grpcio']}: "
-        f"{record['seconds']} s. Record: [`{name}`](../{name})."
+        f"{told}; {record['date'][:10]}, commit {record['commit']}, {cpus(record)}, "
+        f"{record['machine']['system']}, grpcio {versions['grpcio']}: {record['seconds']} s. "
+        f"{link(name)}"
     ]
     rows = record["rows"]
     for situation, heading in _HEADINGS.items():
         found = [row for row in rows if row["situation"] == situation]
         if not found:
             continue
-        lines = [f"**{heading}**", "", f"| | {' | '.join(one.title for one in programs)} |"]
-        lines.append("|---" * (1 + len(programs)) + "|")
-        for call in dict.fromkeys(row["call"] for row in found):
-            cells = [_cell(_row(found, call, f"{one.name}, {DEFAULTS}")) for one in programs]
-            lines.append(f"| {call} | {' | '.join(cells)} |")
-        parts.append("\n".join(lines))
+        calls = [
+            [call, *(_cell(_row(found, call, f"{one.name}, {DEFAULTS}")) for one in programs)]
+            for call in dict.fromkeys(row["call"] for row in found)
+        ]
+        lines = table(["", *(one.title for one in programs)], calls)
+        parts.append("\n".join([f"**{heading}**", "", *lines]))
     right = [
         f"{sum(row['whole'] for row in of)} of {len(of)} by [{one.recipe.name}]"
         f"(../deploy/{one.recipe.name})"

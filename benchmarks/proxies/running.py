@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.processes import ROOT
+from benchmarks.processes import ROOT, free_port
+from benchmarks.rig.serving import process
 
-START_S = 30.0
-"""A proxy that is not listening by then is stuck."""
 _HERE, _SERVER = "8080", "50051"
 """The ports in each configuration: the proxy's and the server's."""
 _NGINX_TEMPORARY = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
@@ -142,12 +141,10 @@ def proxy(
         changes: replacements for texts in the configuration.
 
     Raises:
-        RuntimeError: it ended, or did not listen in time; the message has its output.
+        SystemFailure: it ended, or did not listen in time; the message has its output.
     """
     assert program.path is not None
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     source = config or program.recipe
     text = source.read_text()
     for old, new in {_HERE: f"{port}", _SERVER: f"{upstream}", **(changes or {})}.items():
@@ -159,37 +156,12 @@ def proxy(
     written = folder / source.name
     written.write_text(text)
     path = folder / f"{program.name}.log"
-    with path.open("wb") as log:
-        process = subprocess.Popen(
-            [program.path, *program.command(folder, written)],
-            cwd=ROOT,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    found = Proxy(program, port, process, path)
-    try:
-        _wait(found)
-        yield found
-    finally:
-        process.terminate()  # nginx's workers end with their master, if that is not killed
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
+    def listens(_: str) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return True
+        return False
 
-def _wait(started: Proxy) -> None:
-    ends = time.monotonic() + START_S
-    while True:
-        started.check()
-        try:
-            socket.create_connection(("127.0.0.1", started.port), 1).close()
-        except OSError as error:
-            if time.monotonic() > ends:
-                said = started.log_path.read_text()[-2000:]
-                raise RuntimeError(f"{started.program.title} does not listen: {said}") from error
-            time.sleep(0.02)
-        else:
-            return
+    command = [program.path, *program.command(folder, written)]
+    with process(command, path, is_ready=listens) as started:
+        yield Proxy(program, port, started.popen, path)

@@ -38,6 +38,7 @@ from engine.contract.startup import Paced
 from engine.core.threads import call_on_own_thread
 from engine.loading.exchange import Weights, exchange_weights
 from engine.loading.loader import load_model, verify_model
+from engine.loading.quantised.stored_linear import refuse_quantised
 from engine.loading.verified import VerifiedModel
 from engine.models.held_layer import held_layers
 from engine.text import Tokenizer, TokenizerError
@@ -398,6 +399,7 @@ def from_model(
     """
     if model.training:
         raise ModelRefusedError("the model is in training mode; call model.eval() first")
+    refuse_quantised(model)
     name = tokenizer_path or model.config.name_or_path
     directory = Path(name) if name else None
     verified = verify_model(

@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.attention.step_states import StepStates
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -255,11 +257,13 @@ class AttentionContext:
         backend: computes the attention.
         caches: the layers' caches, by layer index.
         metadata: the step's metadata, by group.
+        states: the states of recurrent layers, if there are any.
     """
 
     backend: AttentionBackend
     caches: Sequence[LayerCache] | Mapping[int, LayerCache]
     metadata: Sequence[AttentionMetadata]
+    states: StepStates | None = None
 
     def attend(
         self,

@@ -51,7 +51,8 @@ def paged_attention(
     """Compute attention for a model layer. This is the function registered with transformers.
 
     Args:
-        module: the attention layer, identified by its `layer_idx`.
+        module: the attention layer, identified by its `layer_idx`, or by the one that it has told
+            the cache if it is shared by several layers.
         query: [1, Hq, T, D], after rotary embedding.
         key: [1, Hkv, T, D], after rotary embedding.
         value: [1, Hkv, T, Dv].
@@ -69,14 +70,16 @@ def paged_attention(
     context: AttentionContext | int | None = kwargs.get(CONTEXT_KEYWORD)
     if context is None:
         raise NoStepError(ATTENTION_NAME)
-    layer: Any = module.layer_idx  # an int on every attention layer, as the load gate checks
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
+    layer: Any = getattr(module, "layer_idx", None)  # an int, as the load gate checks
     if isinstance(context, int):
         output = attend_by_call_id(
             query[0], key[0], value[0], s_aux, context, layer, scaling, softcap
         )
         return output.unsqueeze(0), None
+    if context.states is not None and (layer is None or layer < 0):
+        layer = context.states.layer
     params = AttentionParams(scaling=scaling, softcap=softcap, sinks=s_aux)
     return context.attend(layer, query[0], key[0], value[0], params).unsqueeze(0), None
 

@@ -22,6 +22,12 @@ from engine.attention.interface import (
     LayerShape,
 )
 from engine.attention.registry import CONTEXT_KEYWORD
+from engine.attention.step_states import (
+    NOTHING_RECURS,
+    Recurrence,
+    StepStates,
+    allocate_states,
+)
 from engine.native.device_copy import to_device
 
 
@@ -42,12 +48,14 @@ class SmallStep:
         positions: int64 [T].
         last: int64 [R], the index of each part's last token in the step.
         context: what attention needs.
+        keyword: the argument of the model's forward for states; "" if there are none.
     """
 
     rows: torch.Tensor
     positions: torch.Tensor
     last: torch.Tensor
     context: AttentionContext
+    keyword: str = ""
 
     @torch.inference_mode()
     def logits(self, model: Callable[..., Any], token_ids: torch.Tensor) -> torch.Tensor:
@@ -58,6 +66,7 @@ class SmallStep:
             token_ids: int64, of all prompts.
         """
         wants_all = len(self.last) == len(self.rows)
+        cache = {self.keyword: self.context.states} if self.keyword else {}
         with self.context.backend.step_lock:
             output = model(
                 input_ids=token_ids[self.rows].unsqueeze(0),
@@ -65,10 +74,13 @@ class SmallStep:
                 logits_to_keep=0 if wants_all else self.last,
                 use_cache=False,
                 **{CONTEXT_KEYWORD: self.context},
+                **cache,
             )
         logits: torch.Tensor = output.logits[0]
         return logits
 
+
+_SMALLEST = LayerShape(1, 1, 1, None)
 
 Allocate = Callable[[LayerShape, int], tuple[torch.Tensor, torch.Tensor]]
 """Returns a layer's keys and values for a number of slots; see LayerCache."""
@@ -101,6 +113,7 @@ class SmallCache:
         lengths: Sequence[int],
         block_size: int,
         allocate: Allocate,
+        recurrence: Recurrence = NOTHING_RECURS,
         *,
         is_null: bool = False,
     ) -> None:
@@ -112,6 +125,7 @@ class SmallCache:
             lengths: the prompts' numbers of tokens.
             block_size: tokens per block.
             allocate: allocates a layer's keys and values.
+            recurrence: the layers that carry states, which have a slot for each prompt.
             is_null: whether all tokens are written to the null block, because what is read from the
                 cache does not matter.
         """
@@ -129,6 +143,12 @@ class SmallCache:
             )
             for layer, shape in shapes.items()
         }
+        self._device = allocate(_SMALLEST, 1)[0].device
+        # The first slot is the null slot.
+        self._slots = np.arange(1, len(lengths) + 1)[:, None] * (not is_null)
+        self._keyword = recurrence.keyword
+        slots = 1 if is_null else len(lengths) + 1
+        self._states = allocate_states(recurrence.shapes, slots, self._device)
 
     def step(self, parts: Sequence[Span]) -> SmallStep:
         """Prepare a step that computes parts of prompts. Those of one token come first."""
@@ -143,10 +163,17 @@ class SmallCache:
             block_size=self._block_size,
         )
         of_all = layout.positions + np.repeat(self._offsets[prompts], counts)
-        like = next(iter(self.caches.values())).keys
-        metadata = [self._backend.prepare(layout, window, like) for window in self._windows]
+        metadata = []
+        if self.caches:
+            like = next(iter(self.caches.values())).keys
+            metadata = [self._backend.prepare(layout, window, like) for window in self._windows]
         rows, positions, last = (
-            to_device(one, like.device) for one in (of_all, layout.positions, np.cumsum(counts) - 1)
+            to_device(one, self._device)
+            for one in (of_all, layout.positions, np.cumsum(counts) - 1)
         )
-        context = AttentionContext(self._backend, self.caches, metadata)
-        return SmallStep(rows, positions, last, context)
+        states = None
+        if self._states:
+            slots = self._slots[prompts]
+            states = StepStates.of(self._states, slots, layout.starts, layout.counts)
+        context = AttentionContext(self._backend, self.caches, metadata, states)
+        return SmallStep(rows, positions, last, context, self._keyword)

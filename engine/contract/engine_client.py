@@ -51,6 +51,7 @@ class ModelInfo:
         max_running_requests: the maximum number of requests running at the same time.
         max_queue_size: the maximum number of waiting requests; 0: no limit.
         heeds_priorities: whether the scheduling policy uses priorities; if not, they are refused.
+        speculates: whether steps compute guessed tokens.
         startup: how many seconds the phases of loading took, in order (`engine.contract.startup`).
     """
 
@@ -68,6 +69,7 @@ class ModelInfo:
     max_running_requests: int
     max_queue_size: int
     heeds_priorities: bool
+    speculates: bool = False
     startup: tuple[tuple[str, float], ...] = ()
 
 

@@ -52,13 +52,28 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request cost, in tokens. `cached_tokens` is the number of prompt tokens that came from
-    the prefix cache.
+    """What a request cost, in tokens.
+
+    Attributes:
+        cached_tokens: the number of prompt tokens that came from the prefix cache.
+        draft_tokens: how many guessed tokens were computed.
+        accepted_draft_tokens: how many of them were right, so that they needed no further step.
+        prediction_draft_tokens, accepted_prediction_draft_tokens: of these, those that were guessed
+            from the caller's prediction.
     """
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    prediction_draft_tokens: int = 0
+    accepted_prediction_draft_tokens: int = 0
+
+
+def without_drafts(usage: Usage) -> Usage:
+    """Return the usage with no drafts in it."""
+    return Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
 
 
 @dataclass(frozen=True, slots=True)

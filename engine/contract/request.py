@@ -11,7 +11,7 @@ import enum
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from engine.contract.sampling_params import (
     SamplingSteps,
     StopParams,
 )
-from engine.contract.token_ids import TokenIds
+from engine.contract.token_ids import NO_IDS, TokenIds
 from engine.contract.types import NO_CALLER, CallerKey, RequestId, RequestKey, TokenId
 
 MAX_PRIORITY = 100
@@ -75,6 +75,9 @@ class GenerationRequest:
         prompt_logprobs: how many candidates to report with each prompt token's log-probability;
             None: nothing is reported for the prompt.
         grammar: the grammar that the output must follow; None: any output.
+        prediction: tokens that the output is expected to resemble, such as those of a file that
+            is to be edited. It changes no token, only how many steps they take. Empty: nothing is
+            expected.
         n: the number of independent continuations (choices) to generate, 1 to MAX_CHOICES.
         priority: requests with a higher priority run first; -100 to 100. Only for schedulers that
             use priorities.
@@ -100,6 +103,7 @@ class GenerationRequest:
     logprobs: LogprobParams | None = None
     prompt_logprobs: int | None = None
     grammar: GrammarParams | None = None
+    prediction: TokenIds = NO_IDS
     n: int = 1
     priority: int = 0
     cache_salt: bytes = b""
@@ -112,6 +116,7 @@ class GenerationRequest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", TokenIds.of(self.prompt, "prompt"))
+        object.__setattr__(self, "prediction", TokenIds.of(self.prediction, "prediction"))
 
 
 class TokenMatcher(Protocol):
@@ -137,6 +142,28 @@ class TokenMatcher(Protocol):
     def accept(self, token: TokenId) -> bool:
         """Advance by a token. Return False, with the state unchanged, if the grammar does not allow
         it.
+        """
+        ...
+
+    def copy(self) -> Self:
+        """Return a matcher in the same state, to look ahead with. What it costs is not counted here
+        unless that is said (`charge`).
+        """
+        ...
+
+    def charge(self, seconds: float) -> None:
+        """Count what a copy has cost."""
+        ...
+
+    def num_fitting(self, tokens: Sequence[int]) -> int:
+        """Return how many of some tokens, from the first on, may come next, as far as that is
+        cheaply known. The state is unchanged.
+        """
+        ...
+
+    def forced(self, most: int) -> Sequence[int]:
+        """Return up to `most` tokens whose text must come next. The output may divide that text
+        into other tokens.
         """
         ...
 
@@ -210,6 +237,10 @@ class Request:
             length; 0: never, because choosing a token needs all that stand before it.
         is_verifying: whether a pending step computes drafts, so that the number of tokens that it
             gives is not known.
+        num_draft_tokens, num_accepted_draft_tokens: how many drafts were computed, and how many
+            tokens they saved a step for.
+        num_prediction_draft_tokens, num_accepted_prediction_draft_tokens: the same of those that
+            were guessed from the caller's prediction.
         num_cached_tokens: how many prompt tokens came from the prefix cache when the request was
             first scheduled.
         num_counted_tokens: how many of token_ids, from the first on, have been charged to the
@@ -245,6 +276,10 @@ class Request:
     drafts: tuple[TokenId, ...] = ()
     max_drafted_tokens: int = 0
     is_verifying: bool = False
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_prediction_draft_tokens: int = 0
+    num_accepted_prediction_draft_tokens: int = 0
     num_cached_tokens: int = 0
     num_counted_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)

@@ -4,8 +4,8 @@ field. Independent of telemetry libraries.
     holds: int = counter("headrace.holds", "{hold}", "How often a request was held, …")
 
 OpenTelemetry's instruments (`engine.telemetry.instruments`) follow from that, and so do the page of
-metrics and the table in docs/operations.md (`service.command.flags`). ControlService's
-EngineStatistics has a field of the same name. `EngineCore.stats` reads the values.
+metrics, the table in docs/operations.md (`service.command.flags`), what ControlService tells and
+the line that a busy server logs. `EngineCore.stats` reads the values.
 """
 
 from __future__ import annotations
@@ -28,24 +28,29 @@ class Statistic:
     Attributes:
         kind: a gauge is true now; a counter counts since the start.
         name, unit, text: of its metric; the unit is OpenTelemetry's, such as {request} or By.
+        log: how the line that a busy server logs tells it, with {now} of a gauge, and of a counter
+            {grown} or {rate}: since the last line, or a second; empty: not at all.
     """
 
     kind: Literal["gauge", "counter"]
     name: str
     unit: str
     text: str
+    log: str = ""
 
 
-def gauge(name: str, unit: str, text: str, *, default: Any = 0) -> Any:
+def gauge(name: str, unit: str, text: str, *, log: str = "", default: Any = 0) -> Any:
     """Declare a dataclass field as a gauge."""
-    return dataclasses.field(default=default, metadata={_KEY: Statistic("gauge", name, unit, text)})
+    return _declared(Statistic("gauge", name, unit, text, log), default)
 
 
-def counter(name: str, unit: str, text: str, *, default: Any = 0) -> Any:
+def counter(name: str, unit: str, text: str, *, log: str = "", default: Any = 0) -> Any:
     """Declare a dataclass field as a counter."""
-    return dataclasses.field(
-        default=default, metadata={_KEY: Statistic("counter", name, unit, text)}
-    )
+    return _declared(Statistic("counter", name, unit, text, log), default)
+
+
+def _declared(statistic: Statistic, default: Any) -> Any:
+    return dataclasses.field(default=default, metadata={_KEY: statistic})
 
 
 def statistics_of(kind: type[Any]) -> Mapping[str, Statistic]:
@@ -92,9 +97,18 @@ class EngineStats:
         block_size: tokens per block.
     """
 
-    running: int = gauge("headrace.requests.running", "{request}", "In the batch.")
-    waiting: int = gauge("headrace.requests.waiting", "{request}", "In the queue.")
-    held: int = gauge("headrace.requests.held", "{request}", "Neither: their results are not read.")
+    running: int = gauge(
+        "headrace.requests.running", "{request}", "In the batch.", log="{now} running"
+    )
+    waiting: int = gauge(
+        "headrace.requests.waiting", "{request}", "In the queue.", log="{now} waiting"
+    )
+    held: int = gauge(
+        "headrace.requests.held",
+        "{request}",
+        "Neither: their results are not read.",
+        log="{now} held",
+    )
     blocks_total: int = gauge("headrace.kv_cache.blocks.limit", "{block}", "All there are.")
     blocks_used: int = gauge("headrace.kv_cache.blocks.used", "{block}", "Held by requests.")
     blocks_cached: int = gauge(
@@ -119,17 +133,53 @@ class EngineStats:
     requests_finished: int = counter(
         "headrace.requests.finished", "{request}", "Ended, whatever the reason."
     )
-    prompt_tokens: int = counter(
-        "headrace.tokens.prompt", "{token}", "Computed for prompts; again after a preemption."
+    generated_tokens: int = counter(
+        "headrace.tokens.generated", "{token}", "Generated.", log="{rate:.0f} tokens/s"
     )
-    generated_tokens: int = counter("headrace.tokens.generated", "{token}", "Generated.")
+    prompt_tokens: int = counter(
+        "headrace.tokens.prompt",
+        "{token}",
+        "Computed for prompts; again after a preemption.",
+        log="{rate:.0f} of prompts",
+    )
+    drafts: int = counter(
+        "headrace.drafts", "{draft}", "How often a request had guessed tokens in a step."
+    )
+    draft_tokens: int = counter("headrace.tokens.drafted", "{token}", "Guessed and computed.")
+    accepted_draft_tokens: int = counter(
+        "headrace.tokens.drafts_accepted", "{token}", "Those that were right and saved a step."
+    )
+    history_draft_tokens: int = counter(
+        "headrace.tokens.drafted.history", "{token}", "Guessed from the request's own text."
+    )
+    accepted_history_draft_tokens: int = counter(
+        "headrace.tokens.drafts_accepted.history", "{token}", "Those of them that were right."
+    )
+    prediction_draft_tokens: int = counter(
+        "headrace.tokens.drafted.prediction", "{token}", "Guessed from the caller's prediction."
+    )
+    accepted_prediction_draft_tokens: int = counter(
+        "headrace.tokens.drafts_accepted.prediction", "{token}", "Those of them that were right."
+    )
+    grammar_draft_tokens: int = counter(
+        "headrace.tokens.drafted.grammar", "{token}", "Guessed because a grammar forces their text."
+    )
+    accepted_grammar_draft_tokens: int = counter(
+        "headrace.tokens.drafts_accepted.grammar", "{token}", "Those of them that were right."
+    )
+    steps_with_drafts: int = counter(
+        "headrace.steps.with_drafts", "{step}", "Steps with guessed tokens."
+    )
     holds: int = counter(
         "headrace.holds",
         "{hold}",
         "How often a request was held, because its results were not read.",
     )
     preemptions: int = counter(
-        "headrace.preemptions", "{preemption}", "How often a request gave up its blocks."
+        "headrace.preemptions",
+        "{preemption}",
+        "How often a request gave up its blocks.",
+        log="{grown} preempted",
     )
     offloads: int = counter(
         "headrace.kv_cache.offloads",

@@ -73,6 +73,13 @@ class AdmissionLimits:
                 f"has {length} tokens; at most {longest} fit, because {source} is "
                 f"{self.max_context_tokens} tokens; shorten or truncate it",
             )
+        if len(request.prediction) > self.max_context_tokens:
+            raise InvalidRequestError(
+                "prediction",
+                f"has {len(request.prediction)} tokens; at most {self.max_context_tokens} (the "
+                "context) can come; shorten it",
+            )
+        self._check_ids("prediction", request.prediction)
         self._check_ids("stop.stop_token_ids", request.stop.stop_token_ids)
         self._check_ids("stop.eos_token_ids", request.stop.eos_token_ids)
         sampling = request.sampling

@@ -78,6 +78,10 @@ def describe_end(
             prompt_tokens=request.num_prompt_tokens,
             cached_tokens=request.num_cached_tokens,
             completion_tokens=request.num_output_tokens - request.num_pending_tokens,
+            draft_tokens=request.num_draft_tokens,
+            accepted_draft_tokens=request.num_accepted_draft_tokens,
+            prediction_draft_tokens=request.num_prediction_draft_tokens,
+            accepted_prediction_draft_tokens=request.num_accepted_prediction_draft_tokens,
         ),
         timings=Timings(
             arrival=request.arrival,
@@ -101,8 +105,16 @@ def describe_failure(requests: Sequence[Request], now: float, failure: RequestFa
         failure: why it failed.
     """
     first = describe_end(requests[0], FinishReason.ERROR, now)
-    counted = sum(one.num_output_tokens - one.num_pending_tokens for one in requests)
-    usage = replace(first.usage, completion_tokens=counted)
+    usage = replace(
+        first.usage,
+        completion_tokens=sum(one.num_output_tokens - one.num_pending_tokens for one in requests),
+        draft_tokens=sum(one.num_draft_tokens for one in requests),
+        accepted_draft_tokens=sum(one.num_accepted_draft_tokens for one in requests),
+        prediction_draft_tokens=sum(one.num_prediction_draft_tokens for one in requests),
+        accepted_prediction_draft_tokens=sum(
+            one.num_accepted_prediction_draft_tokens for one in requests
+        ),
+    )
     return replace(first, usage=usage, failure=failure)
 
 

@@ -278,6 +278,11 @@ class EngineCore:
             requests_finished=self._live.num_finished,
             prompt_tokens=results.num_prompt_tokens,
             generated_tokens=results.num_generated_tokens,
+            drafts=results.num_drafts,
+            draft_tokens=results.num_draft_tokens,
+            accepted_draft_tokens=results.num_accepted_draft_tokens,
+            **self._drafts_by_source(),
+            steps_with_drafts=results.num_draft_steps,
             holds=self._live.num_holds,
             preemptions=self.scheduler.num_preemptions,
             offloads=kv_cache.offloads,
@@ -289,6 +294,14 @@ class EngineCore:
             other_callers=self.scheduler.callers.others(callers),
             block_size=kv_cache.block_size,
         )
+
+    def _drafts_by_source(self) -> dict[str, int]:
+        drafter = self.scheduler.drafter
+        if drafter is None:
+            return {}
+        computed = {f"{one}_draft_tokens": n for one, n in drafter.num_drafted.items()}
+        kept = {f"accepted_{one}_draft_tokens": n for one, n in drafter.num_kept.items()}
+        return computed | kept
 
     def _restart_outgrown(self) -> None:
         """Restart requests that grew beyond the original length, so that they are recomputed
@@ -309,7 +322,7 @@ class EngineCore:
         when the request has been restarted there.
         """
         spec, rope, most = request.spec, self.rope, request.max_total_tokens
-        if spec.grammar is not None or spec.sampling.needs_history:
+        if spec.sampling.needs_history:
             most = 0
         elif rope and rope.restarts and request.rope_length <= rope.original:
             most = min(most, rope.original)

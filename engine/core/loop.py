@@ -314,6 +314,11 @@ class EngineLoop:
         return call
 
     @property
+    def speculates(self) -> bool:
+        """Whether steps compute guessed tokens."""
+        return self._core.scheduler.drafter is not None
+
+    @property
     def warmed_up(self) -> bool:
         """Whether `warmup` has been done."""
         return self._warmed_up

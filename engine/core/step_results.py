@@ -56,6 +56,9 @@ class StepResults:
         num_steps, num_decode_steps: the number of steps, and of those in which a request decoded.
         num_prompt_tokens, num_generated_tokens: the numbers of tokens computed for prompts, and of
             tokens appended.
+        num_draft_steps: the number of steps with drafts.
+        num_drafts, num_draft_tokens, num_accepted_draft_tokens: how often a request had drafts in
+            a step, how many, and how many of them were kept.
         last_step_s: the seconds from the last step's launch to its results.
     """
 
@@ -71,6 +74,10 @@ class StepResults:
         self.num_decode_steps = 0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
+        self.num_draft_steps = 0
+        self.num_drafts = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_draft_tokens = 0
         self.last_step_s = 0.0
 
     def take_record(self) -> StepRecord | None:
@@ -123,6 +130,7 @@ class StepResults:
         seconds = now - max(step.launched, self._last_collect)
         is_decode = num_tokens > num_prompt_tokens
         self.num_decode_steps += is_decode
+        self.num_draft_steps += any(part.drafts for part in step.batch.requests)
         self._scheduler.step_done(step.batch, seconds, is_decode=is_decode)
         self._last_collect = now
 
@@ -145,6 +153,8 @@ class StepResults:
             return
         count, reason, refused = 0, None, None
         for token in tokens:
+            if count and token == INVALID_TOKEN:
+                break  # what a draft led to: the next step chooses it again, or tells why not
             try:
                 reason = self._accept(live, request, position + count, token)
             except _TokenRefusedError as error:
@@ -155,11 +165,26 @@ class StepResults:
                 break
         if drafts:
             request.is_verifying = False
-            tokens = tokens[:count]
+            tokens, num_kept = tokens[:count], max(0, count - 1)
+            is_over = reason is not None or refused is not None
+            self._count_drafts(request, len(drafts), num_kept, is_over=is_over)
+            self._scheduler.rejected(request, position + num_kept)
         if count:
             self._deliver(live, request, position, tokens, logprobs, reason, now)
         if refused is not None:
             refused.fail_request()
+
+    def _count_drafts(
+        self, request: Request, num_drafts: int, num_kept: int, *, is_over: bool
+    ) -> None:
+        """Count a request's drafts and those kept. is_over: whether the request ends here."""
+        request.num_draft_tokens += num_drafts
+        request.num_accepted_draft_tokens += num_kept
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_draft_tokens += num_kept
+        if self._scheduler.drafter is not None:
+            self._scheduler.drafter.judge(request, num_drafts, num_kept, is_over=is_over)
 
     def _end_without_output(self, live: LiveRequest, request: Request) -> None:
         """End a request whose max_tokens is 0: its prompt was processed, and the sampled token is

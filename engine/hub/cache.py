@@ -27,48 +27,59 @@ from huggingface_hub.errors import CacheNotFound, HFValidationError
 from huggingface_hub.utils import HFCacheInfo, validate_repo_id
 
 from engine.contract.errors import DownloadError, ModelInUseError
+from engine.hub.gguf_names import meant, parts_of
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_REVISION = re.compile(r"[\w][\w.+/-]{0,199}", re.ASCII)
+_NAME = re.compile(r"[\w][\w.+/-]{0,199}", re.ASCII)
 _PREFIX = "models" + constants.REPO_ID_SEPARATOR
 _MARKS, _FETCHING, _USED = "headrace", "fetching.lock", "used.lock"
 
 
 @dataclass(frozen=True, slots=True)
 class HubId:
-    """A model on the hub. `repo` is its id, such as OWNER/NAME. `revision` is a branch, a tag or a
-    commit.
+    """A model on the hub.
+
+    Attributes:
+        repo: its id, such as OWNER/NAME.
+        revision: a branch, a tag or a commit.
+        file: which GGUF file is meant (`gguf_names.meant`). Empty: the safetensors.
     """
 
     repo: str
     revision: str = constants.DEFAULT_REVISION
+    file: str = ""
 
     @classmethod
     def parse(cls, text: str) -> HubId:
-        """Parse `OWNER/NAME` or `OWNER/NAME@REVISION`.
+        """Parse `OWNER/NAME`, with `@REVISION`, `:FILE.gguf` or both behind it.
 
         Raises:
             DownloadError: the text is not such an id.
         """
-        repo, _, revision = text.partition("@")
+        named, colon, file = text.partition(":")
+        repo, at, revision = named.partition("@")
         try:
             validate_repo_id(repo)
         except HFValidationError as error:
             raise DownloadError(
-                "bad_id", f"{text!r} is neither a directory here nor an id of the hub, OWNER/NAME"
+                "bad_id",
+                f"{text!r} is neither a directory here nor an id of the hub, OWNER/NAME or "
+                "OWNER/NAME:FILE.gguf",
             ) from error
-        if "@" not in text:
-            return cls(repo)
-        parts = revision.split("/")
-        if not _REVISION.fullmatch(revision) or any(p in ("", ".", "..") for p in parts):
+        if at and not _is_name(revision):
             raise DownloadError(
                 "bad_id", f"{revision!r} is not a revision: give a branch, a tag or a commit"
             )
-        return cls(repo, revision)
+        if colon and not _is_name(file):
+            raise DownloadError(
+                "bad_id", f"{file!r} is no GGUF file: give its name, or a type such as Q4_K_M"
+            )
+        return cls(repo, revision if at else constants.DEFAULT_REVISION, file)
 
     def __str__(self) -> str:
         is_default = self.revision == constants.DEFAULT_REVISION
-        return self.repo if is_default else f"{self.repo}@{self.revision}"
+        revision = "" if is_default else f"@{self.revision}"
+        return f"{self.repo}{revision}:{self.file}".removesuffix(":")
 
     @property
     def page(self) -> str:
@@ -84,6 +95,11 @@ class HubId:
     def has_commit(self) -> bool:
         """Whether the revision is a commit."""
         return _COMMIT.fullmatch(self.revision) is not None
+
+
+def _is_name(text: str) -> bool:
+    is_path = not any(part in ("", ".", "..") for part in text.split("/"))
+    return is_path and _NAME.fullmatch(text) is not None
 
 
 def cache_folder() -> Path:
@@ -103,15 +119,22 @@ def _snapshot(model: HubId) -> Path | None:
 
 
 def find(model: HubId, *, needs_weights: bool = True) -> Path | None:
-    """Return the directory of a model if all its used files are present. The hub is not contacted.
+    """Return the directory of a model, or its GGUF file, if all its used files are present. The hub
+    is not contacted.
 
     Args:
         model: the model to find.
-        needs_weights: whether the weights are needed; if False, its config is enough.
+        needs_weights: whether the weights are needed; if False, its config is enough. A GGUF file
+            has both.
     """
     path = _snapshot(model)
     if path is None:
         return None
+    if model.file:
+        here = [str(one.relative_to(path)) for one in path.rglob("*.gguf") if one.is_file()]
+        files = meant(here, model.file)
+        is_whole = len(files) == 1 and set(parts_of(files[0])) <= set(here)
+        return path / files[0] if is_whole else None
     try:
         names = (model.folder / _MARKS / path.name).read_text().split("\n")
     except (OSError, ValueError):
@@ -126,6 +149,8 @@ def find_unmarked(model: HubId, *, needs_weights: bool = True) -> Path | None:
 
     Used for serving when the hub cannot be reached.
     """
+    if model.file:
+        return find(model)
     path = _snapshot(model)
     if path is None or not (path / "config.json").exists():
         return None
@@ -133,10 +158,15 @@ def find_unmarked(model: HubId, *, needs_weights: bool = True) -> Path | None:
 
 
 def mark(model: HubId, commit: str, names: list[str]) -> None:
-    """Record that all used files of a commit are present, and which commit its revision refers
-    to.
+    """Record which commit a revision refers to, and that all used files of it are present.
+
+    Args:
+        model: the model. GGUF files need no record: they have their names once they are whole.
+        commit: the commit.
+        names: its used files. Empty if its weights are not here.
     """
-    write(model.folder / _MARKS / commit, "\n".join(names))
+    if names and not model.file:
+        write(model.folder / _MARKS / commit, "\n".join(names))
     if not model.has_commit:
         write(model.folder / "refs" / model.revision, commit)
 
@@ -172,12 +202,15 @@ def fetching(model: HubId, waits: Callable[[], None]) -> Iterator[None]:
 
 
 def hold(path: Path) -> BinaryIO | None:
-    """Keep `remove` from deleting a model's directory until the returned file is closed.
+    """Keep `remove` from deleting a model's directory, or GGUF files that a directory has links to,
+    until the returned file is closed.
 
     Returns None if the model is not in the cache, or its directory is not writable.
     """
-    folder = path.parent.parent
-    if path.parent.name != "snapshots" or not folder.name.startswith(_PREFIX):
+    linked = next(path.glob("*.gguf"), None)
+    place = path if linked is None else linked.resolve()
+    folder = place.parent.parent
+    if place.parent.name not in ("snapshots", "blobs") or not folder.name.startswith(_PREFIX):
         return None
     try:
         lock = _opened(folder / _MARKS / _USED)

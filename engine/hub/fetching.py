@@ -39,6 +39,7 @@ from engine.hub.repository import (
     Listing,
     ask,
     explained,
+    gguf_file,
     retry_after_s,
     small_files,
     weight_files,
@@ -91,12 +92,14 @@ def fetch(
     Args:
         model: the model to download.
         progress: receives a line for each stage, and `Transfer`s during the download.
-        needs_weights: whether to download the weights; if False, only the small files.
-        check: called with the directory before the weights are downloaded; may refuse the model.
+        needs_weights: whether to download the weights; if False, only the small files. A GGUF file
+            comes in either case.
+        check: called with the directory before the weights are downloaded, or with a GGUF file once
+            it is here; may refuse the model.
         patience: how long to keep trying when the hub fails.
 
     Returns:
-        The model's directory.
+        The model's directory, or its GGUF file.
 
     Raises:
         DownloadError: the download failed; the error gives the cause and what to do.
@@ -150,25 +153,26 @@ class _Fetching:
         self, listing: Listing, needs_weights: bool, check: Callable[[Path], object] | None
     ) -> Path:
         model, self._commit = self._model, listing.commit
-        small = small_files(model, listing)
-        weights: list[HubFile] = []
-        if needs_weights:
-            weights = weight_files(model, listing, self._index(listing))
-        path = model.folder / "snapshots" / listing.commit
+        first = small_files(model, listing)
+        then: list[HubFile] = []
+        snapshot = found = model.folder / "snapshots" / listing.commit
+        if model.file:  # which has the config, too
+            first += weight_files(model, listing, b"")
+            found = snapshot / gguf_file(model, listing)
+        elif needs_weights:
+            then = weight_files(model, listing, self._index(listing))
         (model.folder / "blobs").mkdir(parents=True, exist_ok=True)
         waits = lambda: self._tell(f"another process downloads {model}; waiting for it")  # noqa: E731
         with cache.fetching(model, waits):
-            self._announce([*small, *weights], listing)
-            self._bring(small, path)
+            self._announce([*first, *then], listing)
+            self._bring(first, snapshot)
             if check is not None:
                 self._tell("checking whether it can be served")
-                check(path)
-            self._bring(weights, path)
-            if needs_weights:
-                cache.mark(model, listing.commit, [file.name for file in (*small, *weights)])
-            elif not model.has_commit:
-                cache.write(model.folder / "refs" / model.revision, listing.commit)
-        return path
+                check(found)
+            self._bring(then, snapshot)
+            names = [file.name for file in (*first, *then)]
+            cache.mark(model, listing.commit, names if needs_weights else [])
+        return found
 
     def _index(self, listing: Listing) -> bytes:
         file = listing.files.get(INDEX)

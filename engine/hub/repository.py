@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import (
@@ -28,6 +28,7 @@ from huggingface_hub.errors import (
 
 from engine.contract.errors import DownloadError
 from engine.hub.cache import HubId, cache_folder
+from engine.hub.gguf_names import meant, models_in, parts_of
 
 INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
@@ -41,6 +42,8 @@ _SHARD = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 _MOST_FILES = 100_000
 _MAX_SMALL = 256 << 20
+_SHOWN = 20
+"""The maximum number of files that an error names."""
 _UNAUTHORIZED, _FORBIDDEN, _TOO_MANY = 401, 403, 429
 
 
@@ -96,13 +99,18 @@ def ask(model: HubId) -> Listing:
 
 
 def small_files(model: HubId, listing: Listing) -> list[HubFile]:
-    """Return the files that are read before the weights.
+    """Return the files that are read before the weights, or beside a GGUF file.
 
     Raises:
         DownloadError: this is not a model's repository.
     """
     found = [file for name, file in listing.files.items() if _SMALL.fullmatch(name)]
+    if model.file:
+        is_original = {"config.json", "tokenizer.json"} <= listing.files.keys()
+        return found if is_original and "/" not in gguf_file(model, listing) else []
     if "config.json" not in listing.files:
+        if models_in(listing.files):
+            raise _which_file(model, listing)
         raise DownloadError(
             "no_model", f"{model} has no config.json: it is not a model that transformers reads"
         )
@@ -115,8 +123,8 @@ def small_files(model: HubId, listing: Listing) -> list[HubFile]:
 
 
 def weight_files(model: HubId, listing: Listing, index: bytes) -> list[HubFile]:
-    """Return the files of the model's weights, chosen as transformers does: a single file if there
-    is one, otherwise those that the index names.
+    """Return the files of the model's weights: the parts of a GGUF file, or chosen as transformers
+    does: a single file if there is one, otherwise those that the index names.
 
     Args:
         index: the index's content, if there is one.
@@ -125,21 +133,50 @@ def weight_files(model: HubId, listing: Listing, index: bytes) -> list[HubFile]:
         DownloadError: the repository has no safetensors, or the index names files that it does not
             have.
     """
+    if model.file:
+        names = parts_of(gguf_file(model, listing))
+        if missing := [name for name in names if name not in listing.files]:
+            raise _nonsense(model, f"has no {missing[0]}")
+        return [listing.files[name] for name in names]
     if _WHOLE in listing.files:
         return [listing.files[_WHOLE]]
     if INDEX not in listing.files:
+        if models_in(listing.files):
+            raise _which_file(model, listing)
         raise DownloadError(
             "no_safetensors",
-            f"{model} has no model.safetensors: only safetensors are read, because loading others "
-            "can run code; look for the same model in that form",
+            f"{model} has no model.safetensors: only safetensors and GGUF files are read, because "
+            "loading others can run code; look for the same model in one of these forms",
         )
     try:
-        names = set(json.loads(index)["weight_map"].values())
-        return [listing.files[name] for name in sorted(names) if _SHARD.fullmatch(name)] or [
+        shards = set(json.loads(index)["weight_map"].values())
+        return [listing.files[name] for name in sorted(shards) if _SHARD.fullmatch(name)] or [
             listing.files[""]
         ]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _nonsense(model, f"has an {INDEX} that names files it has not") from error
+
+
+def gguf_file(model: HubId, listing: Listing) -> str:
+    """Return the first part of the GGUF file that is meant.
+
+    Raises:
+        DownloadError: there is none, or there are several.
+    """
+    found = meant(listing.files, model.file)
+    if len(found) != 1:
+        raise _which_file(model, listing)
+    return found[0]
+
+
+def _which_file(model: HubId, listing: Listing) -> DownloadError:
+    there = models_in(listing.files)
+    found = meant(there, model.file) if model.file else []
+    what = f"has {len(found) or 'no'} GGUF files {model.file!r}" if model.file else "has GGUF files"
+    shown = [str(replace(model, file=one)) for one in found or there]
+    more = f" and {len(shown) - _SHOWN} others" if len(shown) > _SHOWN else ""
+    given = f"give one of {', '.join(shown[:_SHOWN])}{more}" if shown else "look for another model"
+    return DownloadError("which_file", f"{model.repo} {what}: {given}")
 
 
 def _nonsense(model: HubId, what: str) -> DownloadError:

@@ -48,6 +48,12 @@ class BlockTable:
         self.blocks[self.length : needed] = blocks
         self.length = needed
 
+    def cut(self, count: int) -> list[BlockId]:
+        """Remove the last `count` entries, which must not be released, and return them."""
+        removed = self.entries(self.length - count, self.length)
+        self.length -= count
+        return removed
+
     def release_before(self, index: int) -> list[BlockId]:
         """Replace the entries before `index` with the null block and return the released blocks."""
         index = min(index, self.length)

@@ -4,8 +4,7 @@ and knows none of them.
     full        a block for every `block_size` tokens, as long as the request runs
     sliding     the same, but blocks behind the window are freed
     a slot      one block, which every step overwrites, for layers that carry a state from token to
-                token. Nothing here computes such layers yet. A kind for them is a subclass that
-                also answers `start`, `fork` and `keep`: what others hold is copied, not shared.
+                token (`state_slot`). What others hold is copied, not shared.
 
 A prefix is found if every kind can go on behind it, a choice is forked where every kind can, and
 tables of different kinds need not be equally long.
@@ -56,11 +55,13 @@ class GroupKind(ABC):
             bounded, or not a question of attention.
         advances: whether `advance` does anything.
         keeps: whether `keep` does anything.
+        grows: whether a request needs more blocks as it gets longer.
     """
 
     window: int | None = None
     advances: bool = False
     keeps: bool = False
+    grows: bool = True
 
     # ---- sizes ---------------------------------------------------------------------------------
 

@@ -23,12 +23,19 @@ class LayerGroup:
         kind: what the group keeps of a request, and for how long.
         layers: the indices of the layers.
         bytes_per_token: KV bytes per token, summed over the group's layers.
+        slot_bytes: the bytes of one request's states, summed likewise, if the layers carry states.
+            Such a group's blocks are slots.
     """
 
     group_id: GroupId
     kind: GroupKind
     layers: tuple[int, ...]
-    bytes_per_token: int
+    bytes_per_token: int = 0
+    slot_bytes: int = 0
+
+    def block_bytes(self, block_size: int) -> int:
+        """Return the bytes of a block of `block_size` tokens."""
+        return block_size * self.bytes_per_token + self.slot_bytes
 
     @property
     def window(self) -> int | None:

@@ -112,7 +112,9 @@ class KVCacheManager:
         self._keeps: dict[RequestKey, tuple[BlockCopy, ...]] = {}
         # Requests that started before the prefixes were forgotten: their blocks are not cached.
         self._muted: set[RequestKey] = set()
-        self._no_match = PrefixMatch(0, tuple(GroupMatch() for _ in self.groups))
+        # Where a request's tokens part from those of earlier ones, though no state is kept there.
+        self._parting: dict[RequestKey, int] = {}
+        self._no_match = PrefixMatch(0, 0, tuple(GroupMatch() for _ in self.groups))
         self._prefix_queries = 0
         self._prefix_hits = 0
 
@@ -246,6 +248,8 @@ class KVCacheManager:
         if self._uses_prefixes(request):
             self._prefix_queries += request.num_prompt_tokens
             self._prefix_hits += min(num_found, request.num_prompt_tokens)
+            if match.num_seen > match.num_blocks:
+                self._parting[key] = match.num_seen * self.block_size
         return num_found
 
     def _start_restored(self, key: RequestKey) -> int:
@@ -327,12 +331,33 @@ class KVCacheManager:
         if planned:
             plans[key] = planned
 
+    def cut(self, request: Request, start: int, num_tokens: int) -> int:
+        """Return how many of a request's next tokens a step should take, at most `num_tokens`, so
+        that it ends where the states of recurrent layers are kept: where other prompts parted from
+        this one, and at the end of the prompt's last whole block.
+
+        Args:
+            request: the request.
+            start: the position of the first token.
+            num_tokens: how many tokens there are and the step has room for.
+        """
+        if self._leaves_prefixes(request):
+            for place in (self._parting.get(request.key, 0), self._last_boundary(request)):
+                if start < place < start + num_tokens:
+                    return place - start
+        return num_tokens
+
+    def _last_boundary(self, request: Request) -> int:
+        """Return where the last block ends from which another request like this one can go on."""
+        return (request.num_tokens - 1) // self.block_size * self.block_size
+
     # ---- a request runs ------------------------------------------------------------------------
 
-    def allocate(self, key: RequestKey, num_tokens: int) -> bool:
+    def allocate(self, key: RequestKey, num_tokens: int, spare: int = 0) -> bool:
         """Grow the request's tables to cover `num_tokens` positions in every group.
 
-        If there are not enough blocks, nothing changes.
+        If there are not enough blocks, or `spare` would not stay free in a group that gives some,
+        nothing changes.
 
         Returns:
             Whether all groups had enough blocks.
@@ -346,7 +371,10 @@ class KVCacheManager:
             max(0, kind.num_entries(num_tokens, size) - table.length)
             for (kind, _), table in zip(self._parts, tables, strict=True)
         ]
-        if any(count > pool.num_free for count, pool in zip(missing, self.pools, strict=True)):
+        if any(
+            count > max(0, pool.num_free - spare)
+            for count, pool in zip(missing, self.pools, strict=True)
+        ):
             return False
         if holding is None:
             holding = self._holdings[key] = _Holding(tables, 0)
@@ -354,6 +382,19 @@ class KVCacheManager:
         for table, pool, count in zip(tables, self.pools, missing, strict=True):
             table.extend(pool.allocate(count))
         return True
+
+    def give_back(self, key: RequestKey, num_tokens: int) -> None:
+        """Free the blocks that cover no token before position `num_tokens`. No step that writes to
+        them may be pending.
+        """
+        holding, size = self._holdings[key], self.block_size
+        before, after = holding.num_covered, -(-num_tokens // size) * size
+        if after >= before:
+            return
+        holding.num_covered = after
+        for (kind, pool), table in zip(self._parts, holding.tables, strict=True):
+            # A table may be longer than its tokens ask: what it keeps besides stays.
+            pool.free(table.cut(kind.num_entries(before, size) - kind.num_entries(after, size)))
 
     def launched(self, request: Request, num_tokens: int) -> None:
         """Record that steps were launched which compute the request's first `num_tokens` tokens."""
@@ -437,6 +478,7 @@ class KVCacheManager:
     def _release(self, key: RequestKey) -> None:
         """Free the request's blocks, and the source blocks of its planned forks."""
         self._keeps.pop(key, None)
+        self._parting.pop(key, None)
         for copy in self._forks.pop(key, ()):
             self.pools[copy.group].free([BlockId(copy.source)])
         holding = self._holdings.pop(key, None)

@@ -27,9 +27,16 @@ from engine.kv_cache.prefix_index import PrefixWatch, extend_block_hashes
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The longest prefix that all groups have: its length in blocks, and each group's blocks."""
+    """The longest prefix that all groups have.
+
+    Attributes:
+        num_blocks: its length in blocks.
+        num_seen: how many blocks it would have if a state were kept wherever one may be.
+        groups: each group's blocks.
+    """
 
     num_blocks: int
+    num_seen: int
     groups: tuple[GroupMatch, ...]
 
 
@@ -48,7 +55,7 @@ class PrefixCache:
         for pool in pools:
             pool.index.watch = self._watch
         self._asked: tuple[RequestKey, int, int] | None = None
-        self._answer = PrefixMatch(0, tuple(GroupMatch() for _ in groups))
+        self._answer = PrefixMatch(0, 0, tuple(GroupMatch() for _ in groups))
 
     def find(self, request: Request) -> PrefixMatch:
         """Return the longest cached prefix that excludes at least the request's last token.
@@ -70,11 +77,17 @@ class PrefixCache:
 
     def _search(self, digests: Sequence[bytes]) -> PrefixMatch:
         size = self._block_size
-        fits = [True] * (len(digests) + 1)
+        seen = fits = [True] * (len(digests) + 1)
         for kind, pool in self._groups:
             found = kind.fits(pool.index, digests[: len(fits) - 1], size)
             fits = [one and other for one, other in zip(fits, found, strict=False)]
-        length = max(length for length, is_fit in enumerate(fits) if is_fit)
+            if not kind.keeps:
+                seen = [one and other for one, other in zip(seen, found, strict=False)]
+        length, num_seen = map(_longest, (fits, seen))
         prefix = digests[:length]
         groups = tuple(kind.match(pool, prefix, size) for kind, pool in self._groups)
-        return PrefixMatch(length, groups)
+        return PrefixMatch(length, num_seen if self._groups[0][0].grows else length, groups)
+
+
+def _longest(fits: Sequence[bool]) -> int:
+    return max(length for length, is_fit in enumerate(fits) if is_fit)

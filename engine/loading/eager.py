@@ -58,17 +58,20 @@ def is_users_own(layer: nn.Module) -> bool:
     return not inspect.unwrap(type(layer).forward).__module__.startswith(_LIBRARY)
 
 
-def eager_forward(model: PreTrainedModel, ids: torch.Tensor, *, keeps_all: bool = False) -> Any:
-    """Run a forward pass of a prompt without a cache. `ids` is [1, T], and may be on meta.
+def eager_forward(
+    model: PreTrainedModel, ids: torch.Tensor, *, keeps_all: bool = False, **cache: Any
+) -> Any:
+    """Run a forward pass of a prompt. `ids` is [1, T], and may be on meta. `cache` is the argument
+    for an empty cache, if the model needs one.
 
     The result's `logits` are those of the last token, or of all with `keeps_all`.
 
     Raises:
         ModelRefusedError: the model fails.
     """
-    named: dict[str, Any] = {}
-    if ids.is_meta:
-        # With a mask given, nothing looks for the ends of packed prompts in positions.
+    named: dict[str, Any] = dict(cache)
+    if ids.is_meta and not cache:
+        # With a mask or a cache given, nothing looks for the ends of packed prompts in positions.
         named["attention_mask"] = torch.ones_like(ids)
     # As `generate` does: some models count otherwise if they are not told.
     elif "position_ids" in inspect.signature(model.forward).parameters:
@@ -79,7 +82,7 @@ def eager_forward(model: PreTrainedModel, ids: torch.Tensor, *, keeps_all: bool 
     try:
         with torch.no_grad() if ids.is_meta else torch.inference_mode():
             return model(input_ids=ids, use_cache=False, **named)
-    except (IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise ForwardFailedError(
             f"{type(model).__name__} fails on a prompt of {ids.shape[1]} tokens, "
             f"which every model must be able to process: {error}"

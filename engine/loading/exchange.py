@@ -39,6 +39,8 @@ class _Place:
     def why_not(self, tensor: object) -> str | None:
         """Return why a tensor cannot be written here, or None if it can."""
         holder = self.holder
+        if isinstance(holder, HeldLayer) and not holder.held.is_writable:
+            return "is quantized in its file; load a file that has other weights"
         if isinstance(holder, HeldLayer) or holder.dtype.is_floating_point:
             return why_not_taken(tensor, self.shape)
         if not isinstance(tensor, torch.Tensor) or tensor.dtype is not holder.dtype:

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import MODEL_MAPPING, PreTrainedModel
 
 from engine.attention.interface import AttentionBackend, AttentionParams
 from engine.attention.registry import (
@@ -34,6 +34,13 @@ from engine.contract.errors import ModelRefusedError, NoStepError
 from engine.contract.types import TokenId
 from engine.loading.eager import check_users_own, eager_attention, is_users_own
 from engine.loading.float32_layers import in_float32, rounded_and_not
+from engine.loading.recurrent import (
+    ATTENTION_KINDS,
+    STATE_KINDS,
+    STATELESS_KINDS,
+    recurs,
+    uses_states,
+)
 from engine.loading.watching import ObservedCall, observe
 from engine.models.description import Decoder
 from engine.models.recording import Observation
@@ -57,8 +64,7 @@ _FAR = 0.75
 """The largest allowed error, relative to the distance of two prompts' logits."""
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-_EXPANDED_METHODS = ("mxfp4",)
-"""Kinds of quantized weights that transformers expands to ordinary ones if it has no kernels."""
+_WITH_STATES = SUPPORTED_LAYER_TYPES | STATE_KINDS | STATELESS_KINDS
 
 
 def check_config(config: Any, model_class: type[PreTrainedModel]) -> None:
@@ -71,24 +77,26 @@ def check_config(config: Any, model_class: type[PreTrainedModel]) -> None:
     text_config = config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         raise ModelRefusedError(f"{name} is an encoder-decoder model; only decoders are served")
-    if not _names_attention_interface(model_class):
+    text_class = MODEL_MAPPING.get(type(text_config), model_class)  # other files have the towers
+    kinds = set(getattr(text_config, "layer_types", None) or ())
+    carries = recurs(kinds) and any(map(uses_states, (model_class, text_class)))
+    attends = not carries or bool(kinds & ATTENTION_KINDS)
+    if attends and not any(map(_names_attention_interface, (model_class, text_class))):
         raise ModelRefusedError(
             f"{name} does not route its attention through transformers' AttentionInterface, "
             "so the paged KV cache cannot be put behind it"
         )
-    unknown = sorted(set(getattr(text_config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES)
+    if recurs(kinds) and not carries:
+        raise ModelRefusedError(
+            f"{name} has layers of kind {', '.join(sorted(kinds & STATE_KINDS))} that keep their "
+            "states in a cache of their own, not in transformers'"
+        )
+    supported = _WITH_STATES if carries else SUPPORTED_LAYER_TYPES
+    unknown = sorted(kinds - supported)
     if unknown:
         raise ModelRefusedError(
             f"{name} has layers of kind {', '.join(unknown)}; "
-            f"supported are {', '.join(sorted(SUPPORTED_LAYER_TYPES))}"
-        )
-    quantized = getattr(config, "quantization_config", None)
-    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
-    if quantized is not None and method not in _EXPANDED_METHODS:
-        raise ModelRefusedError(
-            f"the weights are quantized already ({method or 'by an unknown method'}, as "
-            "quantization_config in config.json says), which is not done here; give the model that "
-            "they were made from, and --quantization int8 to quantize it at load"
+            f"supported are {', '.join(sorted(supported))}"
         )
     if getattr(text_config, "attn_temperature_tuning", False):
         raise ModelRefusedError(
@@ -269,8 +277,10 @@ def _paged_errors(
 ) -> list[float]:
     """Return the errors of both prompts' logits, computed in several steps."""
     long, short = map(len, probe.prompts)
-    shapes, allocate = dict(enumerate(probe.shapes)), zeros(probe.dtype, device)
-    small = SmallCache(backend, shapes, (long, short), _block_size(backend), allocate)
+    allocate = zeros(probe.dtype, device)
+    small = SmallCache(
+        *(backend, probe.shapes, (long, short), _block_size(backend), allocate), probe.recurrence
+    )
     ids = torch.tensor(list(itertools.chain(*probe.prompts)), device=device)
     # The last token of each part is requested: in one step a few of many rows, in another every
     # row.
@@ -301,7 +311,12 @@ def _rounding_noise(
         rounded, wide = rounded_and_not(model, probe.prompts)
         if backend.dtypes is None or torch.float32 in backend.dtypes:
             ends = len(probe.prompts[0]) - 1, -1
-            exact = replace(probe, dtype=torch.float32, logits=tuple(wide[end] for end in ends))
+            exact = replace(
+                probe,
+                dtype=torch.float32,
+                logits=tuple(wide[end] for end in ends),
+                recurrence=probe.recurrence.in_float32(),
+            )
             model.set_attn_implementation(ATTENTION_NAME)
             with in_float32(model):
                 errors = _paged_errors(model, model, exact, backend, device)

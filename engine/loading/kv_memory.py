@@ -8,24 +8,30 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from engine.attention.interface import LayerCache, LayerShape
+from engine.attention.step_states import NOTHING_RECURS, Recurrence
 from engine.contract.types import GroupId
 from engine.kv_cache.group_kinds import FullAttention, SlidingAttention
 from engine.kv_cache.groups import LayerGroup
+from engine.kv_cache.state_slot import StateSlot
 from engine.loading.pinned import pinned_zeros
 from engine.runner.kv_tensors import CacheSize, KVTensors
 
 
-def make_groups(shapes: Sequence[LayerShape], dtype: torch.dtype) -> tuple[LayerGroup, ...]:
-    """Group layers by window: full attention first, then windows in ascending order."""
-    windows = sorted({shape.window for shape in shapes}, key=lambda window: window or 0)
+def make_groups(
+    shapes: Mapping[int, LayerShape], dtype: torch.dtype, recurrence: Recurrence = NOTHING_RECURS
+) -> tuple[LayerGroup, ...]:
+    """Group layers by window: full attention first, then windows in ascending order. Layers that
+    carry a state are the last group, and may be in another one, too.
+    """
+    windows = sorted({shape.window for shape in shapes.values()}, key=lambda window: window or 0)
     groups = []
     for index, window in enumerate(windows):
-        layers = tuple(i for i, shape in enumerate(shapes) if shape.window == window)
+        layers = tuple(i for i, shape in shapes.items() if shape.window == window)
         elements = sum(shapes[layer].elements_per_token for layer in layers)
         groups.append(
             LayerGroup(
@@ -35,17 +41,26 @@ def make_groups(shapes: Sequence[LayerShape], dtype: torch.dtype) -> tuple[Layer
                 bytes_per_token=elements * dtype.itemsize,
             )
         )
+    if recurrence.shapes:
+        groups.append(
+            LayerGroup(
+                group_id=GroupId(len(groups)),
+                kind=StateSlot(),
+                layers=recurrence.layers,
+                slot_bytes=recurrence.slot_bytes,
+            )
+        )
     return tuple(groups)
 
 
 def allocate_caches(
-    shapes: Sequence[LayerShape],
+    shapes: Mapping[int, LayerShape],
     groups: Sequence[LayerGroup],
     num_blocks: Sequence[int],
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[LayerCache, ...]:
+) -> dict[int, LayerCache]:
     """Allocate one zeroed cache per layer.
 
     `num_blocks` are the blocks of each group; the null block is added to them. Zeros are needed
@@ -56,34 +71,38 @@ def allocate_caches(
 
 
 def allocate_host_caches(
-    shapes: Sequence[LayerShape],
+    shapes: Mapping[int, LayerShape],
     groups: Sequence[LayerGroup],
     host_blocks: Sequence[int],
     block_size: int,
     dtype: torch.dtype,
     *,
     pin_memory: bool,
-) -> tuple[LayerCache, ...]:
+) -> dict[int, LayerCache]:
     """Allocate one host cache per layer, with `host_blocks` blocks per group, numbered from 0.
 
     There is no null block. The result is empty if no group has host blocks. `pin_memory` allows a
     CUDA device to copy asynchronously.
     """
     if not any(host_blocks):
-        return ()
+        return {}
     slots = [count * block_size for count in host_blocks]
     host = torch.device("cpu")
     return _allocate(shapes, groups, slots, dtype=dtype, device=host, pin_memory=pin_memory)
 
 
 def allocate_kv(
-    shapes: Sequence[LayerShape],
+    shapes: Mapping[int, LayerShape],
     groups: tuple[LayerGroup, ...],
     size: CacheSize,
     dtype: torch.dtype,
     device: torch.device,
+    recurrence: Recurrence = NOTHING_RECURS,
 ) -> KVTensors:
     """Allocate a complete cache, on the device and on the host."""
+    pin, states = device.type == "cuda", recurrence.shapes
+    slots = size.num_blocks[-1] + 1
+    host_slots = size.host_blocks[-1] if any(size.host_blocks) else 0
     return KVTensors(
         groups=groups,
         caches=allocate_caches(shapes, groups, size.num_blocks, size.block_size, dtype, device),
@@ -93,38 +112,58 @@ def allocate_kv(
             size.host_blocks,
             size.block_size,
             dtype,
-            pin_memory=device.type == "cuda",
+            pin_memory=pin,
         ),
         block_size=size.block_size,
+        recurrence=recurrence,
+        states={one: _zeros((slots, *one.shape), one.dtype, device) for one in states},
+        host_states={one: _zeros((host_slots, *one.shape), one.dtype, pinned=pin) for one in states}
+        if host_slots
+        else {},
     )
 
 
 def _allocate(
-    shapes: Sequence[LayerShape],
+    shapes: Mapping[int, LayerShape],
     groups: Sequence[LayerGroup],
     slots: Sequence[int],
     *,
     dtype: torch.dtype,
     device: torch.device,
     pin_memory: bool = False,
-) -> tuple[LayerCache, ...]:
+) -> dict[int, LayerCache]:
     """Create one cache per layer, with as many token slots as its group has."""
-    group_of = {layer: group.group_id for group in groups for layer in group.layers}
+    group_of = {
+        layer: group.group_id for group in groups if not group.slot_bytes for layer in group.layers
+    }
     sizes = [
         (slots[group_of[layer]], shape.num_kv_heads, dim)
-        for layer, shape in enumerate(shapes)
+        for layer, shape in shapes.items()
         for dim in (shape.key_dim, shape.value_dim)
     ]
     if pin_memory:
         made = pinned_zeros(sizes, dtype)
-    elif device.type == "cpu":
-        made = [zeros_on_demand(size, dtype) for size in sizes]
     else:
-        made = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
-    return tuple(
-        LayerCache(keys=made[2 * layer], values=made[2 * layer + 1], group=group_of[layer])
-        for layer in range(len(shapes))
-    )
+        made = [_zeros(size, dtype, device) for size in sizes]
+    pairs = zip(made[::2], made[1::2], strict=True)
+    return {
+        layer: LayerCache(keys=keys, values=values, group=group_of[layer])
+        for layer, (keys, values) in zip(shapes, pairs, strict=True)
+    }
+
+
+def _zeros(
+    size: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+    *,
+    pinned: bool = False,
+) -> torch.Tensor:
+    if pinned:
+        return pinned_zeros([size], dtype)[0]
+    if device.type == "cpu":
+        return zeros_on_demand(size, dtype)
+    return torch.zeros(size, dtype=dtype, device=device)
 
 
 def zeros_on_demand(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -31,9 +31,7 @@ from engine.attention.registry import (
     fall_back,
     register,
 )
-from engine.contract.config import (
-    LoadConfig,
-)
+from engine.contract.config import LoadConfig
 from engine.contract.environment import RankPlace
 from engine.contract.errors import InsufficientMemoryError, ModelRefusedError
 from engine.contract.startup import KERNELS, VERIFY, WEIGHTS, enter
@@ -54,14 +52,24 @@ from engine.loading.packing import (
     NOT_FINITE,
     choose_dtype,
     choose_packing,
+    held_bytes,
     pack_model,
     why_kernels_are_slower,
 )
 from engine.loading.pages import trim
+from engine.loading.quantised.stored_linear import count_parameters, stored_modules
+from engine.loading.recurrent import follow_states, layer_kinds, recurs
+from engine.loading.recurrent_kernels import use_kernels
 from engine.loading.rotary import replaces_itself
 from engine.loading.sharding import check_plan, sharding, whole_logits
+from engine.loading.stored_packing import (
+    check_stored,
+    describe_stored,
+    pack_stored,
+    pages_given_back,
+)
 from engine.loading.verified import VerifiedModel, make_view
-from engine.loading.weights import read_weights
+from engine.loading.weights import model_without_weights, read_weights
 from engine.models import choosing
 from engine.models.choosing import (
     NOT_ASKED,
@@ -72,7 +80,7 @@ from engine.models.choosing import (
     make_decoder,
 )
 from engine.models.experts import choose_experts
-from engine.models.formats.registry import Format, named
+from engine.models.formats.registry import Format
 from engine.models.held_layer import HeldLayer
 from engine.models.recording import Observation
 
@@ -121,7 +129,7 @@ def _load(
     started = time.monotonic()
     loaded = _load_weights(path, load_config, device, progress, ranks)
     seconds = time.monotonic() - started
-    size = loaded.num_parameters() / 1e6
+    size = count_parameters(loaded) / 1e6
     progress(f"loaded {size:.1f} M parameters ({loaded.dtype}) in {seconds:.1f} s")
     if ranks is not None:
         return verify_model(loaded, path, progress, load_config.attention, ranks=ranks)
@@ -145,6 +153,8 @@ def prepare_model(
     packing = choose_packing(
         model.device, model.dtype, load_config.pack_weights, load_config.quantization
     )
+    if stored_modules(model):
+        progress(describe_stored(model, packing))
     if model.device.type == "cpu" and (slower := why_kernels_are_slower()):
         progress(slower)
     return verify_model(
@@ -214,7 +224,8 @@ def verify_model(
     enter(progress, KERNELS)
     register()
     check_config(model.config, type(model))
-    parameters = model.num_parameters()  # packed weights are no longer parameters
+    stored = {one.stored.form.label for one in stored_modules(model).values()}
+    parameters = count_parameters(model)  # packed weights are no longer parameters
     backend = choose_backend(model.device, model.dtype, attention)
     ready = _prepare(model, backend, attention, packing, own_decoder, ranks is not None, progress)
     probe = ready.probe
@@ -238,6 +249,7 @@ def verify_model(
         context_length=context_length(model.config.get_text_config(), ready.rope),
         vocab_size=vocab_size,
         parameters=parameters,
+        stored=next(iter(stored), "none"),
         eos_token_ids=eos_token_ids(model.generation_config, model.config, vocab_size),
         default_sampling=default_sampling(model.generation_config),
         ranks=ranks,
@@ -259,22 +271,41 @@ def _prepare(
     progress: Callable[[str], None],
 ) -> _Prepared:
     """Observe a model, pack its weights, and make what runs its steps."""
+    if is_split and recurs(layer_kinds(original)):
+        raise ModelRefusedError(
+            f"{type(original).__name__} has recurrent layers, which are not divided among "
+            "processes; leave tensor_parallel out"
+        )
+    how, stored = packing, bool(stored_modules(original))
     is_ours = packing is not None and packing.is_ours
+
+    def pack(how: Format) -> None:
+        report = pack_model(original, how)
+        if report.linears or not stored:  # all of them may be quantised
+            progress(str(report))
+
     if packing is not None and packing.changes_results:  # the packed model is the one observed
-        progress(str(pack_model(original, packing)))
+        pack(packing)
         packing = None
     model, view, rope = original, None, None
     if not is_split:  # the hooks of a split model are bound to its own modules
         view, model, rope = make_view(original)
     backend, probe, plan = _probe(model, backend, attention, is_ours if own_decoder else None)
     trim()
-    if packing is not None:
+    if packing is not None or stored:
         view, model = None, original  # the view would hold the originals of packed weights
-        progress(str(pack_model(original, packing)))
+        if packing is not None:
+            pack(packing)
+        if stored:
+            progress(pack_stored(original, how))
         view, model, rope = make_view(original)
     enter(progress, VERIFY)
     if view is not None:
         choose_experts(model, backend, progress)
+        if probe.recurrence.shapes:
+            follow_states(model, probe.recurrence)
+            progress(probe.recurrence.described())
+            progress(use_kernels(model, probe.recurrence))
     decoder = make_decoder(model, plan, backend, probe, progress)
     if own_decoder and decoder is None and view is not None:
         _join(model, probe, progress)
@@ -301,7 +332,9 @@ def _probe(
         plan = NOT_ASKED
         if is_packed is not None:
             plan = describe_steps(model, model.device, backend, is_packed=is_packed)
-        return backend, probe_layers(model, backend, None if isinstance(plan, str) else plan), plan
+        with pages_given_back(model):
+            found = probe_layers(model, backend, None if isinstance(plan, str) else plan)
+        return backend, found, plan
 
     try:
         try:
@@ -316,7 +349,11 @@ def _why_not_finite(model: PreTrainedModel, error: NotFiniteError) -> str:
     """Say which weights make a model's results NaN or infinite. Weights are read only for this."""
     held = ((f"{path}.weight", one.held.unpacked()) for path, one in model.named_modules()
             if isinstance(one, HeldLayer))  # fmt: skip
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers(), held):
+    stored = ((f"{path}.weight", one.values(part)) for path, one in stored_modules(model).items()
+              for part in one.slices())  # fmt: skip
+    for name, tensor in itertools.chain(
+        model.named_parameters(), model.named_buffers(), held, stored
+    ):
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             return NOT_FINITE.format(name=name)
     return (
@@ -347,24 +384,27 @@ def _leader(ranks: Ranks | None) -> Leader | None:
 def _check_room(
     checkpoint: Checkpoint, dtype: torch.dtype, load_config: LoadConfig, available: int
 ) -> None:
-    """Refuse weights that do not fit in memory.
+    """Refuse weights that do not fit in memory, as they are held in the end.
 
     Otherwise the system would kill the process while it reads them.
 
     Raises:
         InsufficientMemoryError: the weights need more memory than is free.
     """
-    needed = float(checkpoint.file_bytes)
-    if checkpoint.dtype is not None:
-        needed *= dtype.itemsize / checkpoint.dtype.itemsize
-    if load_config.quantization != "none":
-        needed *= named(load_config.quantization).share
+    packing = choose_packing(
+        torch.device("cpu"), dtype, load_config.pack_weights, load_config.quantization
+    )
+    needed = sum(held_bytes(model_without_weights(checkpoint, dtype), packing).values())
     if needed <= available:
         return
     lighter = ""
     if load_config.quantization == "none":
         lighter = ", or quantization int8 or int4 on a CPU"
-    if dtype is torch.float32:  # integers are for bfloat16
+    if checkpoint.stored is not None:
+        lighter = (
+            "" if packing is not None and packing.changes_results else ", or quantization int8"
+        )
+    elif dtype is torch.float32:  # integers are for bfloat16
         half = f"{needed / 2 / GIB:.2f} GiB"
         lighter = f", or dtype bfloat16, with which they take {half}, and less with quantization"
     raise InsufficientMemoryError(
@@ -382,6 +422,11 @@ def _load_weights(
     ranks: Ranks | None,
 ) -> PreTrainedModel:
     checkpoint = read_checkpoint(path)
+    check_stored(checkpoint, load_config, device)
+    if checkpoint.left_out:
+        parts = ", ".join(f"{one} ({n / 1e6:,.1f} MB)" for one, n in checkpoint.left_out.items())
+        total = sum(checkpoint.left_out.values()) / 1e6
+        progress(f"left out, as only text is served: {parts}; {total:,.1f} MB that are not read")
     dtype: torch.dtype | None = None
     if load_config.dtype != "auto":
         dtype = getattr(torch, load_config.dtype)
@@ -390,6 +435,7 @@ def _load_weights(
         choice = choose_dtype(checkpoint, load_config, device, available)
         if choice.why:
             progress(choice.why)
+        if choice.why or checkpoint.stored is not None:
             dtype = choice.dtype
         _check_room(checkpoint, choice.dtype, load_config, available)
     if ranks is not None:

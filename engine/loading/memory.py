@@ -213,11 +213,14 @@ def _default_percent(config: ContinuousBatchingConfig, on_cuda: bool) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Sizing:
-    """Computes a cache's size from its number of blocks for the layers with full attention."""
+    """Computes a cache's size from its number of blocks for the layers with full attention, and of
+    slots for those that carry states.
+    """
 
     groups: tuple[LayerGroup, ...]
     block_size: int
     limits: StepLimits
+    slots: int
 
     def blocks(self, num_blocks: int) -> tuple[int, ...]:
         """Return the blocks of each group."""
@@ -225,13 +228,15 @@ class _Sizing:
         requests, tokens = limits.max_requests, limits.max_batch_tokens
         return tuple(
             group.kind.pool_blocks(num_blocks, requests, tokens, self.block_size)
+            if group.kind.grows
+            else self.slots
             for group in self.groups
         )
 
     def total_bytes(self, num_blocks: int) -> int:
         """Return the bytes of all groups, including their null blocks."""
         return sum(
-            (count + 1) * self.block_size * group.bytes_per_token
+            (count + 1) * group.block_bytes(self.block_size)
             for count, group in zip(self.blocks(num_blocks), self.groups, strict=True)
         )
 
@@ -265,7 +270,7 @@ def plan_cache(
     if step_bytes:
         free += f", less {step_bytes / GIB:.2f} GiB that a step needs"
     block_size = block_size_on(config, device.type)
-    sizing = _Sizing(groups, block_size, limits)
+    sizing = _Sizing(groups, block_size, limits, _state_slots(groups, limits, budget))
     wanted = math.ceil(model_context / block_size) * limits.max_requests
     reason = f"{limits.max_requests} requests of {model_context} tokens"
     if config.num_blocks is not None:
@@ -303,6 +308,14 @@ def plan_cache(
     )
     _tell(plan, device)
     return plan
+
+
+def _state_slots(groups: tuple[LayerGroup, ...], limits: StepLimits, budget: int) -> int:
+    """Return how many states there is room for: those of all running requests, and as many kept
+    ones, in half of the budget. Requests wait if there are fewer.
+    """
+    size = sum(group.slot_bytes for group in groups)
+    return max(1, min(2 * limits.max_requests, budget // (2 * size) - 1)) if size else 0
 
 
 def _does_not_fit(message: str) -> InsufficientMemoryError:
@@ -359,7 +372,7 @@ def _plan_host(
     allowed = int(max(0, available) * config.cpu_offload_space_safety_threshold)
     space = min(asked, allowed)
     needs = [group.kind.most_blocks(longest, 1, block_size) for group in groups]
-    block_bytes = [block_size * group.bytes_per_token for group in groups]
+    block_bytes = [group.block_bytes(block_size) for group in groups]
     request_bytes = sum(need * size for need, size in zip(needs, block_bytes, strict=True))
     counts = tuple(need * space // request_bytes for need in needs)
     if 0 in counts:

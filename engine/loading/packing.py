@@ -24,6 +24,8 @@ from engine.contract.errors import ConfigError, ModelRefusedError
 from engine.loading.checkpoint import Checkpoint
 from engine.loading.memory import GIB
 from engine.loading.pages import Pages
+from engine.loading.quantised.stored_linear import StoredModule, stored_weights
+from engine.models.formats import grouped
 from engine.models.formats.native import native_library
 from engine.models.formats.registry import FORMATS, Format, named
 from engine.models.formats.weight_format import WeightFormat
@@ -142,6 +144,8 @@ def choose_dtype(
         available: bytes of free memory.
     """
     own = checkpoint.dtype or torch.float32
+    if checkpoint.stored is not None and own is torch.float16:
+        own = torch.bfloat16  # which holds as large numbers as float32, and has kernels
     if load_config.dtype != "auto":
         return DtypeChoice(getattr(torch, load_config.dtype))
     if device.type != "cpu" or own is not torch.bfloat16 or load_config.quantization != "none":
@@ -150,6 +154,8 @@ def choose_dtype(
         return DtypeChoice(own)  # of other kinds of processors nothing was measured
     if choose_packing(device, own, load_config.pack_weights) is not None:
         return DtypeChoice(own)
+    if checkpoint.stored is not None:
+        return DtypeChoice(torch.float32)
     size, free = 2 * checkpoint.file_bytes / GIB, available / GIB
     if size > _SHARE_OF_FLOAT32 * free:
         return DtypeChoice(
@@ -203,7 +209,7 @@ def pack_model(model: torch.nn.Module, how: Format) -> PackingReport:
                 table = PackedEmbedding(held, embedding)
                 expected = table.scaled(held.rows(rows)) if held.changes_results else tables[name]
                 if not torch.equal(table(rows).view(torch.int16), expected.view(torch.int16)):
-                    raise ModelRefusedError(f"{name}: {_WRONG.format('rows')}")
+                    raise ModelRefusedError(f"{name}: {WRONG.format('rows')}")
                 model.set_submodule(name, table)
         else:
             copied += weight.nbytes
@@ -290,7 +296,8 @@ def _is_plain_embedding(module: torch.nn.Embedding) -> bool:
 
 
 def held_bytes(model: torch.nn.Module, how: Format | None) -> dict[str, int]:
-    """Return how many bytes each parameter takes after packing, by its first name.
+    """Return how many bytes each parameter, and each weight that is quantised in the file, takes
+    after packing, by its first name.
 
     Args:
         model: not packed; it may be on the meta device.
@@ -302,7 +309,22 @@ def held_bytes(model: torch.nn.Module, how: Format | None) -> dict[str, int]:
         weight, name = group.weight, names[id(group.weight)]
         packed = group.how.held_bytes(weight.shape, weight.dtype)
         held[name] = packed + (0 if group.is_ours else weight.nbytes)
+    for name, stored in stored_weights(model).items():
+        is_packed = packs_stored(stored, how)
+        held[f"{name}.weight"] = (
+            grouped.held_bytes(stored.shape, stored.stored.layout) if is_packed else stored.nbytes
+        )
     return held
+
+
+def packs_stored(stored: StoredModule, packing: Format | None) -> bool:
+    """Return whether a layer's weight will be packed, where plain weights are packed like this."""
+    return (
+        packing is not None
+        and packing.is_ours
+        and grouped.Grouped.why_not(torch.device("cpu"), stored.dtype) is None
+        and grouped.why_not_held(stored.shape[1], stored.stored.layout) is None
+    )
 
 
 def _pack_slices(
@@ -322,7 +344,7 @@ def _pack_slices(
         if own.reads_rows and not own.holds(part, _some_rows(part)):
             if not part.isfinite().all():
                 raise ModelRefusedError(NOT_FINITE.format(name=f"{name}.weight"))
-            raise ModelRefusedError(f"{name}: {_WRONG.format('weights')}")
+            raise ModelRefusedError(f"{name}: {WRONG.format('weights')}")
         products.append(_random_products(own.unpacked() if own.changes_results else part))
         if pages is not None:
             pages.give_back(part)
@@ -337,7 +359,7 @@ NOT_FINITE = (
     "{name} has elements that are NaN or infinite: the checkpoint is damaged, or its training has "
     "diverged; get a whole one"
 )
-_WRONG = (
+WRONG = (
     "its packed {} are not those of the checkpoint; report it, and start with pack_weights off "
     "meanwhile"
 )
@@ -373,6 +395,6 @@ def _exchange(
     if not torch.allclose(
         actual, expected, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True
     ):
-        raise ModelRefusedError(f"{name}: {_WRONG.format('results')}")
+        raise ModelRefusedError(f"{name}: {WRONG.format('results')}")
     packed.train(linear.training)
     model.set_submodule(name, packed)

@@ -1,4 +1,5 @@
-"""Measures the memory that a step needs besides weights and KV cache, before the cache is sized.
+"""Measures the memory that a step needs besides weights and KV cache, before the cache is sized;
+and what rows of drafts cost.
 
     largest step (max_batch_tokens, max_requests_per_batch) ─▶ run, with a cache of one block
         ─▶ its peak memory ─▶ is left free (`engine.loading.memory.plan_cache`)
@@ -9,11 +10,14 @@ If max_batch_tokens is not given, smaller steps are tried until one leaves most 
 
 On CUDA, the cache takes nearly all free memory, so the needs of a step must be known. On a CPU, the
 cache is sized for the allowed concurrency and leaves half of the memory free, so no step is run.
+
+    decode steps with 1, 2, 3, … rows ─▶ RowTimes: how many drafts are free, how many may pay
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -28,6 +32,7 @@ from engine.contract.request import Request
 from engine.contract.sampling_params import SamplingParams
 from engine.contract.token_ids import TokenIds
 from engine.contract.types import TokenId
+from engine.drafts.row_costs import RowTimes
 from engine.kv_cache.groups import LayerGroup
 from engine.loading.kv_memory import allocate_caches
 from engine.loading.memory import GIB, HostLimits, StepLimits
@@ -50,6 +55,17 @@ _STEP_SHARE = 0.25
 cache, without which a large step would have nothing to compute.
 """
 _LEAST_BATCH_TOKENS = 512
+
+_ROWS = (1, 2, 4, 5, 6, 7, 8, 9, 12, 13, 16, 18, 20, 24, 32, 64)
+"""The numbers of rows that are measured. Kernels compute rows in tiles of four, six or more."""
+_FAR_ROWS = (1, 6)
+"""The numbers of rows that are measured with much context."""
+_FAR = 512
+"""That context, in tokens."""
+_PASSES = 8
+"""The most times that each is measured; the shortest time counts, because delays only add."""
+_MOST_SECONDS = 1.5
+"""No further pass is begun after this time, from the third on. The first one also warms up."""
 
 
 class DeviceMemory(Protocol):
@@ -144,10 +160,11 @@ def measure_step(
         lengths = [request.num_tokens for request in requests]
         small = SmallCache(
             backend,
-            dict(enumerate(probe.shapes)),
+            probe.shapes,
             lengths,
             block_size,
             zeros(probe.dtype, device),
+            probe.recurrence,
             is_null=True,
         )
         ids = itertools.chain(*(request.spec.prompt for request in requests))
@@ -163,6 +180,65 @@ def measure_step(
             f"more than the {available / GIB:.2f} GiB that are free on {device} beside the model, "
             "before there is any KV cache; lower max_batch_tokens or max_requests_per_batch"
         ).naming("max_batch_tokens", "max_requests_per_batch") from error
+
+
+def measure_rows(
+    model: CausalModel,
+    backend: AttentionBackend,
+    probe: Observation,
+    *,
+    device: torch.device,
+    block_size: int,
+    model_context: int,
+) -> RowTimes:
+    """Return how long decode steps of one request with different numbers of rows take.
+
+    For the arguments, see `measure_step`.
+    """
+    vocab_size = len(probe.logits[0])
+    counts = [count for count in _ROWS if count < model_context]
+    far = min(_FAR, model_context - max(_FAR_ROWS))
+    length = max(far + max(_FAR_ROWS), max(counts))
+    small = SmallCache(backend, probe.shapes, [length], block_size, zeros(probe.dtype, device))
+    ids = torch.arange(length, device=device) % vocab_size
+    sampler = Sampler(vocab_size, device)
+    greedy = SamplingParams(temperature=0.0)
+    request = Request.trial(TokenIds.of((TokenId(0),)), greedy, 0)
+
+    def seconds(start: int, count: int) -> float:
+        began = time.perf_counter()
+        step = small.step([Span(0, start + row, start + row + 1) for row in range(count)])
+        logits = step.logits(model, ids)
+        with torch.inference_mode():
+            sampler.begin(logits, [request] * count, [1] * count).token_ids.tolist()
+        return time.perf_counter() - began
+
+    began, wanted = time.perf_counter(), [(0, count) for count in counts]
+    wanted += [(far, count) for count in _FAR_ROWS]
+    best = dict.fromkeys(wanted, float("inf"))
+    for index in range(_PASSES):
+        for place in list(best):
+            best[place] = min(best[place], seconds(*place))
+            took = time.perf_counter() - began
+            if not index and place[1] > max(_FAR_ROWS) and took > _MOST_SECONDS:
+                # A large model: more rows than these are not measured.
+                counts = [count for count in counts if count <= place[1]]
+                best = {at: least for at, least in best.items() if at[1] <= place[1]}
+                break
+        if index and time.perf_counter() - began > _MOST_SECONDS:
+            break
+    for more, fewer in itertools.pairwise(reversed(counts)):  # more rows take no less time
+        best[0, fewer] = min(best[0, fewer], best[0, more])
+    one, many = (
+        min(max(best[far, count] - best[0, count], 0.0), best[0, count]) / max(far, 1)
+        for count in _FAR_ROWS
+    )
+    return RowTimes(
+        tuple(counts),
+        tuple(best[0, count] for count in counts),
+        token_s=one,
+        draft_token_s=max(0.0, many - one) / (_FAR_ROWS[1] - 1),
+    )
 
 
 def measure_graphs(
@@ -190,7 +266,7 @@ def measure_graphs(
     def run() -> None:
         ones = (1,) * len(groups)
         caches = allocate_caches(probe.shapes, groups, ones, block_size, probe.dtype, device)
-        kv = KVTensors(groups, caches, (), block_size)
+        kv = KVTensors(groups, caches, {}, block_size)
         largest = replace(options, max_graphs=len(options.captured_paths))
         steps = CapturedSteps(
             ModelForward(model, kv, backend), _Rehearsal(), largest, step_device(device)

@@ -18,7 +18,9 @@ from engine.contract.config import (
     ContinuousBatchingConfig,
     block_size_on,
 )
+from engine.contract.errors import ConfigError
 from engine.contract.startup import CACHE, enter
+from engine.drafts.row_costs import RowTimes
 from engine.kv_cache.groups import LayerGroup
 from engine.loading.compile import compile_model, compile_options
 from engine.loading.kv_memory import allocate_kv, make_groups
@@ -28,6 +30,7 @@ from engine.loading.profiling import (
     device_memory,
     fitting_step,
     measure_graphs,
+    measure_rows,
     measure_step,
 )
 from engine.loading.verified import VerifiedModel
@@ -83,8 +86,8 @@ def build_runner(
     enter(progress, CACHE)
     probe, device, leader = verified.probe, verified.device, verified.leader
     check_block_size(verified.backend, block_size_on(config, device.type))
-    groups = make_groups(probe.shapes, probe.dtype)
-    can_capture = graphs is not None or device.type == "cuda"
+    groups = make_groups(probe.shapes, probe.dtype, probe.recurrence)
+    can_capture = not probe.recurrence.shapes and (graphs is not None or device.type == "cuda")
     runner_id, step_bytes = 0, 0
     if leader is None:
         memory = memory or device_memory(device)
@@ -114,7 +117,7 @@ def build_runner(
     )
 
     def allocate() -> KVTensors:
-        return allocate_kv(probe.shapes, groups, plan, probe.dtype, device)
+        return allocate_kv(probe.shapes, groups, plan, probe.dtype, device, probe.recurrence)
 
     kv = allocate() if leader is None else leader.allocate(runner_id, plan, allocate)
     _report_sizes(plan, progress)
@@ -187,6 +190,21 @@ def _largest_step(
     return replace(config, max_batch_tokens=limits.max_batch_tokens), step_bytes
 
 
+def row_times(verified: VerifiedModel, config: ContinuousBatchingConfig) -> RowTimes:
+    """Return the times of decode steps, measured once for each model and block size."""
+    block_size = block_size_on(config, verified.device.type)
+    if block_size not in verified.row_times:
+        verified.row_times[block_size] = measure_rows(
+            verified.steps,
+            verified.backend,
+            verified.probe,
+            device=verified.device,
+            block_size=block_size,
+            model_context=verified.context_length,
+        )
+    return verified.row_times[block_size]
+
+
 def _graph_bytes(
     verified: VerifiedModel,
     config: ContinuousBatchingConfig,
@@ -236,7 +254,11 @@ def _compiled_forward(
     verified: VerifiedModel, config: ContinuousBatchingConfig, kv: KVTensors
 ) -> ModelForward:
     fallback = getattr(verified.original.generation_config, "compile_config", None)
-    compiled = compile_model(verified.model, compile_options(config, fallback), verified.device)
+    options = compile_options(config, fallback)
+    if options and verified.probe.recurrence.shapes:
+        source = next(iter(options.values())).source
+        raise ConfigError(source, "models with recurrent layers are not compiled; leave it out")
+    compiled = compile_model(verified.model, options, verified.device)
     return ModelForward(verified.steps, kv, verified.backend, compiled)
 
 

@@ -20,9 +20,12 @@ from engine.contract.errors import ModelChangedError, ModelRefusedError, Weights
 from engine.contract.rope import RopeLengths
 from engine.contract.sampling_params import SamplingParams
 from engine.contract.types import TokenId
+from engine.drafts.row_costs import RowTimes
 from engine.loading.gate import probe_layers, self_check
 from engine.loading.memory import StepLimits
 from engine.loading.model_watch import ModelChanges, ModelWatch, Noticed
+from engine.loading.recurrent import follow_states
+from engine.loading.recurrent_kernels import use_kernels
 from engine.loading.rotary import (
     follow_lengths,
     has_own_frequencies,
@@ -59,6 +62,8 @@ class VerifiedModel:
         context_length: the longest request that the model allows, in tokens.
         vocab_size: the number of token ids that both embedding and logits have.
         parameters: the number of parameters, including packed ones.
+        stored: what the weights are that were quantised in the files, such as "gptq-4bit-g128", or
+            "none".
         eos_token_ids: the model's end-of-sequence ids.
         default_sampling: the sampling that `model.generate` would use.
         ranks: the processes that the model is split across. None if this process has all of it.
@@ -66,6 +71,7 @@ class VerifiedModel:
             no others.
         step_bytes: the measured memory of steps. Keys are the largest step or the options for
             graphs, and the block size.
+        row_times: the measured times of decode steps, by block size.
         view: connects `model` and `original`. None if they are the same.
         rope: how the model's rotary frequencies depend on a request's length. None if they do not,
             or if requests may not exceed the original length.
@@ -85,7 +91,9 @@ class VerifiedModel:
     default_sampling: SamplingParams
     ranks: Ranks | None = None
     leader: Leader | None = None
+    stored: str = "none"
     step_bytes: dict[tuple[StepLimits | RunnerOptions, int], int] = field(default_factory=dict)
+    row_times: dict[int, RowTimes] = field(default_factory=dict)
     view: ModelView | None = None
     rope: RopeLengths | None = None
     decoder: CausalDecoder | None = None
@@ -181,8 +189,10 @@ class VerifiedModel:
             if described != self.decoder.description:
                 raise ModelRefusedError("the model is another one than our decoder computes")
         probe = probe_layers(model, self.backend)
-        if probe.shapes != self.probe.shapes:
+        if (probe.shapes, probe.recurrence) != (self.probe.shapes, self.probe.recurrence):
             raise ModelRefusedError("its layers attend to other tokens, or have other shapes")
+        follow_states(model, probe.recurrence)
+        use_kernels(model, probe.recurrence)
         self_check(model, probe, self.backend, self.device, self.decoder)
 
     def end(self) -> None:

@@ -30,6 +30,7 @@ from engine.contract.types import TokenId
 from engine.loading.eager import eager_attention, eager_forward
 from engine.loading.mask_rules import MaskWatch, UnknownMaskError
 from engine.loading.model_defaults import context_length
+from engine.loading.recurrent import ATTENTION_KINDS, RecurrentWatch, layer_kinds, recurs
 from engine.loading.rotary import read_rope
 from engine.models.description import Decoder
 from engine.models.recording import MAGNITUDES, Observation, Recorder, spread
@@ -86,7 +87,8 @@ def observe(
         ModelRefusedError: the model fails, a layer would run incorrectly, or the config contradicts
             what the layers do.
     """
-    watch, linears = _Watch(model), _plain_layers(model)
+    linears, states = _plain_layers(model), RecurrentWatch(model)
+    watch = _Watch(model, states)
     AttentionInterface.register(_NAME, watch.attend)
     AttentionMaskInterface.register(_NAME, watch.masks)
     model.set_attn_implementation(_NAME)
@@ -101,9 +103,12 @@ def observe(
         ids = torch.tensor([prompt], device=model.device)
         with ExitStack() as hooks:
             handles = [one.register_forward_pre_hook(watch.note_input) for one in linears]
-            for handle in (*handles, *(recorder.watch(model) if recorder is not None else ())):
+            handles += [*(recorder.watch(model) if recorder is not None else ()), *states.hooks()]
+            for handle in handles:
                 hooks.callback(handle.remove)
-            found = eager_forward(model, ids, keeps_all=is_recorded).logits
+            cache = states.begin(len(prompt))
+            found = eager_forward(model, ids, keeps_all=is_recorded, **cache).logits
+        states.end()
         watch.check(model)
         logits.append(found[0, -1].float())
         if recorder is not None:
@@ -111,13 +116,14 @@ def observe(
     joinable = _joinable(model, watch.inputs)
     watch.begin(None, None)  # transformers keeps what is registered
     return Observation(
-        shapes=tuple(watch.shapes[layer] for layer in range(len(watch.shapes))),
-        heads=tuple(watch.heads[layer] for layer in range(len(watch.heads))),
+        shapes=dict(sorted(watch.shapes.items())),
+        heads=dict(sorted(watch.heads.items())),
         dtype=watch.dtype(model),
         prompts=tuple(map(tuple, prompts)),
         logits=tuple(logits),
         joinable=joinable,
         record=record,
+        recurrence=states.found(),
     )
 
 
@@ -132,7 +138,8 @@ class _Watch:
         inputs: in the current forward, references to the inputs of each linear layer.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, states: RecurrentWatch) -> None:
+        self._states = states
         rope, config = read_rope(model), model.config.get_text_config()
         self.masks = MaskWatch(context_length(config, rope))
         self.fixed = self.masks.context if rope is None else rope.original
@@ -192,6 +199,8 @@ class _Watch:
         query, key, value = tensors
         rows = 1 if self._recorder is None else len(MAGNITUDES[query.dtype])
         layer = getattr(module, "layer_idx", None)
+        if layer is None or layer < 0:
+            layer = self._states.told_layer
         if not isinstance(layer, int):
             raise ModelRefusedError(
                 f"{type(module).__name__} has no layer_idx, so its cache cannot be found"
@@ -236,7 +245,14 @@ class _Watch:
         return window
 
     def dtype(self, model: PreTrainedModel) -> torch.dtype:
-        """The type of keys and values. Raises ModelRefusedError if there are several."""
+        """The type of keys and values, or the model's if there are none.
+
+        Raises:
+            ModelRefusedError: there are several.
+        """
+        if not self._dtypes:
+            own: torch.dtype = model.dtype
+            return own
         if len(self._dtypes) != 1:
             raise ModelRefusedError(
                 f"{type(model).__name__} keeps keys in several types: "
@@ -253,15 +269,17 @@ class _Watch:
         """
         name, text_config = type(model).__name__, model.config.get_text_config()
         num_layers = text_config.num_hidden_layers
-        if self._calls != dict.fromkeys(range(num_layers), 1):
+        kinds = layer_kinds(model)
+        attending = {layer for layer in range(num_layers)
+                     if not recurs(kinds) or kinds[layer] in ATTENTION_KINDS}  # fmt: skip
+        if self._calls != dict.fromkeys(attending, 1):
             raise ModelRefusedError(
                 f"{name} has {num_layers} layers, but the attention calls by layer were "
                 f"{self._calls}; each layer must attend once"
             )
-        kinds = getattr(text_config, "layer_types", None)
         # If the config has no kinds of layers, the cache of `generate` drops everything beyond the
         # config's window or chunk, even if the layers do not use one.
-        full = [layer for layer in range(num_layers) if self.shapes[layer].window is None]
+        full = [layer for layer in sorted(attending) if self.shapes[layer].window is None]
         for option in ("sliding_window", "attention_chunk_size"):
             window = getattr(text_config, option, None)
             if not window or kinds or not full:
@@ -273,8 +291,10 @@ class _Watch:
                     f"{name}: {option} is {window} in the config, but layer {full[0]} attends to "
                     "all tokens"
                 )
-        for layer, kind in enumerate(kinds or ()):
-            if (kind == "sliding_attention") != (self.shapes[layer].window is not None):
+        for layer, kind in enumerate(kinds):
+            if layer not in attending:
+                continue
+            if ("sliding" in kind) != (self.shapes[layer].window is not None):
                 raise ModelRefusedError(
                     f"{name}, layer {layer}: the config says {kind}, but the layer's window is "
                     f"{self.shapes[layer].window}"

@@ -98,7 +98,7 @@ def compare(decoder: DecoderFrame, observation: Observation) -> None:
         check("embedding", "lookup", decoder.embed(record.token_ids), record.layers[0].x[:tokens])
         tables = decoder.tables(torch.cat([record.positions.flatten(), record.positions[0]]))
         for layer, shape, found in zip(
-            decoder.layers, observation.shapes, record.layers, strict=True
+            decoder.layers, observation.shapes.values(), record.layers, strict=True
         ):
             _compare_layer(check, decoder, layer, shape.window, tables, found)
         last = record.layers[-1].parts["result"][:tokens]

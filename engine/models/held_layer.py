@@ -183,17 +183,18 @@ class PackedLinear(HeldLayer):
     bias: torch.nn.Parameter | None
     padded_bias: torch.Tensor | None
 
-    def __init__(self, held: WeightFormat, linear: torch.nn.Linear) -> None:
+    def __init__(self, held: WeightFormat, linear: torch.nn.Module) -> None:
         """Make a layer that computes the same as `linear`.
 
         Args:
             held: the packed weight of `linear`.
-            linear: the layer to replace. Its weight is not kept.
+            linear: the linear layer to replace. Its weight is not kept.
         """
         super().__init__(held)
         self.out_features, self.in_features = held.shape
-        self.register_parameter("bias", linear.bias)
-        self.register_buffer("padded_bias", held.padded(linear.bias), persistent=False)
+        bias = linear._parameters["bias"]
+        self.register_parameter("bias", bias)
+        self.register_buffer("padded_bias", held.padded(bias), persistent=False)
         self.sync()
 
     @override
@@ -227,7 +228,7 @@ class PackedEmbedding(HeldLayer):
 
     embed_scale: torch.Tensor | None
 
-    def __init__(self, held: WeightFormat, embedding: torch.nn.Embedding) -> None:
+    def __init__(self, held: WeightFormat, embedding: torch.nn.Module) -> None:
         """Make a table that returns the same as `embedding`.
 
         Args:
@@ -236,8 +237,8 @@ class PackedEmbedding(HeldLayer):
         """
         super().__init__(held)
         self.num_embeddings, self.embedding_dim = held.shape
-        self.padding_idx = embedding.padding_idx
-        factor = embedding._buffers.get("embed_scale")
+        self.padding_idx: int | None = getattr(embedding, "padding_idx", None)
+        factor = getattr(embedding, "embed_scale", None)
         self.register_buffer("embed_scale", factor, persistent=False)
 
     @override

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from engine.models import description as described
-from engine.models.formats.native import DTYPES, PANEL, Native, in_panels, native_library
+from engine.models.formats.native import DTYPES, OF_GROUPS, PANEL, Native, in_panels, native_library
 from engine.models.held_layer import PackedLinear
 from engine.models.joined_tensors import join_parts
 from engine.models.layer_parts import UnboundError
@@ -111,7 +111,7 @@ class Held:
         spec.gated, spec.activation = one.gated, _ACTIVATIONS[one.activation]
 
     def _linear(self, held: Native, bias: torch.Tensor | None) -> LinearWeight:
-        for tensor in (held.packed, held.scales, bias):
+        for tensor in (held.packed, *held.of_groups, held.order, bias):
             self.address(tensor)
         return held.for_kernels(bias)
 
@@ -125,8 +125,9 @@ class Held:
                     for held, own in layers
                 ]
             )
-        if whole.scales is not None:
-            whole.scales = join_parts([one.scales for one, _ in layers if one.scales is not None])
+        for name in OF_GROUPS:
+            if getattr(whole, name) is not None:
+                setattr(whole, name, join_parts([getattr(one, name) for one, _ in layers]))
         for held, _ in layers:
             self.address(held.packed)
         return self._linear(whole, bias)
@@ -137,8 +138,16 @@ def _are_adjacent(layers: Sequence[_Layer]) -> bool:
         left.packed.data_ptr() + left.packed.nbytes == right.packed.data_ptr()
         and left.packed.untyped_storage().data_ptr() == right.packed.untyped_storage().data_ptr()
         and not left.shape[0] % PANEL  # multiples of this are whole panels for any kernel
-        and left.bits == right.bits
+        and _form(left) == _form(right)
         for (left, _), (right, _) in itertools.pairwise(layers)
+    )
+
+
+def _form(held: Native) -> tuple[object, ...]:
+    return (
+        *(held.bits, held.group, held.per_factor),
+        *(None if one is None else one.dtype for one in held.of_groups),
+        held.order is None or held.order.tolist(),
     )
 
 

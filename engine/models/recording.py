@@ -17,7 +17,7 @@ the modules' results. Nothing is packed yet.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.attention.interface import LayerShape
+from engine.attention.step_states import NOTHING_RECURS, Recurrence
 from engine.contract.types import TokenId
 from engine.models import description as described
 
@@ -92,22 +93,24 @@ class Observation:
     """What forwards of an unmodified model showed.
 
     Attributes:
-        shapes: the KV shapes, by layer.
+        shapes: the KV shapes, by layer; only of layers that attend.
         heads: the number of query heads, by layer.
         dtype: the type of keys and values.
         prompts: the prompts, one for each forward.
         logits: [V] each, float32, the logits after each prompt's last token.
         joinable: the paths of linear layers of one module that read the same tensor, by group.
         record: the results for the last prompt; None if they were not asked for.
+        recurrence: the layers that carry a state.
     """
 
-    shapes: tuple[LayerShape, ...]
-    heads: tuple[int, ...]
+    shapes: Mapping[int, LayerShape]
+    heads: Mapping[int, int]
     dtype: torch.dtype
     prompts: tuple[tuple[TokenId, ...], ...]
     logits: tuple[torch.Tensor, ...]
     joinable: tuple[tuple[str, ...], ...] = ()
     record: ModelRecord | None = None
+    recurrence: Recurrence = NOTHING_RECURS
 
 
 def spread(tokens: int, longest: int, dtype: torch.dtype) -> torch.Tensor:
@@ -190,8 +193,9 @@ class Recorder:
         """
         found = [made]
         for row in self._positions[1:, None]:
-            others = ((row if _are_ids(one) else one) for one in given)
-            found.append(module.forward(*others, **_with_positions(named, row)))
+            others = (_placed(one, row) for one in given)
+            by_name = {name: _placed(one, row) for name, one in named.items()}
+            found.append(module.forward(*others, **by_name))
         return tuple(torch.cat(tables) for tables in zip(*found, strict=True))
 
     def _watch_layer(self, model: torch.nn.Module, layer: described.Layer) -> list[Any]:
@@ -257,8 +261,11 @@ def enlarge_first(product: torch.Tensor) -> torch.Tensor:
     return product
 
 
-def _are_ids(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_floating_point()
+def _placed(value: object, row: torch.Tensor) -> object:
+    """Return other positions instead of positions, along all axes if there are several."""
+    if isinstance(value, torch.Tensor) and not value.is_floating_point():
+        return row.expand_as(value)
+    return value
 
 
 def _with_positions(named: dict[str, Any], positions: torch.Tensor) -> dict[str, Any]:

@@ -98,7 +98,19 @@ _BOTH_SIDES = (
 _AFTER = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _GATE_UP = ("gate_up_proj",)
 _UP = ("up_proj",)
+_LIBRARY = "transformers.models."
 _slides_or_all: Callable[[Any], bool] = lambda one: one.sliding_window is None or one.is_sliding  # noqa: E731
+
+_GLM4 = Family(
+    norms=(
+        "input_layernorm",
+        "post_self_attn_layernorm",
+        "post_attention_layernorm",
+        "post_mlp_layernorm",
+    ),
+    inner=_GATE_UP,
+    paired=True,
+)
 
 FAMILIES: dict[str, Family] = {
     "arcee": Family(inner=_UP, gated=False),
@@ -124,16 +136,8 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(norms=_BOTH_SIDES, form="from_one", caps_scores=True),
     "gemma3_text": Family(norms=_BOTH_SIDES, form="from_one"),
     "glm": Family(inner=_GATE_UP, paired=True),
-    "glm4": Family(
-        norms=(
-            "input_layernorm",
-            "post_self_attn_layernorm",
-            "post_attention_layernorm",
-            "post_mlp_layernorm",
-        ),
-        inner=_GATE_UP,
-        paired=True,
-    ),
+    "glm4": _GLM4,
+    "glm4v_text": _GLM4,
     "granite": Family(),
     "helium": Family(form="plain", paired=True),
     "hunyuan_v1_dense": Family(head_norms=("query_layernorm", "key_layernorm"), norms_last=True),
@@ -151,8 +155,12 @@ FAMILIES: dict[str, Family] = {
     "olmoe": Family(),
     "phi3": Family(projection=("qkv_proj",), inner=_GATE_UP),
     "qwen2": Family(),
+    "qwen2_5_vl_text": Family(),
+    "qwen2_vl_text": Family(),
     "qwen3": Family(),
     "qwen3_moe": Family(),
+    "qwen3_vl_moe_text": Family(),
+    "qwen3_vl_text": Family(),
     "seed_oss": Family(),
     "smollm3": Family(rotates=lambda one: bool(one.use_rope)),
     "starcoder2": Family(form="centered", inner=("c_fc",), down="c_proj", gated=False),
@@ -174,13 +182,17 @@ def describe(model: PreTrainedModel) -> Decoder:
         NotDescribedError: the class is not in the table, its functions were replaced, or the model
             has a feature that a description cannot express.
     """
-    family_name = model.config.model_type
+    family_name = model.config.get_text_config().model_type
     family = FAMILIES.get(family_name)
     folder = f"transformers.models.{family_name.removesuffix('_text')}."
-    if family is None or not type(model).__module__.startswith(folder):
+    body = _body(model)
+    # A model with towers has a class of its own around the text model.
+    of_text = type(model.get_submodule(body)).__module__.startswith(folder)
+    of_model = type(model).__module__.startswith(folder if body == "model" else _LIBRARY)
+    if family is None or not (of_text and of_model):
         raise NotDescribedError(f"{type(model).__name__} is not in the table of decoders")
     try:
-        found = _Reader(model, family).decoder()
+        found = _Reader(model, family, body).decoder()
     except (AttributeError, KeyError, StopIteration) as error:
         raise NotDescribedError(f"{type(model).__name__} lacks a part: {error}") from error
     replaced = replaced_function(model)
@@ -202,29 +214,47 @@ def _follows_lengths(model: PreTrainedModel, one: Rotary) -> bool:
     return one.lengths is not None and LengthTable.of(module, one.lengths) is not None
 
 
+def _body(model: PreTrainedModel) -> str:
+    """Return the path of the module that has the layers of text."""
+    kind = type(model.config.get_text_config())
+    paths = (
+        path
+        for path, one in model.named_modules()
+        if isinstance(one, PreTrainedModel) and type(one.config) is kind and hasattr(one, "layers")
+    )
+    found: str = next(paths, "")
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads sizes and paths from a model of a family."""
+    """Reads sizes and paths from a model of a family. `path` is that of its body."""
 
     model: Any
     family: Family
+    path: str
+
+    @property
+    def config(self) -> Any:
+        """The config of the layers. What follows them has the model's own."""
+        return self.model.config.get_text_config()
 
     def decoder(self) -> Decoder:
         """Return the description of the whole model."""
-        body, config = self.model.model, self.model.config
+        body, config = self.model.get_submodule(self.path), self.model.config
         rotaries = self._rotaries(body.rotary_emb)
         scaling = getattr(config, "logits_scaling", None)
         multiplies = self.family.multiplies_logits
         return Decoder(
-            family=config.model_type,
-            embedding="model.embed_tokens",
+            family=self.config.model_type,
+            embedding=f"{self.path}.embed_tokens",
             embedding_factor=getattr(body, "embedding_multiplier", None),
             layers=tuple(
-                self._layer(f"model.layers.{index}", index, one, rotaries)
+                self._layer(f"{self.path}.layers.{index}", index, one, rotaries)
                 for index, one in enumerate(body.layers)
             ),
             rotaries=tuple(rotaries.values()),
-            norm=self._norm("model.norm", self.family.form),
+            norm=self._norm(f"{self.path}.norm", self.family.form),
             output="lm_head",
             logits_factor=scaling if multiplies else getattr(self.model, "logit_scale", None),
             logits_divisor=None if multiplies else scaling,
@@ -253,7 +283,7 @@ class _Reader:
         )
 
     def _attention(self, path: str, one: Any, rotaries: dict[str, Rotary]) -> Attention:
-        family, config = self.family, self.model.config
+        family, config = self.family, self.config
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         if getattr(config, "clip_qkv", None) is not None:
             raise NotDescribedError("it clips queries, keys and values")
@@ -281,7 +311,7 @@ class _Reader:
     def _mlp(self, path: str, one: Any) -> Mlp | Experts:
         if "experts" in one._modules:
             return Experts(path)
-        config = self.model.config
+        config = self.config
         name = getattr(config, "hidden_activation", None) or config.hidden_act
         if name not in _ACTIVATIONS:
             raise NotDescribedError(f"its activation is {name}")
@@ -306,7 +336,7 @@ class _Reader:
             if not depends and rope_type not in _FIXED_ROTARY:
                 raise NotDescribedError(f"its rotary embeddings are {rope_type}")
             found[kind] = Rotary(
-                module="model.rotary_emb",
+                module=f"{self.path}.rotary_emb",
                 # The other one has those of the last length that the model was called with.
                 frequencies=f"{prefix}original_inv_freq" if depends else name,
                 lengths=table_name(name) if depends else None,

@@ -31,6 +31,8 @@ _FUNCTIONS = {
         *(_POINTER, _INT, _POINTER, _INT, _INT, ctypes.c_int),
         *(_POINTER, _POINTER, _POINTER, ctypes.c_int),
     ),
+    "headrace_convolution": (_POINTER,),
+    "headrace_delta_rule": (_POINTER,),
 }
 _REBUILD = f"run `{sys.executable} -m engine.native.build`"
 
@@ -68,7 +70,7 @@ class AttentionCall(ctypes.Structure):
     )
 
 
-FLOAT32, BFLOAT16 = 0, 1
+FLOAT32, BFLOAT16, CODES = 0, 1, 2
 """The types of elements."""
 FROM_ONE, ROUNDED_FIRST, CENTERED = 1, 2, 4
 """The variants of norms. 0: x divided by its root mean square, times the weight. FROM_ONE: the
@@ -126,18 +128,29 @@ class LinearWeight(ctypes.Structure):
 
     Attributes:
         bias: float32, or null if there is none.
-        scales: by which integers are multiplied, or null: int8's are float32, one for each output,
-            and int4's are float16, one for each output and group of inputs (src/linear_layout.h).
-        dtype: FLOAT32 or BFLOAT16, the type of inputs and outputs.
+        scales: by which integers are multiplied, one for each output and group of inputs
+            (src/linear_layout.h). Null if weights are not integers.
+        minima: in the order of the scales: what is added to the products. Null if 0 is the code
+            2**(bits - 1).
+        factors: float16, by which scales of 8 bits are multiplied, and minima.
+        order: int32 [inputs], for each element of a row the input that it multiplies. Null if they
+            are in order.
+        dtype: FLOAT32 or BFLOAT16, the type of inputs and outputs. CODES if an integer weight is
+            packed from its codes, or these are read: uint8 [outputs, inputs].
         bits: 8 or 4 if weights are integers. 0 if they are of that type.
-        group: how many inputs share a scale of int4.
+        group: how many inputs of an integer weight share a scale: all, or a multiple of 8.
+        scale_bits, minimum_bits: 16 or 32, for scales and minima of float16 or float32; 8 for int8
+            with factors.
+        shared: the binary logarithm of how many groups share factors.
         finished: bfloat16 [65536], the value that replaces each result, indexed by the result's
             bits. Null to keep the results.
     """
 
     _fields_ = (
-        *((name, _POINTER) for name in ("packed", "bias", "scales")),
+        *((name, _POINTER) for name in ("packed", "bias", "scales", "minima")),
+        *((name, _POINTER) for name in ("factors", "order")),
         *((name, _INT) for name in ("outputs", "inputs", "dtype", "bits", "group")),
+        *((name, _INT) for name in ("scale_bits", "minimum_bits", "shared")),
         ("finished", _POINTER),
     )
 
@@ -201,6 +214,75 @@ class LayersCall(ctypes.Structure):
     )
 
 
+class StateRows(ctypes.Structure):
+    """A step's requests, and where each one's state is. Mirrors the struct in src/calls.h.
+
+    Attributes:
+        starts: int64 [R], the position of each request's first row. At 0 its state is zeros,
+            whatever its slot holds.
+        counts: int64 [R], the number of rows of each request. A request without rows keeps its
+            state.
+        slots: int64 [R], the slot of each request's state. No two requests have the same.
+        num_requests: R.
+        num_rows: T. Rows beyond those of all requests are padding.
+    """
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("starts", "counts", "slots")),
+        *((name, _INT) for name in ("num_requests", "num_rows")),
+    )
+
+
+class ConvolutionCall(ctypes.Structure):
+    """A causal convolution of each channel with its own weights. Mirrors the struct in src/calls.h.
+
+    Attributes:
+        x: [T, C]. The stride is the distance between rows, in elements.
+        y: [T, C], contiguous.
+        weight: [C, width], the newest input's last. bias: [C], or null.
+        state: [slots, C, state_width], the last inputs, the newest last. The stride is the distance
+            between slots, in elements.
+        width: 2 to 8. state_width: width - 1 to 8.
+        dtype: FLOAT32 or BFLOAT16, the type of x, y, weight and bias.
+        state_dtype: the same, or FLOAT32.
+        silu: whether SiLU follows.
+    """
+
+    _fields_ = (
+        ("rows", StateRows),
+        *((name, _POINTER) for name in ("x", "y", "weight", "bias", "state")),
+        *((name, _INT) for name in ("x_stride", "slot_stride")),
+        *((name, _INT) for name in ("channels", "width", "state_width")),
+        *((name, _INT) for name in ("dtype", "state_dtype", "silu", "threads")),
+    )
+
+
+class DeltaRuleCall(ctypes.Structure):
+    """A gated delta rule. Mirrors the struct in src/calls.h.
+
+    Attributes:
+        query, key: [T, Hk, K]; value: [T, H, V]. The rest of a row is contiguous; the strides are
+            the distances between rows, in elements. Each Hk serves H / Hk consecutive heads.
+        decay: float32 [T, H, decay_dim], the logarithms of what is left of a state, at most 0.
+        beta: float32 [T, H], how much of a correction is written.
+        output: [T, H, V], contiguous.
+        state: float32 [slots, H, K, V]. The stride is the distance between slots, in elements.
+        num_key_heads, num_heads, key_dim, value_dim: Hk, H, K and V.
+        decay_dim: 1 or K.
+        normed: whether queries and keys are first divided by their lengths.
+        dtype: FLOAT32 or BFLOAT16, the type of query, key, value and output.
+    """
+
+    _fields_ = (
+        ("rows", StateRows),
+        *((name, _POINTER) for name in ("query", "key", "value", "decay", "beta")),
+        *((name, _POINTER) for name in ("output", "state")),
+        *((f"{name}_stride", _INT) for name in ("query", "key", "value", "slot")),
+        *((name, _INT) for name in ("num_key_heads", "num_heads", "key_dim", "value_dim")),
+        *((name, _INT) for name in ("decay_dim", "normed", "dtype", "threads")),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
     """The loaded kernels.
@@ -223,6 +305,8 @@ class NativeLibrary:
             much.
         greedy: the most likely tokens; see src/greedy.cpp, and `engine.sampling.greedy`.
         draw: tokens drawn at a temperature; see src/draw.cpp, and `engine.sampling.drawing`.
+        convolution: takes a ConvolutionCall by reference; see `engine.models.recurrence`.
+        delta_rule: takes a DeltaRuleCall by reference; see `engine.models.recurrence`.
     """
 
     isa: str
@@ -240,6 +324,8 @@ class NativeLibrary:
     layers: Any
     greedy: Any
     draw: Any
+    convolution: Any
+    delta_rule: Any
 
     def slower(self) -> str:
         """Return a line for the log if the processor has a better instruction set, otherwise an
@@ -311,4 +397,6 @@ def load_library(path: Path = LIBRARY) -> NativeLibrary:
         layers=library.headrace_layers,
         greedy=library.headrace_greedy,
         draw=library.headrace_draw,
+        convolution=library.headrace_convolution,
+        delta_rule=library.headrace_delta_rule,
     )

@@ -104,7 +104,7 @@ class Follower:
             return False
         self._runners[plan.runner] = _Runner(
             ModelForward(part.model, kv, part.backend),
-            BlockCopier(kv.groups, kv.caches, kv.host_caches, kv.block_size),
+            BlockCopier(kv),
         )
         return True
 

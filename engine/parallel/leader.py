@@ -201,7 +201,7 @@ class LeadingCopier(BlockCopier):
     """Copies blocks on all ranks."""
 
     def __init__(self, leader: Leader, runner_id: int, kv: KVTensors) -> None:
-        super().__init__(kv.groups, kv.caches, kv.host_caches, kv.block_size)
+        super().__init__(kv)
         self._leader = leader
         self._runner_id = runner_id
 

@@ -60,8 +60,9 @@ class ExpectedTimes:
             shape.elements_per_token
             * self._outline.kv_dtype.itemsize
             * min(context, shape.window or context)
-            for shape in self._outline.shapes
+            for shape in self._outline.shapes.values()
         )
+        kv_bytes += 2 * self._outline.recurrence.slot_bytes  # read and written
         return (
             self._products_s(requests, requests)
             + requests * kv_bytes / self._rates.bandwidth
@@ -105,7 +106,8 @@ class ExpectedTimes:
 
     def _prompt_flops(self, start: int, end: int) -> float:
         flops = 0.0
-        for shape, heads in zip(self._outline.shapes, self._outline.heads, strict=True):
+        for layer, shape in self._outline.shapes.items():
+            heads = self._outline.heads[layer]
             pairs = (end * (end + 1) - start * (start + 1)) / 2
             if shape.window is not None:
                 pairs = min(pairs, (end - start) * shape.window)

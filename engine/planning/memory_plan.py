@@ -190,12 +190,16 @@ def step_bytes(outline: Outline, config: ContinuousBatchingConfig) -> int:
 def room(outline: Outline, cache: CachePlan, prompt_tokens: int, output_tokens: int) -> Room:
     """Return how many requests of a given length can run at once."""
     tokens = prompt_tokens + output_tokens
-    fits, held, smallest = [], 0, min(cache.num_blocks)
+    fits, held, smallest = [], 0, _smallest_pool(outline, cache)
     for group, count in zip(outline.groups, cache.num_blocks, strict=True):
         need = group.kind.most_blocks(tokens, 1, cache.block_size)
-        held += need * cache.block_size * group.bytes_per_token
+        held += need * group.block_bytes(cache.block_size)
         found = count // need
-        while found > 1 and found * need + growth_blocks(found - 1, smallest) > count:
+        while (
+            group.kind.grows
+            and found > 1
+            and (found * need + growth_blocks(found - 1, smallest) > count)
+        ):
             found -= 1
         fits.append(found)
     return Room(
@@ -205,6 +209,11 @@ def room(outline: Outline, cache: CachePlan, prompt_tokens: int, output_tokens: 
         cache_requests=min(fits),
         requests=min(*fits, cache.max_requests),
     )
+
+
+def _smallest_pool(outline: Outline, cache: CachePlan) -> int:
+    counts = zip(outline.groups, cache.num_blocks, strict=True)
+    return min((count for group, count in counts if group.kind.grows), default=0)
 
 
 def blocks_for(requests: int, tokens: int, block_size: int) -> int:

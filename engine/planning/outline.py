@@ -10,16 +10,18 @@ are computed by the same code that a server runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from engine.attention.interface import LayerShape
+from engine.attention.step_states import Recurrence
 from engine.contract.config import LoadConfig
 from engine.contract.errors import ConfigError, ModelRefusedError
 from engine.contract.types import TokenId
@@ -31,8 +33,11 @@ from engine.loading.kv_memory import make_groups
 from engine.loading.memory import HostLimits
 from engine.loading.model_defaults import context_length
 from engine.loading.packing import choose_dtype, choose_packing, held_bytes
+from engine.loading.quantised.stored_linear import StoredLinear, StoredModule, count_parameters
 from engine.loading.rotary import read_rope
+from engine.loading.stored_packing import check_stored
 from engine.loading.watching import observe
+from engine.loading.weights import model_without_weights
 from engine.models.choosing import NOT_ASKED, describe_steps
 from engine.models.formats.registry import Format
 from engine.models.recording import Observation
@@ -92,8 +97,9 @@ class Outline:
         packing: how its layers would be packed; see `engine.loading.packing`.
         own_decoder: whether our decoder would compute its layers; see `engine.models`.
         parameters: the number of parameters.
-        shapes: the shapes of the KV cache, by layer.
+        shapes: the shapes of the KV cache, by layer that attends.
         heads: the number of query heads, by layer.
+        recurrence: the layers that carry states.
         kv_dtype: the dtype of the KV cache.
         groups: its layer groups.
         context_length: the length of the longest request that it allows.
@@ -117,8 +123,9 @@ class Outline:
     packing: Format | None
     own_decoder: bool
     parameters: int
-    shapes: tuple[LayerShape, ...]
-    heads: tuple[int, ...]
+    shapes: Mapping[int, LayerShape]
+    heads: Mapping[int, int]
+    recurrence: Recurrence
     kv_dtype: torch.dtype
     groups: tuple[LayerGroup, ...]
     context_length: int
@@ -173,6 +180,12 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
         )
     checkpoint = read_checkpoint(path, needs_weights=False)
     device = device_of(load_config)
+    check_stored(checkpoint, load_config, device)
+    if checkpoint.stored is not None and not checkpoint.stored.layers:
+        raise ModelRefusedError(
+            f"{path}: which weights are quantized is read from their files, which are not here; "
+            "download them first, with headrace-server pull"
+        )
     available = HostLimits.read().memory_available
     dtype = choose_dtype(checkpoint, load_config, device, available).dtype
     packing = choose_packing(device, dtype, load_config.pack_weights, load_config.quantization)
@@ -197,30 +210,24 @@ def read_outline(path: Path, load_config: LoadConfig) -> Outline:
         dtype=dtype,
         packing=packing,
         own_decoder=bool(ours),
-        parameters=model.num_parameters(),
+        parameters=count_parameters(model),
         shapes=found.shapes,
         heads=found.heads,
         kv_dtype=found.dtype,
-        groups=make_groups(found.shapes, found.dtype),
+        recurrence=found.recurrence,
+        groups=make_groups(found.shapes, found.dtype, found.recurrence),
         context_length=context_length(text_config, read_rope(model)),
-        vocab_size=min(num_embeddings(model), head.weight.shape[0]),
+        vocab_size=min(num_embeddings(model), head.out_features),
         linear=sorted_out.linear,
         head=sorted_out.head,
         embedding=sorted_out.embedding,
         experts=tuple(sorted_out.experts),
         other=sorted_out.other,
         widest=sorted_out.widest,
-        hidden=embeddings.weight.shape[-1],
+        hidden=embeddings.embedding_dim,
         operations=work.operations,
         token_bytes=work.nbytes // CALLED_WITH,
     )
-
-
-def model_without_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a checkpoint's model on the meta device."""
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(checkpoint.config, dtype=dtype)
-    return model.eval()
 
 
 class _Sorted:
@@ -232,12 +239,25 @@ class _Sorted:
         self.linear = self.head = self.embedding = self.other = Matrices()
         self.experts: list[OutlineExperts] = []
         self.widest = 0
-        head = model.get_output_embeddings().weight
-        buffers = sum(buffer.nbytes for buffer in model.buffers())
-        self.other = Matrices(held=buffers)
+        output = model.get_output_embeddings()
+        head = output._parameters.get("weight")
+        self.other = Matrices()
         seen: set[int] = set()
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        for module in model.modules():
+        for name, module in model.named_modules():
+            if isinstance(module, StoredModule):
+                # The weight of an embedding that is the output layer's is counted there.
+                stored = Matrices(math.prod(module.shape), held.get(f"{name}.weight", 0), 1)
+                if module is output:
+                    self.head += stored
+                elif isinstance(module, StoredLinear):
+                    self.linear += stored
+                    self.widest = max(self.widest, module.out_features)
+                elif f"{name}.weight" in held:
+                    self.embedding += stored
+            else:
+                buffers = sum(one.nbytes for one in module.buffers(recurse=False))
+                self.other += Matrices(held=buffers)
             own = [one for one in module.parameters(recurse=False) if id(one) not in seen]
             seen.update(map(id, own))
             found = {id(one): Matrices(one.numel(), held[names[id(one)]], 1) for one in own}

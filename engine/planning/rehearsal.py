@@ -37,8 +37,9 @@ from engine.contract.sampling_params import SamplingParams
 from engine.contract.token_ids import TokenIds
 from engine.loading.kv_memory import zeros_on_demand
 from engine.loading.memory import HostLimits
+from engine.loading.weights import model_without_weights
 from engine.models.choosing import NOT_ASKED, describe_steps, make_decoder
-from engine.planning.outline import FAILURES, Outline, model_without_weights
+from engine.planning.outline import FAILURES, Outline
 from engine.planning.synthetic_weights import Numbers, Rings, TooLargeError, make_up
 from engine.runner.forward import CausalModel
 from engine.sampling.sampler import Sampler
@@ -90,7 +91,8 @@ class Rehearsal:
             ) from error
         except FAILURES as error:
             raise _cannot_be_run(outline) from error
-        largest = max(one.elements_per_token for one in outline.shapes) * outline.kv_dtype.itemsize
+        elements = max((one.elements_per_token for one in outline.shapes.values()), default=1)
+        largest = elements * outline.kv_dtype.itemsize
         self._most_tokens = _LAYER_BYTES // largest
         self._chance = np.random.default_rng(0)
         self._numbers = Numbers()
@@ -179,8 +181,10 @@ class Rehearsal:
 
             return rings.take((heads, *dims), slots * heads * sum(dims) * dtype.itemsize, made)
 
-        shapes = dict(enumerate(self._outline.shapes))
-        return SmallCache(self.backend, shapes, [tokens] * requests, self._block_size, allocate)
+        one, lengths = self._outline, [tokens] * requests
+        return SmallCache(
+            self.backend, one.shapes, lengths, self._block_size, allocate, one.recurrence
+        )
 
 
 def _on_line(seconds: Callable[[int], float], most: int, wanted: int) -> float:
@@ -202,7 +206,7 @@ def _settled(times: Iterator[float]) -> float:
 def _backend(outline: Outline, load_config: LoadConfig) -> AttentionBackend:
     register()
     backend = choose_backend(outline.device, outline.kv_dtype, load_config.attention)
-    for shape in outline.shapes:
+    for shape in outline.shapes.values():
         reason = backend.why_not(shape, AttentionParams(scaling=shape.key_dim**-0.5))
         if reason is not None:
             return fall_back(load_config.attention, AttentionUnavailableError(reason))

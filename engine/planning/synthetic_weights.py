@@ -11,12 +11,18 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import TypeVar, cast
 
 import torch
 from transformers import PreTrainedModel
 
-from engine.loading.packing import shared_weights
+from engine.loading.packing import packs_stored, shared_weights
+from engine.loading.quantised.stored_linear import StoredModule, stored_modules, stored_weights
+from engine.loading.stored_packing import packed_module
+from engine.models.formats.codes import Codes
+from engine.models.formats.grouped import Grouped, held_bytes
+from engine.models.formats.native import packed_bytes
 from engine.models.formats.registry import Format
 from engine.models.formats.weight_format import WeightFormat
 from engine.models.held_layer import PackedEmbedding, PackedLinear
@@ -101,7 +107,9 @@ class _Weights:
 
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return small random numbers, or ones for vectors, most of which are scales."""
-        if len(shape) < 2 or not dtype.is_floating_point:
+        if not dtype.is_floating_point:
+            return torch.zeros(shape, dtype=dtype)
+        if len(shape) < 2:
             return torch.ones(shape, dtype=dtype)
         self._take(math.prod(shape) * dtype.itemsize)
         return self._numbers.like(shape, dtype)
@@ -135,6 +143,33 @@ class _Weights:
 
         return self._rings.take((how, shape, dtype), size, make)
 
+    def stored(self, one: StoredModule) -> Grouped:
+        """Return a made-up packed weight to replace one that is quantised in its file."""
+        layout = replace(one.stored.layout, order=None)
+        size = held_bytes(one.shape, layout)
+
+        def make() -> Grouped:
+            self._take(size)
+            bits = layout.bits
+            held = Grouped(
+                one.shape, one.dtype, layout, self._place(packed_bytes(one.shape, one.dtype, bits))
+            )
+            for part in one.slices():
+                count = part.stop - part.start
+                numbers = self._numbers.like((count, one.shape[1]), torch.float32)
+                codes = (numbers * (1 << bits)).int() + (1 << (bits - 1))
+                groups = -(-one.shape[1] // layout.group)
+                scales, factors = torch.full((count, groups), 2.0**-6), None
+                if layout.per_factor:
+                    kinds = 1 + layout.has_minima
+                    factors = scales[:, : groups // layout.per_factor].repeat(1, kinds)
+                    scales = torch.ones_like(scales)
+                minima = -scales if layout.has_minima else None
+                held.pack_codes(part.start, Codes(codes.to(torch.uint8), scales, minima, factors))
+            return held
+
+        return self._rings.take((Grouped, one.shape, layout), size, make)
+
 
 def make_up(model: PreTrainedModel, packing: Format | None, most_bytes: int) -> None:
     """Replace the weights of a model on the meta device by made-up ones, packed as a server would.
@@ -147,6 +182,13 @@ def make_up(model: PreTrainedModel, packing: Format | None, most_bytes: int) -> 
     in_linears = {id(group.weight) for group in groups}
     unpacked = {id(group.weight) for group in groups if not group.is_ours}
     made: dict[int, torch.nn.Parameter] = {}
+    modules = stored_modules(model)
+    for stored in stored_weights(model).values():
+        if packs_stored(stored, packing):
+            own = weights.stored(stored)
+            for name, module in modules.items():
+                if module.stored is stored.stored:
+                    model.set_submodule(name, packed_module(module, own))
     for module in model.modules():
         for name, one in module._parameters.items():
             is_packed = id(one) in in_linears and (

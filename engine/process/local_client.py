@@ -136,6 +136,7 @@ class LocalEngineClient:
             plan.max_requests,
             self._config,
             self._load_config.quantization,
+            engine.speculates,
             stages.end(),
         )
 
@@ -273,6 +274,7 @@ def _describe(
     max_requests: int,
     config: ContinuousBatchingConfig,
     quantization: str,
+    speculates: bool,
     startup: tuple[tuple[str, float], ...],
 ) -> ModelInfo:
     return ModelInfo(
@@ -281,7 +283,8 @@ def _describe(
         architecture=type(verified.model).__name__,
         parameters=verified.parameters,
         dtype=str(verified.model.dtype).removeprefix("torch."),
-        quantization=quantization,
+        quantization="+".join(one for one in (verified.stored, quantization) if one != "none")
+        or "none",
         device=str(verified.device),
         vocab_size=verified.vocab_size,
         eos_token_ids=verified.eos_token_ids,
@@ -290,5 +293,6 @@ def _describe(
         max_running_requests=max_requests,
         max_queue_size=config.max_queue_size,
         heeds_priorities=limits.heeds_priorities,
+        speculates=speculates,
         startup=startup,
     )

@@ -16,44 +16,18 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from engine.attention.interface import LayerCache
 from engine.kv_cache.copies import BlockCopy, StepCopies
-from engine.kv_cache.groups import LayerGroup
 from engine.native.device_copy import to_device
-
-_Pair = tuple[torch.Tensor, torch.Tensor]
-"""A tensor of a layer (keys or values) on the device, and its counterpart on the host. Each has one
-row per block.
-"""
+from engine.runner.kv_tensors import KVTensors
 
 
 class BlockCopier:
     """Copies blocks within a cache, and between the cache and the host."""
 
-    def __init__(
-        self,
-        groups: Sequence[LayerGroup],
-        caches: Sequence[LayerCache],
-        host_caches: Sequence[LayerCache],
-        block_size: int,
-    ) -> None:
-        """Create a copier.
-
-        Args:
-            groups: the layer groups.
-            caches: by layer, on the device.
-            host_caches: by layer, on the host. Empty if no blocks are offloaded.
-            block_size: the number of tokens in a block.
-        """
-        self._pairs: tuple[tuple[_Pair, ...], ...] = tuple(
-            tuple(
-                (_rows(device, block_size), _rows(host, block_size))
-                for layer in group.layers
-                for device, host in _tensors(caches[layer], host_caches, layer)
-            )
-            for group in groups
-        )
-        self._device = caches[0].keys.device
+    def __init__(self, kv: KVTensors) -> None:
+        """Create a copier for a cache."""
+        self._pairs = tuple(kv.pairs(group) for group in kv.groups)
+        self._device = kv.device
 
     def run(self, copies: StepCopies) -> None:
         """Queue a step's copies in order."""
@@ -123,18 +97,3 @@ def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:
             yield begin, index, blocks[begin]
             begin = index
-
-
-def _tensors(cache: LayerCache, host_caches: Sequence[LayerCache], layer: int) -> tuple[_Pair, ...]:
-    """Return a layer's tensors with their counterparts on the host, which are empty if nothing is
-    offloaded.
-    """
-    if not host_caches:
-        return (cache.keys, cache.keys[:0]), (cache.values, cache.values[:0])
-    host = host_caches[layer]
-    return (cache.keys, host.keys), (cache.values, host.values)
-
-
-def _rows(tensor: torch.Tensor, block_size: int) -> torch.Tensor:
-    """View [num_slots, H, D] with one row per block: [num_blocks, block_size · H · D]."""
-    return tensor.view(-1, block_size * tensor.shape[1] * tensor.shape[2])

@@ -10,6 +10,7 @@ import torch
 from engine.attention.interface import AttentionBackend, AttentionContext, AttentionMetadata
 from engine.attention.opaque import calling, new_call_id
 from engine.attention.registry import CONTEXT_KEYWORD
+from engine.attention.step_states import StepStates
 from engine.native.device_copy import to_device
 from engine.runner.input_batch import InputBatch
 from engine.runner.kv_tensors import KVTensors
@@ -51,8 +52,8 @@ class ModelForward:
         self.backend = backend
         self._models = {path: (compiled or {}).get(path, model) for path in StepPath}
         self._device = kv.device
-        # For each group its window, and a tensor like those of its cache.
-        self._groups = [(group.window, kv.caches[group.layers[0]].keys) for group in kv.groups]
+        # For each group its window, and a tensor like those of its cache; None if it holds states.
+        self._groups = [(group.window, kv.like(group)) for group in kv.groups]
         self._call_ids = {path: new_call_id() for path in compiled or ()}
 
     @property
@@ -77,7 +78,12 @@ class ModelForward:
         metadata = [
             self.backend.prepare(layout, window, keys)
             for (window, keys), layout in zip(self._groups, inputs.layouts, strict=True)
+            if keys is not None
         ]
+        states = None
+        if self.kv.states:  # their group is the last one
+            layout = inputs.layouts[-1]
+            states = StepStates.of(self.kv.states, layout.tables, layout.starts, layout.counts)
         token_ids = to_device(inputs.token_ids, device)
         fill_in(inputs, token_ids)
         logit_rows = None
@@ -89,6 +95,7 @@ class ModelForward:
             to_device(inputs.positions, device),
             logit_rows,
             metadata,
+            states,
         )
 
     def __call__(
@@ -98,6 +105,7 @@ class ModelForward:
         positions: torch.Tensor,
         logit_rows: torch.Tensor | None,
         metadata: Sequence[AttentionMetadata],
+        states: StepStates | None = None,
     ) -> torch.Tensor:
         """Compute a step.
 
@@ -106,11 +114,12 @@ class ModelForward:
             token_ids, positions: int64 [T].
             logit_rows: int64 [L], the tokens whose logits are wanted, or None for all.
             metadata: by group.
+            states: of recurrent layers, if there are any.
 
         Returns:
             [L, V], in the model's dtype.
         """
-        context = AttentionContext(self.backend, self.kv.caches, metadata)
+        context = AttentionContext(self.backend, self.kv.caches, metadata, states)
         call_id = self._call_ids.get(path)
         with self.backend.step_lock:
             if call_id is None:
@@ -126,12 +135,16 @@ class ModelForward:
         logit_rows: torch.Tensor | None,
         context: AttentionContext | int,
     ) -> torch.Tensor:
+        cache = {}
+        if isinstance(context, AttentionContext) and context.states is not None:
+            cache[self.kv.recurrence.keyword] = context.states
         output = self._models[path](
             input_ids=token_ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             logits_to_keep=0 if logit_rows is None else logit_rows,
             use_cache=False,
             **{CONTEXT_KEYWORD: context},
+            **cache,
         )
         logits: torch.Tensor = output.logits  # type: ignore[attr-defined]  # a ModelOutput
         return logits[0]

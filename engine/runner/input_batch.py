@@ -201,7 +201,8 @@ class _StackedTables:
         only rows that have changed are read again, which halves the time with 256 requests.
         """
         tables = [row.tables[self._group] for row in rows]
-        # Entries only change by appending, or by release from the front.
+        # Entries only change by appending, or by release from the front. Of slots, whose tables
+        # also get shorter, only the first entry is read, which never changes.
         state = [(table.length, table.released) for table in tables]
         is_same = tables == self._tables
         if is_same and state == self._state:
@@ -209,7 +210,8 @@ class _StackedTables:
         stacked = np.zeros((len(tables), max(length for length, _ in state)), dtype=np.int32)
         changed: Iterable[int] = range(len(tables))
         if is_same:
-            stacked[:, : self._stacked.shape[1]] = self._stacked
+            width = min(stacked.shape[1], self._stacked.shape[1])
+            stacked[:, :width] = self._stacked[:, :width]
             changed = [row for row in changed if state[row] != self._state[row]]
         for row in changed:
             table = tables[row]

@@ -104,7 +104,7 @@ class ModelRunner:
         self.steps: Counter[StepKind] = Counter()
         self._forward = forward
         self._sampler = sampler
-        self._copier = copier or BlockCopier(kv.groups, kv.caches, kv.host_caches, kv.block_size)
+        self._copier = copier or BlockCopier(kv)
         self._device = device or step_device(kv.device)
         self._builder = InputBatchBuilder(len(kv.groups), kv.block_size, options, rope)
         self._buffers = InputBuffers(options.num_input_buffers)

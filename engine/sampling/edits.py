@@ -8,11 +8,12 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from engine.contract.request import Request
+from engine.contract.request import Request, TokenMatcher
 from engine.contract.sampling_params import SamplingSteps
-from engine.contract.types import RequestKey
+from engine.contract.types import RequestKey, TokenId
 from engine.native.device_copy import to_device
 from engine.sampling import ops
 from engine.sampling.penalties import choose_penalties
@@ -89,15 +90,22 @@ class LogitEdits:
     def masks(self, rows: Sequence[Row]) -> torch.Tensor:
         """Return the allowed ids of each row as bits: uint8 [R, 4 * ceil(V / 32)]."""
         packed = np.zeros((len(rows), ops.mask_width(self._vocab_size)), dtype=np.int32)
-        for bits, (request, _) in zip(packed, rows, strict=True):
+        ahead: dict[RequestKey, _LookAhead] = {}
+        for bits, (request, length) in zip(packed, rows, strict=True):
             if request.matcher is None:
                 bits[:] = -1
+            # Tokens that the matcher does not cover, because the tokenizer lacks them, stay 0.
+            elif (num_guessed := length - request.num_tokens) > 0:
+                if request.key not in ahead:
+                    ahead[request.key] = _LookAhead(request.matcher)
+                ahead[request.key].fill_mask(bits, request.drafts[:num_guessed])
             else:
-                # Tokens that the matcher does not cover, because the tokenizer lacks them, stay 0.
                 request.matcher.fill_mask(bits)
             listed = self._state(request).mask if has_lists(request) else None
             if listed is not None:
                 bits &= listed
+        for one in ahead.values():
+            one.charge()
         return to_device(packed.view(np.uint8), self._device)
 
     def _add_bias(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
@@ -150,3 +158,34 @@ class LogitEdits:
         tokens = np.fromiter(itertools.chain.from_iterable(ids), np.int64, len(rows))
         flat = rows * self._vocab_size + tokens
         return to_device(rows, self._device), to_device(flat, self._device)
+
+
+class _LookAhead:
+    """Fills the masks of the rows that follow a request's drafts."""
+
+    def __init__(self, matcher: TokenMatcher) -> None:
+        self._matcher = matcher
+        self._copy = matcher.copy()
+        self._spent_s = self._copy.spent_s
+        self._num_taken = 0
+        self._fits = True
+
+    def fill_mask(self, row: npt.NDArray[np.int32], drafts: Sequence[TokenId]) -> None:
+        """Write which tokens may follow the drafts; anything if they do not fit, since the row's
+        token is then not kept.
+
+        Args:
+            row: int32 [ceil(V / 32)], completely overwritten.
+            drafts: begin with those of the last call.
+        """
+        for token in drafts[self._num_taken :]:
+            self._fits = self._fits and self._copy.accept(token) and not self._copy.is_complete
+        self._num_taken = len(drafts)
+        if self._fits:
+            self._copy.fill_mask(row)
+        else:
+            row.fill(-1)
+
+    def charge(self) -> None:
+        """Charge what looking ahead has cost."""
+        self._matcher.charge(self._copy.spent_s - self._spent_s)

@@ -33,11 +33,12 @@ from typing import ClassVar, NotRequired, TypedDict
 
 from engine.contract.request import Request, RequestStatus
 from engine.contract.types import RequestKey
+from engine.drafts.drafter import Drafter
 from engine.kv_cache.groups import growth_blocks
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.scheduler.live_callers import LiveCallers
 from engine.scheduler.pace import StepPace
-from engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledRequest
+from engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledRequest, decode_rows
 from engine.scheduler.step_plan import StepPendingError, StepPlan
 
 __all__ = [
@@ -74,6 +75,7 @@ class Scheduler(ABC):
             received.
         num_preemptions: the number of preemptions since the start.
         pace: keeps steps in which requests decode to a target time; None if there is no target.
+        drafter: guesses tokens that steps try; None if nothing is guessed.
     """
 
     heeds_priorities: ClassVar[bool] = False
@@ -101,6 +103,7 @@ class Scheduler(ABC):
         self._returning: dict[RequestKey, Request] = {}
         self.num_preemptions = 0
         self.pace: StepPace | None = None
+        self.drafter: Drafter | None = None
         self._may_preempt = True
         self._resting: Container[RequestKey] = ()  # for the step that is being chosen
 
@@ -178,6 +181,8 @@ class Scheduler(ABC):
             place.pop(request.key, None)
         self.callers.leave(request)
         self.kv_cache.free(request.key)
+        if self.drafter is not None:
+            self.drafter.forget(request.key)
 
     def hold(self, request: Request) -> None:
         """Leave a request out of all steps from the next one on. If a step with it is still
@@ -258,11 +263,16 @@ class Scheduler(ABC):
             The step; empty only if nothing can be computed now. None if there are not enough
             blocks, and the pending step must finish before any request is preempted.
         """
-        plan = StepPlan(self.max_batch_tokens, self.pace, self.runnable)
+        cut = self.kv_cache.cut if self.kv_cache.keeps else None
+        plan = StepPlan(self.max_batch_tokens, self.pace, self.runnable, cut)
         self._may_preempt = not is_step_pending
         self._resting = resting
         try:
             self._take_back()
+            if self.drafter is not None:
+                requests = [] if is_step_pending else self._draftable()
+                if requests or self.drafter.drafted:
+                    self.drafter.draft(requests)
             self.choose(plan, now)
         except StepPendingError:
             return None
@@ -301,6 +311,12 @@ class Scheduler(ABC):
         self.callers.count_drafts(request)
         self.kv_cache.commit(request, request.num_computed_tokens)
 
+    def rejected(self, request: Request, num_tokens: int) -> None:
+        """Record that of a request's rows those behind its first `num_tokens` tokens were wrong.
+        Blocks that they alone needed are free again.
+        """
+        self.kv_cache.give_back(request.key, num_tokens)
+
     def step_done(self, batch: ScheduledBatch, seconds: float, *, is_decode: bool) -> None:
         """Record how long a step took.
 
@@ -312,6 +328,8 @@ class Scheduler(ABC):
         if self.pace is not None:
             self.pace.measured(batch, seconds, is_decode=is_decode)
         self.measured(batch.num_tokens, seconds)
+        if self.drafter is not None and (rows := decode_rows(batch)) is not None:
+            self.drafter.measured(rows, seconds)
 
     def step_failed(self, batch: ScheduledBatch) -> list[Request]:
         """Handle a failed step whose requests were already removed.
@@ -379,7 +397,7 @@ class Scheduler(ABC):
             key = request.key
             part = ScheduledRequest(request, request.num_computed_tokens, count, tables(key), 1)
             if request.drafts:
-                part = self._with_drafts(part, plan.budget)
+                part = self._with_drafts(part, plan.budget, 0)
                 plan.budget -= len(part.drafts)
             plan.parts[key] = part
         return True
@@ -546,23 +564,34 @@ class Scheduler(ABC):
             num_sampled=int(start + num_tokens == len(request.token_ids)),
         )
         if request.drafts:
-            # Every running request that may still enter the step keeps its token.
+            # Every running request that may still enter the step keeps its token, and its block.
             others = len(self.running) - len(plan.parts)
-            part = self._with_drafts(part, plan.budget - num_tokens - others)
+            part = self._with_drafts(part, plan.budget - num_tokens - others, others)
         plan.put(part)
         return True
 
-    def _with_drafts(self, part: ScheduledRequest, budget: int) -> ScheduledRequest:
-        """Add the request's drafts to its part: at most `budget`, and none if others would have to
-        give up blocks for them.
+    def _with_drafts(self, part: ScheduledRequest, budget: int, spare: int) -> ScheduledRequest:
+        """Add the request's drafts to its part: at most `budget`, and beyond its last block only as
+        far as `spare` blocks stay free.
         """
         request, end = part.request, part.start + part.num_tokens
         most = min(len(request.drafts), budget, request.max_drafted_tokens - end - 1)
-        if most < 1 or part.num_tokens > 1 or not part.num_sampled:
+        if part.num_tokens > 1 or not part.num_sampled:
             return part
-        if not self.kv_cache.allocate(request.key, end + most):
+        if most > 0 and not self.kv_cache.allocate(request.key, end + most, spare):
+            most = min(most, -end % self.kv_cache.block_size)
+        if most < 1:
             return part
         return part._replace(num_sampled=1 + most, drafts=request.drafts[:most])
+
+    def _draftable(self) -> list[Request]:
+        """Return the requests of a step that may have drafts: all, or none if a prompt is or waits
+        to be computed.
+        """
+        requests = [] if self.waiting else self.runnable()
+        if any(len(one.token_ids) - one.num_computed_tokens > 1 for one in requests):
+            return []
+        return requests
 
     def _has_room(self, request: Request, num_tokens: int) -> bool:
         """Try to get the blocks for a running request's first `num_tokens` tokens. Return True if
@@ -638,14 +667,16 @@ class Scheduler(ABC):
         that a new one does not cause a preemption: the safety margin, or what `growth_blocks`
         returns. 0 if nothing runs.
         """
-        pools = self.kv_cache.pools
+        kinds = [group.kind for group in self.kv_cache.groups]
+        pools = [pool.num_blocks if kind.grows else 0
+                 for kind, pool in zip(kinds, self.kv_cache.pools, strict=True)]  # fmt: skip
         if num_running == 0:
             return [0] * len(pools)
         if self.safety_margin is None:
-            smallest = min((pool.num_blocks for pool in pools), default=0)
-            return [growth_blocks(num_running, smallest)] * len(pools)
+            most = growth_blocks(num_running, min(filter(None, pools), default=0))
+            return [min(most, size) for size in pools]
         # Slightly less, so that 0.7 of 10 is 7 despite rounding.
-        return [math.ceil(self.safety_margin * pool.num_blocks - 1e-6) for pool in pools]
+        return [math.ceil(self.safety_margin * size - 1e-6) for size in pools]
 
 
 def _step_order(part: ScheduledRequest) -> tuple[bool, int]:

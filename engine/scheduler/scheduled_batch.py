@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from engine.contract.request import Request
 from engine.contract.types import TokenId
+from engine.drafts.row_costs import DecodeRows
 from engine.kv_cache.copies import NO_COPIES, StepCopies
 from engine.kv_cache.kv_cache_manager import BlockTable
 
@@ -65,3 +66,15 @@ class ScheduledBatch:
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
         return not self.requests and self.copies.is_empty
+
+
+def decode_rows(batch: ScheduledBatch) -> DecodeRows | None:
+    """Return the rows of a step in which all requests decode; None for any other step."""
+    parts = batch.requests
+    if not parts or parts[-1].num_tokens > 1:
+        return None
+    context = draft_context = 0
+    for part in parts:
+        context += part.start + 1
+        draft_context += len(part.drafts) * (part.start + 1)
+    return DecodeRows(len(parts), batch.num_tokens - len(parts), context, draft_context)

@@ -26,6 +26,7 @@ class StepPlan:
     """
 
     __slots__ = (
+        "_cut",
         "_knows_limit",
         "_limit",
         "_pace",
@@ -41,6 +42,7 @@ class StepPlan:
         budget: int,
         pace: StepPace | None = None,
         runnable: Callable[[], Iterable[Request]] = tuple,
+        cut: Callable[[Request, int, int], int] | None = None,
     ) -> None:
         """Begin a step.
 
@@ -48,12 +50,15 @@ class StepPlan:
             budget: how many tokens the step may take.
             pace: keeps steps in which requests decode to a target time; None if there is no target.
             runnable: returns the running requests that could be in the step.
+            cut: returns how many of a request's tokens the step takes at most, given the position
+                of the first and their number; None if only budget and time limit them.
         """
         self.budget = self._size = budget
         self.parts: dict[RequestKey, ScheduledRequest] = {}
         self.preempted: set[RequestKey] = set()
         self._pace = pace
         self._runnable = runnable
+        self._cut = cut
         self._limit: ChunkLimit | None = None
         self._knows_limit = False
 
@@ -79,11 +84,15 @@ class StepPlan:
         wanted = len(request.token_ids) - start
         limit = self._find_limit() if wanted > 1 else None
         if limit is None:
-            return min(wanted, self.budget)
-        return limit.chunk(start, wanted, self.budget, self._size - self.budget)
+            taken = min(wanted, self.budget)
+        else:
+            taken = limit.chunk(start, wanted, self.budget, self._size - self.budget)
+        return taken if self._cut is None or taken < 2 else self._cut(request, start, taken)
 
     def has_time_for(self, requests: Iterable[Request]) -> bool:
-        """Whether the empty step has time for everything that these requests have to compute."""
+        """Whether the empty step takes everything that these requests have to compute."""
+        if self._cut is not None:
+            return False
         limit = self._find_limit()
         return limit is None or limit.has_time_for(
             (one.num_computed_tokens, one.num_tokens_to_compute) for one in requests

@@ -33,7 +33,7 @@ import sys
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -244,6 +244,7 @@ class GrammarCompiler:
                     tuple(filter(vocabulary.spellings.is_special, ending_token_ids)),
                     expected_s=compiled.token_s,
                     lost=partial(self._forget, key, compiled),
+                    tokenize=self._tokens_of,
                 ).make_matcher
         for compiled in found:
             if isinstance(compiled, MarkTables) and params.reasoning is not None:
@@ -254,6 +255,11 @@ class GrammarCompiler:
         if make_form is None:
             raise ValueError("nothing was compiled")
         return MatcherFactory(make_form, notes)
+
+    def _tokens_of(self, text: str) -> Sequence[int]:
+        if self._tokenizer is None:
+            return ()
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     # ---- cache and queue -----------------------------------------------------------------------
 

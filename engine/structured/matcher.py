@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy as shallow_copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 BITS = 32
 """The number of bits in a word of a mask."""
+_TOKEN_BYTES = 16
+"""How much of a forced text is tokenized for each token that is wanted, in bytes."""
 _NUM_MOVES = 2
 """How often a matcher may move: once to a lexer that others have also filled, then to a new one."""
 _LEFT_BEHIND = (
@@ -51,6 +54,7 @@ class CompiledGrammar:
         special_endings: those of them that are special tokens, which a grammar may name.
         expected_s: the expected cost of an output token, in seconds of CPU time.
         lost: called when its lexer is lost.
+        tokenize: returns the tokens of a text that the grammar forces.
     """
 
     kind: GrammarKind
@@ -60,6 +64,7 @@ class CompiledGrammar:
     special_endings: tuple[TokenId, ...] = ()
     expected_s: float = 0.0
     lost: Callable[[], None] = lambda: None
+    tokenize: Callable[[str], Sequence[int]] = lambda text: ()
 
     def make_matcher(self) -> GrammarMatcher:
         """Create a matcher at the grammar's start. Cheap; each choice needs one."""
@@ -156,6 +161,40 @@ class GrammarMatcher:
         if self._may_end():
             self._is_complete = self._matcher.is_stopped() or not self.can_go_on()
         return self.failure is None
+
+    def copy(self) -> GrammarMatcher:
+        """Return a matcher in the same state; see TokenMatcher."""
+        made = shallow_copy(self)
+        made._matcher = self._matcher.deep_copy()
+        made._tokens = self._tokens.copy()
+        made._mask = self._mask.copy()
+        return made
+
+    def charge(self, seconds: float) -> None:
+        """Count what a copy has cost."""
+        self.spent_s += seconds
+
+    def num_fitting(self, tokens: Sequence[int]) -> int:
+        """Return how many of some tokens, from the first on, may come next."""
+        if self._is_complete or self._matcher.is_error():
+            return 0
+        begin = self._clock()
+        # A copy, because what is too complex to follow would be an error of the matcher.
+        found: int = self._matcher.deep_copy().validate_tokens(list(tokens))
+        self.spent_s += self._clock() - begin
+        return found
+
+    def forced(self, most: int) -> Sequence[int]:
+        """Return up to `most` tokens of the text that must come next."""
+        if self._is_complete or self._matcher.is_error():
+            return ()
+        begin = self._clock()
+        text: bytes = self._matcher.deep_copy().compute_ff_bytes()
+        found: Sequence[int] = ()
+        if text:
+            found = self._grammar.tokenize(text[: most * _TOKEN_BYTES].decode("utf-8", "ignore"))
+        self.spent_s += self._clock() - begin
+        return found[:most]
 
     def can_go_on(self) -> bool:
         """Whether any token of the vocabulary may come next."""

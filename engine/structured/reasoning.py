@@ -22,7 +22,8 @@ is never exceeded.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy as shallow_copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -206,6 +207,29 @@ class ReasoningMatcher:
                 _set(row, tables.blanks[self._left])
             case _At.FORM | _At.OVER:
                 self._fill_with_form(row)
+
+    def copy(self) -> ReasoningMatcher:
+        """Return a matcher in the same state; see TokenMatcher."""
+        made = shallow_copy(self)
+        made._begins = self._begins.copy()
+        made._form = None if self._form is None else self._form.copy()
+        return made
+
+    def charge(self, seconds: float) -> None:
+        """Count what a copy has cost."""
+        self._spent_s += seconds
+
+    def num_fitting(self, tokens: Sequence[int]) -> int:
+        """Return how many of some tokens may come next; all of them where that is not cheap."""
+        if self._at is _At.FORM and self._form is not None:
+            return self._form.num_fitting(tokens)
+        return len(tokens)
+
+    def forced(self, most: int) -> Sequence[int]:
+        """Return up to `most` tokens of the text that the grammar forces next."""
+        if self._at is _At.FORM and self._form is not None:
+            return self._form.forced(most)
+        return ()
 
     def fitting(self) -> list[int]:
         """Return the ids that may come next."""

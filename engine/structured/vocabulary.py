@@ -89,7 +89,9 @@ class _Tokens:
         self.bos_token_id = None
 
     def __call__(self, text: str) -> NoReturn:
-        raise NotImplementedError("forced tokens are off; nothing is tokenized")
+        raise NotImplementedError(
+            "llguidance tokenizes nothing here: its own forced tokens are off"
+        )
 
 
 def _text(piece: bytes) -> bytes:

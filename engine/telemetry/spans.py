@@ -170,6 +170,10 @@ class RequestSpan:
                 "gen_ai.response.finish_reasons": [one.reason.value for one in finishes],
                 "gen_ai.usage.output_tokens": sum(one.usage.completion_tokens for one in finishes),
                 "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+                "headrace.usage.draft_tokens": sum(one.usage.draft_tokens for one in finishes),
+                "headrace.usage.accepted_draft_tokens": sum(
+                    one.usage.accepted_draft_tokens for one in finishes
+                ),
                 "headrace.request.preemptions": timings.preemptions,
             }
         )

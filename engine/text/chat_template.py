@@ -30,6 +30,7 @@ from engine.text.conversation import (
     CallForm,
     JsonObject,
     cut,
+    in_parts,
     leave_open,
     message_for_template,
     plain,
@@ -143,6 +144,25 @@ class ChatTemplate:
         tool = {"type": "function", "function": {"name": "probe", "parameters": {}}}
         values = {"messages": shown, "add_generation_prompt": False}
         return [self.attempt({**values, "tools": tools}) for tools in (None, [tool])]
+
+    @cached_property
+    def reads_parts_alone(self) -> bool:
+        """Whether the template prints a text only if it is a part of a message's content.
+
+        Some templates of models that read images are written so.
+        """
+        texts = (self._with_content(one) for one in (_PROBE, [{"type": "text", "text": _PROBE}]))
+        # A list that is printed as it is shows its texts in quotes.
+        quoted = (f"'{_PROBE}'", f'"{_PROBE}"')
+        plain_text, part = (
+            text is not None and _PROBE in text and not any(one in text for one in quoted)
+            for text in texts
+        )
+        return part and not plain_text
+
+    def _with_content(self, content: object) -> str | None:
+        messages = [{"role": "user", "content": content}]
+        return self.attempt({"messages": messages, "tools": None, "add_generation_prompt": False})
 
     def attempt(self, values: Mapping[str, object]) -> str | None:
         """Return the text for these values, or None if the template fails or takes too long."""
@@ -295,12 +315,13 @@ class ChatTemplates:
         """Return the template for a conversation, and its values."""
         template = self._choose(bool(tools))
         form = template.call_form if _have_calls(messages) else CALL_FORMS[0]
+        copied = [
+            message_for_template(message, f"messages[{index}]", form)
+            for index, message in enumerate(messages)
+        ]
         return template, {
             "documents": None,
-            "messages": [
-                message_for_template(message, f"messages[{index}]", form)
-                for index, message in enumerate(messages)
-            ],
+            "messages": list(map(in_parts, copied)) if template.reads_parts_alone else copied,
             "tools": [plain(tool, "tools") for tool in tools] if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }

@@ -114,6 +114,14 @@ def message_for_template(
     )
 
 
+def in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose text is a part of its content."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
+
+
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Add the assistant's reasoning under the names by which templates read it."""
     reasoning = next((message[name] for name in _REASONING if name in message), None)

@@ -6,6 +6,7 @@
     special_tokens_map.json             special tokens of older directories
     added_tokens.json                   added tokens of older directories
     chat_template.jinja                 the chat template; overrides that in tokenizer_config.json
+    chat_template.json                  the same, of the image processor of some models; comes last
     additional_chat_templates/*.jinja   further ones, by name
 
 The files of older directories are used if tokenizer_config.json has no added_tokens_decoder. The
@@ -206,4 +207,5 @@ def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
         return {"default": given}
     if isinstance(given, list):
         return {str(entry["name"]): str(entry["template"]) for entry in given}
-    return {}
+    of_processor = _read_json(directory / "chat_template.json").get("chat_template")
+    return {"default": of_processor} if isinstance(of_processor, str) else {}

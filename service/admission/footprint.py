@@ -21,6 +21,12 @@ _REQUEST = 5_000
 _CHOICE = 1_100
 """Bytes per choice: its record in the engine, and its log and text in the front end."""
 _TOKEN = 4
+_DRAFTER = 9_000
+"""Bytes per choice for what guesses its tokens."""
+_SEEN_PROMPT, _SEEN_OUTPUT = 36, 32
+"""Bytes per token of the prompt, and of an output, for the tables that say where tokens stood."""
+_PREDICTED = 45
+"""Bytes per token of an expected output: in both processes, and in the tables that find it."""
 _ENDING = 150
 """Bytes per token id that ends the output: in a set in each process, and packed."""
 _BIAS = 24
@@ -70,6 +76,7 @@ class Footprint:
         stop_strings: tuple[str, ...],
         echo: str,
         labels: Mapping[str, str],
+        speculates: bool,
     ) -> Footprint:
         """Return the footprint of a converted request.
 
@@ -79,14 +86,17 @@ class Footprint:
             output_tokens: the length of the longest output of each choice.
             token_bytes: the number of bytes that one unread token takes.
             stop_strings, echo, labels: the values that the front end keeps.
+            speculates: whether the engine may guess tokens.
         """
         n, length, sampling = request.n, len(request.prompt), request.sampling
         tokens = length + output_tokens
         parts = {
-            "n": _REQUEST + n * _CHOICE,
+            "n": _REQUEST + n * (_CHOICE + speculates * (_DRAFTER + _SEEN_OUTPUT * output_tokens)),
             # The request itself and each choice's own copy; with log-probabilities, in the front
             # end too.
-            input_field: _TOKEN * length * (1 + n + (request.prompt_logprobs is not None)),
+            input_field: _TOKEN * length * (1 + n + (request.prompt_logprobs is not None))
+            + speculates * _SEEN_PROMPT * length,
+            "prediction": _PREDICTED * len(request.prediction),
             "sampling.allowed_token_ids": 2 * _TOKEN * len(sampling.allowed_token_ids),
             "sampling.banned_token_ids": 2 * _TOKEN * len(sampling.banned_token_ids),
             "sampling.logit_bias": _BIAS * len(sampling.logit_bias),

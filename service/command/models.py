@@ -1,6 +1,6 @@
 """The commands `headrace-server pull`, `models` and `rm`: the models on this disk.
 
-    pull ID    ─▶ engine.hub.fetching ─▶ progress on stderr, the model's directory on stdout
+    pull ID    ─▶ engine.hub.fetching ─▶ progress on stderr, the directory or file on stdout
     models     ─▶ engine.hub.cache, and the loader's verdict on each model without its weights
     rm ID      ─▶ engine.hub.cache
 
@@ -22,10 +22,15 @@ from engine.contract.errors import HeadraceError
 
 _FAILED, _MISUSED, _INTERRUPTED = 1, 2, 130
 _ID = typer.Argument(metavar="ID", help="OWNER/NAME on the hub, or OWNER/NAME@REVISION.")
+_ID_OR_FILE = typer.Argument(
+    metavar="ID",
+    help="OWNER/NAME on the hub, OWNER/NAME@REVISION, or of a GGUF file OWNER/NAME:FILE.gguf or "
+    "OWNER/NAME:Q4_K_M.",
+)
 
 
 def pull(
-    model: Annotated[str, _ID],
+    model: Annotated[str, _ID_OR_FILE],
     revision: Annotated[
         str | None, typer.Option(help="A branch, a tag or a commit. Default: main.")
     ] = None,
@@ -33,9 +38,11 @@ def pull(
     """Download a model, as serve does if it is not here.
 
     Says first what comes, under which licence, and whether the disk has room. Only files that are
-    used come. After Ctrl-C the same command goes on where it was. Prints the model's directory.
+    used come. After Ctrl-C the same command goes on where it was. Prints the model's directory, or
+    the GGUF file.
     """
-    if revision is not None and "@" in model:
+    named, colon, file = model.partition(":")
+    if revision is not None and "@" in named:
         _fail("give the revision once: by --revision, or behind the @", _MISUSED)
     # Imported here, so that --help is fast.
     from engine.hub.cache import HubId, find_unmarked
@@ -52,7 +59,7 @@ def pull(
     fd = sys.stderr.fileno()
     sink = sink_for(say, os.isatty(fd), draw, lambda: columns_of(fd))
     try:
-        wanted = HubId.parse(model if revision is None else f"{model}@{revision}")
+        wanted = HubId.parse(model if revision is None else f"{named}@{revision}{colon}{file}")
         path = fetch(wanted, sink, check=_check)
         if find_unmarked(wanted) is None:
             _fail(f"{wanted} was removed while it came")
@@ -76,6 +83,7 @@ def models() -> None:
     """List the models on this disk, and whether each would be served."""
     from engine.contract.startup import size_text
     from engine.hub.cache import cache_folder, partial_bytes, scan
+    from engine.hub.gguf_names import models_in, parts_of
 
     found = scan()
     rows: list[tuple[str, ...]] = [("MODEL", "SIZE", "REVISION", "SERVED")]
@@ -86,8 +94,18 @@ def models() -> None:
             names = ", ".join(sorted(one.refs))
             commit = one.commit_hash[:12]
             which = f"{names} ({commit})" if names else commit
-            size = size_text(one.size_on_disk)
-            rows.append((repo.repo_id, size, which, _verdict(one.snapshot_path)))
+            sizes = {
+                str(file.file_path.relative_to(one.snapshot_path)): file.size_on_disk
+                for file in one.files
+            }
+            files = models_in(sizes)
+            for name in files:
+                size = sum(sizes.get(part, 0) for part in parts_of(name))
+                verdict = _verdict(one.snapshot_path / name)
+                rows.append((f"{repo.repo_id}:{name}", size_text(size), which, verdict))
+            if not files or any(name.endswith(".safetensors") for name in sizes):
+                size = one.size_on_disk
+                rows.append((repo.repo_id, size_text(size), which, _verdict(one.snapshot_path)))
         if partial := partial_bytes(repo.repo_path):
             told = "no: its download was interrupted; headrace-server pull goes on with it"
             rows.append((repo.repo_id, size_text(partial), "incomplete", told))
@@ -102,10 +120,10 @@ def _verdict(path: Path) -> str:
     """Return whether the loader would accept the model, judging by what it checks before reading
     weights.
     """
-    from engine.loading.checkpoint import read_checkpoint
+    from engine.loading.checkpoint import read_checkpoint, resolve_path
 
     try:
-        read_checkpoint(path)
+        read_checkpoint(resolve_path(str(path), lambda _: None))
     except HeadraceError as error:
         return "no: " + str(error).replace(f"{path}/", "").removeprefix(f"{path}: ")
     return "yes"
@@ -131,8 +149,8 @@ def rm(
 
     try:
         wanted = HubId.parse(model)
-        if "@" in model:
-            _fail("a model is removed with all its revisions: give OWNER/NAME", _MISUSED)
+        if model != wanted.repo:
+            _fail("a model is removed with all its revisions and files: give OWNER/NAME", _MISUSED)
         if not yes and wanted.folder.is_dir():
             if not sys.stdin.isatty():
                 _fail(f"nobody can be asked whether {wanted.repo} may go: give --yes", _MISUSED)

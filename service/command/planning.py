@@ -205,6 +205,8 @@ def table(plan: Plan, command: str) -> Iterator[str]:
     where = "given" if memory.is_given else "free here now"
     rows = [("memory", _size(memory.total), where)]
     held = f"packed: {outline.packing.name}" if outline.packing else "as in the checkpoint"
+    if outline.checkpoint.stored is not None:
+        held = f"{outline.checkpoint.stored.form.described}; others {held}"
     rows += [("weights", _size(memory.weights), held)]
     kinds = (
         ("linear layers", outline.linear.held),
@@ -308,6 +310,7 @@ def as_json(plan: Plan, command: str) -> dict[str, Any]:
             "dtype": str(outline.dtype).removeprefix("torch."),
             "device": str(outline.device),
             "packing": outline.packing and outline.packing.name,
+            "quantized": outline.checkpoint.stored and outline.checkpoint.stored.form.label,
             "context_tokens": outline.context_length,
         },
         "memory_bytes": {

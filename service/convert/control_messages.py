@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from google.protobuf import timestamp_pb2
+from google.protobuf.message import Message
 from headrace.v1 import control_service_pb2 as pb
 from headrace.v1 import generation_pb2, generation_service_pb2
 
-from engine.contract.stats import EngineStats
+from engine.contract.stats import EngineStats, statistics_of
 from service.admission.phases import Drain, Phase
 from service.config import LOG_LEVELS
 from service.convert.model import server_version
@@ -137,11 +139,11 @@ def statistics_message(snapshot: Snapshot, before: Snapshot | None = None) -> pb
         uptime_duration=to_duration(snapshot.uptime_s),
         phase=_PHASES[snapshot.phase],
         log_level=level_number(snapshot.log_level),
-        engine_restarts=snapshot.engine_restarts,
+        engine_restarts=snapshot.figures["engine_restarts"],
         front_end=_front_end(snapshot),
         startup_phases=[
             pb.StartupPhase(name=name, duration=to_duration(seconds_))
-            for name, seconds_ in snapshot.startup.items()
+            for name, seconds_ in snapshot.figures["startup"].items()
         ],
     )
     if snapshot.pause is not None:
@@ -149,39 +151,41 @@ def statistics_message(snapshot: Snapshot, before: Snapshot | None = None) -> pb
     if snapshot.drain is not None:
         message.drain.CopyFrom(drain_message(snapshot.drain))
     if snapshot.engine is not None:
-        message.engine.CopyFrom(_engine(snapshot.engine))
+        message.engine.CopyFrom(engine_statistics(snapshot.engine))
     if before is not None and (rates := _rates(before, snapshot)) is not None:
         message.rates.CopyFrom(rates)
     return message
 
 
 def _front_end(snapshot: Snapshot) -> pb.FrontEndStatistics:
-    stats = snapshot.front_end
-    return pb.FrontEndStatistics(
-        live_requests=stats.live,
-        open_streams=stats.streams,
-        streamed_requests=stats.attached,
-        kept_results=stats.kept,
-        kept_result_bytes=stats.kept_bytes,
-        open_sessions=snapshot.sessions,
-        live_request_bytes=snapshot.live_bytes,
-        unknown_field_messages=snapshot.unknown_fields,
-        refusals=[
-            pb.RefusalStatistics(
-                method=refusal.method,
-                reason=refusal.reason,
-                status_code=refusal.code,
-                count=count,
-            )
-            for refusal, count in sorted(snapshot.refusals.items())
-        ],
-    )
+    figures = {**dataclasses.asdict(snapshot.front_end), **snapshot.figures}
+    figures["refusals"] = [
+        pb.RefusalStatistics(
+            method=refusal.method, reason=refusal.reason, status_code=refusal.code, count=count
+        )
+        for refusal, count in sorted(snapshot.figures["refusals"].items())
+    ]
+    return pb.FrontEndStatistics(**_named(pb.FrontEndStatistics, figures))
 
 
-def _engine(stats: EngineStats) -> pb.EngineStatistics:
-    names = pb.EngineStatistics.DESCRIPTOR.fields_by_name
-    same = {name: value for name, value in dataclasses.asdict(stats).items() if name in names}
-    return pb.EngineStatistics(last_step_duration=to_duration(stats.last_step_s), **same)
+def engine_statistics(stats: EngineStats) -> pb.EngineStatistics:
+    """Return the message for the engine's statistics. Those that have no field in it are told by
+    the names of their metrics.
+    """
+    same = _named(pb.EngineStatistics, dataclasses.asdict(stats))
+    others = {
+        one.name: value
+        for field, one in statistics_of(EngineStats).items()
+        if field not in same and (value := getattr(stats, field))
+    }
+    took = to_duration(stats.last_step_s)
+    return pb.EngineStatistics(last_step_duration=took, others=others, **same)
+
+
+def _named(message: type[Message], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values for which a message has a field of the same name."""
+    names = message.DESCRIPTOR.fields_by_name
+    return {name: value for name, value in values.items() if name in names}
 
 
 def _rates(before: Snapshot, now: Snapshot) -> pb.EngineRates | None:
@@ -190,7 +194,7 @@ def _rates(before: Snapshot, now: Snapshot) -> pb.EngineRates | None:
     if (
         before.engine is None
         or now.engine is None
-        or before.engine_restarts != now.engine_restarts
+        or before.figures["engine_restarts"] != now.figures["engine_restarts"]
         or window_s <= 0
     ):
         return None

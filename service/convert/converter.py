@@ -30,6 +30,7 @@ from engine.contract.types import CallerKey, RequestId
 from engine.text import StopStrings, TextStream
 from service.admission.accounts import Account
 from service.admission.footprint import Footprint
+from service.convert.expected_output import predicted_ids
 from service.convert.forms import ReplyPlan, reply_plan
 from service.convert.inputs import InputEncoder, Rendered, Truncation
 from service.convert.reply_texts import PROMPT_TAIL, reply_texts
@@ -220,6 +221,7 @@ class Converter:
         skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
         make_text = self._text_maker(spec, request.stop.min_tokens, plan, stop_strings, skip)
         prompt, rendered = await self._prompt(account, spec, field, plan)
+        prediction = await predicted_ids(account, spec, self._info, self._encoder)
         if options.describe_prompt:
             options.check_prompt(len(prompt), self._limits.max_send_bytes)
         echo = await self._text.decode(account, prompt, skip) if output.echo else ""
@@ -237,7 +239,7 @@ class Converter:
             output_tokens = whole.fitting(output_tokens, request.n, is_given=given)
         if not given:
             stop = replace(stop, max_tokens=output_tokens)
-        request = replace(request, prompt=prompt, stop=stop, grammar=grammar)
+        request = replace(request, prompt=prompt, prediction=prediction, stop=stop, grammar=grammar)
         return Submission(
             account=account,
             request_id=draft.request_id,
@@ -251,6 +253,7 @@ class Converter:
                 stop_strings=stop_strings,
                 echo=echo,
                 labels=draft.labels,
+                speculates=self._info.speculates,
             ),
             options=options,
             texts=texts,

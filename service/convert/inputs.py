@@ -46,6 +46,7 @@ MIN_MOST_TEXT_TOKENS = 128 << 10
 higher: chunks have slightly more tokens together than the whole text, and a text that fits must not
 be refused.
 """
+_EXPECTED = "prediction.text"
 _PART_CHARACTERS = 32 << 10
 
 _ROLES = {
@@ -131,6 +132,19 @@ class InputEncoder:
             account,
             size,
             lambda: self._encode("text.text", content, size, add_special_tokens=special),
+        )
+
+    async def encode_prediction(self, account: Account, text: str) -> Sequence[int]:
+        """Return the token ids of a text that is expected as output.
+
+        For the arguments and errors, see `encode_text`.
+        """
+        field = _EXPECTED
+        size = self._check_length(field, text, fits=True)
+        if len(text) <= INLINE_CHARACTERS:
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        return await self._pool.run(
+            account, size, lambda: self._encode(field, text, size, add_special_tokens=False)
         )
 
     async def encode_chat(
@@ -221,7 +235,7 @@ class InputEncoder:
                 field,
                 f"comes to {len(text)} characters; at most {self._fitting} can fit "
                 f"(limits.max_context_tokens, each of at most {self._longest} characters): "
-                "shorten it, or set truncation",
+                + ("shorten it" if field == _EXPECTED else "shorten it, or set truncation"),
             )
         size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
         if size > self._most:

@@ -21,7 +21,7 @@ from service.convert.response import sampling_message
 from service.convert.values import to_duration
 from service.replies import ModelFormat
 
-SCHEMA_REVISION = 11
+SCHEMA_REVISION = 12
 """The revision of the contract. It grows with every change."""
 MINIMUM_CLIENT_REVISION = 7
 """The oldest client revision that this server supports."""
@@ -106,6 +106,7 @@ def _capabilities(
                 *(("tool_choice",) if chat and reply and reply.call_form else ()),
                 *(("reasoning_budget",) if chat and reply and reply.reasons else ()),
                 *(("priorities",) if info.heeds_priorities else ()),
+                "prediction",
             }
         ),
         input=model_service_pb2.InputCapabilities(
@@ -126,5 +127,6 @@ def _capabilities(
         scheduling=model_service_pb2.SchedulingCapabilities(
             priorities=info.heeds_priorities,
             prefix_cache=config.prefix_cache,
+            speculation=info.speculates,
         ),
     )

@@ -73,6 +73,10 @@ def _usage(usage: EngineUsage, reasoning_tokens: int) -> generation_pb2.Usage:
         cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
         reasoning_tokens=reasoning_tokens,
+        draft_tokens=usage.draft_tokens,
+        accepted_draft_tokens=usage.accepted_draft_tokens,
+        prediction_draft_tokens=usage.prediction_draft_tokens,
+        accepted_prediction_draft_tokens=usage.accepted_prediction_draft_tokens,
     )
 
 
@@ -90,6 +94,12 @@ def _total(usages: Sequence[generation_pb2.Usage]) -> generation_pb2.Usage:
         cached_tokens=max(usage.cached_tokens for usage in usages),
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
+        draft_tokens=sum(usage.draft_tokens for usage in usages),
+        accepted_draft_tokens=sum(usage.accepted_draft_tokens for usage in usages),
+        prediction_draft_tokens=sum(usage.prediction_draft_tokens for usage in usages),
+        accepted_prediction_draft_tokens=sum(
+            usage.accepted_prediction_draft_tokens for usage in usages
+        ),
     )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from engine.contract.stats import EngineStats
 from service.admission.phases import Drain, Phase
 from service.delivery.registry import RegistryStats
-from service.errors.refusals import RefusalKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,7 @@ class Snapshot:
         uptime_s: how long the server has run.
         model: its name; empty while it loads.
         engine: the engine's statistics, or None if it did not answer.
-        engine_restarts: how often the engine was restarted.
-        sessions, live_bytes, unknown_fields, refusals, startup: see Figures.
+        figures: the values of Figures, by name.
     """
 
     instance_id: str
@@ -41,11 +40,6 @@ class Snapshot:
     pause: OperatorPause | None
     drain: Drain | None
     log_level: str
-    engine_restarts: int
     front_end: RegistryStats
     engine: EngineStats | None
-    sessions: int
-    live_bytes: int
-    unknown_fields: int
-    refusals: Mapping[RefusalKind, int]
-    startup: Mapping[str, float]
+    figures: Mapping[str, Any]

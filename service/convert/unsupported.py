@@ -45,6 +45,11 @@ def _refuse_text(spec: generation_pb2.GenerationSpec) -> None:
         ("text", spec.HasField("text"), instead),
         ("chat", spec.HasField("chat"), instead),
         (
+            "prediction.text",
+            spec.prediction.HasField("text"),
+            f"{_NO_TOKENIZER}; send token ids (prediction.tokens)",
+        ),
+        (
             "stop.stop_strings",
             stop.stop_strings,
             f"are matched in the text, and {_NO_TOKENIZER}; send stop_token_ids",

@@ -41,7 +41,7 @@ def message_footprint(spec: generation_pb2.GenerationSpec) -> Footprint:
     """Return the footprint of a spec's message. Takes less time than parsing the message."""
     size = spec.ByteSize()
     sampling = spec.sampling
-    ids = len(spec.tokens.ids)
+    ids = len(spec.tokens.ids) + len(spec.prediction.tokens.ids)
     listed = len(sampling.allowed_token_ids) + len(sampling.banned_token_ids)
     return Footprint(
         size

@@ -28,6 +28,7 @@ from engine.contract.outputs import (
     RequestOutput,
     Timings,
     Usage,
+    without_drafts,
 )
 from engine.contract.token_ids import NO_IDS, TokenIds
 from engine.contract.types import TokenId
@@ -235,6 +236,8 @@ class EventLog:
         if all(other.stop is not None for other in unfinished):
             for other in unfinished:
                 other.end(finish)
+                # The counts of drafts are of all of them, and told once.
+                finish = replace(finish, usage=without_drafts(finish.usage))
         else:
             self.failure = Failed(finish, None, _reasoning_tokens(unfinished))
 
@@ -246,7 +249,12 @@ class EventLog:
         first, last = finish.timings.first_token, finish.timings.last_token
         return replace(
             finish,
-            usage=Usage(self.prompt_tokens, self._cached_tokens, tokens),
+            usage=replace(
+                finish.usage,
+                prompt_tokens=self.prompt_tokens,
+                cached_tokens=self._cached_tokens,
+                completion_tokens=tokens,
+            ),
             timings=replace(
                 finish.timings,
                 first_token=self._first_token if first is None else first,

@@ -52,22 +52,22 @@ _CROWDED = "later ones needed the room (max_kept_results, max_kept_bytes)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegistryStats:
-    """The registry's counts at one moment.
+    """The registry's counts at one moment, by the names of FrontEndStatistics.
 
     Attributes:
-        live: requests that have not ended.
-        streams: open streams.
-        attached: requests on these streams, including ended ones with unread results.
-        kept: ended requests whose results are kept.
-        kept_bytes: the approximate size of kept results, including the read output that is kept of
-            live requests.
+        live_requests: requests that have not ended.
+        open_streams: open streams.
+        streamed_requests: requests on these streams, including ended ones with unread results.
+        kept_results: ended requests whose results are kept.
+        kept_result_bytes: the approximate size of kept results, including the read output that is
+            kept of live requests.
     """
 
-    live: int
-    streams: int
-    attached: int
-    kept: int
-    kept_bytes: int
+    live_requests: int
+    open_streams: int
+    streamed_requests: int
+    kept_results: int
+    kept_result_bytes: int
 
 
 class Registry:
@@ -129,11 +129,11 @@ class Registry:
     def stats(self) -> RegistryStats:
         """Return the current counts."""
         return RegistryStats(
-            live=self.live,
-            streams=len(self.streams),
-            attached=sum(len(stream.requests) for stream in self.streams),
-            kept=self.kept.count,
-            kept_bytes=self.kept.size,
+            live_requests=self.live,
+            open_streams=len(self.streams),
+            streamed_requests=sum(len(stream.requests) for stream in self.streams),
+            kept_results=self.kept.count,
+            kept_result_bytes=self.kept.size,
         )
 
     def live_requests(self, identity: str | None = None) -> list[ServedRequest]:

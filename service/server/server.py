@@ -202,13 +202,13 @@ class HeadraceServer:
 
     def _make_figures(self) -> Figures:
         return Figures(
-            live_bytes=lambda: self.limits.admission.live_bytes,
-            unknown_fields=lambda: self.state.incoming.unknown,
+            live_request_bytes=lambda: self.limits.admission.live_bytes,
+            unknown_field_messages=lambda: self.state.incoming.unknown,
             refusals=self.state.refusals.counts,
             phase=lambda: self.state.phase.value,
-            restarts=lambda: self.supervisor.restarts,
+            engine_restarts=lambda: self.supervisor.restarts,
             door_restarts=lambda: 0 if self.door is None else self.door.restarts,
-            sessions=lambda: self.limits.sessions.taken,
+            open_sessions=lambda: self.limits.sessions.taken,
             startup=lambda: self._startup,
             transfer=lambda: self.state.transfer,
         )

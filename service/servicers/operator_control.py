@@ -81,7 +81,7 @@ class Control:
     async def snapshot(self) -> Snapshot:
         """Return the current statistics."""
         engine = await self._engine_stats()
-        state, figures = self._state, self._figures
+        state = self._state
         return Snapshot(
             instance_id=state.instance_id,
             model=state.model_name,
@@ -92,14 +92,9 @@ class Control:
             pause=self._pause,
             drain=state.drain,
             log_level=self.log_level,
-            engine_restarts=figures.restarts(),
             front_end=self.registry.stats(),
             engine=engine,
-            sessions=figures.sessions(),
-            live_bytes=figures.live_bytes(),
-            unknown_fields=figures.unknown_fields(),
-            refusals=figures.refusals(),
-            startup=figures.startup(),
+            figures=self._figures.read(),
         )
 
     async def _engine_stats(self) -> EngineStats | None:

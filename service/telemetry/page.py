@@ -28,7 +28,7 @@ from typing import Any, cast
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics.export import MetricReader
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
 from engine.contract.errors import ConfigError
@@ -49,6 +49,15 @@ _PICKER: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         "vllm:kv_cache_usage_perc",
         "Part of the KV cache that requests hold; 1 is all of it.",
         lambda s: s.kv_usage,
+    ),
+)
+_COUNTED: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("vllm:spec_decode_num_drafts", "Requests' drafts in steps.", lambda s: s.drafts),
+    ("vllm:spec_decode_num_draft_tokens", "Tokens of drafts.", lambda s: s.draft_tokens),
+    (
+        "vllm:spec_decode_num_accepted_tokens",
+        "Tokens of drafts that were right.",
+        lambda s: s.accepted_draft_tokens,
     ),
 )
 
@@ -127,7 +136,7 @@ class _PickerNames:
     def __init__(self, stats: Callable[[], tuple[str, EngineStats | None]]) -> None:
         self._stats = stats
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         """Return their current values."""
         model, stats = self._stats()
         if stats is None:
@@ -136,6 +145,10 @@ class _PickerNames:
             family = GaugeMetricFamily(name, text, labels=["model_name"])
             family.add_metric([model], read(stats))
             yield family
+        for name, text, read in _COUNTED:
+            counted = CounterMetricFamily(name, text, labels=["model_name"])
+            counted.add_metric([model], read(stats))
+            yield counted
         family = GaugeMetricFamily(
             "vllm:cache_config_info",
             "The KV cache's shape.",

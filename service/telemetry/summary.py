@@ -16,12 +16,13 @@ from collections.abc import Callable
 
 from engine.contract.engine_client import EngineClient
 from engine.contract.errors import HeadraceError
-from engine.contract.stats import EngineStats
+from engine.contract.stats import EngineStats, statistics_of
 from service.errors.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 
 _MOST_REASONS = 3
+_LOGGED = {name: one for name, one in statistics_of(EngineStats).items() if one.log}
 
 
 class Summary:
@@ -70,16 +71,22 @@ class Summary:
         present = stats.running + stats.waiting + stats.held
         if not present and before.steps == stats.steps and not refused:
             return ""
-        parts = [
-            f"{stats.running} running, {stats.waiting} waiting, {stats.held} held",
-            f"{(stats.generated_tokens - before.generated_tokens) / seconds:.0f} tokens/s",
-            f"{(stats.prompt_tokens - before.prompt_tokens) / seconds:.0f} of prompts",
-            f"KV cache {stats.kv_usage:.0%}",
-        ]
+        gauges, rates, counts = [], [], []
+        for name, one in _LOGGED.items():
+            value, earlier = getattr(stats, name), getattr(before, name)
+            told = one.log.format(
+                now=value, grown=value - earlier, rate=(value - earlier) / seconds
+            )
+            if one.kind == "gauge":
+                gauges.append(told)
+            elif "{rate" in one.log:
+                rates.append(told)
+            elif value != earlier:
+                counts.append(told)
+        shares = [f"KV cache {stats.kv_usage:.0%}"]
         if queries := stats.prefix_queries - before.prefix_queries:
-            parts.append(f"prefix hits {(stats.prefix_hits - before.prefix_hits) / queries:.0%}")
-        if preemptions := stats.preemptions - before.preemptions:
-            parts.append(f"{preemptions} preempted")
+            shares.append(f"prefix hits {(stats.prefix_hits - before.prefix_hits) / queries:.0%}")
+        parts = [", ".join(gauges), *rates, *shares, *counts]
         if refused:
             told = ", ".join(f"{n} {reason}" for reason, n in refused.most_common(_MOST_REASONS))
             parts.append(f"{refused.total()} refused ({told})")

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from benchmarks import decoder
+from benchmarks.decoder import BASELINE, OURS, render, spread
 from benchmarks.decoder_shapes import FAMILIES
-from benchmarks.decoder_table import BASELINE, OURS, render, spread
 from benchmarks.processes import ROOT
+from benchmarks.records import Record
 from benchmarks.report import render as render_any
 
 FAKE = """
@@ -78,56 +79,56 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Names
     """Two checkouts, ours twice as fast, and the checkpoint of a family."""
     monkeypatch.setattr(decoder, "ROOT", _checkout(tmp_path / "new", 0.25))
     baseline = _checkout(tmp_path / "old", 0.5)
-    model = decoder.folder_of("llama", tmp_path)
+    model = tmp_path / "models" / "decoder-llama"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps({"vocab_size": 100}))
     return argparse.Namespace(
         baseline=baseline, cache=tmp_path, threads=1, minutes=5.0, turns=2,
-        output=tmp_path / "decoder.json",
+        output=tmp_path / "decoder.json", family=["llama"],
     )  # fmt: skip
 
 
-def _measure(arguments: argparse.Namespace) -> decoder.Book:
-    book = decoder.Book(arguments.output, arguments.baseline, arguments.threads)
-    bench = decoder.Bench(arguments, book)
-    decoder.measure_families(bench, "families", arguments.cache, ["llama"])
-    return book
+def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    about = {"date": "2026-11-23T10:00:00", "commit": "abc"}
+    record = Record(arguments.output, "decoder", about)
+    decoder.measure_families(decoder.Bench(arguments, record), "families")
+    return record.data
 
 
 def test_systems_take_turns_and_a_record_goes_on(
     arguments: argparse.Namespace, tmp_path: Path
 ) -> None:
-    book = _measure(arguments)
+    record = _measure(arguments)
     said = (tmp_path / "said").read_text().splitlines()
     assert said == [
         "new loads decoder-llama", "old loads decoder-llama",
         "old 1", "new 1", "new 1", "old 1", "old 1", "new 1",
         "old 16", "new 16", "new 16", "old 16", "old 16", "new 16",
     ]  # fmt: skip
-    cases = book.record["cases"]["families"]
+    cases = record["cases"]["families"]
     assert cases["llama, 1"]["turns"] == {OURS: [4.0, 4.0], BASELINE: [2.0, 2.0]}
     assert cases["llama, 16"]["turns"] == {OURS: [64.0, 64.0], BASELINE: [32.0, 32.0]}
-    assert json.loads(arguments.output.read_text()) == book.record
-    assert _measure(arguments).record["cases"] == book.record["cases"]
+    assert json.loads(arguments.output.read_text()) == record
+    assert _measure(arguments)["cases"] == record["cases"]
     assert (tmp_path / "said").read_text().splitlines() == said
     arguments.turns = 3
-    assert len(_measure(arguments).record["cases"]["families"]["llama, 1"]["turns"][OURS]) == 3
+    assert len(_measure(arguments)["cases"]["families"]["llama, 1"]["turns"][OURS]) == 3
 
 
 def test_what_fails_is_told_and_measured_again(arguments: argparse.Namespace) -> None:
     broken = arguments.baseline / "fails"
     broken.touch()
-    cases = _measure(arguments).record["cases"]["families"]
+    cases = _measure(arguments)["cases"]["families"]
     assert "no more" in cases["llama, 1"]["failure"]
     assert "turns" not in cases["llama, 16"]
     broken.unlink()
-    cases = _measure(arguments).record["cases"]["families"]
+    cases = _measure(arguments)["cases"]["families"]
     assert "failure" not in cases["llama, 1"]
 
 
 def test_out_of_time_nothing_is_begun(arguments: argparse.Namespace, tmp_path: Path) -> None:
     arguments.minutes = -1.0
-    assert not _measure(arguments).record["cases"]
+    assert not _measure(arguments)["cases"]
     assert not (tmp_path / "said").exists()
 
 

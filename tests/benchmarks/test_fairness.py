@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fairness import main, parse, share_for, table
+from benchmarks.fairness import MEASUREMENT, share_for, table
 
 
 def test_callers_that_always_wait_are_compared_by_weight() -> None:
@@ -25,7 +25,7 @@ def test_the_table_holds_what_was_measured_against_the_aims() -> None:
     }  # fmt: skip
     paired = {"ratios": [0.97, 1.0, 1.02], "ratio": 1.0}
     shares = {"equal": {"weights": [1.0] * 16, "seconds": 60.0, "apart": 0.012}}
-    said = table({"backlog": 500, "first": first, "paired": paired, "shares": shares})
+    said = table({"options": {"backlog": 500}, "first": first, "paired": paired, "shares": shares})
     assert "backlog of 500 × 128, median, in steps of 20.00 ms | ≤ 3 | 1.50 (30.0 ms) |" in said
     assert "its p99 of 200 | ≤ 8 | 4.00 (80.0 ms) |" in said
     assert "median of 3 turns | ≥ 0.98 | 1.000 (0.970–1.020) |" in said
@@ -35,7 +35,7 @@ def test_the_table_holds_what_was_measured_against_the_aims() -> None:
 
 
 def test_the_defaults_measure_what_is_to_be_shown() -> None:
-    arguments = parse([])
+    arguments = MEASUREMENT.parse([])
     assert arguments.backlog == 500
     assert arguments.samples >= 200
     assert arguments.turns >= 5
@@ -45,7 +45,7 @@ def test_the_defaults_measure_what_is_to_be_shown() -> None:
 @pytest.mark.slow
 def test_all_parts_run(tmp_path: Path) -> None:
     output = tmp_path / "found" / "fairness.json"
-    main(["--quick", "--output", str(output)])
+    MEASUREMENT.run(["--quick", "--output", str(output)])
     record = json.loads(output.read_text())
     assert record["first"]["samples"] == 5
     assert record["first"]["waiting"] > 0

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.adapters import checks
 from benchmarks.adapters.loop import Turn
 from benchmarks.gpu import checking, command, parts
 from benchmarks.gpu.record import Provenance, Record, record_name
@@ -24,6 +23,7 @@ from benchmarks.gpu.tables import NO_GPU, render_part
 from benchmarks.processes import ROOT
 from benchmarks.records import FORMAT, read_record
 from benchmarks.report import render
+from tests.gpu import checks
 
 FAKES = '''
 import os, sys, time
@@ -416,7 +416,7 @@ class Missing:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Missing())
-import benchmarks.__main__, benchmarks.adapters.headrace_engine, benchmarks.adapters.checks
+import benchmarks.__main__, benchmarks.adapters.headrace_engine, tests.gpu.checks
 """
 
 

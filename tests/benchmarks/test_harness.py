@@ -157,6 +157,11 @@ def test_the_command_lists_what_there_is_and_refuses_the_rest() -> None:
         assert message in refused.stderr
 
 
+def test_the_command_starts_without_what_takes_seconds_to_import() -> None:
+    program = "import sys, benchmarks.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
 def test_a_harness_that_is_ended_ends_its_systems(tmp_path: Path) -> None:
     harness = subprocess.Popen(
         [

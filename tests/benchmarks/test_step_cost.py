@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.step_cost import measure
+from benchmarks.step_cost import steps_of
 from tests.tiny_models import FAMILIES, make_model
 
 
 def test_each_step_has_a_part_of_the_model_and_one_of_the_engine(tmp_path: Path) -> None:
     make_model(FAMILIES["llama"]()).save_pretrained(tmp_path)
-    steps = measure(
+    steps = steps_of(
         argparse.Namespace(
             model=str(tmp_path), dtype="float32", requests=2, steps=5, temperature=0.0, threads=1
         )

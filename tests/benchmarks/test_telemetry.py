@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.telemetry import compared, main, parse, table
+from benchmarks.telemetry import MEASUREMENT, ratios, table
 
 
 def turn(tokens: float, cost: float) -> dict[str, float]:
@@ -15,7 +15,7 @@ def turn(tokens: float, cost: float) -> dict[str, float]:
 
 
 def test_turns_are_compared_one_by_one() -> None:
-    found = compared(
+    found = ratios(
         {
             "off": [turn(100, 20), turn(200, 20), turn(400, 20)],
             "on": [turn(98, 22), turn(198, 21), turn(420, 20)],
@@ -25,12 +25,12 @@ def test_turns_are_compared_one_by_one() -> None:
     assert found["on_tokens_per_s"]["ratios"] == [0.98, 0.99, 1.05]
     assert found["on_tokens_per_s"]["median"] == 0.99
     assert found["on_cpu_us_per_token"]["median"] == 1.05
-    said = table({"arguments": {"turns": 3, "requests": 64}, **found})
+    said = table({"options": {"turns": 3, "requests": 64}, **found})
     assert "everything on / off | ≥ 0.98 | 0.990 (0.980–1.050) |" in said
 
 
 def test_the_defaults_measure_what_is_to_be_shown() -> None:
-    arguments = parse([])
+    arguments = MEASUREMENT.parse([])
     assert arguments.requests == 64
     assert arguments.turns >= 5
 
@@ -38,7 +38,7 @@ def test_the_defaults_measure_what_is_to_be_shown() -> None:
 @pytest.mark.slow
 def test_it_runs(tmp_path: Path) -> None:
     output = tmp_path / "found" / "telemetry.json"
-    main(["--quick", "--output", str(output)])
+    MEASUREMENT.run(["--quick", "--output", str(output)])
     record = json.loads(output.read_text())
     assert set(record["turns"]) == {"off", "on", "again"}
     assert all(found["tokens_per_s"] > 0 for [found] in record["turns"].values())

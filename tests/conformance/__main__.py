@@ -11,8 +11,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+from scripts.client_languages import LANGUAGES, Language
 from tests.conformance.driver import ROOT
-from tests.conformance.registry import LANGUAGES, Language
 from tests.conformance.suite import TRANSPORTS, Outcome, load_vectors, run_language
 
 

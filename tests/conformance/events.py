@@ -7,7 +7,8 @@
 | `{"attach": 4}` | answers an attach, which must ask for event 4; what follows there comes again |
 | `{"text": "$w é"}`, with `ids`, `choice`, `reasoning`, `tool_calls`, `pieces` | a Delta |
 | `{"prompt": 5, "cached": 2}` | PromptProcessed |
-| `{"finish": "STOP"}`, with `choice`, `stop_string`, `stop_token` | Finished; a number: a new one |
+| `{"finish": "STOP"}`, with `choice`, `stop_string`, `stop_token`, `usage` | Finished |
+| `{"finish": 99}` | Finished, for a reason that nobody knows |
 | `{"fail": {"code", "reason"}}` | Failed |
 | `"unknown"` | an event of a kind that nobody knows |
 """
@@ -103,3 +104,5 @@ class EventMaker:
             finished.stop_token_id = told["stop_token"]
         finished.usage.prompt_tokens = 3
         finished.usage.completion_tokens = completed
+        for name, count in told.get("usage", {}).items():
+            setattr(finished.usage, name, count)

@@ -21,7 +21,16 @@ _REASONS = {
     g.FINISH_REASON_TIME_LIMIT: "time_limit",
     g.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
-_USAGE = ("prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
+_OF_PROMPT = ("prompt_tokens", "cached_tokens")
+_OF_CHOICES = (
+    "completion_tokens",
+    "reasoning_tokens",
+    "draft_tokens",
+    "accepted_draft_tokens",
+    "prediction_draft_tokens",
+    "accepted_prediction_draft_tokens",
+)
+_USAGE = (*_OF_PROMPT, *_OF_CHOICES)
 
 
 def told_float(value: float) -> str:
@@ -79,7 +88,7 @@ def told_usage(usage: g.Usage) -> dict[str, int]:
 def told_result(log: Sequence[g.ResultEvent], request_id: str, n: int) -> dict[str, Any]:
     """RESULT, of the events so far."""
     accepted = next((e.accepted for e in log if e.HasField("accepted")), None)
-    prompt = next((e.prompt for e in log if e.HasField("prompt")), None)
+    prompt = next((e.prompt for e in log if e.HasField("prompt")), g.PromptProcessed())
     finished = {e.choice_index: e.finished for e in log if e.HasField("finished")}
     choices = []
     for index in range(n):
@@ -107,16 +116,8 @@ def told_result(log: Sequence[g.ResultEvent], request_id: str, n: int) -> dict[s
             }
         )
     usages = [choice["usage"] for choice in choices]
-    usage = {
-        "prompt_tokens": max(
-            [prompt.prompt_tokens if prompt else 0, *(u["prompt_tokens"] for u in usages)]
-        ),
-        "cached_tokens": max(
-            [prompt.cached_tokens if prompt else 0, *(u["cached_tokens"] for u in usages)]
-        ),
-        "completion_tokens": sum(u["completion_tokens"] for u in usages),
-        "reasoning_tokens": sum(u["reasoning_tokens"] for u in usages),
-    }
+    usage = {name: max(getattr(prompt, name), *(u[name] for u in usages)) for name in _OF_PROMPT}
+    usage |= {name: sum(u[name] for u in usages) for name in _OF_CHOICES}
     has_seed = accepted is not None and accepted.sampling.HasField("seed")
     seed = str(accepted.sampling.seed) if accepted is not None and has_seed else None
     return {"request_id": request_id, "seed": seed, "usage": usage, "choices": choices}

@@ -7,14 +7,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
+from hyperframe.exceptions import HyperframeError
+from hyperframe.frame import Frame, GoAwayFrame, HeadersFrame, RstStreamFrame
+
 _HEADER_BYTES = 9
-_HEADERS, _RST_STREAM, _GOAWAY = 1, 3, 7
-_END_STREAM = 1
 _CANCEL = 8
 _ANSWER_SECONDS = 10.0
-_ALL_STREAMS = b"\x7f\xff\xff\xff"  # of the first of two: "there will be another"
+_ALL_STREAMS = 2**31 - 1  # of the first of two: "there will be another"
 
 
 class Frames:
@@ -35,29 +37,30 @@ class Frames:
 
     def take(self, data: bytes) -> int:
         """Takes bytes; returns how many final GOAWAYs end in them. A server sends that one when
-        the client has answered the first: it knows then.
+        the client has answered the first: it knows then. What is under TLS is not read.
         """
-        held, found = self._held + data, 0
-        while len(held) >= _HEADER_BYTES:
-            size = _HEADER_BYTES + int.from_bytes(held[:3], "big")
-            if len(held) < size:
-                break
-            is_last = held[_HEADER_BYTES : _HEADER_BYTES + 4] != _ALL_STREAMS
-            found += held[3] == _GOAWAY and is_last
-            self._note(held[3], held[4], int.from_bytes(held[5:_HEADER_BYTES], "big"))
-            held = held[size:]
-        self._held = held
-        return found
+        self._held += data
+        with contextlib.suppress(HyperframeError):
+            return sum(map(self._note, self._frames()))
+        self._held = b""
+        return 0
 
-    def _note(self, kind: int, flags: int, stream: int) -> None:
-        if kind == _RST_STREAM or (kind == _HEADERS and flags & _END_STREAM):
-            self.streams.discard(stream)
-        elif kind == _HEADERS:
-            self.streams.add(stream)
+    def _frames(self) -> Iterator[Frame]:
+        while len(self._held) >= _HEADER_BYTES:
+            one, size = Frame.parse_frame_header(memoryview(self._held[:_HEADER_BYTES]))
+            end = _HEADER_BYTES + size
+            if len(self._held) < end:
+                return
+            one.parse_body(memoryview(self._held[_HEADER_BYTES:end]))
+            self._held = self._held[end:]
+            yield one
 
-
-def _frame(kind: int, stream: int, body: bytes) -> bytes:
-    return len(body).to_bytes(3, "big") + bytes([kind, 0]) + stream.to_bytes(4, "big") + body
+    def _note(self, one: Frame) -> bool:
+        if isinstance(one, RstStreamFrame) or "END_STREAM" in one.flags:
+            self.streams.discard(one.stream_id)
+        elif isinstance(one, HeadersFrame):
+            self.streams.add(one.stream_id)
+        return isinstance(one, GoAwayFrame) and one.last_stream_id != _ALL_STREAMS
 
 
 class Proxy:
@@ -114,15 +117,15 @@ class Proxy:
         for task, frames in self._frames.items():
             client, server = self._pairs[task]
             for stream in frames.streams:
-                client.write(_frame(_RST_STREAM, stream, code.to_bytes(4, "big")))
-                server.write(_frame(_RST_STREAM, stream, _CANCEL.to_bytes(4, "big")))
+                client.write(RstStreamFrame(stream, code).serialize())
+                server.write(RstStreamFrame(stream, _CANCEL).serialize())
             frames.streams.clear()
 
     def go_away(self) -> None:
         """Says GOAWAY that no stream was heard, and closes all connections."""
         for task in list(self._frames):
             client, server = self._pairs[task]
-            client.write(_frame(_GOAWAY, 0, bytes(8)))
+            client.write(GoAwayFrame(0).serialize())
             client.close()
             server.transport.abort()
 

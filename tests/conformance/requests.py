@@ -53,6 +53,7 @@ def fault_of_spec(
     check("structural_tag", spec.structured_output.structural_tag)
     check("priority", spec.scheduling.priority)
     check("max_reasoning_tokens", spec.stop.max_reasoning_tokens)
+    check("prediction", spec.prediction.text)
     if "time_limit_ms" in request:
         limit = Duration(seconds=0)
         limit.FromMilliseconds(request["time_limit_ms"])
@@ -80,6 +81,7 @@ def _capabilities(request: Mapping[str, Any]) -> list[str]:
         "json_schema": "structured_output",
         "priority": "priorities",
         "max_reasoning_tokens": "reasoning_budget",
+        "prediction": "prediction",
     }
     found |= {mark for name, mark in marks.items() if name in request}
     if request.get("tool_choice") in _CHOICES:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts.client_languages import Language
 from tests.conformance.driver import Driver, DriverFault
-from tests.conformance.registry import Language
 from tests.conformance.scenario import NotApplicable, Scenario
 from tests.conformance.stage import Unmet
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from scripts.client_languages import LANGUAGES, Language
 from tests.conformance import driver, scenario
 from tests.conformance.driver import ROOT
 from tests.conformance.faulty_driver import CHANGES, DRIVERS
-from tests.conformance.registry import LANGUAGES, Language
 from tests.conformance.suite import END, Outcome, load_vectors, run_language
 
 PYTHON, ASYNCIO, GO = LANGUAGES[:3]

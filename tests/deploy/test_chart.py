@@ -10,9 +10,9 @@ import jsonschema
 import pytest
 import yaml
 
-from benchmarks.fleet.rollout import PodSettings, Rollout
 from service.command.flags import flags
 from service.server import server
+from tests.campaign.fleet.rollout import PodSettings, Rollout
 from tests.deploy.chart import CHART, NEEDS_HELM, RefusedError, only, rendered
 from tests.deploy.shutdown import REST_S
 from tests.deploy.valid import check_object

@@ -63,9 +63,7 @@ def test_without_torch_nothing_of_cuda_is_left_and_all_else_is() -> None:
     assert {"transformers", "numpy", "setuptools"} <= rest.keys()
 
 
-@pytest.mark.parametrize(
-    "copied", re.findall(r"^COPY (?!--)(.*) \S+$", (ROOT / "Dockerfile").read_text(), re.M)
-)
+@pytest.mark.parametrize("copied", COPIED)
 def test_the_context_has_what_is_copied(copied: str) -> None:
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     for path in copied.split():

@@ -110,6 +110,9 @@ class Loaded(FakeEngine):
             prompt_tokens=plain.steps,
             prefix_queries=2 * plain.steps,
             prefix_hits=plain.steps,
+            draft_tokens=2 * plain.steps,
+            accepted_draft_tokens=plain.steps,
+            accepted_prediction_draft_tokens=plain.steps,
             callers=(CallerStats(CallerKey("a"), 1.0, 1, 1, plain.steps),),
         )
 

@@ -14,7 +14,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.contract.outputs import FinishReason
 from engine.contract.types import RequestId, RequestKey, TokenId
 from engine.core.engine_core import EngineCore
-from tests.engine.fake_runner import VOCAB, Clock, expected_tokens, make_core, make_request
+from tests.engine.fake_runner import (
+    VOCAB,
+    Clock,
+    echoed,
+    expected_tokens,
+    make_core,
+    make_request,
+)
 from tests.engine.ledger import Ledger, drain
 
 ENDING = (5, 77)
@@ -22,15 +29,21 @@ POLICIES = ("fifo", "prefill_first", "priority", "fair")
 
 
 def draft(core: EngineCore, most: int, chance: random.Random) -> None:
-    """Draft what follows in every choice: some of it right, and at times something wrong."""
-    for live in core._live.by_id.values() if most else ():
-        for one in live.choices.values():
-            count = one.num_output_tokens  # with pending tokens; what is right goes on beyond ends
-            right = expected_tokens(one.spec.prompt, count + most, choice=one.choice)[count:]
-            drafts = right[: chance.randint(0, most)]
-            if chance.random() < 0.5:
-                drafts.insert(chance.randint(0, len(drafts)), 3)
-            one.drafts = tuple(map(TokenId, drafts[:most]))
+    """Draft what follows in every running choice: some of it right, and at times something
+    wrong.
+    """
+    for one in core.scheduler.running.values() if most else ():
+        if one.matcher is not None:
+            continue  # the runner has one mask a request
+        count = one.num_output_tokens  # with pending tokens; what is right goes on beyond ends
+        right = expected_tokens(one.spec.prompt, count + most, choice=one.choice)[count:]
+        drafts = right[: chance.randint(0, most)]
+        if chance.random() < 0.5:
+            place = chance.randint(0, len(drafts))
+            # What the row behind it says is the same, or something else.
+            echo = echoed(one.num_tokens + place, one.choice)
+            drafts.insert(place, chance.choice((TokenId(3), echo)))
+        one.drafts = tuple(map(TokenId, drafts[:most]))
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -298,6 +311,8 @@ class CoreMachine(RuleBasedStateMachine):
         assert stats.running <= core.scheduler.max_requests_per_batch
         assert len(set(self.runner.released)) == len(self.runner.released), "released twice"
         assert stats.generated_tokens == sum(map(len, self.ledger.tokens.values()))
+        self.ledger.check_drafts(stats)
+        assert stats.draft_tokens <= self.runner.drafted
         if not self.ledger.live:
             assert self.kv_cache.num_used_blocks == 0
             assert self.kv_cache.num_used_host_blocks == 0

@@ -59,6 +59,11 @@ def next_token(last: int, position: int, choice: int = 0) -> TokenId:
     return TokenId((last * 31 + position * 17 + choice * 29 + 7) % VOCAB)
 
 
+def echoed(position: int, choice: int = 0) -> TokenId:
+    """The token that is followed by itself if it stands at `position`."""
+    return TokenId((position * 17 + choice * 29 + 7) * pow(-30, -1, VOCAB) % VOCAB)
+
+
 def expected_tokens(
     prompt: Sequence[int],
     max_tokens: int,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.contract.outputs import Finish, FinishReason, RequestOutput, StepOutputs
 from engine.contract.request import GenerationRequest
+from engine.contract.stats import EngineStats
 from engine.contract.types import RequestId
 from engine.core.engine_core import EngineCore
 from engine.scheduler.prefill_first import PATIENCE, PrefillFirstScheduler
@@ -22,6 +23,7 @@ class Ledger:
         self.ends: dict[Choice, Finish] = {}
         self.over: set[RequestId] = set()
         self.prompts_done: set[RequestId] = set()
+        self.num_given: dict[RequestId, int] = {}  # how often a request had tokens
 
     def add(self, spec: GenerationRequest) -> None:
         self.specs[spec.request_id] = spec
@@ -62,6 +64,7 @@ class Ledger:
             )
         if output.token_ids:
             assert name in self.prompts_done
+            self.num_given[name] = self.num_given.get(name, 0) + 1
             asked = spec.logprobs is not None
             assert (output.logprobs is not None) == asked
             if output.logprobs is not None:
@@ -95,6 +98,24 @@ class Ledger:
             end = self.ends.get((name, choice))
             if end is not None:
                 self._check_end(spec, tokens, right, end)
+
+    def check_drafts(self, stats: EngineStats) -> None:
+        """Of what a step gives a choice, all tokens but one were drafts; usage says the same."""
+        tokens = dict.fromkeys(self.specs, 0)
+        usage = {name: [0, 0] for name in self.specs}
+        for (name, choice), known in self.tokens.items():
+            tokens[name] += len(known)
+            end = self.ends.get((name, choice))
+            if end is not None:
+                usage[name][0] += end.usage.draft_tokens
+                usage[name][1] += end.usage.accepted_draft_tokens
+        kept = {name: tokens[name] - self.num_given.get(name, 0) for name in self.specs}
+        assert stats.accepted_draft_tokens == sum(kept.values()) <= stats.draft_tokens
+        for name in self.over:
+            drafted, accepted = usage[name]
+            assert accepted == kept[name] <= drafted
+        if not self.live:
+            assert stats.draft_tokens == sum(drafted for drafted, _ in usage.values())
 
     def _check_end(
         self, spec: GenerationRequest, tokens: list[int], right: list[int], end: Finish

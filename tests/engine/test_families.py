@@ -7,8 +7,6 @@ MODES, and every token must be the same; so must those of our own decoder, if it
 from __future__ import annotations
 
 import runpy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,170 +14,30 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.api.manager import ContinuousBatchingManager
-from engine.api.offline import LoadedModel, from_model
-from engine.contract.config import ContinuousBatchingConfig
+from engine.api.offline import from_model
 from engine.contract.errors import ModelRefusedError
-from engine.contract.request import RequestStatus
-from engine.contract.stats import EngineStats
 from engine.kv_cache.group_kinds import SlidingAttention
-from engine.loading.loader import verify_model
-from engine.models.formats.native import Native
-from engine.models.table import FAMILIES as DESCRIBED
+from tests.engine.mode_sweep import (
+    BLOCK,
+    BUDGET,
+    LENGTHS,
+    NEW_TOKENS,
+    check_every_mode,
+    load_family,
+    managed,
+    run,
+)
 from tests.families import EVERY_FAMILY
-from tests.model_recipes import MODES, RECIPES, REFUSALS, WINDOW, Recipe
+from tests.model_recipes import RECIPES, REFUSALS, WINDOW
 from tests.tiny_models import greedy_reference, make_model, make_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCK = 8
-BUDGET = 48
-LENGTHS = (33, 90, 3, 130)
-NEW_TOKENS = 12
-Tokens = list[list[int]]
-
-
-def _sharing_prompts() -> Tokens:
-    """A prefix of five blocks and a half in common; one that ends with it, one that is the same."""
-    (prefix,) = make_prompts((5 * BLOCK + 4,), seed=5)
-    tails = make_prompts((7, 30), seed=6)
-    return [prefix + tails[0], prefix + tails[1], list(prefix), prefix + tails[1]]
-
-
-@contextmanager
-def _manager(loaded: LoadedModel, **options: Any) -> Iterator[ContinuousBatchingManager]:
-    config = ContinuousBatchingConfig(**{"block_size": BLOCK, **options})
-    manager = loaded.init_continuous_batching(continuous_batching_config=config)
-    manager.start()
-    try:
-        yield manager
-    finally:
-        manager.stop(hard_stop=True)
-    kv_cache = manager._loop._core.scheduler.kv_cache
-    kv_cache.check_integrity()
-    assert kv_cache.num_used_blocks == 0
-
-
-def _run(
-    loaded: LoadedModel,
-    prompts: Tokens,
-    *,
-    one_by_one: bool = False,
-    sampling: dict[str, Any] | None = None,
-    **options: Any,
-) -> tuple[Tokens, EngineStats]:
-    """The generated tokens of each prompt. `sampling`: of the requests; None: greedy."""
-    results: dict[str, list[int]] = {}
-    names: list[str] = []
-    with _manager(loaded, **options) as manager:
-
-        def take() -> None:
-            output = manager.get_result(timeout=60)
-            assert output is not None
-            assert output.status is RequestStatus.FINISHED, output.error
-            results[output.request_id] = list(output.generated_tokens)
-
-        # All at once: added one after the other, the first may be over before the last comes.
-        for group in [[prompt] for prompt in prompts] if one_by_one else [prompts]:
-            names += manager.add_requests(group, max_new_tokens=NEW_TOKENS, **(sampling or {}))
-            if one_by_one:
-                take()
-        while len(results) < len(prompts):
-            take()
-        stats = manager.stats()
-    return [results[name] for name in names], stats
-
-
-def _with_our_decoder(model: PreTrainedModel) -> LoadedModel:
-    """Packs the model's linear layers."""
-    verified = verify_model(model, Path(), lambda line: None, packing=Native, own_decoder=True)
-    assert verified.decoder is not None
-    return LoadedModel(verified)
-
-
-def _few_blocks(loaded: LoadedModel) -> int:
-    """As many as the longest prompt needs alone."""
-    windows = [shape.window for shape in loaded._verified.probe.shapes]
-    sliding = [window for window in windows if window is not None]
-    if len(sliding) == len(windows):
-        return max(SlidingAttention(one).most_blocks(10**9, BUDGET, BLOCK) for one in sliding)
-    return -(-(max(LENGTHS) + NEW_TOKENS) // BLOCK)
-
-
-def _check_attention(loaded: LoadedModel, recipe: Recipe) -> None:
-    windows = {shape.window for shape in loaded._verified.probe.shapes}
-    seen = "full" if windows == {None} else "sliding and full" if None in windows else "sliding"
-    assert seen == recipe.attention
-    assert windows <= {None, WINDOW}
-
-
-def _check_paced(loaded: LoadedModel, prompts: Tokens, expected: Tokens) -> None:
-    """With a target that hardly any step meets, and one that none does: what stands beside a
-    decode is cut, mostly to a block.
-    """
-    plain: dict[str, Any] = {"num_blocks": 128, "max_batch_tokens": BUDGET}
-    tokens, _ = _run(loaded, prompts, target_step_time=0.001, **plain)
-    assert tokens == expected
-    plain |= {"sampling": {"temperature": 1.0, "seed": 7}, "per_request_processors": True}
-    paced, stats = _run(loaded, prompts, target_step_time=0.0001, **plain)
-    tokens, off = _run(loaded, prompts, **plain)
-    assert paced == tokens
-    assert paced != expected, "they are not drawn"
-    assert stats.steps >= off.steps + 10
-    assert stats.steps_over_target == stats.steps_with_decodes
 
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 @pytest.mark.parametrize("decoder", ["transformers", "own"])
 def test_every_mode_equals_generate(family: str, decoder: str) -> None:
-    recipe = RECIPES[family]
-    if not recipe.is_known:
-        pytest.skip(f"this version of transformers has no {family} that is served")
-    if decoder == "own" and recipe.config().model_type not in DESCRIBED:
-        pytest.skip("our decoder does not know it")
-    model = make_model(recipe.config(eos_token_id=None))
-    prompts, sharing = make_prompts(LENGTHS), _sharing_prompts()
-    expected = [greedy_reference(model, prompt, NEW_TOKENS) for prompt in prompts]
-    shared = [greedy_reference(model, prompt, NEW_TOKENS) for prompt in sharing]
-    assert len({token for tokens in expected + shared for token in tokens}) >= 5, "it says nothing"
-    loaded = from_model(model) if decoder == "transformers" else _with_our_decoder(model)
-    _check_attention(loaded, recipe)
-    few = _few_blocks(loaded)
-
-    for mode in MODES:
-        if mode == "together":
-            tokens, _ = _run(loaded, prompts, num_blocks=128, max_batch_tokens=1024)
-            assert tokens == expected, mode
-        elif mode == "chunked":
-            tokens, _ = _run(loaded, prompts, num_blocks=128, max_batch_tokens=BUDGET)
-            assert tokens == expected, mode
-        elif mode == "paced":
-            _check_paced(loaded, prompts, expected)
-        elif mode == "preempted":
-            tokens, stats = _run(
-                loaded, prompts, num_blocks=few, max_batch_tokens=BUDGET, allow_block_sharing=False
-            )
-            assert tokens == expected, mode
-            assert stats.preemptions > 0
-        elif mode == "prefix shared":
-            tokens, stats = _run(
-                loaded, sharing, one_by_one=True, num_blocks=128, max_batch_tokens=BUDGET
-            )
-            assert tokens == shared, mode
-            assert stats.prefix_hits >= 3 * BLOCK
-        elif mode == "offloaded":
-            tokens, stats = _run(
-                loaded, prompts, num_blocks=few, max_batch_tokens=BUDGET, cpu_offload_space=0.01
-            )
-            assert tokens == expected, mode
-            assert stats.offloads > 0
-            assert stats.restores > 0
-        elif mode == "overlapped":
-            tokens, _ = _run(
-                loaded, prompts, num_blocks=few, max_batch_tokens=BUDGET, use_async_batching=True
-            )
-            assert tokens == expected, mode
-        else:
-            pytest.fail(f"no such mode: {mode}")
+    check_every_mode(*load_family(family, decoder))
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -204,7 +62,7 @@ def test_a_window_bounds_the_memory_of_a_long_generation(family: str) -> None:
     assert len(expected) == new_tokens
     loaded = from_model(model)
     held: list[list[int]] = []
-    with _manager(
+    with managed(
         loaded, num_blocks=64, max_batch_tokens=BUDGET, allow_block_sharing=False
     ) as manager:
         kv_cache, runner = manager._loop._core.scheduler.kv_cache, manager._loop._core.runner
@@ -252,7 +110,7 @@ def test_bfloat16_tokens_are_within_a_near_tie_of_the_best(family: str) -> None:
     prompts = make_prompts(LENGTHS)
     expected = [greedy_reference(half, prompt, NEW_TOKENS) for prompt in prompts]
     judge.set_attn_implementation("eager")
-    actual, _ = _run(from_model(half), prompts, num_blocks=128, max_batch_tokens=BUDGET)
+    actual, _ = run(from_model(half), prompts, num_blocks=128, max_batch_tokens=BUDGET)
     for prompt, ours, theirs in zip(prompts, actual, expected, strict=True):
         assert len(ours) == NEW_TOKENS
         assert _gaps(judge, prompt, ours).max() <= 0.1

@@ -251,7 +251,7 @@ def test_nan_left_in_freed_blocks_reaches_nobody(
     config = ContinuousBatchingConfig(block_size=8, num_blocks=80, max_batch_tokens=64)
     manager = loaded("qwen3").init_continuous_batching(continuous_batching_config=config)
     runner: Any = manager._loop._core.runner
-    for cache in runner.kv.caches:
+    for cache in runner.kv.caches.values():
         cache.keys[8:] = float("nan")  # all but the null block
         cache.values[8:] = float("nan")
     near = Neighbourhood(manager, right)

@@ -47,7 +47,7 @@ def test_blocks_go_to_pinned_memory_and_back() -> None:
     built = build_verified(on_cuda("llama"), cpu_offload_space=0.01)
     kv = built.runner.kv
     assert kv.host_caches[0].keys.is_pinned()
-    for cache in kv.caches:
+    for cache in kv.caches.values():
         cache.keys.normal_()
     before = kv.caches[2].keys[8:24].clone()
     group = GroupId(0)

@@ -227,6 +227,8 @@ async def over_grpc(client: AsyncClient, asked: Question, salt: str) -> Answer:
 def _cost(results: list[Result]) -> dict[str, Any]:
     prompt = sum(result.usage.prompt_tokens for result in results)
     completion = sum(result.usage.completion_tokens for result in results)
+    tried = sum(result.usage.prediction_draft_tokens for result in results)
+    kept = sum(result.usage.accepted_prediction_draft_tokens for result in results)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -235,7 +237,9 @@ def _cost(results: list[Result]) -> dict[str, Any]:
             "cached_tokens": sum(result.usage.cached_tokens for result in results)
         },
         "completion_tokens_details": {
-            "reasoning_tokens": sum(result.usage.reasoning_tokens for result in results)
+            "reasoning_tokens": sum(result.usage.reasoning_tokens for result in results),
+            "accepted_prediction_tokens": kept,
+            "rejected_prediction_tokens": tried - kept,
         },
     }
 

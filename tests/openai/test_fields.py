@@ -10,6 +10,8 @@ from headrace.openai import asked
 from headrace.openai.asked import Asked
 from headrace.openai.errors import ApiError
 from headrace.openai.fields import FIELDS, ROUTES, Route
+from headrace.openai.replies import usage_of
+from headrace.results import Result, Usage
 from headrace.v1 import generation_pb2 as pb
 
 from tests.openai import field_table
@@ -106,9 +108,21 @@ SPECS: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
     "return_token_ids": [({"return_token_ids": True}, {})],
 }  # fmt: skip
 """Members of both routes: a body's, and the request that it makes."""
+TEXT_PART = {"type": "text", "text": "yes"}
 CHAT_SPECS: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
     "messages": [({}, {})],
     "max_completion_tokens": [({"max_completion_tokens": 9}, {"stop": {"max_tokens": 9}})],
+    "prediction": [
+        (
+            {"prediction": {"type": "content", "content": "a = 1"}},
+            {"prediction": {"text": "a = 1"}},
+        ),
+        (
+            {"prediction": {"type": "content", "content": [TEXT_PART, TEXT_PART]}},
+            {"prediction": {"text": "yesyes"}},
+        ),
+        ({"prediction": {"type": "content", "content": ""}}, {}),
+    ],
     "logprobs": [
         ({"logprobs": True}, {"output": {"logprobs": 0}}),
         ({"logprobs": False}, {}),
@@ -307,6 +321,26 @@ def test_unknown_members_are_refused_with_what_may_be_meant() -> None:
     assert refused({"messages": []}, "completions")["code"] == "unknown_field"
 
 
+def test_a_prediction_that_is_no_text_is_named() -> None:
+    for prediction, name in (
+        ({"type": "tokens"}, "prediction.type"),
+        ({"content": 5}, "prediction.content"),
+        ({"content": ["a"]}, "prediction.content[0]"),
+        ({"content": [{"type": "text"}]}, "prediction.content[0].text"),
+    ):
+        assert refused({"prediction": prediction}, "chat")["param"] == name
+
+
 def test_the_document_has_the_tables_rows() -> None:
     """`python -m tests.openai.field_table` writes them."""
     assert field_table.shown() == field_table.table()
+
+
+def test_the_usage_tells_what_became_of_predictions() -> None:
+    usage = Usage(3, 1, 9, 2, 8, 6, prediction_draft_tokens=7, accepted_prediction_draft_tokens=5)
+    found = usage_of([Result("a", (), usage), Result("b", (), usage)])
+    assert found["completion_tokens_details"] == {
+        "reasoning_tokens": 4,
+        "accepted_prediction_tokens": 10,
+        "rejected_prediction_tokens": 4,
+    }

@@ -10,6 +10,7 @@ import select
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +23,10 @@ from headrace.openai.protocol import MAX_HEAD_BYTES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.hostile.door import ATTACKS, Door, Neighbour, attacked
-from benchmarks.hostile.server import OPERATOR, WITNESS, Server
 from benchmarks.models import DEMO
-from benchmarks.trust.door.part import DOOR_BYTES
+from tests.campaign.door.attacks import ATTACKS, Door, Neighbour, attacked
+from tests.campaign.door.part import DOOR_BYTES
+from tests.campaign.hostile.server import OPERATOR, WITNESS, Server
 from tests.service.real_server import RealServer, real_server
 
 PATIENCE_S = 6.0
@@ -59,13 +60,10 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[There]:
     folder = tmp_path_factory.mktemp("door")
     with real_server("--dtype", "float32", "--listen", "127.0.0.1:0") as server:
         server.wait_until_ready()
-        door = Door(server.addresses[0], folder)
-        try:
+        with closing(Door(server.addresses[0], folder)) as door:
             yield There(server, door)
             said = door.log().splitlines()
             assert len(said) == 1, said  # that it is ready: no input is a line of the log
-        finally:
-            door.close()
 
 
 @pytest.fixture(scope="module")
@@ -472,43 +470,34 @@ def test_a_reader_who_stops_for_long_is_told_so(tmp_path: Path) -> None:
     held = ("--max-hold", "1", "--max-unread-tokens", "16")
     with real_server("--listen", "127.0.0.1:0", *held) as server:
         server.wait_until_ready()
-        door = Door(server.addresses[0], tmp_path)
-        try:
-            with socket.socket() as sock:
-                sock.settimeout(2 * PATIENCE_S)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                sock.connect(("127.0.0.1", door.port))
-                members = {"stream": True, "n": 16, "max_tokens": 400, "ignore_eos": True}
-                logprobs = {"logprobs": True, "top_logprobs": 20}
-                body = json.dumps({"messages": [USER], **members, **logprobs}).encode()
-                head = (HERE, TYPE, "Connection: close", f"Content-Length: {len(body)}")
-                sock.sendall(raw(*head, body=body))
-                with headrace.Client(server.addresses[0]) as client:
-                    for is_there in (True, False):  # it begins, is held, and then ended
-                        while bool(list(client.control.requests())) is not is_there:
-                            time.sleep(0.01)
-                found = b"".join(iter(lambda: sock.recv(65536), b""))
-        finally:
-            door.close()
+        with closing(Door(server.addresses[0], tmp_path)) as door, socket.socket() as sock:
+            sock.settimeout(2 * PATIENCE_S)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", door.port))
+            members = {"stream": True, "n": 16, "max_tokens": 400, "ignore_eos": True}
+            logprobs = {"logprobs": True, "top_logprobs": 20}
+            body = json.dumps({"messages": [USER], **members, **logprobs}).encode()
+            head = (HERE, TYPE, "Connection: close", f"Content-Length: {len(body)}")
+            sock.sendall(raw(*head, body=body))
+            with headrace.Client(server.addresses[0]) as client:
+                for is_there in (True, False):  # it begins, is held, and then ended
+                    while bool(list(client.control.requests())) is not is_there:
+                        time.sleep(0.01)
+            found = b"".join(iter(lambda: sock.recv(65536), b""))
     assert b'event: error\ndata: {"error":' in found
     assert b'"code":"results_not_read"' in found
     assert b"[DONE]" not in found
 
 
 def test_a_token_counts_from_when_its_server_knows_it(tmp_path: Path) -> None:
-    server = Server(DEMO, tmp_path)
-    try:
-        server.wait()
-        door = Door(server.target, tmp_path)
-        try:
-            token = f"Authorization: Bearer {server.token(WITNESS)}"
-            for known, status in (((OPERATOR,), 401), ((OPERATOR, WITNESS), 200)):
-                server.grant(known)
-                while chat_with(door.port, token).status != status:
-                    pass  # until it has read its file again
-                assert get(door.port, HERE, token).status == status
-            assert server.token(WITNESS) not in door.log() + server.log()
-        finally:
-            door.close()
-    finally:
-        server.close()
+    with (
+        closing(Server(DEMO, tmp_path)) as server,
+        closing(Door(server.target, tmp_path)) as door,
+    ):
+        token = f"Authorization: Bearer {server.token(WITNESS)}"
+        for known, status in (((OPERATOR,), 401), ((OPERATOR, WITNESS), 200)):
+            server.grant(known)
+            while chat_with(door.port, token).status != status:
+                pass  # until it has read its file again
+            assert get(door.port, HERE, token).status == status
+        assert server.token(WITNESS) not in door.log() + server.log()

@@ -1,11 +1,11 @@
 """How a request ended for its caller, and the documented ends: what the tests of the table in
-docs/sessions.md and `benchmarks.trust` have in common.
+docs/sessions.md and `tests.campaign` have in common.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import grpc
 from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 
+from tests.service.fault_proxy import FaultProxy
 from tests.service.helpers import (
     DEADLINE_S,
     Harness,
@@ -45,6 +46,27 @@ def table() -> dict[tuple[str, str], str]:
     return {
         (row[0], kind): cell for row in rows[2:] for kind, cell in zip(RPCS, row[1:], strict=True)
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """An event that happens to a request of some kind in some state."""
+
+    kind: str
+    event: str
+    state: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.event}, {self.state}"
+
+
+TABLE = table()
+CELLS = [
+    Cell(kind, event, state)
+    for (event, kind), cell in TABLE.items()
+    for state in STATES
+    if cell != "—" and (event, state) not in IMPOSSIBLE
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +226,103 @@ class Caller:
             assert self.call.cancelled()
             status = "CANCELLED"
         return of_events(session.events().get(NAME, []), status)
+
+
+EVENTS = {
+    "finish": "finish",
+    "Cancel by its id": "cancel",
+    "RPC cancelled": "cancel_call",
+    "RPC cancelled, lease": "cancel_call",
+    "RPC cancelled, another waits": "cancel_call",
+    "RPC deadline": "let_go",
+    "RPC deadline, lease": "let_go",
+    "RPC deadline, another waits": "let_go",
+    "its time limit": "pass_limit",
+    "its own error": "error",
+    "server drains": "drain",
+    "server stops": "stop",
+    "engine dies": "die",
+    "half-close": "half_close",
+    "connection lost": "lose",
+    "connection lost, lease": "lose",
+    "connection lost, another waits": "lose",
+}
+"""The rows of the table, and how they come about: the methods of a scene."""
+
+
+@dataclass(eq=False)
+class Scene:
+    """A server with the target in its state, and what may happen to it. Each event returns once it
+    has reached the service.
+
+    Attributes:
+        tasks: what to await at the end.
+    """
+
+    h: Harness
+    engine: Any
+    proxy: FaultProxy
+    caller: Caller
+    tasks: list[asyncio.Future[Any]] = field(default_factory=list, kw_only=True)
+
+    async def happen(self, event: str) -> None:
+        """Let an event of the table happen."""
+        await getattr(self, EVENTS[event])()
+
+    async def finish(self) -> None:
+        """It ends by itself."""
+
+    async def cancel(self) -> None:
+        """Cancel it by its id."""
+        await self.h.generation.Cancel(rpc.CancelRequest(request_ids=[NAME]))
+
+    async def cancel_call(self) -> None:
+        """Cancel the RPC that carries it."""
+        self.caller.call.cancel()
+        await self.let_go()
+
+    async def let_go(self) -> None:
+        """Wait until the service has noticed that the caller is gone."""
+        caller = self.caller
+        await until(caller.call.done)
+        await until(
+            lambda: (
+                not self.h.registry.stats().streamed_requests
+                and (caller.kind != "Generate" or caller.waiting <= (caller.other is not None))
+            )
+        )
+
+    async def pass_limit(self) -> None:
+        """Let its time limit pass."""
+        raise NotImplementedError
+
+    async def error(self) -> None:
+        """Let the engine fail with it alone."""
+        raise NotImplementedError
+
+    async def drain(self) -> None:
+        """Drain the server."""
+        self.tasks.append(asyncio.ensure_future(self.h.server.drain(60)))
+        await until(lambda: self.h.server.state.phase.value == "draining")
+
+    async def stop(self) -> None:
+        """Stop the server."""
+        self.tasks.append(asyncio.ensure_future(self.h.server.stop()))
+        await asyncio.sleep(0)
+
+    async def die(self) -> None:
+        """Let the engine die."""
+        raise NotImplementedError
+
+    async def half_close(self) -> None:
+        """End the caller's side of its call; the task that is added last has the outcome."""
+        self.tasks.append(asyncio.ensure_future(self.caller.outcome(half_close=True)))
+        await asyncio.sleep(0)
+
+    async def lose(self) -> None:
+        """Cut the caller's connection."""
+        self.proxy.cut()
+        await self.let_go()
 
 
 def _reason(error: grpc.aio.AioRpcError) -> str:

@@ -1,68 +1,52 @@
-"""HTTP/2 by hand, for what no gRPC client would send: one call on a connection of its own.
-`raw_connection` has connections with more than that.
+"""HTTP/2 as no gRPC client speaks it: calls that are begun and not gone on with, messages of which
+half is sent, answers that nobody reads. For tests, and for attacks on a server's process.
+
+Frames are those of `hyperframe`; headers are written here, as no library writes what is wrong.
 """
 
 from __future__ import annotations
 
 import re
 import socket
-import struct
-from collections.abc import Iterable
+import ssl
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
 
-from tests.service.helpers import DEADLINE_S
+from hyperframe.frame import (
+    DataFrame,
+    ExtensionFrame,
+    Frame,
+    GoAwayFrame,
+    HeadersFrame,
+    RstStreamFrame,
+    SettingsFrame,
+)
+
+from service.door.address import parse_address
 
 Header = tuple[bytes, bytes]
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _GOAWAY = 0, 1, 3, 4, 7
-_ACK = END_STREAM = 1
-_END_HEADERS = 4
+HELLO = PREFACE + SettingsFrame(0).serialize()
+"""The first words of a client."""
+FRAME_BYTES = 16384
+HEAD_BYTES = 9
+WAIT_S = 30.0
+"""No wait for a frame takes longer: what does is stuck."""
 
 
-def call(target: str, path: bytes, headers: Iterable[Header] = (), body: bytes = b"") -> int | None:
-    """Make a call with one message; returns its grpc-status, None if it ended without one.
+def frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:
+    """A frame's bytes, whatever is wrong with it."""
+    found = ExtensionFrame(kind, stream, flags, content)
+    found.body_len = len(content)
+    return found.serialize()
 
-    Args:
-        target: host:port.
-        path: of the method, any bytes.
-        headers: behind those that gRPC wants; a name that is given here replaces its.
-        body: the message.
+
+def headers(stream: int, path: bytes, more: Iterable[Header] = (), *, ended: bool = False) -> bytes:
+    """The frame that begins a call. A header that is given replaces the usual one of its name.
+    `ended`: nothing follows.
     """
-    host, _, port = target.rpartition(":")
-    with socket.create_connection((host, int(port)), DEADLINE_S) as connection:
-        send_at_once(connection)
-        connection.sendall(PREFACE + frame(_SETTINGS, 0, 0, b""))
-        block = b"".join(literal(*header) for header in all_headers(path, headers))
-        message = struct.pack(">BI", 0, len(body)) + body
-        connection.sendall(
-            frame(_HEADERS, _END_HEADERS, 1, block) + frame(_DATA, END_STREAM, 1, message)
-        )
-        received = b""
-        with connection.makefile("rb") as stream:
-            while head := stream.read(9):
-                size, kind, flags = int.from_bytes(head[:3]), head[3], head[4]
-                payload = stream.read(size)
-                if kind == _SETTINGS and not flags & _ACK:
-                    connection.sendall(frame(_SETTINGS, _ACK, 0, b""))
-                if kind == _HEADERS:
-                    received += payload
-                    if flags & END_STREAM:
-                        break
-                if kind in (_RST_STREAM, _GOAWAY):
-                    break
-    # Names are written out the first time, and this is the first time.
-    found = re.search(rb"grpc-status[\x01\x02](\d{1,2})", received)
-    return None if found is None else int(found[1])
-
-
-def send_at_once(connection: socket.socket) -> None:
-    """Have what is sent not wait until the server has confirmed what was sent before: 40 ms."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def all_headers(path: bytes, headers: Iterable[Header]) -> list[Header]:
-    """The headers of a call; one that is given replaces the usual one of its name."""
-    named: dict[bytes, bytes] = {
+    usual: dict[bytes, bytes] = {
         b":method": b"POST",
         b":scheme": b"http",
         b":path": path,
@@ -70,13 +54,22 @@ def all_headers(path: bytes, headers: Iterable[Header]) -> list[Header]:
         b"te": b"trailers",
         b"content-type": b"application/grpc",
     }
-    more: list[Header] = []
-    for name, value in headers:
-        if name in named:
-            named[name] = value
-        else:
-            more.append((name, value))
-    return [*named.items(), *more]
+    given = list(more)
+    usual |= {name: value for name, value in given if name in usual}
+    found = [*usual.items(), *(one for one in given if one[0] not in usual)]
+    block = b"".join(literal(name, value) for name, value in found)
+    flags = ["END_HEADERS", *(["END_STREAM"] if ended else [])]
+    return HeadersFrame(stream, block, flags=flags).serialize()
+
+
+def data(stream: int, content: bytes, *, ended: bool = False) -> bytes:
+    """A frame of a call's bytes."""
+    return DataFrame(stream, content, flags=["END_STREAM"] if ended else []).serialize()
+
+
+def message(size: int, content: bytes) -> bytes:
+    """A gRPC message of which so many bytes are announced."""
+    return b"\0" + size.to_bytes(4, "big") + content
 
 
 def literal(name: bytes, value: bytes) -> bytes:
@@ -93,6 +86,131 @@ def _string(text: bytes) -> bytes:
     return size + bytes([rest]) + text
 
 
-def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """A frame's bytes."""
-    return len(payload).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + payload
+class RawConnection:
+    """A connection to a server. Blocking: use it in a thread where the server shares the loop."""
+
+    def __init__(
+        self, target: str, *, tls: ssl.SSLContext | None = None, receive_buffer: int | None = None
+    ) -> None:
+        """Connect, and say the first words.
+
+        Args:
+            target: as of `HeadraceServer.addresses`.
+            tls: to speak TLS.
+            receive_buffer: bytes that the kernel takes in for us, where nobody reads.
+
+        Raises:
+            OSError: the server refused.
+        """
+        address = parse_address(target)
+        family = socket.AF_UNIX if address.path is not None else socket.AF_INET
+        self.socket = socket.socket(family, socket.SOCK_STREAM)
+        if receive_buffer is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.socket.settimeout(WAIT_S)
+        try:
+            self.socket.connect(address.path or (address.host, address.port))
+            if family == socket.AF_INET:  # else a frame waits 40 ms for the one before it
+                self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if tls is not None:
+                self.socket = tls.wrap_socket(self.socket, server_hostname=address.host)
+            self.socket.sendall(HELLO)
+        except OSError:
+            self.socket.close()
+            raise
+        self._next = 1
+        self._unread = b""
+
+    def __enter__(self) -> RawConnection:
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close it."""
+        self.socket.close()
+
+    def open(self, method: str | bytes, *, more: Sequence[Header] = (), ends: bool = False) -> int:
+        """Begin a call; returns its stream's number. `ends`: nothing follows."""
+        stream, self._next = self._next, self._next + 2
+        path = method.encode() if isinstance(method, str) else method
+        self.socket.sendall(headers(stream, path, more, ended=ends))
+        return stream
+
+    def send(self, stream: int, content: bytes, *, ends: bool = False) -> None:
+        """Send bytes of a call, whatever the server's window says."""
+        for start in range(0, len(content), FRAME_BYTES):
+            last = ends and start + FRAME_BYTES >= len(content)
+            part = content[start : start + FRAME_BYTES]
+            self.socket.sendall(data(stream, part, ended=last))
+
+    def half_message(self, stream: int, announced: int, sent: int = 0) -> None:
+        """Announce a message of some bytes, and send the first of them."""
+        self.send(stream, message(announced, bytes(sent)))
+
+    def frames(self) -> Iterator[Frame]:
+        """What the server sends, up to the connection's end."""
+        while True:
+            while len(self._unread) >= HEAD_BYTES:
+                one, size = Frame.parse_frame_header(memoryview(self._unread[:HEAD_BYTES]))
+                end = HEAD_BYTES + size
+                if len(self._unread) < end:
+                    break
+                one.parse_body(memoryview(self._unread[HEAD_BYTES:end]))
+                self._unread = self._unread[end:]
+                yield one
+            try:
+                received = self.socket.recv(65536)
+            except ConnectionResetError:
+                received = b""
+            if not received:
+                return
+            self._unread += received
+
+    def wait_for(self, fits: Callable[[Frame], bool]) -> Frame:
+        """Read up to a frame that fits; fails where the connection ends before."""
+        for one in self.frames():
+            if fits(one):
+                return one
+        raise AssertionError("the server closed the connection")
+
+    def end_of(self, stream: int) -> bytes:
+        """The block of headers that ends a call: its trailers, in which words stand as they are
+        unless the server encodes them.
+        """
+        found = self.wait_for(
+            lambda one: (
+                isinstance(one, HeadersFrame)
+                and one.stream_id == stream
+                and "END_STREAM" in one.flags
+            )
+        )
+        assert isinstance(found, HeadersFrame)
+        return found.data
+
+    def is_closed(self) -> bool:
+        """Read until the server closes the connection, or has taken it (its settings came)."""
+        return not any(isinstance(one, SettingsFrame) for one in self.frames())
+
+
+def call(target: str, path: bytes, more: Sequence[Header] = (), body: bytes = b"") -> int | None:
+    """Make a call with one message on a connection of its own; returns its grpc-status, None if it
+    ended without one.
+    """
+    received = b""
+    with RawConnection(target) as connection:
+        stream = connection.open(path, more=more)
+        connection.send(stream, message(len(body), body), ends=True)
+        for one in connection.frames():
+            if isinstance(one, SettingsFrame) and "ACK" not in one.flags:
+                connection.socket.sendall(SettingsFrame(0, flags=["ACK"]).serialize())
+            if isinstance(one, HeadersFrame):
+                received += one.data
+            if isinstance(one, RstStreamFrame | GoAwayFrame) or "END_STREAM" in one.flags:
+                break
+    # Names are written out the first time, and this is the first time.
+    found = re.search(rb"grpc-status[\x01\x02](\d{1,2})", received)
+    return None if found is None else int(found[1])

@@ -31,7 +31,7 @@ def clean_environment(**more: str) -> dict[str, str]:
     return {**kept, **more}
 
 
-class RealServer:
+class ServerProcess:
     """A server's process.
 
     Attributes:
@@ -40,26 +40,12 @@ class RealServer:
     """
 
     def __init__(
-        self,
-        *arguments: str,
-        environment: Mapping[str, str] | None = None,
-        before: Sequence[str] = (),
-        command: Sequence[str] = (str(BIN / "headrace-server"),),
+        self, command: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> None:
-        """`before`: what stands before the command."""
         self.said = ""
         self.addresses: tuple[str, ...] = ()
         self.process = subprocess.Popen(
-            [
-                *before,
-                *command,
-                "serve",
-                "--device",
-                "cpu",
-                "--threads",
-                "1",
-                *arguments,
-            ],
+            command,
             cwd=ROOT,
             env=clean_environment(**(environment or {})),
             stderr=subprocess.PIPE,
@@ -96,9 +82,9 @@ class RealServer:
         """Send it a signal."""
         self.process.send_signal(number)
 
-    def ended(self) -> int:
-        """Its exit code, once it has ended; `said` is then complete."""
-        code = self.process.wait(WAIT_S)
+    def ended(self, within_s: float = WAIT_S) -> int:
+        """Its exit code, once it has ended; `said` is then complete. Raises TimeoutExpired."""
+        code = self.process.wait(within_s)
         self._reader.join(WAIT_S)
         while line := self._lines.get(timeout=WAIT_S):
             self.said += line
@@ -112,6 +98,21 @@ class RealServer:
         self._reader.join(WAIT_S)
         if self.process.stderr is not None:
             self.process.stderr.close()
+
+
+class RealServer(ServerProcess):
+    """A process of `headrace-server serve` on one thread of the CPU."""
+
+    def __init__(
+        self,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        before: Sequence[str] = (),
+        command: Sequence[str] = (str(BIN / "headrace-server"),),
+    ) -> None:
+        """`before`: what stands before the command."""
+        device = ("--device", "cpu", "--threads", "1")
+        super().__init__([*before, *command, "serve", *device, *arguments], environment)
 
 
 @contextmanager

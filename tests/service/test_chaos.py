@@ -549,7 +549,11 @@ def check_nothing_is_left(h: Harness, engine: Engine, before: Holdings, others: 
     """
     registry = h.registry
     assert (
-        registry.live == registry.stats().attached == registry.kept.count == registry.kept.size == 0
+        registry.live
+        == registry.stats().streamed_requests
+        == registry.kept.count
+        == registry.kept.size
+        == 0
     )
     assert registry.admission.is_empty
     left = [

@@ -23,6 +23,7 @@ import engine
 from engine.contract.config import ContinuousBatchingConfig
 from engine.contract.sampling_params import GrammarKind, GrammarParams
 from engine.contract.types import TokenId
+from engine.loading.checkpoint import resolve_path
 from engine.structured import GrammarCompiler
 from engine.structured.matcher import ids_of, num_words
 from engine.text import Tokenizer
@@ -73,16 +74,22 @@ def directory(request: pytest.FixtureRequest) -> Path:
     if directory is None:
         pytest.skip("needs --chat-model DIRECTORY, as scripts/real_model.py makes one")
     assert isinstance(directory, Path)
-    return directory
+    return resolve_path(str(directory), print)
+
+
+def transformers_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+    file = next(directory.glob("*.gguf"), None)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, gguf_file=None if file is None else file.name
+    )
+    return model.eval()
 
 
 class Reference:
     """transformers, unchanged, in float32."""
 
     def __init__(self, directory: Path) -> None:
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32
-        ).eval()
+        self.model = transformers_model(directory, torch.float32)
         self.tokenizer = AutoTokenizer.from_pretrained(directory)
 
     def prompt(self, messages: list[dict[str, str]]) -> list[int]:
@@ -171,7 +178,7 @@ def test_in_bfloat16_the_tokens_are_float32_s_up_to_near_ties(
     directory: Path, prompts: list[list[int]], reference: Reference
 ) -> None:
     found = generated(directory, prompts, "bfloat16")
-    rival = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+    rival = transformers_model(directory, torch.bfloat16)
     check_greedy(reference.model, zip(prompts, found, strict=True), rival)
 
 

@@ -234,7 +234,7 @@ async def storm(kinds: dict[str, int], requests: int, *, unix: bool, seed: int) 
         random.Random(seed).shuffle(clients)
         await asyncio.gather(*(run(client) for client in clients))
         await until(lambda: not registry.streams)
-        assert registry.live == registry.stats().attached == engine.num_live == 0
+        assert registry.live == registry.stats().streamed_requests == engine.num_live == 0
     for client in clients:
         if client.kind != "bare":
             client.check()
@@ -338,7 +338,7 @@ async def stalled_readers(stalled: int, live: int, tokens: int) -> None:
                 assert len(events) <= MOST_EVENTS
                 assert ids_of(events) == list(default_script(oracle_of[name]))[:tokens]
                 assert text_of(events) == bytes(ids_of(events)).decode()
-        assert h.registry.stats().attached == 0
+        assert h.registry.stats().streamed_requests == 0
 
 
 @pytest.mark.parametrize("lease", [False, True])
@@ -359,10 +359,10 @@ async def test_results_that_nobody_reads_are_given_up(lease: bool) -> None:
             for _ in range(20):
                 engine.step()
                 await asyncio.sleep(0)
-            assert h.registry.stats().attached == 2
+            assert h.registry.stats().streamed_requests == 2
             error = await refused(h.generate(spec()))
             assert error.reason == "TOO_MANY_OPEN_REQUESTS"
-            await until(lambda: h.registry.stats().attached == 0)
+            await until(lambda: h.registry.stats().streamed_requests == 0)
             # Its results stay as long as any that are kept.
             assert bool(h.registry.requests) == lease
             error = await refused(read_all(session))
@@ -380,7 +380,7 @@ async def test_ended_results_that_are_attached_and_not_read_are_given_up() -> No
         session = Session(stub.StreamResult())
         await session.send(attach=rpc.AttachCommand(request_id="a"))
         await session.read()
-        await until(lambda: h.registry.stats().attached == 0)
+        await until(lambda: h.registry.stats().streamed_requests == 0)
         assert (await refused(read_all(session))).reason == "RESULTS_NOT_READ"
         answer = await h.generation.GetResult(rpc.GetResultRequest(request_id="a"))
         assert answer.events  # it is kept all the same

@@ -350,7 +350,7 @@ async def test_thousands_of_requests_with_cancels_and_stop_strings(count: int) -
         await asyncio.gather(*(client.run() for client in clients))
         cancelled = [client.check() for client in clients]
         assert h.registry.live == 0
-        assert h.registry.stats().attached == 0
+        assert h.registry.stats().streamed_requests == 0
         assert not h.registry.requests
         assert engine.num_live == 0
     assert len(engine.submitted) == engine.ended == 6 * count
@@ -400,7 +400,7 @@ async def test_lost_streams_resume_without_loss_or_repetition() -> None:
                 total += 1
         await until(lambda: not h.registry.streams)
         assert not engine.cancelled
-        assert h.registry.stats().attached == 0
+        assert h.registry.stats().streamed_requests == 0
     assert total == 400
 
 

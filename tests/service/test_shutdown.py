@@ -19,8 +19,8 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import generation_service_pb2_grpc
 from headrace.v1.control_service_pb2_grpc import ControlServiceStub
 
-from benchmarks import drains
 from service.telemetry import setup as telemetry
+from tests.campaign import drains
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.fake_server import ended, process, read_until
 from tests.service.helpers import (

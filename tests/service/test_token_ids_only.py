@@ -39,6 +39,7 @@ NEEDS_TEXT: dict[str, tuple[dict[str, Any], str]] = {
     "stop.include_stop": ({"stop": {"include_stop": True}}, "leave it out"),
     "output.echo": ({"output": {"echo": True}}, "leave it out"),
     "output.token_details": ({"output": {"token_details": True}}, "leave it out"),
+    "prediction.text": ({"prediction": {"text": "hi"}}, "send token ids (prediction.tokens)"),
     "structured_output": ({"structured_output": {"regex": "a"}}, "allowed_token_ids"),
 }
 

@@ -12,9 +12,9 @@ import pytest
 from headrace.v1 import model_service_pb2 as model
 from headrace.v1.model_service_pb2_grpc import ModelServiceStub
 
-from benchmarks.hostile.attacker import attack
-from benchmarks.hostile.server import limits_of
-from benchmarks.witness.process import Witness
+from tests.campaign.hostile.attacker import attack
+from tests.campaign.hostile.server import limits_of
+from tests.campaign.witness.process import Witness
 from tests.service.helpers import DEADLINE_S
 from tests.service.real_server import real_server
 

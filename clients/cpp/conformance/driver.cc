@@ -52,7 +52,12 @@ std::string TellUsage(const v1::Usage& usage) {
   return "{\"prompt_tokens\":" + std::to_string(usage.prompt_tokens()) +
          ",\"cached_tokens\":" + std::to_string(usage.cached_tokens()) +
          ",\"completion_tokens\":" + std::to_string(usage.completion_tokens()) +
-         ",\"reasoning_tokens\":" + std::to_string(usage.reasoning_tokens()) + "}";
+         ",\"reasoning_tokens\":" + std::to_string(usage.reasoning_tokens()) +
+         ",\"draft_tokens\":" + std::to_string(usage.draft_tokens()) +
+         ",\"accepted_draft_tokens\":" + std::to_string(usage.accepted_draft_tokens()) +
+         ",\"prediction_draft_tokens\":" + std::to_string(usage.prediction_draft_tokens()) +
+         ",\"accepted_prediction_draft_tokens\":" +
+         std::to_string(usage.accepted_prediction_draft_tokens()) + "}";
 }
 
 std::string TellChunk(const v1::ResultEvent& event) {

@@ -50,6 +50,8 @@ func TestGenerateSendsWhatTheRequestSays(t *testing.T) {
 		N:           2,
 		Priority:    -3,
 		TimeLimit:   1500 * time.Millisecond,
+
+		PredictionTokenIDs: []uint32{3, 4},
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -57,10 +59,11 @@ func TestGenerateSendsWhatTheRequestSays(t *testing.T) {
 	spec := got.GetSpec()
 	if spec.GetSampling().Temperature == nil || spec.GetStop().MaxTokens == nil || spec.GetSampling().GetSeed() != 9223372036854775807 ||
 		spec.GetN() != 2 || spec.GetScheduling().GetPriority() != -3 || spec.GetScheduling().GetTimeLimit().AsDuration() != 1500*time.Millisecond ||
-		spec.GetChat().GetTools()[0].GetParametersJson() != `{"b": 1, "a": 2}` || spec.GetOutput() != nil {
+		spec.GetChat().GetTools()[0].GetParametersJson() != `{"b": 1, "a": 2}` || spec.GetOutput() != nil ||
+		!slices.Equal(spec.GetPrediction().GetTokens().GetIds(), []uint32{3, 4}) {
 		t.Errorf("sent %v", spec)
 	}
-	if want := []string{"chat", "priorities", "tool_choice", "tools"}; !slices.Equal(got.GetRequiredCapabilities(), want) {
+	if want := []string{"chat", "prediction", "priorities", "tool_choice", "tools"}; !slices.Equal(got.GetRequiredCapabilities(), want) {
 		t.Errorf("requires %v, want %v", got.GetRequiredCapabilities(), want)
 	}
 	if result.RequestID != spec.GetRequestId() || len(result.RequestID) < 20 || len(result.Choices) != 2 || result.Choices[1].Text != "b" ||
@@ -254,6 +257,7 @@ func TestWhatCannotBeSentIsRefusedHere(t *testing.T) {
 		"request":    nil,
 		"input":      {Text: "x", TokenIDs: []uint32{1}},
 		"max_tokens": {Text: "x", MaxTokens: headrace.Ptr(-1)},
+		"prediction": {Text: "x", Prediction: "y", PredictionTokenIDs: []uint32{1}},
 		"messages":   {Text: "x", Tools: []headrace.Tool{{Name: "look"}}},
 		"tools":      {Messages: []headrace.Message{{Role: headrace.RoleUser}}, Tools: []headrace.Tool{{Name: "a", Definition: "{}"}}},
 	} {

@@ -187,6 +187,10 @@ func (f *fold) partial() *Result {
 		made.Usage.CachedTokens = max(made.Usage.CachedTokens, choice.Usage.CachedTokens)
 		made.Usage.CompletionTokens += choice.Usage.CompletionTokens
 		made.Usage.ReasoningTokens += choice.Usage.ReasoningTokens
+		made.Usage.DraftTokens += choice.Usage.DraftTokens
+		made.Usage.AcceptedDraftTokens += choice.Usage.AcceptedDraftTokens
+		made.Usage.PredictionDraftTokens += choice.Usage.PredictionDraftTokens
+		made.Usage.AcceptedPredictionDraftTokens += choice.Usage.AcceptedPredictionDraftTokens
 		made.Choices = append(made.Choices, choice)
 	}
 	return made

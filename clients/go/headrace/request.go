@@ -57,6 +57,11 @@ type Request struct {
 	TruncatePromptTo int
 	// TruncateRight cuts the newest tokens, not the oldest.
 	TruncateRight bool
+	// Prediction is what the output is expected to be like, such as a file that is to be edited. It changes no token:
+	// where the server speculates and the output goes as expected, several tokens come at a time.
+	Prediction string
+	// PredictionTokenIDs is the same as token ids. One of the two may be set.
+	PredictionTokenIDs []uint32
 
 	// Temperature divides the logits; 0 is greedy.
 	Temperature *float64
@@ -426,6 +431,14 @@ func (b *builder) rest(r *Request, spec *headracev1.GenerationSpec) {
 		if r.TimeLimit != 0 {
 			spec.Scheduling.TimeLimit = durationpb.New(r.TimeLimit)
 		}
+	}
+	if r.Prediction != "" && len(r.PredictionTokenIDs) > 0 {
+		b.fail("prediction", "only one of Prediction and PredictionTokenIDs may be set")
+	} else if r.Prediction != "" {
+		spec.Prediction = &headracev1.Prediction{Content: &headracev1.Prediction_Text{Text: r.Prediction}}
+	} else if len(r.PredictionTokenIDs) > 0 {
+		tokens := &headracev1.TokenInput{Ids: r.PredictionTokenIDs}
+		spec.Prediction = &headracev1.Prediction{Content: &headracev1.Prediction_Tokens{Tokens: tokens}}
 	}
 	if r.CacheSalt != "" || r.BypassPrefixCache {
 		if spec.Cache == nil {

@@ -177,6 +177,14 @@ type Usage struct {
 	CompletionTokens int
 	// ReasoningTokens of them were reasoning.
 	ReasoningTokens int
+	// DraftTokens were guessed and computed, wrong ones included.
+	DraftTokens int
+	// AcceptedDraftTokens of them were right, and needed no step of their own.
+	AcceptedDraftTokens int
+	// PredictionDraftTokens of DraftTokens were guessed from the request's prediction.
+	PredictionDraftTokens int
+	// AcceptedPredictionDraftTokens of these were right.
+	AcceptedPredictionDraftTokens int
 }
 
 // Timings are times of a request, from its acceptance. A time is nil if it did not come to that.
@@ -251,10 +259,14 @@ func tokensFrom(told []*headracev1.TokenInfo) []Token {
 
 func usageFrom(told *headracev1.Usage) Usage {
 	return Usage{
-		PromptTokens:     int(told.GetPromptTokens()),
-		CachedTokens:     int(told.GetCachedTokens()),
-		CompletionTokens: int(told.GetCompletionTokens()),
-		ReasoningTokens:  int(told.GetReasoningTokens()),
+		PromptTokens:                  int(told.GetPromptTokens()),
+		CachedTokens:                  int(told.GetCachedTokens()),
+		CompletionTokens:              int(told.GetCompletionTokens()),
+		ReasoningTokens:               int(told.GetReasoningTokens()),
+		DraftTokens:                   int(told.GetDraftTokens()),
+		AcceptedDraftTokens:           int(told.GetAcceptedDraftTokens()),
+		PredictionDraftTokens:         int(told.GetPredictionDraftTokens()),
+		AcceptedPredictionDraftTokens: int(told.GetAcceptedPredictionDraftTokens()),
 	}
 }
 

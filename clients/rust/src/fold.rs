@@ -156,6 +156,10 @@ impl Fold {
             usage.cached_tokens = usage.cached_tokens.max(choice.usage.cached_tokens);
             usage.completion_tokens += choice.usage.completion_tokens;
             usage.reasoning_tokens += choice.usage.reasoning_tokens;
+            usage.draft_tokens += choice.usage.draft_tokens;
+            usage.accepted_draft_tokens += choice.usage.accepted_draft_tokens;
+            usage.prediction_draft_tokens += choice.usage.prediction_draft_tokens;
+            usage.accepted_prediction_draft_tokens += choice.usage.accepted_prediction_draft_tokens;
         }
         Completion {
             request_id: self.id.clone(),

@@ -8,6 +8,7 @@ use crate::chat::{Message, Tool, ToolChoice};
 use crate::error::{Error, proto_duration};
 use crate::proto;
 use crate::proto::generation_spec::Input;
+use crate::proto::prediction::Content as Predicted;
 
 /// What to generate: a prompt and its options.
 ///
@@ -293,6 +294,22 @@ impl Request {
         self
     }
 
+    /// What the output is expected to be like, such as a file that is to be edited. It changes no token: where the server
+    /// speculates and the output goes as expected, several tokens come at a time.
+    pub fn prediction(self, text: impl Into<String>) -> Self {
+        self.predicted(Predicted::Text(text.into()))
+    }
+
+    /// The same as token ids.
+    pub fn prediction_tokens(self, ids: impl Into<Vec<u32>>) -> Self {
+        self.predicted(Predicted::Tokens(proto::TokenInput { ids: ids.into() }))
+    }
+
+    fn predicted(mut self, content: Predicted) -> Self {
+        self.spec.prediction = Some(proto::Prediction { content: Some(content) });
+        self
+    }
+
     /// The contract's message, with an id.
     pub(crate) fn build(mut self) -> Result<proto::GenerationSpec, Error> {
         if let Some((option, needs)) = self.misplaced {
@@ -392,6 +409,14 @@ mod tests {
         let of_text = Request::tokens([1]).add_special_tokens(false).build().unwrap_err();
         assert_eq!(of_text.fields()[0].field, "add_special_tokens");
         assert!(Request::chat([Message::user("a")]).tools([Tool::new("f")]).build().is_ok());
+    }
+
+    #[test]
+    fn a_prediction_is_text_or_token_ids() {
+        let content = |request: Request| request.build().unwrap().prediction.unwrap().content.unwrap();
+        assert_eq!(content(Request::text("a").prediction("b")), Predicted::Text("b".into()));
+        let tokens = content(Request::text("a").prediction_tokens([3, 4]));
+        assert_eq!(tokens, Predicted::Tokens(proto::TokenInput { ids: vec![3, 4] }));
     }
 
     #[test]

@@ -295,6 +295,14 @@ pub struct Usage {
     pub completion_tokens: u32,
     /// Those of them that were reasoning.
     pub reasoning_tokens: u32,
+    /// Guessed and computed, wrong ones included.
+    pub draft_tokens: u32,
+    /// Those of them that were right, and needed no step of their own.
+    pub accepted_draft_tokens: u32,
+    /// Those of `draft_tokens` that were guessed from the request's prediction.
+    pub prediction_draft_tokens: u32,
+    /// Those of these that were right.
+    pub accepted_prediction_draft_tokens: u32,
 }
 
 impl Usage {
@@ -304,6 +312,10 @@ impl Usage {
             cached_tokens: told.cached_tokens,
             completion_tokens: told.completion_tokens,
             reasoning_tokens: told.reasoning_tokens,
+            draft_tokens: told.draft_tokens,
+            accepted_draft_tokens: told.accepted_draft_tokens,
+            prediction_draft_tokens: told.prediction_draft_tokens,
+            accepted_prediction_draft_tokens: told.accepted_prediction_draft_tokens,
         }
     }
 }

@@ -37,12 +37,13 @@ export interface RequestTold {
   json_schema?: string | null;
   structural_tag?: string | null;
   time_limit_ms?: number | null;
+  prediction?: string | null;
 }
 
 const REQUEST_MEMBERS = new Set(
   (
     "id text token_ids messages tools tool_choice max_tokens n logprobs priority max_reasoning_tokens seed stop " +
-    "json_schema structural_tag time_limit_ms"
+    "json_schema structural_tag time_limit_ms prediction"
   ).split(" "),
 );
 
@@ -82,6 +83,7 @@ export function optionsOf(request: RequestTold): GenerationOptions {
     jsonSchema: request.json_schema ?? undefined,
     structuralTag: request.structural_tag ?? undefined,
     timeLimitMs: request.time_limit_ms ?? undefined,
+    prediction: request.prediction ?? undefined,
     toolChoice: request.tool_choice ?? undefined,
     seed: seed == null ? undefined : BigInt(seed),
     tools: tools?.map(({ name, description, parameters }) => ({
@@ -134,6 +136,10 @@ function tellUsage(usage: Usage): Told {
     cached_tokens: usage.cachedTokens,
     completion_tokens: usage.completionTokens,
     reasoning_tokens: usage.reasoningTokens,
+    draft_tokens: usage.draftTokens,
+    accepted_draft_tokens: usage.acceptedDraftTokens,
+    prediction_draft_tokens: usage.predictionDraftTokens,
+    accepted_prediction_draft_tokens: usage.acceptedPredictionDraftTokens,
   };
 }
 

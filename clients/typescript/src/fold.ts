@@ -147,6 +147,10 @@ export class Fold {
       cachedTokens: Math.max(this.prompt?.cachedTokens ?? 0, ...choices.map((one) => one.usage.cachedTokens)),
       completionTokens: choices.reduce((sum, one) => sum + one.usage.completionTokens, 0),
       reasoningTokens: choices.reduce((sum, one) => sum + one.usage.reasoningTokens, 0),
+      draftTokens: choices.reduce((sum, one) => sum + one.usage.draftTokens, 0),
+      acceptedDraftTokens: choices.reduce((sum, one) => sum + one.usage.acceptedDraftTokens, 0),
+      predictionDraftTokens: choices.reduce((sum, one) => sum + one.usage.predictionDraftTokens, 0),
+      acceptedPredictionDraftTokens: choices.reduce((sum, one) => sum + one.usage.acceptedPredictionDraftTokens, 0),
     };
     return new Result(this.requestId, choices, usage, this.prompt, this.accepted);
   }

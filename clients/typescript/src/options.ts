@@ -17,6 +17,7 @@ import {
   type GenerationSpec,
   GenerationSpecSchema,
   OutputOptionsSchema,
+  PredictionSchema,
   SamplingOptionsSchema,
   SchedulingOptionsSchema,
   StopOptionsSchema,
@@ -172,6 +173,11 @@ export interface GenerationOptions
   truncatePromptTo?: number | undefined;
   /** Which end that cuts; default the left, the oldest tokens. */
   truncationSide?: "left" | "right" | undefined;
+  /**
+   * What the output is expected to be like, as text or token ids, such as a file that is to be edited. It changes no
+   * token: where the server speculates and the output goes as expected, several tokens come at a time.
+   */
+  prediction?: string | readonly number[] | undefined;
 }
 
 type Kind = "uint32" | "int32" | "float" | "bool" | "text" | "ids" | "texts";
@@ -261,6 +267,13 @@ const SETTERS: Readonly<Record<string, Setter>> = {
   truncationSide: (spec, value, name) => {
     const sides = { left: TruncationSide.LEFT, right: TruncationSide.RIGHT };
     part(spec, "truncation")["side"] = oneOf(sides, value, name);
+  },
+  prediction: (spec, value, name) => {
+    const content =
+      typeof value === "string"
+        ? { case: "text" as const, value: wellFormed(value, name) }
+        : { case: "tokens" as const, value: { ids: ids(value, name) } };
+    spec.prediction = create(PredictionSchema, { content });
   },
   timeLimitMs: (spec, value, name) => (part(spec, "scheduling")["timeLimit"] = duration(value, name)),
   addSpecialTokens: (spec, value, name) => {

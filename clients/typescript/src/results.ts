@@ -73,6 +73,14 @@ export interface Usage {
   readonly completionTokens: number;
   /** How many of these were reasoning, where that comes apart from the text. */
   readonly reasoningTokens: number;
+  /** The tokens that were guessed and computed, wrong ones included. */
+  readonly draftTokens: number;
+  /** How many of these were right, and needed no step of their own. */
+  readonly acceptedDraftTokens: number;
+  /** How many of draftTokens were guessed from the request's prediction. */
+  readonly predictionDraftTokens: number;
+  /** How many of these were right. */
+  readonly acceptedPredictionDraftTokens: number;
 }
 
 /** How much a server had to do at a moment. */
@@ -397,6 +405,10 @@ export function usageFrom(message: UsageMessage | undefined): Usage {
     cachedTokens: message?.cachedTokens ?? 0,
     completionTokens: message?.completionTokens ?? 0,
     reasoningTokens: message?.reasoningTokens ?? 0,
+    draftTokens: message?.draftTokens ?? 0,
+    acceptedDraftTokens: message?.acceptedDraftTokens ?? 0,
+    predictionDraftTokens: message?.predictionDraftTokens ?? 0,
+    acceptedPredictionDraftTokens: message?.acceptedPredictionDraftTokens ?? 0,
   };
 }
 

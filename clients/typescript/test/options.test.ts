@@ -31,6 +31,7 @@ test("options are where the contract has them, and those that are left out are a
     labels: { team: "a" },
     n: 2,
     addSpecialTokens: false,
+    prediction: "y",
   };
   assert.deepEqual(spec(given), {
     text: { text: "x", addSpecialTokens: false },
@@ -43,7 +44,9 @@ test("options are where the contract has them, and those that are left out are a
     truncation: { maxPromptTokens: 9, side: "TRUNCATION_SIDE_RIGHT" },
     labels: [{ name: "team", value: "a" }],
     n: 2,
+    prediction: { text: "y" },
   });
+  assert.deepEqual(spec({ prediction: [3, 4] }), { text: { text: "x" }, prediction: { tokens: { ids: [3, 4] } } });
 });
 
 test("a conversation with tools", () => {
@@ -92,6 +95,7 @@ for (const [name, value, told] of [
   ["stop", [3], "text is needed"],
   ["delivery", "later", "stream, final"],
   ["timeLimitMs", -1, "no length of time"],
+  ["prediction", 3, "an array of token ids is needed"],
   ["tools", [], "belongs to a prompt of messages"],
   ["maxtokens", 3, "no such option"],
 ] as const) {

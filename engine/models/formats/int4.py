@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
+from engine.models.formats.codes import Layout
 from engine.models.formats.int8 import Int8
-from engine.models.formats.native import PANEL, in_panels
 from engine.models.formats.weight_format import WeightFormat
 
 
@@ -20,7 +20,6 @@ class Int4(Int8):
     """A weight as int4 for our kernels; see Native."""
 
     name = "int4"
-    share = (4 + 16 / 32) / 16
     bits = 4
     group = 32
 
@@ -36,15 +35,13 @@ class Int4(Int8):
 
     @classmethod
     @override
-    def new_scales(cls, shape: tuple[int, ...]) -> torch.Tensor | None:
-        return torch.zeros(in_panels(shape[0]) * -(-shape[1] // cls.group), dtype=torch.float16)
+    def layout_of(cls, shape: tuple[int, ...]) -> Layout:
+        return Layout(cls.bits, cls.group, has_minima=False, scale_dtype=torch.float16)
 
     @override
     def holds(self, weight: torch.Tensor, indices: torch.Tensor) -> bool:
         original = weight[indices].float()
-        by_row = self.scales.view(-1, len(self.scales) // in_panels(self.shape[0]), PANEL)
-        scales = by_row.transpose(1, 2).flatten(0, 1)[indices].float()
-        scales = scales.repeat_interleave(self.group, 1)[:, : self.shape[1]]
+        scales = self.codes(indices).scales.repeat_interleave(self.group, 1)[:, : self.shape[1]]
         # Rounded to the nearest multiple that there is, and then to bfloat16. A scale may be
         # negative, so that a group's largest element is 8 times it.
         first, last = -8 * scales, 7 * scales

@@ -8,37 +8,42 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from engine.models.formats.native import Native, in_panels, why_missing
+from engine.models.formats.codes import Layout
+from engine.models.formats.grouped import Grouped, held_bytes
+from engine.models.formats.native import Native
 
 
-class Int8(Native):
-    """A weight as int8 for our kernels; see Native."""
+class Int8(Grouped):
+    """A weight as int8 for our kernels; see Grouped."""
 
     name = "int8"
-    share = 0.5
-    changes_results = True
+    is_writable = True
     bits = 8
-    scales: torch.Tensor
+
+    @override
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, memory: torch.Tensor | None = None
+    ) -> None:
+        super().__init__(shape, dtype, self.layout_of(shape), memory)
+
+    @classmethod
+    def layout_of(cls, shape: tuple[int, ...]) -> Layout:
+        """Return what all outputs of such a weight have in common."""
+        return Layout(cls.bits, shape[1], has_minima=False)
 
     @classmethod
     @override
-    def new_scales(cls, shape: tuple[int, ...]) -> torch.Tensor | None:
-        return torch.zeros(in_panels(shape[0]))
-
-    @classmethod
-    @override
-    def why_not(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        if device.type != "cpu" or dtype is not torch.bfloat16:
-            return (
-                f"it is for bfloat16 on a CPU, and this is {dtype} on {device}; choose these, or "
-                "none"
-            )
-        return why_missing()
+    def held_bytes(cls, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return held_bytes(shape, cls.layout_of(shape))
 
     @classmethod
     @override
     def described(cls) -> str:
         return f"{super().described()}, as {cls.name}"
+
+    @override
+    def pack(self, weight: torch.Tensor) -> None:
+        Native.pack(self, weight)
 
     @override
     def holds(self, weight: torch.Tensor, indices: torch.Tensor) -> bool:

@@ -36,6 +36,13 @@ _LARGE_PAGE = 2 << 20
 """The size in bytes of a large page on most processors. Smaller regions cannot have any."""
 DTYPES = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
 """The supported dtypes of models, and the kernels' codes for them."""
+_Tensor = torch.Tensor | None
+_Parts = tuple[torch.Tensor, _Tensor, _Tensor, _Tensor, _Tensor, int, int, int, int]
+"""A weight for an operation that a compiler sees as a single call: packed, scales, minima, factors,
+order, N, K, bits and group.
+"""
+OF_GROUPS = ("scales", "minima", "factors")
+"""The attributes of a weight that belong to groups of inputs."""
 
 
 @cache
@@ -63,7 +70,8 @@ class Native(WeightFormat):
     Attributes:
         bits, group: see LinearWeight.
         packed: uint8, the elements. The weights of a model are adjacent.
-        scales: for whole panels of rows; see LinearWeight. None if there are none.
+        scales, minima, factors: for whole panels of rows; see LinearWeight. None if there are none.
+        order: int32 [K]; see LinearWeight. None if there is none.
     """
 
     name = "native"
@@ -71,7 +79,22 @@ class Native(WeightFormat):
     bits: int = 0
     group: int = 0
     packed: torch.Tensor
-    scales: torch.Tensor | None
+    scales: torch.Tensor | None = None
+    minima: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+
+    @property
+    def of_groups(self) -> tuple[torch.Tensor | None, ...]:
+        """Scales, minima and factors."""
+        return self.scales, self.minima, self.factors
+
+    @property
+    def per_factor(self) -> int:
+        """The number of groups that share factors; 0: there are none."""
+        if self.factors is None:
+            return 0
+        return sum(len(one) for one in self.of_groups[:2] if one is not None) // len(self.factors)
 
     @override
     def __init__(
@@ -79,14 +102,8 @@ class Native(WeightFormat):
     ) -> None:
         super().__init__(shape, dtype, memory)
         if memory is None:
-            memory = torch.empty(self.placed_bytes(shape, dtype), dtype=torch.uint8)
+            memory = torch.empty(packed_bytes(shape, dtype, self.bits), dtype=torch.uint8)
         self.packed = memory
-        self.scales = self.new_scales(self.shape)
-
-    @classmethod
-    def new_scales(cls, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """Return scales of 0 for a weight, or None if it has none."""
-        return None
 
     @classmethod
     @override
@@ -112,30 +129,36 @@ class Native(WeightFormat):
     @classmethod
     @override
     def placed_bytes(cls, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        empty = LinearWeight(None, None, None, *shape, DTYPES[dtype], cls.bits, cls.group)
-        size: int = native_library().linear_size(ctypes.byref(empty))
-        return size
+        return packed_bytes(shape, dtype, cls.bits)
 
     @classmethod
     @override
     def held_bytes(cls, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        with torch.device("meta"):
-            scales = cls.new_scales(shape)
-        return cls.placed_bytes(shape, dtype) + (0 if scales is None else scales.nbytes)
+        return packed_bytes(shape, dtype)
+
+    def part(self, first: int, count: int) -> Self:
+        """Return the part of this weight that holds some outputs.
+
+        first, count: multiples of PANEL, except for the last part's count.
+        """
+        own, (outputs, inputs) = copy.copy(self), self.shape
+        own.shape = (count, inputs)
+        start = packed_bytes((first, inputs), self.dtype, self.bits)
+        size = packed_bytes(own.shape, self.dtype, self.bits)
+        own.packed = self.packed[start : start + size]
+        for name in OF_GROUPS:
+            whole = getattr(self, name)
+            if whole is not None:
+                a_row = len(whole) // in_panels(outputs)
+                setattr(own, name, whole[first * a_row : (first + in_panels(count)) * a_row])
+        return own
 
     @override
     def slices(self, weight: torch.Tensor) -> Iterator[tuple[torch.Tensor, Self]]:
         count = max(1, _SLICE_BYTES // (PANEL * self.shape[1] * weight.itemsize)) * PANEL
-        start = 0
         for first in range(0, len(weight), count):
-            rows, own = weight[first : first + count], copy.copy(self)
-            own.shape = (len(rows), self.shape[1])
-            end = start + self.placed_bytes(own.shape, self.dtype)
-            own.packed, start = self.packed[start:end], end
-            if self.scales is not None:
-                a_row = len(self.scales) // in_panels(self.shape[0])
-                own.scales = self.scales[first * a_row : (first + count) * a_row]
-            yield rows, own
+            rows = weight[first : first + count]
+            yield rows, self.part(first, len(rows))
 
     @override
     def pack(self, weight: torch.Tensor) -> None:
@@ -162,14 +185,15 @@ class Native(WeightFormat):
 
         bias: see `padded`.
         """
+        tensors = (self.packed, bias, *self.of_groups, self.order)
         return LinearWeight(
-            self.packed.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            None if self.scales is None else self.scales.data_ptr(),
+            *(None if one is None else one.data_ptr() for one in tensors),
             *self.shape,
             DTYPES[self.dtype],
             self.bits,
             self.group,
+            *(0 if one is None else 8 * one.itemsize for one in self.of_groups[:2]),
+            max(0, self.per_factor.bit_length() - 1),
         )
 
     @override
@@ -193,8 +217,7 @@ class Native(WeightFormat):
                 f"and was given {x.dtype} {list(x.shape)} on {x.device}"
             )
         if torch.compiler.is_compiling():
-            form = (self.bits, self.group)
-            return _multiply_opaquely(x, self.packed, self.scales, bias, *self.shape, *form)
+            return _multiply_opaquely(x, bias, *self._parts())
         shape, (outputs, inputs) = x.shape, self.shape
         if not x.is_contiguous():
             x = x.reshape(-1, inputs)
@@ -217,14 +240,16 @@ class Native(WeightFormat):
     @override
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            return _read_opaquely(
-                *(self.packed, self.scales, indices, self.shape[0], self.shape[1], self.dtype),
-                *(self.bits, self.group),
-            )
+            return _read_opaquely(indices, self.dtype, *self._parts())
+        return self._read(indices, self.for_kernels(None), self.dtype)
+
+    def _read(
+        self, indices: torch.Tensor, weight: LinearWeight, dtype: torch.dtype
+    ) -> torch.Tensor:
         wanted = indices.long().contiguous()
-        result = torch.empty((*indices.shape, self.shape[1]), dtype=self.dtype)
+        result = torch.empty((*indices.shape, self.shape[1]), dtype=dtype)
         if not native_library().linear_rows(
-            ctypes.byref(self.for_kernels(None)),
+            ctypes.byref(weight),
             wanted.data_ptr(),
             wanted.numel(),
             result.data_ptr(),
@@ -232,6 +257,17 @@ class Native(WeightFormat):
         ):
             raise IndexError(f"index out of range: rows must be between 0 and {self.shape[0] - 1}")
         return result
+
+    def _parts(self) -> _Parts:
+        tensors = (self.packed, self.scales, self.minima, self.factors, self.order)
+        return (*tensors, *self.shape, self.bits, self.group)
+
+
+def packed_bytes(shape: tuple[int, ...], dtype: torch.dtype, bits: int = 0) -> int:
+    """Return how many bytes packed elements take. bits: see LinearWeight."""
+    empty = LinearWeight(outputs=shape[0], inputs=shape[1], dtype=DTYPES[dtype], bits=bits)
+    size: int = native_library().linear_size(ctypes.byref(empty))
+    return size
 
 
 def in_panels(outputs: int) -> int:
@@ -255,52 +291,36 @@ def ask_for_large_pages(packed: torch.Tensor) -> None:
         )
 
 
-@operation(
-    "packed_linear(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int outputs, int inputs, "
-    "int bits, int group) -> Tensor",
-    lambda x, packed, scales, bias, outputs, *_: x.new_empty((*x.shape[:-1], outputs)),
+_PARTS = (
+    "Tensor packed, Tensor? scales, Tensor? minima, Tensor? factors, Tensor? order, int outputs, "
+    "int inputs, int bits, int group"
 )
-def _multiply_opaquely(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    scales: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    outputs: int,
-    inputs: int,
-    bits: int,
-    group: int,
-) -> torch.Tensor:
-    return _weight(packed, scales, (outputs, inputs), x.dtype, bits, group).multiply(x, bias)
+"""The arguments of operations for what `_parts` returns."""
 
 
 @operation(
-    "packed_rows(Tensor packed, Tensor? scales, Tensor rows, int outputs, int inputs, "
-    "ScalarType dtype, int bits, int group) -> Tensor",
-    lambda packed, scales, rows, outputs, inputs, dtype, *_: packed.new_empty(
-        (*rows.shape, inputs), dtype=dtype
+    f"packed_linear(Tensor x, Tensor? bias, {_PARTS}) -> Tensor",
+    lambda x, bias, packed, scales, minima, factors, order, outputs, *_: x.new_empty(
+        (*x.shape[:-1], outputs)
     ),
 )
-def _read_opaquely(
-    packed: torch.Tensor,
-    scales: torch.Tensor | None,
-    rows: torch.Tensor,
-    outputs: int,
-    inputs: int,
-    dtype: torch.dtype,
-    bits: int,
-    group: int,
-) -> torch.Tensor:
-    return _weight(packed, scales, (outputs, inputs), dtype, bits, group).rows(rows)
+def _multiply_opaquely(x: torch.Tensor, bias: torch.Tensor | None, *parts: *_Parts) -> torch.Tensor:
+    return _weight(x.dtype, *parts).multiply(x, bias)
 
 
-def _weight(
-    packed: torch.Tensor,
-    scales: torch.Tensor | None,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    bits: int,
-    group: int,
-) -> Native:
-    weight = Native(shape, dtype, packed)
-    weight.scales, weight.bits, weight.group = scales, bits, group
+@operation(
+    f"packed_rows(Tensor rows, ScalarType dtype, {_PARTS}) -> Tensor",
+    lambda rows, dtype, packed, scales, minima, factors, order, outputs, inputs, *_: (
+        packed.new_empty((*rows.shape, inputs), dtype=dtype)
+    ),
+)
+def _read_opaquely(rows: torch.Tensor, dtype: torch.dtype, *parts: *_Parts) -> torch.Tensor:
+    return _weight(dtype, *parts).rows(rows)
+
+
+def _weight(dtype: torch.dtype, *parts: *_Parts) -> Native:
+    packed, scales, minima, factors, order, outputs, inputs, bits, group = parts
+    weight = Native((outputs, inputs), dtype, packed)
+    weight.scales, weight.minima, weight.factors, weight.order = scales, minima, factors, order
+    weight.bits, weight.group = bits, group
     return weight

@@ -16,7 +16,8 @@ FORMATS: tuple[Format, ...] = (Native, OneDnn)
 
 def named(quantization: str) -> Format:
     """Return the format that a choice of LoadConfig.quantization asks for: FORMAT in the module of
-    that name.
+    that name, with underscores.
     """
-    found: Format = importlib.import_module(f"engine.models.formats.{quantization}").FORMAT
+    module = quantization.replace("-", "_")
+    found: Format = importlib.import_module(f"engine.models.formats.{module}").FORMAT
     return found

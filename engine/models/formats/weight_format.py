@@ -23,18 +23,18 @@ class WeightFormat(ABC):
         shape: N and K.
         dtype: the type of inputs and results.
         name: what a plan calls it.
-        share: about what part of the weight's bytes it takes.
         changes_results: whether elements are rounded. The packed model is then the one that is
             observed and compared with.
         is_ours: whether the native kernels read it, so that our decoder can, too.
         reads_rows: whether `rows` is defined. Otherwise an embedding keeps its own weight.
+        is_writable: whether `pack` takes any weight.
     """
 
     name: ClassVar[str]
-    share: ClassVar[float] = 1.0
     changes_results: ClassVar[bool] = False
     is_ours: ClassVar[bool] = False
     reads_rows: ClassVar[bool] = True
+    is_writable: ClassVar[bool] = True
 
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, memory: torch.Tensor | None = None
@@ -83,7 +83,7 @@ class WeightFormat(ABC):
     @classmethod
     def held_bytes(cls, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Return how many bytes a weight takes in all."""
-        return int(math.prod(shape) * dtype.itemsize * cls.share)
+        return math.prod(shape) * dtype.itemsize
 
     def slices(self, weight: torch.Tensor) -> Iterator[tuple[torch.Tensor, Self]]:
         """Split a weight into rows that can be packed one part after the other, so that both

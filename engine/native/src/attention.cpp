@@ -6,7 +6,8 @@
 //   decode   one request's single token against at most SPLIT tokens of its context, all heads.
 //            Several items of a request each leave (most, sum, weighted values), merged afterwards.
 //            Where the cuts are depends on positions alone: a request's result is the same among
-//            any neighbours and for any number of threads.
+//            any neighbours and for any number of threads. Requests whose tokens of the context are
+//            the same memory share an item, which reads them once, and keep their own sums.
 //   prefill  a tile of one request's tokens against its context, one key/value head.
 // Both keep a running maximum and sum (Milakov and Gimelshein, "Online normalizer calculation for
 // softmax", 2018; Dao et al., "FlashAttention", 2022): scores exist for one tile of keys at a time.
@@ -36,14 +37,14 @@ void write_cache(const AttentionCall& call, int64_t request, int64_t first_token
   }
 }
 
-int64_t thread_floats(const AttentionCall& call) {
-  return round_up(std::max(decode_floats(call), PrefillSpace::floats(call)), 16);
+int64_t thread_floats(const AttentionCall& call, int64_t rows) {
+  return round_up(std::max(rows * decode_floats(call), PrefillSpace::floats(call)), 16);
 }
 
 template <class T, class Tile>
 int64_t attend(const AttentionCall& call) {
   const Plan plan = make_plan(call);
-  const int64_t own = thread_floats(call);
+  const int64_t own = thread_floats(call, plan.most_rows);
   const int64_t needed = own * call.threads + plan.num_parts * part_floats(call);
   if (call.scratch_floats < needed) return needed;
   float* parts = call.scratch + own * call.threads;
@@ -59,12 +60,11 @@ int64_t attend(const AttentionCall& call) {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < num_items; ++i) {
       const Item& item = plan.items[i];
-      const int64_t token = plan.first_tokens[item.request];
-      if (call.counts[item.request] == 1)
-        decode<T>(call, item, i + call.threads < num_decodes ? &item + call.threads : nullptr,
-                  token, parts, mine);
+      if (i < num_decodes)
+        decode<T>(call, plan, item, i + call.threads < num_decodes ? &item + call.threads : nullptr,
+                  parts, mine);
       else
-        prefill<T, Tile>(call, item, token, mine);
+        prefill<T, Tile>(call, item, plan.first_tokens[item.request], mine);
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < num_merges; ++i)

@@ -1,4 +1,5 @@
-// One token of a request against a part of its context, all heads.
+// One token of each of some requests against a part of the context that they share, all heads. Rows of one
+// request, whose drafts are verified, share all of it.
 //
 // A context is read once, at the speed of the memory, if it is asked for early, evenly, and in the
 // order in which it lies: all heads of one token after another. So a tile of keys is scored token by
@@ -178,17 +179,25 @@ struct Values<bf16> {
 };
 #endif
 
-// A decode item's state: most, sum [Hq] and acc [Hq][Dv] are where its result goes.
+// A decode item's state. H are the query heads of all rows, in the order of [Hkv][rows][Hq / Hkv]: those that
+// read the same keys are together.
 template <class T>
 struct Decoding {
   const AttentionCall& call;
-  typename Products<T>::Query* query;  // [Hq][D]
-  float* scores;                       // [Hq][TILE]
-  float* most;
-  float* sum;
-  float* acc;
+  int64_t num_rows;
+  int64_t group;                       // Hq / Hkv
+  typename Products<T>::Query* query;  // [H][D]
+  float* scores;                       // [H][TILE]
+  float* most;                         // [H]
+  float* sum;                          // [H]
+  float* acc;                          // [H][acc_stride]
   int64_t acc_stride;
   Ahead ahead{};
+
+  // Where a row has its query head.
+  int64_t head_of(int64_t row, int64_t head) const {
+    return (head / group * num_rows + row) * group + head % group;
+  }
 
   // Scores of four keys, rows of all heads, for G query heads from `head` on.
   template <int G>
@@ -236,25 +245,28 @@ struct Decoding {
     return scale;
   }
 
-  // work.template operator()<G>(head, kv_head) for all query heads, G of them at a time.
+  // work(G, head, kv_head) for all query heads: G of them at a time, which are among the same `each`.
   template <class Work>
-  void for_heads(const Work& work) {
-    const int64_t groups = call.num_heads / call.num_kv_heads;
-    for (int64_t kv_head = 0, head = 0; kv_head < call.num_kv_heads; ++kv_head) {
-      const int64_t end = head + groups;
+  void for_heads(int64_t each, const Work& work) {
+    for (int64_t end = each; end <= call.num_heads * num_rows; end += each) {
+      int64_t head = end - each;
+      const int64_t kv_head = head / (group * num_rows);
       for (; head + 4 <= end; head += 4) work(std::integral_constant<int, 4>(), head, kv_head);
       for (; head + 2 <= end; head += 2) work(std::integral_constant<int, 2>(), head, kv_head);
       for (; head < end; ++head) work(std::integral_constant<int, 1>(), head, kv_head);
     }
   }
 
-  void tile(const T* const* keys, const T* const* values, int count) {
+  // counts: of each row, how many of the keys it has.
+  void tile(const T* const* keys, const T* const* values, int count, const int* counts) {
     for (int t = 0; t < count; t += 4)
-      for_heads([&](auto many, int64_t head, int64_t kv_head) {
+      for_heads(group * num_rows, [&](auto many, int64_t head, int64_t kv_head) {
         score<decltype(many)::value>(head, kv_head, keys, t);
       });
-    for_heads([&](auto many, int64_t head, int64_t kv_head) {
-      add<decltype(many)::value>(head, kv_head, values, count);
+    const bool all_alike = std::all_of(counts, counts + num_rows, [&](int of) { return of == count; });
+    for_heads(all_alike ? group * num_rows : group, [&](auto many, int64_t head, int64_t kv_head) {
+      const int own = counts[head / group % num_rows];
+      if (own) add<decltype(many)::value>(head, kv_head, values, own);
     });
   }
 };
@@ -275,7 +287,7 @@ int64_t part_floats(const AttentionCall& call) {
   return call.num_heads * (2 + round_up(call.value_dim, VL));
 }
 
-// Floats that a thread needs for a decode item: the query, a tile's scores and a part.
+// Floats that a thread needs for a row of a decode item: the query, a tile's scores and a part.
 int64_t decode_floats(const AttentionCall& call) {
   return call.num_heads * (call.key_dim + TILE) + part_floats(call);
 }
@@ -294,8 +306,9 @@ void rows_of(const AttentionCall& call, int64_t request, int64_t from, int count
 
 // Lines that are to be brought near at each of a tile's steps, so that they come evenly.
 template <class T>
-void spread(const AttentionCall& call, Ahead& ahead, const T* const* keys, const T* const* values,
+void spread(const Decoding<T>& state, Ahead& ahead, const T* const* keys, const T* const* values,
             int count) {
+  const AttentionCall& call = state.call;
   ahead = {};
   ahead.bytes[0] = call.num_kv_heads * call.key_dim * int64_t(sizeof(T));
   ahead.bytes[1] = call.num_kv_heads * call.value_dim * int64_t(sizeof(T));
@@ -306,29 +319,33 @@ void spread(const AttentionCall& call, Ahead& ahead, const T* const* keys, const
   }
   // One step for four keys, and one for four tokens of each piece of a value.
   const int64_t pieces = 1 + std::max<int64_t>(1, call.value_dim / (8 * VL));
+  const int64_t times = (state.group * state.num_rows + 3) / 4 * call.num_kv_heads;
   const int64_t lines = TILE * (ahead.bytes[0] + ahead.bytes[1]) / 64;
-  ahead.lines = int(lines / (TILE / 4 * call.num_kv_heads * pieces) + 1);
+  ahead.lines = int(lines / (TILE / 4 * times * pieces) + 1);
 }
 
 // following: what the thread probably takes next, whose first tile is brought near, too; or null.
 template <class T>
-void decode(const AttentionCall& call, const Item& item, const Item* following, int64_t token,
+void decode(const AttentionCall& call, const Plan& plan, const Item& item, const Item* following,
             float* parts, float* own) {
-  float* query = own;
-  float* scores = own + call.num_heads * call.key_dim;
-  float* most =
-      item.part < 0 ? scores + call.num_heads * TILE : parts + item.part * part_floats(call);
-  float* sum = most + call.num_heads;
-  float* acc = sum + call.num_heads;
-  Decoding<T> state{call, reinterpret_cast<typename Products<T>::Query*>(query), scores, most, sum,
-                    acc, round_up(call.value_dim, VL)};
-  const T* from_query = static_cast<const T*>(call.query) + token * call.query_token_stride;
-  for (int64_t h = 0; h < call.num_heads; ++h) {
-    most[h] = LOWEST;
-    sum[h] = 0.0f;
-    convert(from_query + h * call.query_head_stride, call.key_dim, state.query + h * call.key_dim);
+  const int64_t heads = call.num_heads * item.num_rows, stride = round_up(call.value_dim, VL);
+  float* scores = own + heads * call.key_dim;
+  float* most = scores + heads * TILE;
+  float* sum = most + heads;
+  float* acc = sum + heads;
+  Decoding<T> state{call, item.num_rows, call.num_heads / call.num_kv_heads,
+                    reinterpret_cast<typename Products<T>::Query*>(own), scores, most, sum, acc, stride};
+  Row rows[ROWS];
+  for (int64_t i = 0, row = item.row; i < item.num_rows; row = rows[i++].next) {
+    rows[i] = plan.rows[row];
+    const T* from_query = static_cast<const T*>(call.query) +
+                          plan.first_tokens[rows[i].request] * call.query_token_stride;
+    for (int64_t h = 0; h < call.num_heads; ++h)
+      convert(from_query + h * call.query_head_stride, call.key_dim,
+              state.query + state.head_of(i, h) * call.key_dim);
   }
-  std::fill(acc, acc + call.num_heads * state.acc_stride, 0.0f);
+  std::fill(most, most + heads, LOWEST);
+  std::fill(sum, acc + heads * stride, 0.0f);
   const T* keys[2][TILE];
   const T* values[2][TILE];
   int count = int(std::min<int64_t>(TILE, item.end - item.begin)), now = 0;
@@ -342,15 +359,27 @@ void decode(const AttentionCall& call, const Item& item, const Item* following, 
       near = int(std::min<int64_t>(TILE, following->end - following->begin));
       rows_of(call, following->request, following->begin, near, keys[1 - now], values[1 - now]);
     }
-    spread(call, state.ahead, keys[1 - now], values[1 - now], near);
-    state.tile(keys[now], values[now], count);
+    spread(state, state.ahead, keys[1 - now], values[1 - now], near);
+    int counts[ROWS];
+    for (int64_t i = 0; i < item.num_rows; ++i)
+      counts[i] = int(std::clamp<int64_t>(rows[i].end - from, 0, count));
+    state.tile(keys[now], values[now], count, counts);
     now = 1 - now, count = next;
   }
-  for (int64_t h = 0; h < call.num_heads; ++h)
-    Values<T>::put_in_order(acc + h * state.acc_stride, call.value_dim);
-  if (item.part < 0)
-    for (int64_t h = 0; h < call.num_heads; ++h)
-      write_row<T>(call, token, h, most[h], sum[h], acc + h * state.acc_stride);
+  for (int64_t i = 0; i < item.num_rows; ++i) {
+    float* part = parts + std::max<int64_t>(0, rows[i].part) * part_floats(call);
+    for (int64_t h = 0; h < call.num_heads; ++h) {
+      const int64_t at = state.head_of(i, h);
+      float* own_acc = acc + at * stride;
+      Values<T>::put_in_order(own_acc, call.value_dim);
+      if (rows[i].part < 0) {
+        write_row<T>(call, plan.first_tokens[rows[i].request], h, most[at], sum[at], own_acc);
+        continue;
+      }
+      part[h] = most[at], part[call.num_heads + h] = sum[at];
+      std::copy(own_acc, own_acc + stride, part + 2 * call.num_heads + h * stride);
+    }
+  }
 }
 
 template <class T>

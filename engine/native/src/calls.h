@@ -30,18 +30,23 @@ struct AttentionCall {
   float scaling, softcap;
 };
 
-// Of a step's elements.
-enum ElementType : int { FLOAT32 = 0, BFLOAT16 = 1 };
+// Of a step's elements; CODES: of an integer weight that is packed or read, bytes from 0 on.
+enum ElementType : int { FLOAT32 = 0, BFLOAT16 = 1, CODES = 2 };
 
 // A packed linear layer; see linear.cpp.
 struct LinearWeight {
   const void* packed;
   const float* bias;    // for whole panels; or null
-  const void* scales;   // by which integers are multiplied; see linear.cpp; or null
+  const void* scales;   // by which integers are multiplied, by group; see linear_layout.h; or null
+  const void* minima;   // what is added to these products; or null: 0 is the code 2^(bits - 1)
+  const void* factors;  // float16: by which scales and minima of 8 bits are multiplied; or null
+  const int32_t* order; // [inputs], for each number the input that it multiplies; or null
   int64_t outputs, inputs;
   int64_t dtype;  // of what goes in and comes out
   int64_t bits;   // of an integer: 8 or 4; or 0: weights are of that type
-  int64_t group;  // int4: how many inputs of an output share a scale, an even number
+  int64_t group;  // how many inputs of an output share a scale: all, or a multiple of 8
+  int64_t scale_bits, minimum_bits;  // 16 or 32, of float16 or float32; or 8, with factors
+  int64_t shared;  // 2^shared groups have the same factors
   const uint16_t* finished = nullptr;  // what becomes of each bfloat16 result, by its bits; or null
 };
 
@@ -99,6 +104,42 @@ struct LayersCall {
   float* attention_scratch;
   int64_t attention_floats;
   int64_t tokens, count, next;
+};
+
+// A step's requests, and where each one's state is; see ../library.py for what each field means.
+struct StateRows {
+  const int64_t* starts;
+  const int64_t* counts;
+  const int64_t* slots;
+  int64_t num_requests, num_rows;
+};
+
+// A short convolution; see convolution.cpp, and ../library.py for what each field means.
+struct ConvolutionCall {
+  StateRows rows;
+  const void* x;
+  void* y;
+  const void* weight;
+  const void* bias;
+  void* state;
+  int64_t x_stride, slot_stride;
+  int64_t channels, width, state_width;
+  int64_t dtype, state_dtype, silu, threads;
+};
+
+// A gated delta rule; see delta_rule.cpp, and ../library.py for what each field means.
+struct DeltaRuleCall {
+  StateRows rows;
+  const void* query;
+  const void* key;
+  const void* value;
+  const float* decay;
+  const float* beta;
+  void* output;
+  float* state;
+  int64_t query_stride, key_stride, value_stride, slot_stride;
+  int64_t num_key_heads, num_heads, key_dim, value_dim;
+  int64_t decay_dim, normed, dtype, threads;
 };
 
 }  // extern "C"

@@ -26,6 +26,8 @@ struct Variant {
   void (*greedy)(const void*, int64_t, int64_t, int64_t, int64_t*, int);
   void (*draw)(const void*, int64_t, const int64_t*, int64_t, int64_t, int, const double*,
                const float*, int64_t*, int);
+  void (*convolution)(const ConvolutionCall&);
+  void (*delta_rule)(const DeltaRuleCall&);
 };
 
 }  // namespace
@@ -53,16 +55,17 @@ struct Variant {
   void draw(const void* logits, int64_t stride, const int64_t* rows, int64_t count,              \
             int64_t width, int dtype, const double* uniforms, const float* temperatures,         \
             int64_t* tokens, int threads);                                                       \
+  void convolution(const ConvolutionCall& call);                                                 \
+  void delta_rule(const DeltaRuleCall& call);                                                    \
   const Variant VARIANT = {#isa, attention, linear_size, linear_pack, linear_rows, linear, norm, \
-                           gate, heads,     add,         layer_scratch, layers, greedy,  draw};  \
+                           gate, heads,     add,         layer_scratch, layers, greedy,  draw,   \
+                           convolution, delta_rule};                                             \
   }
 
 // One that the compiler has no instructions for: a name, and nothing to call.
-#define HEADRACE_LACKING(isa)                                                      \
-  namespace isa {                                                                  \
-  const Variant VARIANT = {#isa,    nullptr, nullptr, nullptr, nullptr, nullptr,   \
-                           nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,   \
-                           nullptr, nullptr};                                      \
+#define HEADRACE_LACKING(isa)     \
+  namespace isa {                 \
+  const Variant VARIANT = {#isa}; \
   }
 
 #if defined(__x86_64__)
@@ -220,3 +223,9 @@ HEADRACE_ENTRY void headrace_draw(const void* logits, int64_t stride, const int6
                                   int64_t* tokens, int threads) {
   variant.draw(logits, stride, rows, count, width, dtype, uniforms, temperatures, tokens, threads);
 }
+
+// See `convolution` in convolution.cpp.
+HEADRACE_ENTRY void headrace_convolution(const ConvolutionCall* call) { variant.convolution(*call); }
+
+// See `delta_rule` in delta_rule.cpp.
+HEADRACE_ENTRY void headrace_delta_rule(const DeltaRuleCall* call) { variant.delta_rule(*call); }

@@ -9,11 +9,16 @@
 //   and only that at the full speed of the memory. Weights of whole groups that lie one behind the
 //   other are those of one layer with all their outputs.
 //   Of float32: the same, with one input in place of a pair.
-//   Of int8: the same, and an input of an output is one byte. A number from -127 to 127 is a bfloat16
-//   exactly, so that sums are as exact as those of bfloat16 weights, and are scaled at the end. One
-//   tile turns them into bfloat16 as it reads them; for several tiles an item's are turned once.
-//   Of int4: the same, and a pair is one byte, with its first input in the lower half; 8 is added to
-//   each. The sums of a group of inputs are scaled and added to those of the groups before.
+//   Of int8: the same, and an input of an output is one byte, its code minus 128. Such a number is a
+//   bfloat16 exactly, so that sums are as exact as those of bfloat16 weights, and are scaled
+//   afterwards. One tile turns them into bfloat16 as it reads them; for several tiles an item's are
+//   turned once, or those of a group for all items of a thread.
+//   Of int4: eight inputs in place of a pair; see linear_layout.h. Codes are 8 more than the numbers.
+//   Where integers have a scale for each group of inputs, the sums of a group are scaled and added to
+//   those of the groups before. Where they have minima, too, each adds its share of the group's sum of
+//   x, which is computed once for all panels.
+//
+// Weights may have an order of their inputs: then x is put in that order, once for all panels.
 //
 // An item of work is a few rows against C panels. A tile keeps R rows x C panels of sums in
 // registers, and takes the inputs in their order: what a row yields depends neither on the rows
@@ -32,8 +37,7 @@
 
 #include "calls.h"
 #include "linear_amx.h"
-#include "linear_layout.h"
-#include "vec.h"
+#include "linear_lanes.h"
 
 namespace HEADRACE_ISA {
 namespace {
@@ -58,11 +62,6 @@ constexpr int ALONE = AMX && sizeof(X) == 2 ? TILE : ROWS<X>;
 template <class X>
 using Input = std::conditional_t<PAIRS, X, float>;
 
-// Registers hold a tile's sums only if every loop over them is unrolled, in one function.
-#define UNROLL _Pragma("GCC unroll 8")
-#define INLINE __attribute__((always_inline)) inline
-#define INLINE_LAMBDA __attribute__((always_inline))
-
 constexpr int FEW = 2;  // rows whose sums leave registers for the panels of two groups
 constexpr int STEP = 4;  // pairs of inputs between two looks ahead
 constexpr int64_t CHUNK = 768 << 10;  // bytes of weights that stay in a cache, for AMX
@@ -72,85 +71,29 @@ constexpr int64_t ITEM_ROWS = AMX && sizeof(X) == 2 ? 256 : 96;
 
 typedef uint32_t unaligned_pair __attribute__((aligned(2), may_alias));
 
-// One input of VL outputs, as float32: the only one, or one of two.
-vf load_first(const float* p) { return load(p); }
-vf load_first(const uint32_t* p) { return (vf)(*reinterpret_cast<const vu*>(p) << 16); }
-vf load_second(const uint32_t* p) { return (vf)(*reinterpret_cast<const vu*>(p) & 0xffff0000u); }
-vf load_first(const uint16_t* p) {
-  const vu pairs = __builtin_convertvector(*reinterpret_cast<const vh*>(p), vu);
-  return __builtin_convertvector((vi)(pairs << 24) >> 24, vf);
-}
-vf load_first(const uint8_t* p) {
-  const vu pairs = __builtin_convertvector(*reinterpret_cast<const vb*>(p), vu);
-  return __builtin_convertvector((vi)(pairs & 15u) - 8, vf);
-}
-vf load_second(const uint8_t* p) {
-  const vu pairs = __builtin_convertvector(*reinterpret_cast<const vb*>(p), vu);
-  return __builtin_convertvector((vi)(pairs >> 4) - 8, vf);
-}
-vf load_second(const uint16_t* p) {
-  const vu pairs = __builtin_convertvector(*reinterpret_cast<const vh*>(p), vu);
-  return __builtin_convertvector((vi)(pairs << 16) >> 24, vf);
-}
-// Two inputs of VL outputs, as bfloat16.
-#if defined(__AVX512BF16__)
-vu load_pairs(const uint32_t* p) { return *reinterpret_cast<const vu*>(p); }
-#endif
-vu load_pairs(const uint16_t* p) {
-#if defined(__AVX512BF16__)
-  const __m128i* halves = reinterpret_cast<const __m128i*>(p);
-  const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(halves)));
-  const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(halves + 1)));
-  return (vu)_mm512_cvtne2ps_pbh(second, first);
-#else
-  // The lower halves are zero: 8 bits are enough for them.
-  return (vu)load_first(p) >> 16 | (vu)load_second(p);
-#endif
-}
+// Rows of an item: where those of x and y begin, and the sums of each group of x, where they are needed.
+template <class X>
+struct Rows {
+  const Input<X>* x;
+  int64_t x_stride;
+  X* y;
+  int64_t y_stride;
+  const float* sums;
+  int64_t groups;
 
-vu load_pairs(const uint8_t* p) {
-#if defined(__AVX512BF16__)
-  // Each number is looked up; of an index, 5 bits count, of which the fifth may be anything.
-#define HEADRACE_FROM_8                                                                      \
-  0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, \
-      0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0
-  alignas(64) static constexpr uint16_t NUMBERS[32] = {HEADRACE_FROM_8, HEADRACE_FROM_8};
-#undef HEADRACE_FROM_8
-  const __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  const __m512i indices = _mm512_or_si512(pairs, _mm512_slli_epi32(pairs, 12));
-  return (vu)_mm512_permutexvar_epi16(indices, _mm512_load_si512(NUMBERS));
-#else
-  return (vu)load_first(p) >> 16 | (vu)load_second(p);
-#endif
-}
-
-// Weights of C panels: pairs are `stride` lanes apart, groups `group`. W: uint32_t, two bfloat16;
-// uint16_t, two int8; uint8_t, two int4; float, one float32.
-template <class W>
-struct Weights {
-  using Lane = W;
-  static constexpr bool SCALED_BY_GROUP = false;
-  const W* from;
-  int64_t stride, group;
-
-  const W* panel(int64_t k, int c) const {
-    return from + c / NR * group + k * stride + c % NR * VL;
+  Rows from(int64_t row) const {
+    return {x + row * x_stride, x_stride, y + row * y_stride, y_stride, sums + row * groups, groups};
   }
 };
 
-// The same, of int4, as it lies or turned into bfloat16.
-template <class W>
-struct Grouped : Weights<W> {
-  static constexpr bool SCALED_BY_GROUP = true;
-};
-
-// sums += a pair of inputs of R rows, from x on, against C panels.
+// sums += pair k + i of R rows, from x on, against C panels.
 #if defined(__AVX512BF16__)
 template <int R, int C, class W>
-INLINE void add_pair(vf (&sums)[R][C], Weights<W> weights, int64_t k, const bf16* x,
+INLINE void add_pair(vf (&sums)[R][C], Weights<W> weights, int64_t k, int i, const bf16* x,
                      int64_t x_stride) {
   vu right[C];
-  UNROLL for (int c = 0; c < C; ++c) right[c] = load_pairs(weights.panel(k, c));
+  weights = weights.read_again();
+  UNROLL for (int c = 0; c < C; ++c) right[c] = weights.pairs(k, i, c);
   UNROLL for (int r = 0; r < R; ++r) {
     const vu left = *reinterpret_cast<const unaligned_pair*>(x + r * x_stride) - vu{};
     UNROLL for (int c = 0; c < C; ++c) sums[r][c] = dot_pairs(sums[r][c], left, right[c]);
@@ -159,16 +102,16 @@ INLINE void add_pair(vf (&sums)[R][C], Weights<W> weights, int64_t k, const bf16
 #endif
 // The same of inputs in float32: of pairs, the first, then the second.
 template <int R, int C, class W>
-INLINE void add_pair(vf (&sums)[R][C], Weights<W> weights, int64_t k, const float* x,
+INLINE void add_pair(vf (&sums)[R][C], Weights<W> weights, int64_t k, int i, const float* x,
                      int64_t x_stride) {
   vf right[C];
-  UNROLL for (int c = 0; c < C; ++c) right[c] = load_first(weights.panel(k, c));
+  UNROLL for (int c = 0; c < C; ++c) right[c] = weights.first(k, i, c);
   UNROLL for (int r = 0; r < R; ++r) {
     const vf left = splat(x[r * x_stride]);
     UNROLL for (int c = 0; c < C; ++c) sums[r][c] += left * right[c];
   }
-  if constexpr (!std::is_same_v<W, float>) {
-    UNROLL for (int c = 0; c < C; ++c) right[c] = load_second(weights.panel(k, c));
+  if constexpr (!Weights<W>::IS_FLOAT) {
+    UNROLL for (int c = 0; c < C; ++c) right[c] = weights.second(k, i, c);
     UNROLL for (int r = 0; r < R; ++r) {
       const vf left = splat(x[r * x_stride + 1]);
       UNROLL for (int c = 0; c < C; ++c) sums[r][c] += left * right[c];
@@ -176,95 +119,115 @@ INLINE void add_pair(vf (&sums)[R][C], Weights<W> weights, int64_t k, const floa
   }
 }
 
+// Whether sums are scaled once, at the end.
+bool is_scaled_by_row(const LinearWeight& weight) {
+  return weight.bits == 8 && weight.group >= weight.inputs && !weight.minima;
+}
+
+// Whether several tiles read bfloat16 that their weights were turned into. To look int4 up again costs a
+// tile of pairs less.
+bool is_turned(const LinearWeight& weight) { return weight.bits == 8 || (weight.bits && !PAIRS); }
+
 // The results of some rows and a panel, from their sums, which are `apart` vectors apart: VL outputs of
 // each, or fewer at the end.
 template <class X>
-INLINE void finish(const LinearWeight& weight, int64_t panel, const vf* sums, int apart, int rows,
-                   X* y, int64_t y_stride) {
-  const int64_t first = panel * VL, count = std::min<int64_t>(VL, weight.outputs - first);
-  const float* scales = static_cast<const float*>(weight.scales);
-  const vf scale = weight.bits == 8 ? load(scales + first) : splat(1.0f);
+INLINE void finish(const LinearWeight& weight, int64_t panel, const vf* sums, int apart, int count,
+                   Rows<X> rows) {
+  const int64_t first = panel * VL, width = std::min<int64_t>(VL, weight.outputs - first);
+  const vf scale = is_scaled_by_row(weight) ? load_of_group<SCALE>(weight, first, 0) : splat(1.0f);
   const vf bias = weight.bias ? load(weight.bias + first) : vf{};
-  y += first;
-  for (int r = 0; r < rows; ++r, y += y_stride) {
+  X* y = rows.y + first;
+  for (int r = 0; r < count; ++r, y += rows.y_stride) {
     const vf result = sums[r * apart] * scale + bias;
-    if (count == VL)
+    if (width == VL)
       store(y, result);
     else
-      for (int i = 0; i < count; ++i) from_float(result[i], y + i);
+      for (int i = 0; i < width; ++i) from_float(result[i], y + i);
     if constexpr (sizeof(X) == 2)
       if (weight.finished)
-        for (int i = 0; i < count; ++i) y[i].bits = weight.finished[y[i].bits];
+        for (int i = 0; i < width; ++i) y[i].bits = weight.finished[y[i].bits];
   }
 }
 
-// R rows from x on against C panels; see the top. `lines` cache lines from `ahead` on are brought near
-// for every STEP pairs.
+// R rows against C panels; see the top. `lines` cache lines from `ahead` on are brought near for every
+// STEP pairs.
 template <int R, int C, class Of, class X>
-void tile(const LinearWeight& weight, Of weights, int64_t panel, const Input<X>* x,
-          int64_t x_stride, X* y, int64_t y_stride, const char* ahead, int lines) {
+void tile(const LinearWeight& weight, Of weights, int64_t panel, Rows<X> rows, const char* ahead,
+          int lines) {
   constexpr bool pairs_of_x = sizeof(Input<X>) == 2;
-  constexpr int width = std::is_same_v<typename Of::Lane, float> ? 1 : 2;  // inputs of a lane
+  constexpr int width = Of::IS_FLOAT ? 1 : 2;  // inputs of a pair
+  const Input<X>* x = rows.x;
+  const int64_t x_stride = rows.x_stride;
   const int64_t pairs = num_pairs(weight), whole = pairs_of_x ? weight.inputs / 2 : pairs;
   vf sums[R][C] = {};
   int64_t k = 0;
+  const auto add = [&](int i) INLINE_LAMBDA {
+    add_pair(sums, weights, k, i, x + width * (k + i), x_stride);
+  };
   const auto add_until = [&](int64_t end) INLINE_LAMBDA {
     for (; k + STEP <= end; k += STEP) {
       for (int i = 0; i < lines; ++i, ahead += 64) __builtin_prefetch(ahead, 0, 2);
-      for (int i = 0; i < STEP; ++i) add_pair(sums, weights, k + i, x + width * (k + i), x_stride);
+      if constexpr (Of::IS_INT4)
+        add(0), add(1), add(2), add(3);  // by how much lanes are shifted is known
+      else
+        for (int i = 0; i < STEP; ++i) add(i);
     }
-    for (; k < end; ++k) add_pair(sums, weights, k, x + width * k, x_stride);
+    for (int i = 0; i < end - k; ++i) add(i);
   };
   const auto add_last = [&]() INLINE_LAMBDA {
     if constexpr (pairs_of_x)
-      if (k < pairs) {
+      if (whole < pairs) {
         bf16 last[2 * R] = {};
-        for (int r = 0; r < R; ++r) last[2 * r] = x[r * x_stride + 2 * k];
-        add_pair(sums, weights, k, last, 2);
+        for (int r = 0; r < R; ++r) last[2 * r] = x[r * x_stride + 2 * whole];
+        add_pair(sums, weights, whole / STEP * STEP, int(whole % STEP), last, 2);
       }
   };
-  if constexpr (Of::SCALED_BY_GROUP) {
+  if constexpr (Of::IS_SCALED_BY_GROUP) {
     vf totals[R][C] = {};
     const int64_t groups = num_groups(weight), step = weight.group / 2;
-    const f16* scales = static_cast<const f16*>(weight.scales);
+    const float centre = weight.bits == 4 ? 8.0f : 128.0f;
     for (int64_t g = 0; g < groups; ++g) {
-      add_until(std::min(whole, (g + 1) * step));
-      if (g + 1 == groups) add_last();
+      const bool is_last = g + 1 == groups;
+      add_until(is_last ? whole : (g + 1) * step);
+      if (is_last) add_last();
       UNROLL for (int c = 0; c < C; ++c) {
-        const vf scale = load(scales + scale_at(weight, (panel + c) * VL, g));
+        const int64_t output = (panel + c) * VL;
+        const vf scale = load_of_group<SCALE>(weight, output, g);
         UNROLL for (int r = 0; r < R; ++r) totals[r][c] += sums[r][c] * scale, sums[r][c] = vf{};
+        if (weight.minima) {
+          const vf least = load_of_group<MINIMUM>(weight, output, g) + scale * centre;
+          UNROLL for (int r = 0; r < R; ++r) totals[r][c] += least * rows.sums[r * groups + g];
+        }
       }
     }
-    for (int c = 0; c < C; ++c) finish(weight, panel + c, &totals[0][c], C, R, y, y_stride);
+    for (int c = 0; c < C; ++c) finish(weight, panel + c, &totals[0][c], C, R, rows);
   } else {
     add_until(whole);
     add_last();
-    for (int c = 0; c < C; ++c) finish(weight, panel + c, &sums[0][c], C, R, y, y_stride);
+    for (int c = 0; c < C; ++c) finish(weight, panel + c, &sums[0][c], C, R, rows);
   }
 }
 
 template <int C, class Of, class X, int R = C <= NR ? ROWS<X> : FEW>
-void tile_of_rows(int rows, const LinearWeight& weight, Of weights, int64_t panel,
-                  const Input<X>* x, int64_t x_stride, X* y, int64_t y_stride, const char* ahead,
-                  int lines) {
-  if (rows == R) return tile<R, C>(weight, weights, panel, x, x_stride, y, y_stride, ahead, lines);
+void tile_of_rows(int count, const LinearWeight& weight, Of weights, int64_t panel, Rows<X> rows,
+                  const char* ahead, int lines) {
+  if (count == R) return tile<R, C>(weight, weights, panel, rows, ahead, lines);
   if constexpr (R > 1)
-    tile_of_rows<C, Of, X, R - 1>(rows, weight, weights, panel, x, x_stride, y, y_stride, ahead, lines);
+    tile_of_rows<C, Of, X, R - 1>(count, weight, weights, panel, rows, ahead, lines);
 }
 
-// `rows` rows against C panels, in tiles of about the same height. From `ahead` on lie `bytes` that are to
-// be brought near meanwhile.
+// `count` rows against C panels, in tiles of about the same height. From `ahead` on lie `bytes` that are
+// to be brought near meanwhile.
 template <int C, class Of, class X>
-void tiles(const LinearWeight& weight, Of weights, int64_t panel, const Input<X>* x,
-           int64_t x_stride, X* y, int64_t y_stride, int64_t rows, const char* ahead,
-           int64_t bytes) {
-  const int64_t count = divide_up(rows, ROWS<X>), steps = num_pairs(weight) / STEP;
-  const int64_t lines = steps ? divide_up(bytes, 64 * steps * count) : 0;
+void tiles(const LinearWeight& weight, Of weights, int64_t panel, Rows<X> rows, int64_t count,
+           const char* ahead, int64_t bytes) {
+  const int64_t tiles = divide_up(count, ROWS<X>), steps = num_pairs(weight) / STEP;
+  const int64_t lines = steps ? divide_up(bytes, 64 * steps * tiles) : 0;
   const char* end = ahead + bytes;
-  for (int64_t t = 0, row = 0; t < count; ++t, ahead += steps * lines * 64) {
-    const int64_t next = rows * (t + 1) / count;
-    tile_of_rows<C>(int(next - row), weight, weights, panel, x + row * x_stride, x_stride,
-                    y + row * y_stride, y_stride, ahead, ahead < end ? int(lines) : 0);
+  for (int64_t t = 0, row = 0; t < tiles; ++t, ahead += steps * lines * 64) {
+    const int64_t next = count * (t + 1) / tiles;
+    tile_of_rows<C>(int(next - row), weight, weights, panel, rows.from(row), ahead,
+                    ahead < end ? int(lines) : 0);
     row = next;
   }
 }
@@ -272,9 +235,8 @@ void tiles(const LinearWeight& weight, Of weights, int64_t panel, const Input<X>
 #if defined(__AMX_BF16__)
 // `rows` rows against C panels, by AMX.
 template <int C, class W>
-void amx_tiles(const LinearWeight& weight, Weights<W> weights, int64_t panel, const bf16* x,
-               int64_t x_stride, bf16* y, int64_t y_stride, int64_t rows, const char* ahead,
-               int64_t bytes) {
+void amx_tiles(const LinearWeight& weight, Weights<W> weights, int64_t panel, Rows<bf16> all,
+               int64_t rows, const char* ahead, int64_t bytes) {
   const int64_t blocks = divide_up(num_pairs(weight), TILE);
   const int64_t steps = blocks * divide_up(rows, 2 * TILE) * (rows <= TILE ? 1 : divide_up(C, 2));
   const int lines = int(divide_up(bytes, 64 * steps));
@@ -287,7 +249,7 @@ void amx_tiles(const LinearWeight& weight, Weights<W> weights, int64_t panel, co
   const auto make_ready = [&](int64_t slot, int64_t block, int64_t pairs) {
     for (int c = 0; c < C; ++c)
       for (int64_t k = 0; k < pairs; ++k)
-        *reinterpret_cast<vu*>(ready[slot][c][k]) = load_pairs(weights.panel(block * TILE + k, c));
+        *reinterpret_cast<vu*>(ready[slot][c][k]) = weights.pairs(block * TILE + k, 0, c);
     __asm__ volatile("" : : : "memory");  // a tile may read it now
   };
   if (left) {
@@ -307,122 +269,152 @@ void amx_tiles(const LinearWeight& weight, Weights<W> weights, int64_t panel, co
   for (int64_t row = 0; row < rows; row += 2 * TILE) {
     const int count = int(std::min<int64_t>(2 * TILE, rows - row));
     for (int r = 0; inputs && r < count; ++r)
-      std::memcpy(last[r], x + (row + r) * x_stride + whole * 2 * TILE, inputs * sizeof(bf16));
+      std::memcpy(last[r], all.from(row + r).x + whole * 2 * TILE, inputs * sizeof(bf16));
     const auto x_at = [&](int64_t i, int64_t first) {
-      return i < whole ? Block{x + (row + first) * x_stride + i * 2 * TILE,
-                               x_stride * int64_t(sizeof(bf16))}
+      return i < whole ? Block{all.from(row + first).x + i * 2 * TILE,
+                               all.x_stride * int64_t(sizeof(bf16))}
                        : Block{last[first], sizeof(last[0])};
     };
     const auto made = [&](int c, const vf* sums, int64_t first, int count) {
-      finish(weight, panel + c, sums, 1, count, y + (row + first) * y_stride, y_stride);
+      finish(weight, panel + c, sums, 1, count, all.from(row + first));
     };
     ahead = tiles_of_sums<C>(count, blocks, x_at, weights_at, made, ahead, ahead < end ? lines : 0);
   }
 }
 #endif
 
-// `rows` rows against C panels. `space`: of a thread's own, for C panels of bfloat16.
+// A thread's own memory for an item's weights in bfloat16, and the panel that they are from.
+struct Turned {
+  std::unique_ptr<uint32_t[]> pairs;
+  int64_t panel = -1;
+};
+
+// `count` rows against C panels.
 template <int C, class X>
-void item(const LinearWeight& weight, int64_t panel, const Input<X>* x, int64_t x_stride, X* y,
-          int64_t y_stride, int64_t rows, uint32_t* space) {
-  const int64_t pairs = num_pairs(weight), pair = pair_bytes(weight);
-  const int64_t group = NR * pairs * VL;
+void item(const LinearWeight& weight, int64_t panel, Rows<X> rows, int64_t count, Turned& turned) {
+  const int64_t lanes = num_lanes(weight), lane = lane_bytes(weight), group = NR * lanes * VL;
   const Panel place(weight, panel);
-  const char* from = static_cast<const char*>(weight.packed) + place.start * pair;
-  // Several tiles bring near what the next item reads. A single one of vectors of 8 brings near what it
-  // reads itself a little later; one of more numbers reads as fast as they come.
-  const int64_t size = C * pairs * VL * pair;
-  const int64_t left = (num_panels(weight) * pairs * VL - place.start) * pair;
-  const bool is_alone = rows <= ALONE<X>, by_tiles = AMX && sizeof(X) == 2;
-  const int64_t distance = !is_alone ? size : by_tiles ? 16 << 10 : 2048;
-  const bool looks_ahead = C == NR && (!is_alone || by_tiles || NR == 2);
+  const char* from = static_cast<const char*>(weight.packed) + place.start * lane;
+  // Several tiles bring near what the next item reads. A single one of vectors of 8, or of integers,
+  // brings near what it reads itself a little later; others read as fast as numbers come.
+  const int64_t size = C * lanes * VL * lane;
+  const int64_t left = (num_panels(weight) * lanes * VL - place.start) * lane;
+  const bool is_alone = count <= ALONE<X>, by_tiles = AMX && sizeof(X) == 2;
+  const int64_t distance = !is_alone ? size : by_tiles ? 16 << 10 : NR == 2 ? 2048 : 12 << 10;
+  const bool looks_ahead = C == NR && (!is_alone || by_tiles || NR == 2 || weight.bits);
   const char* ahead = from + distance;
   const int64_t bytes = looks_ahead ? std::min(size, left - distance) : 0;
+  const auto by_groups = [&](auto weights) {  // AMX would add sums of groups before they are scaled
+    tiles<C>(weight, weights, panel, rows, count, ahead, bytes);
+  };
   const auto multiply_by = [&](auto weights) {
 #if defined(__AMX_BF16__)
     if constexpr (sizeof(X) == 2)
-      return amx_tiles<C>(weight, weights, panel, x, x_stride, y, y_stride, rows, ahead, bytes);
+      return amx_tiles<C>(weight, weights, panel, rows, count, ahead, bytes);
 #endif
-    tiles<C>(weight, weights, panel, x, x_stride, y, y_stride, rows, ahead, bytes);
+    by_groups(weights);
   };
   if constexpr (sizeof(X) == sizeof(float)) {
     multiply_by(Weights<float>{reinterpret_cast<const float*>(from), place.stride, group});
   } else {
-    if (!weight.bits)
-      return multiply_by(
-          Weights<uint32_t>{reinterpret_cast<const uint32_t*>(from), place.stride, group});
-    const auto turn_all = [&](auto weights) {
-      for (int64_t k = 0; k < pairs; ++k)
-        for (int c = 0; c < C; ++c)
-          *reinterpret_cast<vu*>(space + (k * C + c) * VL) = load_pairs(weights.panel(k, c));
+    const auto of_integers = [&](auto weights) {
+      const bool by_row = is_scaled_by_row(weight), as_they_lie = is_alone || !is_turned(weight);
+      if (as_they_lie && by_row) return multiply_by(weights);
+      if (as_they_lie) return by_groups(Grouped<typename decltype(weights)::Lane>{weights});
+      if (turned.panel != panel) {
+        const int64_t pairs = num_pairs(weight);
+        for (int64_t k = 0; k < pairs; k += INT4_PAIRS)
+          for (int i = 0; i < std::min<int64_t>(INT4_PAIRS, pairs - k); ++i)
+            for (int c = 0; c < C; ++c)
+              *reinterpret_cast<vu*>(turned.pairs.get() + ((k + i) * C + c) * VL) =
+                  weights.pairs(k, i, c);
+        turned.panel = panel;
+      }
+      const Weights<uint32_t> pairs = {turned.pairs.get(), C * VL, 0};
+      by_row ? multiply_by(pairs) : by_groups(Grouped<uint32_t>{pairs});
     };
-    if (weight.bits == 4) {  // AMX would add the sums of groups before they are scaled
-      const auto by_groups = [&](auto weights) {
-        tiles<C>(weight, weights, panel, x, x_stride, y, y_stride, rows, ahead, bytes);
-      };
-      const Grouped<uint8_t> weights = {
-          {reinterpret_cast<const uint8_t*>(from), place.stride, group}};
-      if (is_alone) return by_groups(weights);
-      turn_all(weights);
-      return by_groups(Grouped<uint32_t>{{space, C * VL, 0}});
-    }
-    const Weights<uint16_t> weights = {reinterpret_cast<const uint16_t*>(from), place.stride,
-                                       group};
-    if (is_alone) return multiply_by(weights);
-    turn_all(weights);
-    multiply_by(Weights<uint32_t>{space, C * VL, 0});
+    if (weight.bits == 4)
+      of_integers(Weights<int4>{reinterpret_cast<const int4*>(from), place.stride, group});
+    else if (weight.bits)
+      of_integers(Weights<uint16_t>{reinterpret_cast<const uint16_t*>(from), place.stride, group});
+    else
+      multiply_by(Weights<uint32_t>{reinterpret_cast<const uint32_t*>(from), place.stride, group});
   }
 }
 
-// A row of bfloat16 in float32; an odd one is followed by 0.
-void turn(const bf16* x, int64_t inputs, float* floats) {
+// A row of x as tiles read it, in the order of the weight's inputs; in float32 an odd one is followed by 0.
+template <class X, class To>
+void arrange(const LinearWeight& weight, const X* x, To* to) {
+  const int64_t inputs = weight.inputs;
   int64_t k = 0;
-  for (; k + VL <= inputs; k += VL) store(floats + k, load(x + k));
-  for (; k < inputs; ++k) floats[k] = to_float(x[k]);
-  if (inputs % 2) floats[inputs] = 0.0f;
+  if constexpr (std::is_same_v<X, To>) {
+    for (; k < inputs; ++k) to[k] = x[weight.order[k]];
+  } else if (weight.order) {
+    for (; k < inputs; ++k) to[k] = to_float(x[weight.order[k]]);
+  } else {
+    for (; k + VL <= inputs; k += VL) store(to + k, load(x + k));
+    for (; k < inputs; ++k) to[k] = to_float(x[k]);
+  }
+  if (inputs % 2) to[inputs] = To{};
+}
+
+// The sums of each group of a row.
+template <class T>
+void add_groups(const LinearWeight& weight, const T* x, float* sums) {
+  for (int64_t k = 0; k < weight.inputs;) {
+    const int64_t end = std::min(k + weight.group, weight.inputs);
+    vf lanes = {};
+    for (; k + VL <= end; k += VL) lanes += load(x + k);
+    float sum = sum_of(lanes);
+    for (; k < end; ++k) sum += to_float(x[k]);
+    *sums++ = sum;
+  }
 }
 
 template <int C, class X>
 void multiply(const LinearWeight& weight, const X* x, int64_t x_stride, X* y,
               int64_t y_stride, int64_t rows, int threads) {
   constexpr bool turns = !std::is_same_v<Input<X>, X>;
+  const bool arranges = turns || weight.order;
   const int64_t panels = num_panels(weight), groups = divide_up(panels, C);
   const int64_t blocks = divide_up(rows, ITEM_ROWS<X>), width = 2 * num_pairs(weight);
   // Groups that are multiplied by all blocks of rows together, so that x is read less often.
   const int64_t together =
       AMX && sizeof(X) == 2 ? std::max<int64_t>(1, CHUNK / (C * VL * width * 2)) : 1;
-  // Not initialised: what is read has been written before. So is `space`.
-  const std::unique_ptr<float[]> floats(turns ? new float[rows * width] : nullptr);
+  // Not initialised: what is read has been written before.
+  const std::unique_ptr<Input<X>[]> arranged(arranges ? new Input<X>[rows * width] : nullptr);
+  const int64_t scaled = weight.minima ? num_groups(weight) : 0;
+  const std::unique_ptr<float[]> sums(scaled ? new float[rows * scaled] : nullptr);
 #pragma omp parallel num_threads(threads)
   {
-    const Input<X>* left;
-    int64_t left_stride = x_stride;
-    if constexpr (turns) {
+    if (arranges || scaled) {
 #pragma omp for schedule(static)
-      for (int64_t row = 0; row < rows; ++row)
-        turn(x + row * x_stride, weight.inputs, floats.get() + row * width);
-      left = floats.get(), left_stride = width;
-    } else {
-      left = x;
+      for (int64_t row = 0; row < rows; ++row) {
+        const X* from = x + row * x_stride;
+        Input<X>* to = arranged.get() + row * width;
+        if (arranges) arrange(weight, from, to);
+        if (scaled && arranges) add_groups(weight, to, sums.get() + row * scaled);
+        if (scaled && !arranges) add_groups(weight, from, sums.get() + row * scaled);
+      }
     }
-    const bool converts = weight.bits && rows > ALONE<X>;
-    const std::unique_ptr<uint32_t[]> space(
-        converts ? new uint32_t[C * num_pairs(weight) * VL] : nullptr);
+    Rows<X> all = {arranged.get(), width, y, y_stride, sums.get(), scaled};
+    if constexpr (!turns)
+      if (!arranges) all.x = x, all.x_stride = x_stride;
+    const bool converts = is_turned(weight) && rows > ALONE<X>;
+    Turned turned = {
+        std::unique_ptr<uint32_t[]>(converts ? new uint32_t[C * num_pairs(weight) * VL] : nullptr)};
 #pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < groups * blocks; ++i) {
       const int64_t before = i / (together * blocks) * together, at = i - before * blocks;
       const int64_t here = std::min(together, groups - before), b = at / here;
       const int64_t row = rows * b / blocks, count = rows * (b + 1) / blocks - row;
-      const Input<X>* from = left + row * left_stride;
-      X* to = y + row * y_stride;
       int64_t panel = (before + at % here) * C;
       const int64_t last = std::min(panels, panel + C);
       if (panel + C <= last) {
-        item<C>(weight, panel, from, left_stride, to, y_stride, count, space.get());
+        item<C>(weight, panel, all.from(row), count, turned);
         continue;
       }
-      for (; panel < last; ++panel)
-        item<1>(weight, panel, from, left_stride, to, y_stride, count, space.get());
+      for (; panel < last; ++panel) item<1>(weight, panel, all.from(row), count, turned);
     }
 #if defined(__AMX_BF16__)
     _tile_release();  // what is in use is saved whenever the thread waits

@@ -36,9 +36,9 @@ void pack_lanes(const LinearWeight& weight, int64_t panel, const From* rows, int
     }
 }
 
-// The rows of a panel's outputs as int8, by the largest number of each: [VL][inputs].
-void quantise(const LinearWeight& weight, int64_t panel, const bf16* rows, int64_t stride,
-              int8_t* bytes, float* scales) {
+// The rows of a panel's outputs as int8, by the largest number of each: codes [VL][inputs], and scales.
+void quantise_int8(const LinearWeight& weight, int64_t panel, const bf16* rows, int64_t stride,
+                   uint8_t* codes, float* scales) {
   const int64_t lanes = std::min<int64_t>(VL, weight.outputs - panel * VL), inputs = weight.inputs;
   for (int64_t lane = 0; lane < lanes; ++lane) {
     const bf16* row = rows + lane * stride;
@@ -55,7 +55,7 @@ void quantise(const LinearWeight& weight, int64_t panel, const bf16* rows, int64
     for (k = 0; k < inputs; ++k) {
       const float x = std::clamp(to_float(row[k]) * inverse, -127.0f, 127.0f);
       // Rounded to nearest, ties to even, by a number whose last bit counts ones.
-      bytes[lane * inputs + k] = int8_t((x + 12582912.0f) - 12582912.0f);
+      codes[lane * inputs + k] = uint8_t(int((x + 12582912.0f) - 12582912.0f) + 128);
     }
   }
 }
@@ -104,64 +104,120 @@ float quantise_group(const float* x, int64_t count, float* numbers) {
   return scale;
 }
 
-// A panel's weights as int4; see linear.cpp.
-void pack_int4(const LinearWeight& weight, int64_t panel, const bf16* rows, int64_t stride) {
-  const Panel place(weight, panel);
+// The rows of a panel's outputs as int4: codes [VL][inputs], and their scales.
+void quantise_int4(const LinearWeight& weight, int64_t panel, const bf16* rows, int64_t stride,
+                   uint8_t* codes, f16* scales) {
   const int64_t lanes = std::min<int64_t>(VL, weight.outputs - panel * VL), group = weight.group;
   const int64_t padded = divide_up(group, VL) * VL;
   const std::unique_ptr<float[]> x(new float[2 * padded]);
   float* numbers = x.get() + padded;
-  uint8_t* packed = static_cast<uint8_t*>(const_cast<void*>(weight.packed)) + place.start;
-  f16* scales = static_cast<f16*>(const_cast<void*>(weight.scales));
-  for (int64_t lane = 0; lane < VL; ++lane)
+  for (int64_t lane = 0; lane < lanes; ++lane)
     for (int64_t g = 0; g < num_groups(weight); ++g) {
       const int64_t first = g * group, count = std::min(group, weight.inputs - first);
       const bf16* from = rows + lane * stride + first;
       int64_t k = 0;
-      for (; lane < lanes && k + VL <= count; k += VL) store(x.get() + k, load(from + k));
-      for (; lane < lanes && k < count; ++k) x[k] = to_float(from[k]);
+      for (; k + VL <= count; k += VL) store(x.get() + k, load(from + k));
+      for (; k < count; ++k) x[k] = to_float(from[k]);
       for (; k < padded; ++k) x[k] = 0.0f;
       const float scale = quantise_group(x.get(), padded, numbers);
       from_float(scale, scales + scale_at(weight, panel * VL + lane, g));
-      for (k = 0; k < count; k += 2) {
-        const int low = int(numbers[k]) + 8, high = k + 1 < count ? int(numbers[k + 1]) + 8 : 8;
-        packed[(first + k) / 2 * place.stride + lane] = uint8_t(low | high << 4);
-      }
+      uint8_t* to = codes + lane * weight.inputs + first;
+      for (k = 0; k < count; ++k) to[k] = uint8_t(int(numbers[k]) + 8);
     }
+}
+
+// A panel's lanes of int4 from the codes of its outputs; 8, which is 0, where there are none.
+void pack_int4(const LinearWeight& weight, int64_t panel, const uint8_t* codes, int64_t stride) {
+  const Panel place(weight, panel);
+  const int64_t lanes = std::min<int64_t>(VL, weight.outputs - panel * VL);
+  uint32_t* to = static_cast<uint32_t*>(const_cast<void*>(weight.packed)) + place.start;
+  for (int64_t lane = 0; lane < VL; ++lane)
+    for (int64_t i = 0; i < num_lanes(weight); ++i) {
+      const int64_t first = i * 2 * INT4_PAIRS;
+      const int64_t count = std::min<int64_t>(2 * INT4_PAIRS, weight.inputs - first);
+      uint32_t bits = 0x88888888u;
+      for (int64_t k = 0; lane < lanes && k < count; ++k)
+        bits ^= uint32_t(codes[lane * stride + first + k] ^ 8) << (k / 2 * 4 + k % 2 * 16);
+      to[i * place.stride + lane] = bits;
+    }
+}
+
+// A panel's integers, and, unless they are given as codes, its scales. `space`: [VL][inputs].
+void pack_integers(const LinearWeight& weight, int64_t panel, const void* from, int64_t stride,
+                   uint8_t* space) {
+  const int64_t first = panel * VL * stride, inputs = weight.inputs;
+  const uint8_t* codes = static_cast<const uint8_t*>(from) + first;
+  if (weight.dtype != CODES) {
+    const bf16* rows = static_cast<const bf16*>(from) + first;
+    void* scales = const_cast<void*>(weight.scales);
+    if (weight.bits == 4)
+      quantise_int4(weight, panel, rows, stride, space, static_cast<f16*>(scales));
+    else
+      quantise_int8(weight, panel, rows, stride, space, static_cast<float*>(scales));
+    codes = space, stride = inputs;
+  }
+  if (weight.bits == 4) return pack_int4(weight, panel, codes, stride);
+  const int64_t lanes = std::min<int64_t>(VL, weight.outputs - panel * VL);
+  for (int64_t lane = 0; lane < lanes; ++lane)
+    for (int64_t k = 0; k < inputs; ++k) space[lane * inputs + k] = codes[lane * stride + k] ^ 128;
+  pack_lanes(weight, panel, space, inputs,
+             static_cast<uint16_t*>(const_cast<void*>(weight.packed)));
+}
+
+// The code of an input of an output, which lies in lane `lane` of its panel.
+int code_at(const LinearWeight& weight, const Panel& place, int64_t lane, int64_t k) {
+  if (weight.bits == 8) {
+    const int64_t at = k / 2 * place.stride + place.start + lane;
+    return static_cast<const uint8_t*>(weight.packed)[2 * at + k % 2] ^ 128;
+  }
+  const int64_t at = k / (2 * INT4_PAIRS) * place.stride + place.start + lane;
+  const int64_t i = k % (2 * INT4_PAIRS);
+  return static_cast<const uint32_t*>(weight.packed)[at] >> (i / 2 * 4 + i % 2 * 16) & 15;
+}
+
+// The numbers of an output, in the order of the inputs.
+void read_row(const LinearWeight& weight, int64_t output, bf16* row) {
+  const Panel place(weight, output / VL);
+  const int centre = 1 << (weight.bits - 1);
+  const int64_t lane = output % VL, first = output - lane;
+  for (int64_t k = 0, g = 0; k < weight.inputs; ++g) {
+    const float scale = load_of_group<SCALE>(weight, first, g)[lane];
+    const float least = weight.minima ? load_of_group<MINIMUM>(weight, first, g)[lane] : 0.0f;
+    for (const int64_t end = std::min(k + weight.group, weight.inputs); k < end; ++k) {
+      const float code = float(code_at(weight, place, lane, k));
+      const float number =
+          weight.minima ? std::fma(scale, code, least) : scale * (code - float(centre));
+      from_float(number, row + (weight.order ? weight.order[k] : k));
+    }
+  }
 }
 
 }  // namespace
 
 // How many bytes packed weights are.
 int64_t linear_size(const LinearWeight& weight) {
-  return num_panels(weight) * num_pairs(weight) * VL * pair_bytes(weight);
+  return num_panels(weight) * num_lanes(weight) * VL * lane_bytes(weight);
 }
 
 // Packs a weight [outputs][inputs], whose rows are `stride` numbers apart, into what `weight` says; with
-// scales, which are for whole panels.
+// scales, which are for whole panels, unless it is given as codes.
 void linear_pack(const LinearWeight& weight, const void* from, int64_t stride, int threads) {
-  const int64_t panels = num_panels(weight), panel_inputs = weight.inputs * VL;
+  const int64_t panels = num_panels(weight), inputs = weight.inputs;
   void* packed = const_cast<void*>(weight.packed);
-  float* scales = static_cast<float*>(const_cast<void*>(weight.scales));
 #pragma omp parallel num_threads(threads)
   {
-    const std::unique_ptr<int8_t[]> space(weight.bits == 8 ? new int8_t[panel_inputs] : nullptr);
+    const std::unique_ptr<uint8_t[]> space(weight.bits ? new uint8_t[VL * inputs] : nullptr);
 #pragma omp for schedule(static)
     for (int64_t p = 0; p < panels; ++p) {
       const auto rows = [&](auto numbers) { return numbers + p * VL * stride; };
-      if (weight.dtype == FLOAT32) {
+      if (weight.bits)
+        pack_integers(weight, p, from, stride, space.get());
+      else if (weight.dtype == FLOAT32)
         pack_lanes(weight, p, rows(static_cast<const float*>(from)), stride,
                    static_cast<float*>(packed));
-      } else if (!weight.bits) {
+      else
         pack_lanes(weight, p, rows(static_cast<const uint16_t*>(from)), stride,
                    static_cast<uint32_t*>(packed));
-      } else if (weight.bits == 4) {
-        pack_int4(weight, p, rows(static_cast<const bf16*>(from)), stride);
-      } else {
-        for (int64_t i = p * VL; i < p * VL + VL; ++i) scales[i] = 0;
-        quantise(weight, p, rows(static_cast<const bf16*>(from)), stride, space.get(), scales);
-        pack_lanes(weight, p, space.get(), weight.inputs, static_cast<uint16_t*>(packed));
-      }
     }
   }
 }
@@ -181,26 +237,21 @@ int linear_rows(const LinearWeight& weight, const int64_t* wanted, int64_t count
       for (int64_t k = 0; k < weight.inputs; ++k) to[k] = lanes[k * place.stride];
       continue;
     }
-    bf16* row = static_cast<bf16*>(rows) + i * weight.inputs;
-    if (weight.bits == 4) {
-      const uint8_t* bytes = static_cast<const uint8_t*>(weight.packed) + place.start;
-      const f16* scales = static_cast<const f16*>(weight.scales);
-      for (int64_t k = 0; k < weight.inputs; ++k) {
-        const int pair = bytes[k / 2 * place.stride + wanted[i] % VL];
-        const f16 scale = scales[scale_at(weight, wanted[i], k / weight.group)];
-        from_float(float((k % 2 ? pair >> 4 : pair & 15) - 8) * to_float(scale), row + k);
-      }
+    if (weight.dtype == CODES) {
+      uint8_t* to = static_cast<uint8_t*>(rows) + i * weight.inputs;
+      for (int64_t k = 0; k < weight.inputs; ++k)
+        to[k] = uint8_t(code_at(weight, place, wanted[i] % VL, k));
       continue;
     }
-    const int64_t start = 2 * (place.start + wanted[i] % VL);
-    const uint16_t* numbers = static_cast<const uint16_t*>(weight.packed) + start;
-    const int8_t* bytes = static_cast<const int8_t*>(weight.packed) + start;
+    bf16* row = static_cast<bf16*>(rows) + i * weight.inputs;
+    if (weight.bits) {
+      read_row(weight, wanted[i], row);
+      continue;
+    }
+    const uint16_t* numbers = static_cast<const uint16_t*>(weight.packed);
     for (int64_t k = 0; k < weight.inputs; ++k) {
-      const int64_t at = k / 2 * 2 * place.stride + k % 2;
-      if (weight.bits)
-        from_float(bytes[at] * static_cast<const float*>(weight.scales)[wanted[i]], row + k);
-      else
-        row[k].bits = numbers[at];
+      const int64_t pair = place.start + k / 2 * place.stride + wanted[i] % VL;
+      row[k].bits = numbers[2 * pair + k % 2];
     }
   }
   return 1;

@@ -33,6 +33,7 @@ typedef int32_t vi __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef uint16_t vh __attribute__((vector_size(VL * 2), aligned(2), may_alias));
 typedef uint8_t vb __attribute__((vector_size(VL), aligned(1), may_alias));
+typedef int8_t vc __attribute__((vector_size(VL), aligned(1), may_alias));
 
 struct bf16 {
   uint16_t bits;
@@ -92,6 +93,10 @@ static inline vf load(const f16* p) {
   for (int i = 0; i < VL; ++i) result[i] = to_float(p[i]);
   return result;
 #endif
+}
+
+static inline vf load(const int8_t* p) {
+  return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const vc*>(p), vi), vf);
 }
 
 static inline void store(float* p, vf x) { *reinterpret_cast<vf*>(p) = x; }

@@ -28,7 +28,8 @@ Bench = Callable[..., Any]
 @pytest.fixture
 def bench(server: ScriptedServer) -> Bench:
     def call(*words: str | Path, code: int = 0) -> dict[str, Any]:
-        lengths = ["--prompt-tokens", "6"] if "--prompts" not in words else []
+        is_random = not {"--prompts", "--edits"} & set(words)
+        lengths = ["--prompt-tokens", "6"] if is_random else []
         own = ["--json", "-", *lengths, "--output-tokens", "5", *map(str, words)]
         found = CliRunner().invoke(app, ["--target", server.target, "bench", *own])
         assert found.exit_code == code, found.output
@@ -52,7 +53,9 @@ def test_a_closed_loop(bench: Bench, server: ScriptedServer) -> None:
         "started": 12, "done": 12, "refused": {}, "failed": {}, "interrupted": 0,
         "sent_again": {}, "finish_reasons": {"LENGTH": 12},
     }  # fmt: skip
-    assert told["tokens"] == {"prompt": 96, "cached": 0, "output": 60}
+    assert told["tokens"] == {
+        "prompt": 96, "cached": 0, "output": 60, "draft": 0, "accepted_draft": 0,
+    }  # fmt: skip
     counts = {name: times["count"] for name, times in told["times"].items()}
     assert counts == {"ttft": 12, "itl": 48, "stall": 12, "whole": 12, "late": 12}
     assert sum(told["timeline"]["output_tokens"]) == 60
@@ -167,6 +170,31 @@ def test_prompts_of_a_file(bench: Bench, server: ScriptedServer, tmp_path: Path)
     assert not any(spec.stop.ignore_eos for spec in server.specs)
 
 
+def test_edits(bench: Bench, server: ScriptedServer) -> None:
+    told = bench("-n", "3", "-c", "1", "--warmup", "0", "--edits", "20", "--changed", "0.15")
+    assert told["load"]["edits"] == {"lines": "20", "changed": 0.15, "prediction": True}
+    assert told["load"]["prompt_tokens"] is None
+    for spec in server.specs:
+        _, file, asked, _ = spec.text.text.split("```\n")
+        before, after = file.splitlines(), spec.prediction.text.splitlines()
+        assert len(before) == len(after) == 20
+        changes = [new for old, new in zip(before, after, strict=True) if old != new]
+        assert f": {'; '.join(changes)}.\n" in asked
+        assert len(changes) == 3
+        assert spec.stop.max_tokens == 5
+    assert len({spec.prediction.text for spec in server.specs}) == 3
+
+
+def test_edits_without_predictions_or_changes(bench: Bench, server: ScriptedServer) -> None:
+    words = ("-n", "2", "--seed", "3", "--edits", "2:5", "--changed")
+    bench(*words, "0")
+    changed, *_ = server.specs
+    assert f"```\n{changed.prediction.text}```" in changed.text.text  # nothing is to be changed
+    del server.specs[:]
+    bench(*words, "1", "--no-prediction")
+    assert not any(spec.HasField("prediction") for spec in server.specs)
+
+
 # ---- what goes wrong ----
 
 
@@ -247,6 +275,10 @@ def test_ctrl_c_tells_what_was_measured(server: ScriptedServer, tmp_path: Path) 
         ("--prompts {empty}", "has no lines"),
         ("--prompts {bad}", "bad.jsonl, line 2: "),
         ("--prompts {empty} --shared-prefix 3", "leave them or --prompts out"),
+        ("--edits 9:3", "the lesser one first"),
+        ("--edits 4 --changed 1.5", "--changed"),
+        ("--edits 4 --prompts {empty}", "leave it or --prompts out"),
+        ("--edits 4 --shared-prefix 3", "leave them or --edits out"),
         ("--json {none}/out.json", "cannot write"),
         ("--svg {folder}", "cannot write"),
         ("-o max_tokens=3", "-o max_tokens: it is --output-tokens here"),
@@ -262,7 +294,8 @@ def test_wrong_usage(server: ScriptedServer, tmp_path: Path, words: str, says: s
         "folder": tmp_path,
     }
     own = words.format(**paths).split()
-    lengths = [] if "tokens" in words or "{" in words else ["--prompt-tokens", "5"]
+    is_random = not any(word in words for word in ("tokens", "{", "--edits"))
+    lengths = ["--prompt-tokens", "5"] if is_random else []
     found = CliRunner().invoke(app, ["--target", server.target, "bench", *lengths, *own])
     assert found.exit_code == 2, found.output
     assert says in " ".join(found.stderr.replace("│", "").split())
@@ -346,7 +379,7 @@ def test_the_times_of_a_request() -> None:
     one.sent(10.25)
     for tokens, now in ((0, 10.3), (1, 10.5), (1, 10.6), (2, 10.8)):
         one.output(tokens, now)
-    usage = headrace.Usage(prompt_tokens=7, cached_tokens=3, completion_tokens=4)
+    usage = headrace.Usage(7, 3, 4, draft_tokens=9, accepted_draft_tokens=2)
     choice = headrace.Choice(0, "", (), headrace.FinishReason.LENGTH, usage=usage)
     result = Result("a", (choice,), usage)
     one.finished(result, 10.9)
@@ -356,6 +389,7 @@ def test_the_times_of_a_request() -> None:
     assert tally.stall.greatest == pytest.approx(0.2)
     assert tally.whole.greatest == pytest.approx(0.9)
     assert (tally.prompt_tokens, tally.cached_tokens, tally.output_tokens) == (7, 3, 4)
+    assert (tally.draft_tokens, tally.accepted_draft_tokens) == (9, 2)
     assert tally.timeline.cells == [0, 0, 2, 2]
     assert tally.good == 1
     slow = Progress(tally, due=10.0)

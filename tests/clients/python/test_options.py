@@ -34,7 +34,7 @@ EXAMPLES: dict[str, Any] = {
     "truncation_side": "right", "add_special_tokens": False, "tools": [{"name": "f"}],
     "add_generation_prompt": True, "continue_final_message": True, "template_arguments": {"a": 1},
     "tool_choice": ToolChoice("required", ["f"]), "parallel_tool_calls": False,
-    "max_reasoning_tokens": 0,
+    "max_reasoning_tokens": 0, "prediction": "b",
     "model": "demo", "labels": {"team": "search"},
 }  # fmt: skip
 CHAT_ONLY = {
@@ -73,7 +73,7 @@ def spec_for(name: str) -> pb.GenerationSpec:
 def test_every_field_of_the_contract_can_be_reached() -> None:
     assert EXAMPLES.keys() == OPTION_NAMES
     reached = {path for name in OPTION_NAMES for path in set_paths(spec_for(name))}
-    reached |= set_paths(build_spec([1, 2]))
+    reached |= set_paths(build_spec([1, 2], {"prediction": [3]}))
     assert reached == leaf_paths(pb.GenerationSpec.DESCRIPTOR)
 
 

@@ -16,7 +16,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 _PLAIN = (
     "max_tokens", "n", "logprobs", "priority", "max_reasoning_tokens", "stop", "json_schema",
-    "structural_tag", "tool_choice",
+    "structural_tag", "tool_choice", "prediction",
 )  # fmt: skip
 
 
@@ -141,6 +141,10 @@ def tell_usage(usage: headrace.Usage) -> dict[str, int]:
         "cached_tokens": usage.cached_tokens,
         "completion_tokens": usage.completion_tokens,
         "reasoning_tokens": usage.reasoning_tokens,
+        "draft_tokens": usage.draft_tokens,
+        "accepted_draft_tokens": usage.accepted_draft_tokens,
+        "prediction_draft_tokens": usage.prediction_draft_tokens,
+        "accepted_prediction_draft_tokens": usage.accepted_prediction_draft_tokens,
     }
 
 

@@ -305,7 +305,7 @@ def test_the_request_has_all_of_it() -> None:
         weight=2.0,
     )
     # Groups of callers are a gateway's; here each caller is one by itself. Who is refused is not
-    # told when to come again.
+    # told when to come again. What is expected is said by the contract's callers alone.
     plain = GenerationRequest(
         request_id=spec.request_id,
         prompt=spec.prompt,
@@ -315,7 +315,9 @@ def test_the_request_has_all_of_it() -> None:
     left = {
         name for name in GenerationRequest.__slots__ if getattr(spec, name) == getattr(plain, name)
     }
-    assert left == {"request_id", "prompt", "caller_group", "ticket"}, "no field is forgotten"
+    assert left == {"request_id", "prompt", "caller_group", "ticket", "prediction"}, (
+        "no field is forgotten"
+    )
 
 
 def test_the_docs_name_each_option_that_is_not_done() -> None:

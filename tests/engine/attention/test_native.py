@@ -192,6 +192,67 @@ def test_a_request_is_the_same_among_any_neighbours(
         torch.set_num_threads(1)
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    starts=st.lists(st.integers(0, 700), min_size=1, max_size=3),
+    num_rows=st.integers(1, 11),
+    heads=heads,
+    dims=dims,
+    dtype=st.sampled_from(list(TOLERANCES)),
+    size=st.sampled_from([1, 4, 16, 256]),
+    window=st.sampled_from([None, 7, 300]),
+    threads=st.integers(1, 3),
+)
+def test_rows_that_share_their_context_are_the_same_as_alone(
+    starts: list[int],
+    num_rows: int,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    size: int,
+    window: int | None,
+    threads: int,
+    native: NativeLibrary,
+) -> None:
+    """To the last bit: a request with drafts, and others that begin with its blocks. The last row
+    of each has NaN as key and value, which those before it do not see.
+    """
+    shared = min(starts) // size  # blocks with which all of them begin
+    ends = [-(-(start + num_rows) // size) for start in starts]
+    tables = np.zeros((len(starts), max(ends)), dtype=np.int32)
+    for row, end in enumerate(ends):
+        tables[row, :end] = 1 + np.arange(end) + row * max(ends)
+        tables[row, :shared] = 1 + np.arange(shared)
+    every = np.repeat(starts, num_rows) + np.tile(np.arange(num_rows), len(starts))
+
+    def layout(rows: slice) -> BatchLayout:
+        count = len(every[rows])
+        ones = np.ones(count, dtype=np.int64)
+        table = np.repeat(tables, num_rows, axis=0)[rows]
+        return BatchLayout(every[rows], ones, count, every[rows], table, size, 0)
+
+    step = Step(layout(slice(None)), (heads[0] * heads[1], heads[1]), dims, dtype)
+    if num_rows > 1:
+        step.key[:, num_rows - 1 :: num_rows] = torch.nan
+        step.value[:, num_rows - 1 :: num_rows] = torch.nan
+    backend = NativeAttentionBackend(native)
+    torch.set_num_threads(threads)
+    try:
+        output, written = step.run(backend, dtype, window)
+    finally:
+        torch.set_num_threads(1)
+    step.keys, step.values = written.keys, written.values
+    tokens = {name: getattr(step, name) for name in ("query", "key", "value")}
+    for row in range(len(every)):
+        if num_rows > 1 and (row + 1) % num_rows == 0:
+            continue
+        step.layout = layout(slice(row, row + 1))
+        for name, tensor in tokens.items():
+            setattr(step, name, tensor[:, row : row + 1])
+        alone, _ = step.run(backend, dtype, window)
+        assert torch.equal(alone[0], output[row])
+
+
 @pytest.mark.parametrize("counts", [(1, 1, 1), (1, 5, 70)])
 def test_what_earlier_owners_left_does_not_matter(
     counts: tuple[int, ...], native: NativeLibrary

@@ -20,6 +20,8 @@ from engine.contract.stats import EngineStats
 from engine.contract.types import RequestId, TokenId
 from engine.core import engine_core
 from engine.core.engine_core import EngineCore
+from engine.drafts.drafter import SOURCES, Drafter
+from engine.drafts.row_costs import RowTimes
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.scheduler.scheduled_batch import ScheduledBatch
 from tests.engine.core_machine import ENDING, POLICIES, CoreMachine
@@ -61,6 +63,8 @@ def test_a_request_from_end_to_end() -> None:
 
 def test_every_statistic_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     core, _, _ = make_core()
+    free = RowTimes((1, 64), (1.0, 1.0), 0.0, 0.0)
+    core.scheduler.drafter = Drafter(free, sources=tuple(SOURCES))
     monkeypatch.setattr(engine_core, "EngineStats", dict)
     read = core.stats()
     assert isinstance(read, dict)

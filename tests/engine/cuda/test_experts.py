@@ -14,6 +14,7 @@ from tests.engine.cuda.launches import Served, by_ours, by_transformers, trace
 from tests.engine.cuda.watch import AMPERE, HOPPER, DeviceFault, Properties
 from tests.engine.runner.steps import make_request
 from tests.model_recipes import RECIPES
+from tests.recurrent_recipes import RECURRENT
 from tests.tiny_models import make_prompts
 
 pytest.importorskip("triton", reason="Triton is not installed here")
@@ -26,7 +27,7 @@ DENSE = {"beam"}
 FAMILIES = [
     pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
     for name, recipe in RECIPES.items()
-    if "experts" in recipe.special and name not in OWN_ROUTES | DENSE
+    if "experts" in recipe.special and name not in OWN_ROUTES | DENSE | RECURRENT.keys()
 ]
 WAITING = [
     pytest.param(torch.float16, HOPPER, id="float16"),

@@ -38,6 +38,11 @@ def _without(name: str) -> Prepare:
     return lambda hub, patch: hub.repositories["org/tiny"].files.pop(name)
 
 
+def _with_gguf(hub: Hub, patch: pytest.MonkeyPatch) -> None:
+    files = hub.repositories["org/tiny"].files
+    files["name-Q4_K_M.gguf"] = files["name-Q8_0.gguf"] = b"GGUF"
+
+
 def _gated(hub: Hub, patch: pytest.MonkeyPatch) -> None:
     hub.behaviour.refuse_files = [(403, GATED)] * 99
 
@@ -98,6 +103,7 @@ CASES: list[tuple[str, str, Prepare]] = [
     ("cannot_write", "org/tiny", _no_home),
     ("no_safetensors", "org/tiny", _without("model.safetensors")),
     ("no_model", "org/tiny", _without("config.json")),
+    ("which_file", "org/tiny:Q9", _with_gguf),
     ("too_large", "org/tiny", _large),
     ("damaged", "org/tiny", lambda hub, patch: setattr(hub.behaviour, "extra", b"x")),
 ]
@@ -131,7 +137,8 @@ def test_each_cause_says_what_to_do_and_the_document_has_it(
 @pytest.mark.parametrize(
     "text",
     ["../etc", "a/../b", "a/b/c", "a--b/c", "a/b@../x", "a/b@", "a/b@x//y", "a/b@/x", "a/b@x y",
-     "a/b\n", "", "a/" + "b" * 200, "a/b@" + "c" * 300],
+     "a/b:", "a/b:../x.gguf", "a/b:x//y", "a/b@:x", "a/b:x@y", "a/b:c:d", "a/b\n", "",
+     "a/" + "b" * 200, "a/b@" + "c" * 300],
 )  # fmt: skip
 def test_ids_that_are_none(hub: Hub, text: str) -> None:
     with pytest.raises(DownloadError) as told:

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.contract.request import Request
 from engine.contract.types import RequestKey
 from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.kv_cache.state_slot import StateSlot
 from tests.engine.fake_runner import Kind, make_groups
 from tests.engine.kv_cache.simulation import Simulation
-from tests.engine.kv_cache.state_slot import StateSlot
 
 KINDS: list[tuple[Kind, ...]] = [
     (None,),

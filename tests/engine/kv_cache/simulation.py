@@ -20,7 +20,7 @@ from engine.kv_cache.block_table import BlockTable
 from engine.kv_cache.copies import BlockCopy, StepCopies
 from engine.kv_cache.groups import LayerGroup
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from tests.engine.kv_cache.state_slot import StateSlot
+from engine.kv_cache.state_slot import StateSlot
 
 Content = tuple[bytes, tuple[int, ...]]
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 
 from engine.contract.request import Request
+from engine.contract.types import GroupId, RequestKey
 from engine.kv_cache.copies import NO_COPIES
+from engine.kv_cache.group_kinds import FullAttention
+from engine.kv_cache.groups import LayerGroup
 from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.kv_cache.state_slot import StateSlot
 from tests.engine.fake_runner import make_groups
 from tests.engine.kv_cache.simulation import make_request
 
@@ -420,3 +424,18 @@ def test_integrity_finds_copies_that_go_astray() -> None:
     kv_cache._forks[parent.key] = kv_cache._forks.pop(child.key)
     with pytest.raises(ValueError, match="target is not in its table"):
         kv_cache.check_integrity()
+
+
+def test_what_is_kept_beside_a_requests_tokens_is_not_given_back() -> None:
+    groups = [
+        LayerGroup(group_id=GroupId(index), kind=kind, layers=(index,), bytes_per_token=1)
+        for index, kind in enumerate((FullAttention(), StateSlot()))
+    ]
+    kv_cache, key = KVCacheManager(groups, [20, 6], 4), RequestKey(1)
+    assert kv_cache.allocate(key, 5)
+    assert kv_cache.allocate(key, 15)
+    full, slot = kv_cache.tables(key)
+    slot.extend(kv_cache.pools[1].allocate(1))
+    kv_cache.give_back(key, 6)
+    assert (full.length, slot.length) == (2, 2)
+    kv_cache.check_integrity()

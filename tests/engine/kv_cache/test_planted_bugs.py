@@ -16,10 +16,10 @@ from engine.kv_cache.group_kinds import SlidingAttention
 from engine.kv_cache.host_cache import HostCache
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.prefix_index import PrefixIndex, extend_block_hashes
+from engine.kv_cache.state_slot import SlotTable, StateSlot
 from tests.engine.kv_cache import simulation as simulation_module
 from tests.engine.kv_cache.machine import drive
 from tests.engine.kv_cache.simulation import make_request
-from tests.engine.kv_cache.state_slot import SlotTable, StateSlot
 
 SEEDS = range(40)
 CALLS = 120
@@ -186,10 +186,10 @@ def a_slot_is_kept_a_token_late(patch: Patch) -> None:
 
 @bug("a planned copy's target is shared")
 def a_state_is_shared_before_it_is_kept(patch: Patch) -> None:
-    patch.setattr(StateSlot, "_is_made", lambda self, table: table.kept_at > 0)
+    patch.setattr(SlotTable, "is_made", lambda self, mark: True)
 
 
-@bug("the longest prefix")
+@bug("the longest prefix|holds nothing that could be shared")
 def an_old_answer_is_given_again(patch: Patch) -> None:
     patch.setattr(PrefixIndex, "_tell", lambda self, digest: None)
 

@@ -183,7 +183,7 @@ def test_a_window_that_only_the_mask_has(window: int, seen: int | None) -> None:
     """
     register()
     probe = probe_layers(make_model(_phimoe(window)), TorchAttentionBackend())
-    assert [shape.window for shape in probe.shapes] == [seen, seen]
+    assert [shape.window for shape in probe.shapes.values()] == [seen, seen]
 
 
 def test_a_window_that_attention_is_told_and_the_mask_does_not_have() -> None:

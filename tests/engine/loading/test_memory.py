@@ -13,6 +13,7 @@ from engine.contract.errors import InsufficientMemoryError
 from engine.contract.types import GroupId
 from engine.kv_cache.group_kinds import FullAttention, SlidingAttention
 from engine.kv_cache.groups import LayerGroup
+from engine.kv_cache.state_slot import StateSlot
 from engine.loading.memory import GIB, CachePlan, HostLimits, plan_cache
 
 MIB = 1 << 20
@@ -183,6 +184,8 @@ SLIDING = LayerGroup(
     group_id=GroupId(1), kind=SlidingAttention(64), layers=(1,), bytes_per_token=1024
 )
 
+STATES = LayerGroup(group_id=GroupId(1), kind=StateSlot(), layers=(1,), slot_bytes=4096)
+
 
 def plan(
     available: int = GIB,
@@ -218,7 +221,9 @@ def test_processors_leave_headroom_on_cuda() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("percent", [None, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("available", [MIB, 10 * MIB, 300 * MIB])
-@pytest.mark.parametrize("groups", [(FULL,), (FULL, SLIDING), (SLIDING,)])
+@pytest.mark.parametrize(
+    "groups", [(FULL,), (FULL, SLIDING), (SLIDING,), (FULL, STATES), (STATES,)]
+)
 def test_the_cache_stays_within_its_part(
     device: str, percent: float | None, available: int, groups: tuple[LayerGroup, ...]
 ) -> None:
@@ -226,7 +231,7 @@ def test_the_cache_stays_within_its_part(
     part = percent or (0.5 if device == "cpu" else 0.9)
     assert 0 < found.total_bytes <= available * part
     assert found.total_bytes == sum(
-        (count + 1) * 16 * group.bytes_per_token
+        (count + 1) * group.block_bytes(16)
         for count, group in zip(found.num_blocks, groups, strict=True)
     )
     if groups == (FULL,) and (device == "cuda" or found.num_blocks[0] < 64 * 256):

@@ -27,6 +27,7 @@ from engine.loading.packing import (
 )
 from engine.models.formats import native
 from engine.models.formats.int4 import Int4
+from engine.models.formats.int4_64 import Int4Of64
 from engine.models.formats.int8 import Int8
 from engine.models.formats.native import Native
 from engine.models.formats.onednn import OneDnn
@@ -340,7 +341,7 @@ def test_choosing() -> None:
             choose_packing(device, dtype, True)
 
 
-@pytest.mark.parametrize(("name", "how"), [("int8", Int8), ("int4", Int4)])
+@pytest.mark.parametrize(("name", "how"), [("int8", Int8), ("int4", Int4), ("int4-64", Int4Of64)])
 def test_choosing_integers(name: str, how: type[Native], monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     for wanted in (None, True):
@@ -359,7 +360,7 @@ def test_choosing_integers(name: str, how: type[Native], monkeypatch: pytest.Mon
         choose_packing(cpu, torch.bfloat16, None, name)
 
 
-@pytest.mark.parametrize(("name", "how"), [("int8", Int8), ("int4", Int4)])
+@pytest.mark.parametrize(("name", "how"), [("int8", Int8), ("int4", Int4), ("int4-64", Int4Of64)])
 def test_a_model_is_loaded_as_integers(tmp_path: Path, name: str, how: type[Native]) -> None:
     """The output layer is int8 in either."""
     _model().save_pretrained(tmp_path)

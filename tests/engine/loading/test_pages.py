@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import Qwen3Config
 
@@ -68,17 +69,28 @@ def bytes_of(name):
     return 1024 * int(re.search(name + r":\\s+(\\d+)", status)[1])
 
 torch.cpu._is_amx_tile_supported = lambda: False  # it would be packed by oneDNN
-load_model(sys.argv[1], LoadConfig(threads=1), lambda line: None)  # what is imported by and by
+options = LoadConfig(threads=1, dtype="bfloat16")
+load_model(sys.argv[1], options, lambda line: None)  # what is imported by and by
 before = bytes_of("VmRSS")
-model = load_model(sys.argv[2], LoadConfig(threads=1), lambda line: None)
+model = load_model(sys.argv[2], options, lambda line: None)
 print(bytes_of("VmHWM") - before, model.parameters * 2)
 """
 
 
-def test_a_model_is_packed_without_being_held_twice(tmp_path: Path) -> None:
-    def save(name: str, hidden: int, layers: int) -> str:
+@pytest.mark.parametrize(
+    ("dtype", "vocabulary", "layers"),
+    [(torch.bfloat16, 512, 6), (torch.float16, 60_000, 2)],
+    ids=["packed", "converted"],
+)
+def test_a_model_is_packed_without_being_held_twice(
+    tmp_path: Path, dtype: torch.dtype, vocabulary: int, layers: int
+) -> None:
+    """Nor is a weight, such as a large embedding, that is converted before."""
+
+    def save(name: str, hidden: int, layers: int, vocabulary: int = 512) -> str:
         config = Qwen3Config(
-            vocab_size=512,
+            vocab_size=vocabulary,
+            tie_word_embeddings=True,
             hidden_size=hidden,
             intermediate_size=4 * hidden,
             num_hidden_layers=layers,
@@ -87,10 +99,11 @@ def test_a_model_is_packed_without_being_held_twice(tmp_path: Path) -> None:
             head_dim=hidden // 4,
             max_position_embeddings=256,
         )
-        make_model(config, 0).to(torch.bfloat16).save_pretrained(tmp_path / name)
+        make_model(config, 0).to(dtype).save_pretrained(tmp_path / name)
         return str(tmp_path / name)
 
-    command = [sys.executable, "-c", _LOAD, save("small", 64, 1), save("large", 1024, 6)]
+    folders = save("small", 64, 1), save("large", 1024, layers, vocabulary)
+    command = [sys.executable, "-c", _LOAD, *folders]
     result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
     more, weights = map(int, result.stdout.split())
     assert weights > 150e6

@@ -28,6 +28,7 @@ from engine.models.native_decoder import NativeDecoder
 from engine.models.table import FAMILIES as DESCRIBED
 from tests.engine.models.decoders import NEW, OURS, PROMPTS, _gaps, generate, make, verify
 from tests.model_recipes import RECIPES
+from tests.multimodal_recipes import SERVED
 
 
 @pytest.mark.parametrize("packing", [Native, Int8])
@@ -246,6 +247,7 @@ def test_without_packed_weights(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_every_family_of_the_table_has_a_recipe() -> None:
     found = {recipe.model_type for recipe in RECIPES.values()}
+    found |= {whole.text_type for whole in SERVED.values()}
     assert found >= DESCRIBED.keys()
 
 

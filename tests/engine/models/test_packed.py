@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine.models.formats.int4 import Int4
+from engine.models.formats.int4_64 import Int4Of64
 from engine.models.formats.int8 import Int8
-from engine.models.formats.native import Native, native_library
+from engine.models.formats.native import Native
 from engine.models.held_layer import PackedEmbedding, PackedLinear
-from engine.native import library
 
 ROUNDING = 2.0**-8
 """Of one bfloat16, relative."""
 
 
-@pytest.fixture(scope="module", params=["amx", "avx512_bf16", "avx512", "avx2", "portable"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The kernels' variant for an instruction set."""
-    best = native_library().isa
-    handle = ctypes.CDLL(str(library.LIBRARY))
-    handle.headrace_use.restype = ctypes.c_bool
-    if not handle.headrace_use(request.param.encode()):
-        pytest.skip(f"this machine has no {request.param}")
-    yield request.param
-    assert handle.headrace_use(best.encode())
-
-
-@pytest.fixture(params=[Native, Int8, Int4], ids=["bfloat16", "int8", "int4"])
+@pytest.fixture(params=[Native, Int8, Int4, Int4Of64], ids=lambda form: form.name)
 def form(request: pytest.FixtureRequest) -> type[Native]:
     found: type[Native] = request.param
     return found
@@ -56,17 +42,18 @@ def _unpack_int4(packed: Int4, isa: str) -> torch.Tensor:
     """The layout, written down a second time (see linear.cpp)."""
     outputs, inputs = packed.shape
     lanes, panels_of_group = {"avx2": (8, 2), "portable": (4, 4)}.get(isa, (16, 4))
-    panels, pairs, groups = -(-outputs // lanes), -(-inputs // 2), -(-inputs // 32)
+    panels, words, groups = -(-outputs // lanes), -(-inputs // 8), -(-inputs // packed.group)
     numbers = torch.empty(outputs, inputs, dtype=torch.float64)
+    shifts = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28])
     for output in range(outputs):
         panel, lane = divmod(output, lanes)
         first = panel - panel % panels_of_group
         stride = min(panels_of_group, panels - first) * lanes
-        start = first * pairs * lanes + (panel - first) * lanes + lane
-        found = packed.packed[start : start + pairs * stride : stride].int()[:pairs]
-        row = torch.stack((found % 16, found // 16), 1).flatten()[:inputs] - 8
+        start = first * words * lanes + (panel - first) * lanes + lane
+        found = packed.packed.view(torch.int32)[start : start + words * stride : stride][:words]
+        row = (found[:, None] >> shifts & 15).flatten()[:inputs] - 8
         at = (output // 64 * groups * 64 + output % 64) + 64 * torch.arange(groups)
-        scales = packed.scales[at].double().repeat_interleave(32)[:inputs]
+        scales = packed.scales[at].double().repeat_interleave(packed.group)[:inputs]
         numbers[output] = row * scales
     return numbers
 
@@ -197,16 +184,18 @@ def test_int8_is_the_nearest_there_is(isa: str) -> None:
     assert torch.equal(actual, _as_int8(weight).float().bfloat16()[rows])
 
 
-def test_int4_is_the_nearest_of_good_scales(isa: str) -> None:
+@pytest.mark.parametrize("form", [Int4, Int4Of64])
+def test_int4_is_the_nearest_of_good_scales(isa: str, form: type[Int4]) -> None:
     weight = _random(95, 133)
     weight[3], weight[4, 7:] = 0, 0
-    packed = _packed(weight, Int4)
+    packed = _packed(weight, form)
     numbers = _unpack_int4(packed, isa)
     rows = torch.randperm(95)
     assert torch.equal(packed.rows(rows), numbers.float().bfloat16()[rows])
     assert packed.holds(weight, rows)
-    groups = torch.nn.functional.pad(weight.double(), (0, 27)).view(95, 5, 32)
-    error = torch.nn.functional.pad(numbers - weight.double(), (0, 27)).view(95, 5, 32)
+    shape, more = (95, -1, form.group), (0, -133 % form.group)
+    groups = torch.nn.functional.pad(weight.double(), more).view(shape)
+    error = torch.nn.functional.pad(numbers - weight.double(), more).view(shape)
     for scale in (groups.abs().amax(-1, keepdim=True) / 7, _furthest(groups) / -8):
         plain = (groups / torch.where(scale == 0, 1, scale)).round().clamp(-8, 7) * scale
         worse = (error.square().sum(-1) - (plain - groups).square().sum(-1)).clamp(min=0)
@@ -217,13 +206,14 @@ def _furthest(groups: torch.Tensor) -> torch.Tensor:
     return groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
 
 
+@pytest.mark.parametrize("form", [Int4, Int4Of64])
 @pytest.mark.parametrize("wrong", ["zero", "halves", "group", "output"])
-def test_faults_of_int4_are_found(wrong: str) -> None:
+def test_faults_of_int4_are_found(wrong: str, form: type[Int4]) -> None:
     """Each is what packing itself checks, rows against the original."""
     weight, rows = _random(128, 128), torch.arange(128)
-    packed = _packed(weight, Int4)
+    packed = _packed(weight, form)
     assert packed.holds(weight, rows)
-    numbers, scales = packed.packed, packed.scales.view(2, 4, 64)
+    numbers, scales = packed.packed, packed.scales.view(2, -1, 64)
     if wrong == "zero":
         packed.packed = torch.where(numbers % 16 < 15, numbers + 1, numbers)
     elif wrong == "halves":
@@ -233,6 +223,19 @@ def test_faults_of_int4_are_found(wrong: str) -> None:
     else:
         packed.scales = scales.roll(1, 2).contiguous().flatten()
     assert not packed.holds(weight, rows)
+
+
+@pytest.mark.parametrize("form", [Int8, Int4, Int4Of64])
+def test_packing_is_the_same_on_any_number_of_threads(isa: str, form: type[Int8]) -> None:
+    weight, before = _random(300, 601), torch.get_num_threads()
+    expected = _packed(weight, form).tensors()
+    try:
+        for threads in (1, 2, 7):
+            torch.set_num_threads(threads)
+            for name, tensor in _packed(weight, form).tensors().items():
+                assert torch.equal(tensor, expected[name])
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_what_is_not_a_number_stays_none(isa: str) -> None:

@@ -110,7 +110,7 @@ def test_a_step_is_its_parts(family: str) -> None:
     tables = decoder.tables(positions)
     with torch.inference_mode():
         expected = x = decoder.embed(positions + 3)
-        shapes = dict(enumerate(verified.probe.shapes))
+        shapes = verified.probe.shapes
         allocate = zeros(decoder.dtype, decoder.device)
         small = SmallCache(decoder.backend, shapes, [tokens], 8, allocate)
         context = small.step([Span(0, 0, tokens)]).context

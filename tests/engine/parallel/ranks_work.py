@@ -61,7 +61,7 @@ def main(model: str, results: str) -> None:
     """Run on every rank."""
     loaded = engine.load(model, tensor_parallel="auto", threads=1)
     said: dict[str, Any] = {name: run(loaded, case) for name, case in CASES.items()}
-    said["kv_heads"] = [shape.num_kv_heads for shape in loaded._verified.probe.shapes]
+    said["kv_heads"] = [shape.num_kv_heads for shape in loaded._verified.probe.shapes.values()]
     said["refused"] = _refusals(loaded)
     said["errors"] = _one_batch_fails(loaded)
     try:

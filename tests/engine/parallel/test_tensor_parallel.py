@@ -24,6 +24,7 @@ from engine.parallel.ranks import Ranks, join
 from engine.runner.kv_tensors import KVTensors
 from tests.engine.parallel.ranks_cases import CASES, GREEDY, NEW_TOKENS, run
 from tests.engine.parallel.ranks_rig import ROOT, launched, needs_ranks, ranks, torchrun
+from tests.multimodal_recipes import SERVED, make_whole
 from tests.tiny_models import FAMILIES, greedy_reference, make_model
 
 WORK = ROOT / "tests" / "engine" / "parallel" / "ranks_work.py"
@@ -98,6 +99,21 @@ def test_every_case_equals_one_process(family: str, tmp_path: Path) -> None:
     assert said["second load"].startswith("tensor_parallel: is auto, and this process belongs to")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "mistral3"])
+def test_a_text_part_equals_the_whole_model_with_its_towers(name: str, tmp_path: Path) -> None:
+    needs_ranks()
+    whole, results = make_whole(SERVED[name].config(eos_token_id=None)), tmp_path / "results.json"
+    whole.save_pretrained(tmp_path / "model")
+    with launched(torchrun(str(WORK), str(tmp_path / "model"), str(results))) as process:
+        assert process.ended() == 0, process.said
+    said: dict[str, Any] = json.loads(results.read_text())
+    for case in GREEDY:
+        for index, prompt in enumerate(CASES[case].prompts):
+            expected = greedy_reference(whole, prompt, NEW_TOKENS)
+            assert said[case]["tokens"][str(index)] == expected, case
+
+
 # ---- how they end --------------------------------------------------------------------------------
 
 
@@ -160,6 +176,12 @@ def test_models_that_cannot_be_divided(family: str, size: int, reason: str) -> N
     model = make_model(FAMILIES[family]())
     with pytest.raises(ModelRefusedError, match=reason):
         check_plan(model.config, type(model), size)
+
+
+def test_a_text_part_without_a_plan() -> None:
+    whole = make_whole(SERVED["qwen3_vl"].config())
+    with pytest.raises(ModelRefusedError, match="has no tensor-parallel plan"):
+        check_plan(whole.config, type(whole), 2)
 
 
 def test_models_that_can_be() -> None:

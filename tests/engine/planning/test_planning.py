@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from engine.attention.step_states import Recurrence, StateShape
 from engine.contract.config import ContinuousBatchingConfig, LoadConfig
 from engine.contract.errors import ConfigError, InsufficientMemoryError, ModelRefusedError
 from engine.loading.loader import load_model
@@ -37,7 +38,7 @@ SHAPES = {
 }
 BLIND = {"dbrx", "jetmoe", "longcat_flash", "xmod"}
 """Their experts, or adapters, are chosen by looking at numbers, which are not there."""
-UNSTABLE = {("deepseek_v3", "int8")}
+UNSTABLE = {("deepseek_v3", "int8"), ("deepseek_v3", "int4-64")}
 """Refused by the load gate: with random weights, rounding lets tokens go to other experts."""
 
 
@@ -73,8 +74,9 @@ def _no_amx(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.bfloat16, {}),
         (torch.bfloat16, {"quantization": "int8"}),
         (torch.bfloat16, {"quantization": "int4"}),
+        (torch.bfloat16, {"quantization": "int4-64"}),
     ],
-    ids=["float32", "bfloat16", "int8", "int4"],
+    ids=["float32", "bfloat16", "int8", "int4", "int4-64"],
 )
 def test_a_plan_is_what_the_engine_then_has(
     tmp_path: Path, name: str, dtype: torch.dtype, options: dict[str, Any]
@@ -109,11 +111,12 @@ def test_families_are_planned_without_weights(tmp_path: Path, name: str) -> None
             read_outline(tmp_path, LoadConfig())
         return
     outline = read_outline(tmp_path, LoadConfig())
-    windows = {group.window for group in outline.groups}
+    windows = {group.window for group in outline.groups if group.kind.grows} or {None}
     kinds = {
         "full": {None},
         "sliding": windows - {None},
         "sliding and full": {None, *windows},
+        "none": {None},
     }
     assert windows == kinds[RECIPES[name].attention]
 
@@ -223,6 +226,14 @@ def test_rows_are_sampled(tmp_path: Path) -> None:
     assert outline.dtype is torch.float32
     assert with_it.decode_s(3, 0) - without.decode_s(3, 0) == pytest.approx(3)
     assert with_it.prefill_s(64) - without.prefill_s(64) == pytest.approx(1)
+
+
+def test_states_are_read_and_written(tmp_path: Path) -> None:
+    outline = read_outline(_saved(tmp_path / "model", "llama"), LoadConfig())
+    state = StateShape(0, "recurrent", 0, (10**9,), torch.float32)
+    larger = dataclasses.replace(outline, recurrence=Recurrence("past_key_values", (state,)))
+    without, with_it = (ExpectedTimes(one, Rates(8e9, 1e12), 16) for one in (outline, larger))
+    assert with_it.decode_s(3, 9) - without.decode_s(3, 9) == pytest.approx(3)
 
 
 def test_chosen_experts_alone_are_read(tmp_path: Path) -> None:

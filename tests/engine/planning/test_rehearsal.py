@@ -26,6 +26,8 @@ from engine.planning.plan import make_plan
 from engine.planning.plan_request import Wanted
 from engine.planning.rehearsal import Rehearsal
 from engine.planning.synthetic_weights import Rings
+from tests.quantised_files import quantise
+from tests.quantised_recipes import RECIPES as QUANTISED
 from tests.tiny_models import FAMILIES, make_model
 
 BLOCK = 8
@@ -284,3 +286,13 @@ def test_a_plan_has_the_times_of_its_steps(tmp_path: Path, monkeypatch: pytest.M
     assert {len(step) for step in launched.steps} == {1, 16, 20}
     assert plan.times.context == 35
     assert {step[0] for step in launched.steps} >= {(35, 1), (0, 30)}
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq-4-order-asym", "awq-lm-head", "gptq-8--1-sym"])
+def test_steps_of_quantised_files_are_rehearsed(tmp_path: Path, name: str) -> None:
+    quantise(make_model(FAMILIES["llama"]()), tmp_path, QUANTISED[name])
+    for options in ({}, {"quantization": "int8"}, {"pack_weights": False}):
+        config = LoadConfig(**options)
+        outline = read_outline(tmp_path, config)
+        steps = Rehearsal(outline, config, 8, 64)
+        assert steps.decode_s(2, 16) > 0

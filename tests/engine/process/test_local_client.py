@@ -25,6 +25,8 @@ from engine.contract.request import GenerationRequest
 from engine.contract.sampling_params import LogprobParams, SamplingParams, StopParams
 from engine.contract.types import RequestId, TokenId
 from engine.process.local_client import LocalEngineClient
+from tests.quantised_files import quantise
+from tests.quantised_recipes import RECIPES
 from tests.tiny_models import CONTEXT, FAMILIES, VOCAB, greedy_reference, make_model, make_prompts
 
 WAIT = 30.0
@@ -95,6 +97,15 @@ async def test_how_weights_are_kept_is_told(running: Running, path: Path) -> Non
     info = await light.start(Sink(), lambda line: None)
     await light.close()
     assert (info.dtype, info.quantization) == ("bfloat16", "int8")
+
+
+@pytest.mark.parametrize(("asked", "told"), [("none", ""), ("int8", "+int8")])
+async def test_what_a_quantised_file_is_is_told(tmp_path: Path, asked: str, told: str) -> None:
+    quantise(make_model(FAMILIES["llama"]()), tmp_path, RECIPES["gptq"])
+    client = LocalEngineClient(str(tmp_path), CONFIG, LoadConfig(threads=1, quantization=asked))
+    info = await client.start(Sink(), lambda line: None)
+    await client.close()
+    assert (info.dtype, info.quantization) == ("bfloat16", f"gptq-4bit-g128{told}")
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 8) -> GenerationRequest:

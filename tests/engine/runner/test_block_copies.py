@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,10 +24,14 @@ from engine.scheduler.scheduled_batch import ScheduledBatch
 BLOCKS = 6
 SLOTS = 4
 SIZE = 4
-SHAPES = (
-    LayerShape(num_kv_heads=2, key_dim=3, value_dim=5, window=None),
-    LayerShape(num_kv_heads=1, key_dim=4, value_dim=4, window=8),
-    LayerShape(num_kv_heads=2, key_dim=3, value_dim=5, window=None),
+SHAPES = dict(
+    enumerate(
+        (
+            LayerShape(num_kv_heads=2, key_dim=3, value_dim=5, window=None),
+            LayerShape(num_kv_heads=1, key_dim=4, value_dim=4, window=8),
+            LayerShape(num_kv_heads=2, key_dim=3, value_dim=5, window=None),
+        )
+    )
 )
 
 
@@ -37,7 +42,7 @@ def make_tensors(dtype: torch.dtype = torch.float32) -> KVTensors:
     caches = allocate_caches(SHAPES, groups, sizes, SIZE, dtype, torch.device("cpu"))
     host = allocate_host_caches(SHAPES, groups, slots, SIZE, dtype, pin_memory=False)
     generator = torch.Generator().manual_seed(0)
-    for cache in (*caches, *host):
+    for cache in (*caches.values(), *host.values()):
         for tensor in (cache.keys, cache.values):
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
             tensor.view(-1)[::7] = float("nan")
@@ -51,7 +56,7 @@ Contents = dict[tuple[int, int, bool, int], bytes]
 def snapshot(kv: KVTensors) -> Contents:
     found = {}
     for is_host, caches in ((False, kv.caches), (True, kv.host_caches)):
-        for layer, cache in enumerate(caches):
+        for layer, cache in caches.items():
             for which, tensor in enumerate((cache.keys, cache.values)):
                 for block in range(tensor.shape[0] // SIZE):
                     rows = tensor[block * SIZE : (block + 1) * SIZE].contiguous()
@@ -97,7 +102,7 @@ def test_copies_are_what_they_are_one_by_one(copies: StepCopies) -> None:
     kv = make_tensors()
     expected = snapshot(kv)
     apply_one_by_one(kv, expected, copies)
-    BlockCopier(kv.groups, kv.caches, kv.host_caches, SIZE).run(copies)
+    BlockCopier(kv).run(copies)
     assert snapshot(kv) == expected
 
 
@@ -112,7 +117,7 @@ def test_there_and_back_again(dtype: torch.dtype) -> None:
         restores=(BlockCopy(group, 2, 5), BlockCopy(group, 0, 3)),
         forks=(BlockCopy(group, 5, 1),),
     )
-    BlockCopier(kv.groups, kv.caches, kv.host_caches, SIZE).run(copies)
+    BlockCopier(kv).run(copies)
     after = snapshot(kv)
     for layer in kv.groups[0].layers:
         for which in (0, 1):
@@ -127,7 +132,7 @@ def test_without_a_host_there_are_forks_alone() -> None:
     kv = make_tensors()
     before = snapshot(kv)
     copies = StepCopies(forks=(BlockCopy(GroupId(1), 2, 4),))
-    BlockCopier(kv.groups, kv.caches, (), SIZE).run(copies)
+    BlockCopier(replace(kv, host_caches={})).run(copies)
     assert snapshot(kv)[1, 0, False, 4] == before[1, 0, False, 2]
 
 

@@ -236,13 +236,13 @@ def test_warmup_captures_all_shapes(loaded: Callable[[str], LoadedModel]) -> Non
     stages = Stages(lines.append)
     verified = dataclasses.replace(loaded("llama")._verified, backend=CapturableAttention())
     built = build_runner(verified, config, stages, graphs=graphs)
-    keys = [cache.keys.clone() for cache in built.runner.kv.caches]
+    keys = [cache.keys.clone() for cache in built.runner.kv.caches.values()]
     built.runner.warmup()
     # 1, 2, 4, 8 and 16 decodes; 64, 128 and 256 tokens of 4 or 16 requests; two draws of each size.
     assert len(graphs.graphs) == 5 + 3 * 2 + 2 * 5
     assert "captured 11 shapes of steps in" in lines[-1]
     assert [phase for phase, _ in stages.end()] == ["cache", "capture"]
-    for before, cache_ in zip(keys, built.runner.kv.caches, strict=True):
+    for before, cache_ in zip(keys, built.runner.kv.caches.values(), strict=True):
         assert torch.equal(before[8:], cache_.keys[8:]), "the null block alone was touched"
     built.runner.warmup()
     assert generate(built) == reference("llama")

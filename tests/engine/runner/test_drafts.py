@@ -113,9 +113,12 @@ def test_drafts_change_no_token(
     check(lambda: build(loaded, **options), lengths, overlap=overlap, close=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_drafts_change_no_bit_in_our_decoder(dtype: str) -> None:
-    loaded = engine.load(str(DEMO), dtype=dtype)
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"), ("bfloat16", "int4")],
+)
+def test_drafts_change_no_bit_in_our_decoder(dtype: str, quantization: str) -> None:
+    loaded = engine.load(str(DEMO), dtype=dtype, quantization=quantization)
     options = {"max_batch_tokens": 64, "use_async_batching": True}
     check(lambda: build(loaded, **options), (3, 17, 40, 90, 150), overlap=True)
 

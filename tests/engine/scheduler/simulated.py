@@ -5,7 +5,7 @@ moved by hand.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.contract.request import GenerationRequest
 from engine.core.engine_core import EngineCore
@@ -34,10 +34,13 @@ class Part:
 
 @dataclass(slots=True)
 class Step:
-    """One step. `seconds`: how long the machine took for it."""
+    """One step. `seconds`: how long the machine took for it. `num_rows`: each part's, with those of
+    drafts.
+    """
 
     parts: dict[str, Part]
     seconds: float
+    num_rows: dict[str, int] = field(default_factory=dict)
 
     @property
     def decodes(self) -> bool:
@@ -97,7 +100,9 @@ class Simulation:
     def _timed(self, batch: ScheduledBatch) -> PendingStep:
         self.steps.append(Step({}, 0.0))
         step = self.steps[-1]
-        for request, start, num_tokens, _, num_sampled, _ in batch.requests:
+        for part in batch.requests:
+            request, start, num_tokens, _, num_sampled, _ = part
+            step.num_rows[request.request_id] = part.num_rows
             is_decode = num_tokens == 1 and start >= request.num_prompt_tokens
             step.parts[request.request_id] = Part(start, num_tokens, not num_sampled, is_decode)
         step.seconds = self.machine.of_step(shape_of(batch)) * self.delay(len(self.steps))

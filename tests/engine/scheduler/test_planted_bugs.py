@@ -248,6 +248,43 @@ def wrong_drafts_are_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 @plant
+def a_draft_is_kept_by_the_token_of_the_next_row(patch: pytest.MonkeyPatch) -> None:
+    def append(
+        self: StepResults, live: Any, part: ScheduledRequest, tokens: Any, *rest: Any
+    ) -> None:
+        rows = zip(part.drafts, tokens, tokens[1:], strict=False)
+        drafts = tuple([own if draft == after else draft for draft, own, after in rows])
+        _append(self, live, part._replace(drafts=drafts), tokens, *rest)
+
+    patch.setattr(StepResults, "_append", append)
+
+
+@plant
+def an_ending_token_is_followed_by_drafts(patch: pytest.MonkeyPatch) -> None:
+    def append(
+        self: StepResults, live: Any, part: ScheduledRequest, tokens: Any, *rest: Any
+    ) -> None:
+        request, ending = part.request, part.request.ending_token_ids
+        right = [own for own, draft in zip(tokens, part.drafts, strict=False) if own == draft]
+        request.ending_token_ids = ending - frozenset(right)
+        _append(self, live, part, tokens, *rest)
+        request.ending_token_ids = ending
+
+    patch.setattr(StepResults, "_append", append)
+
+
+@plant
+def usage_counts_wrong_drafts_as_accepted(patch: pytest.MonkeyPatch) -> None:
+    count = StepResults._count_drafts
+
+    def counted(self: StepResults, request: Request, drafts: int, kept: int, **rest: Any) -> None:
+        count(self, request, drafts, kept, **rest)
+        request.num_accepted_draft_tokens += drafts - kept
+
+    patch.setattr(StepResults, "_count_drafts", counted)
+
+
+@plant
 def blocks_of_wrong_drafts_are_shared(patch: pytest.MonkeyPatch) -> None:
     def verified(self: Scheduler, request: Request, num_drafts: int) -> None:
         _verified(self, request, num_drafts)
@@ -327,6 +364,7 @@ def run_traffic() -> None:
         drafts = 4 if index % 4 > 1 else 0
         ledger = traffic(core, runner, 80, random.Random(index), most_drafts=drafts)
         ledger.check(core.max_context_tokens)
+        ledger.check_drafts(core.stats())
         kv_cache.check_integrity()
         assert kv_cache.num_used_blocks == 0
 

@@ -21,6 +21,7 @@ from engine.text import (
     ChatTemplateUnavailableError,
     JsonObject,
     Tokenizer,
+    TokenizerError,
 )
 
 TOOLS = [
@@ -189,6 +190,45 @@ def test_which_template_is_used(directories: dict[str, Path], tmp_path: Path) ->
 def render(source: str, **options: Any) -> str:
     messages = options.pop("messages", [{"role": "user", "content": "x"}])
     return ChatTemplates({"default": source}, {"bos_token": "<s>"}).render(messages, **options)
+
+
+_PARTS = """{%- for m in messages %}<{{ m.role }}>
+{%- for part in m.content if part.type == 'image' %}<image>{% endfor %}
+{%- for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}
+{%- endfor %}"""
+_TEXT_OR_PARTS = """{%- for m in messages %}<{{ m.role }}>
+{%- if m.content is string %}{{ m.content }}
+{%- else %}{% for part in m.content %}
+{%- if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}
+{%- endfor %}{% endif %}
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize("source", [_PARTS, _TEXT_OR_PARTS], ids=["parts", "text or parts"])
+def test_text_and_parts_give_the_same_prompt_of_a_template_for_images(source: str) -> None:
+    """As transformers renders the parts. One that reads parts alone would lose plain text."""
+    templates = ChatTemplates({"default": source}, {})
+    parts = [{"type": "text", "text": "How high "}, {"type": "text", "text": "is it?"}]
+    as_parts = [{"role": "user", "content": parts}]
+    [expected], _ = render_jinja_template([as_parts], chat_template=source)
+    assert expected == "<user>How high is it?"
+    assert templates.render(as_parts) == expected
+    assert templates.render([{"role": "user", "content": "How high is it?"}]) == expected
+    last = [{"role": "assistant", "content": "It is"}]
+    assert templates.render(last, continue_final_message=True) == "<assistant>It is"
+
+
+def test_a_template_of_an_image_processor(directories: dict[str, Path], tmp_path: Path) -> None:
+    """It is read if the tokenizer has none of its own."""
+    shutil.copytree(directories["byte_level"], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "P"}))
+    messages = [{"role": "user", "content": "x"}]
+    assert "<|im_start|>" in Tokenizer.load(tmp_path).apply_chat_template(messages)
+    (tmp_path / "chat_template.jinja").unlink()
+    assert Tokenizer.load(tmp_path).apply_chat_template(messages) == "P"
+    (tmp_path / "chat_template.json").write_text("{")
+    with pytest.raises(TokenizerError, match=r"chat_template\.json cannot be read as JSON"):
+        Tokenizer.load(tmp_path)
 
 
 def test_no_template() -> None:

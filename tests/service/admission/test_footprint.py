@@ -225,6 +225,40 @@ async def test_it_is_counted_as_what_it_takes(kind: str) -> None:
     assert taken == pytest.approx(counted, rel=0.25), (taken, counted)
 
 
+def test_ids_of_a_prediction_are_counted_like_those_of_a_prompt() -> None:
+    ids = [7] * 100_000
+    prompt = message_footprint(pb.GenerationSpec(tokens={"ids": ids}))
+    predicted = message_footprint(pb.GenerationSpec(prediction={"tokens": {"ids": ids}}))
+    assert predicted.size == pytest.approx(prompt.size, rel=0.01)
+
+
+def test_what_guesses_tokens_is_counted_where_it_may_be() -> None:
+    """For each choice and its output, for the prompt, and for what is expected."""
+    request = GenerationRequest(
+        request_id=RequestId("a"),
+        prompt=TokenIds.of(range(1000)),
+        sampling=SamplingParams(),
+        stop=StopParams(max_tokens=500),
+        n=3,
+        prediction=TokenIds.of(range(100)),
+    )
+
+    def size(*, speculates: bool) -> int:
+        return Footprint.of_request(
+            request,
+            input_field="tokens.ids",
+            output_tokens=500,
+            token_bytes=0,
+            stop_strings=(),
+            echo="",
+            labels={},
+            speculates=speculates,
+        ).size
+
+    more = size(speculates=True) - size(speculates=False)
+    assert more > 3 * (8_000 + 30 * 500) + 30 * 1000 + 30 * 100
+
+
 MANY = 15_000
 JSON_TEXTS = {
     "integers": '{"a":[' + ",".join(["1000000"] * MANY) + "]}",
@@ -433,7 +467,7 @@ async def test_nothing_stays_counted_whatever_the_end() -> None:
         await add(h, "f")
         engine.run()
         await until(nothing)
-        assert h.registry.stats().kept > 0
+        assert h.registry.stats().kept_results > 0
 
 
 async def test_nothing_stays_counted_of_an_engine_that_died() -> None:

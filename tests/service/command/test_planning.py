@@ -97,7 +97,7 @@ def test_a_table_for_a_person(tmp_path: Path) -> None:
         (("--block-size", "0"), "--block-size: is 0; it must be"),
         (
             ("--quantization", "int3"),
-            "--quantization: is 'int3'; it must be one of none, int8, int4",
+            "--quantization: is 'int3'; it must be one of none, int8, int4, int4-64",
         ),
     ],
 )
@@ -111,10 +111,10 @@ def test_a_wrong_question_is_refused_before_torch_is_imported(
 
 
 def test_quantized_weights_are_refused_as_serve_refuses_them(tmp_path: Path) -> None:
-    model = _demo(tmp_path / "model", quantization_config={"quant_method": "gptq", "bits": 4})
+    model = _demo(tmp_path / "model", quantization_config={"quant_method": "fp8"})
     found = _run_here("--model", str(model), "--no-measure")
     assert (found.exit_code, found.stdout) == (1, "")
-    assert "the weights are quantized already (gptq" in found.stderr
+    assert "the weights are quantized already, by 'fp8'" in found.stderr
     assert "Traceback" not in found.stderr
 
 

@@ -14,6 +14,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.engine.hub.loopback_hub import Hub, Repository, running
+from tests.gguf_files import all_of
+from tests.gguf_models import write
 from tests.service.real_server import BIN, ROOT, clean_environment, real_server
 
 COMMAND = str(BIN / "headrace-server")
@@ -88,6 +90,29 @@ def test_pull_is_interrupted_resumed_listed_and_removed(tmp_path: Path) -> None:
         assert "no models in" in call(hub, tmp_path, "models").stdout
 
 
+def test_a_gguf_file_is_pulled_listed_and_planned(tmp_path: Path) -> None:
+    file, _ = write(tmp_path / "made", "llama", all_of("Q8_0"))
+    names = ("tiny-Q8_0.gguf", "tiny-Q8_0-b.gguf")
+    with running({"org/demo": Repository(dict.fromkeys(names, file.read_bytes()))}) as hub:
+        home = tmp_path / "home"
+        for wanted in ("org/demo", "org/demo:Q8_0"):
+            told = call(hub, home, "pull", wanted)
+            assert (told.returncode, told.stderr.count("\n")) == (1, 1)
+            assert "give one of org/demo:tiny-Q8_0-b.gguf, org/demo:tiny-Q8_0.gguf" in told.stderr
+        pulled = call(hub, home, "pull", "org/demo:tiny-Q8_0.gguf", "--revision", "v1")
+        assert pulled.returncode == 0, pulled.stderr
+        model = "org/demo@v1:tiny-Q8_0.gguf"
+        assert f"{model} is here: headrace-server serve --model {model}" in pulled.stderr
+        assert Path(pulled.stdout.strip()).read_bytes() == file.read_bytes()
+        listed = call(hub, home, "models").stdout
+        assert re.search(r"org/demo:tiny-Q8_0.gguf +[\d.]+ MB +v1 \(0123456789ab\) +yes\n", listed)
+        assert listed.count("\n") == 2
+        hub.log.clear()
+        planned = call(hub, home, "plan", "--model", model)
+        assert planned.returncode == 0, planned.stderr
+        assert not hub.log
+
+
 def test_serve_downloads_and_says_so_where_it_is_asked(tmp_path: Path) -> None:
     with running({"org/demo": Repository(DEMO)}) as hub:
         hub.behaviour.rate = 3e6
@@ -127,7 +152,9 @@ def test_serve_downloads_and_says_so_where_it_is_asked(tmp_path: Path) -> None:
     [
         (("pull", "org/none"), 1, "the hub has no model org/none, or it is private"),
         (("pull", "org/demo@v1", "--revision", "v2"), 2, "give the revision once"),
+        (("pull", "org/demo@v1:Q8_0", "--revision", "v2"), 2, "give the revision once"),
         (("rm", "org/demo@v1"), 2, "with all its revisions"),
+        (("rm", "org/demo:Q8_0"), 2, "and files: give OWNER/NAME"),
         (("rm", "org/demo"), 1, "org/demo is not in "),
     ],
 )

@@ -5,6 +5,7 @@ course.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import grpc
 import pytest
@@ -169,6 +170,23 @@ async def test_choices_that_found_their_stop_strings_had_ended_before_a_failure(
     assert [choice.text for choice in result.choices] == ["a", "c"]
     assert {choice.finished.stop_string for choice in result.choices} == {"!"}
     assert result.usage.completion_tokens == 4
+
+
+async def test_drafts_of_choices_that_a_failure_ends_are_counted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine tells those of all choices."""
+    counted = partial(Usage, draft_tokens=5, accepted_draft_tokens=3)
+    monkeypatch.setattr("tests.service.fake_engine.Usage", counted)
+    async with serving(FakeEngine(script=says("a!b", "c!d"), auto=False)) as h:
+        call = asyncio.ensure_future(h.generate(spec(n=2, stop={"stop_strings": ["!"]})))
+        await until(lambda: h.engine.num_live)
+        h.engine.step()
+        h.engine.step()
+        h.engine.fail(h.engine.submitted[0].request_id, RequestFailure("it broke", "id"))
+        h.engine.run()
+        usage = (await call).usage
+    assert (usage.draft_tokens, usage.accepted_draft_tokens) == (5, 3)
 
 
 async def test_usage_is_what_was_delivered_when_the_engine_dies() -> None:

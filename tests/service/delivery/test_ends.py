@@ -8,11 +8,10 @@ one step must bring the documented result, and the engine then holds nothing of 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import re
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,15 +26,17 @@ from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 from engine.contract.outputs import RequestFailure, RequestOutput
 from tests.service.ends import (
-    IMPOSSIBLE,
+    CELLS,
+    EVENTS,
     MAX_TOKENS,
     NAME,
     RPCS,
-    STATES,
+    TABLE,
     Caller,
+    Cell,
     Outcome,
+    Scene,
     of_events,
-    table,
 )
 from tests.service.fake_engine import FakeEngine, _Live, model_info
 from tests.service.fake_server import ended, process, read_until
@@ -95,17 +96,10 @@ class StagedEngine(FakeEngine):
         return next(engine_id for engine_id in self._live if f"/{name}#" in engine_id)
 
 
-@dataclass
-class Scene:
-    """A server with the target in its state, and what may happen to it."""
-
-    h: Harness
-    engine: StagedEngine
-    proxy: FaultProxy
-    caller: Caller
-    tasks: list[asyncio.Future[Any]] = field(default_factory=list)
-
-    # What happens. Each returns once it has reached the engine; one step must then do.
+class SteppedScene(Scene):
+    """A scene in which what happened has reached the engine once an event returns; one step must
+    then do.
+    """
 
     async def finish(self) -> None:
         """It ends by itself: two steps for the prompt at most, and one for each token."""
@@ -116,49 +110,33 @@ class Scene:
         assert answer.results[0].status == rpc.CANCEL_STATUS_CANCELLED
         await self._cancelled()
 
-    async def rpc_cancel(self) -> None:
-        self.caller.call.cancel()
-        await self._let_go()
-
-    async def deadline(self) -> None:
-        await self._let_go()
-
-    async def time_limit(self) -> None:
+    async def pass_limit(self) -> None:
         self.engine.time_out(self.engine.engine_id(NAME))
 
     async def error(self) -> None:
         self.engine.fail(self.engine.engine_id(NAME), RequestFailure("it broke", "e1"))
 
     async def drain(self) -> None:
-        self.tasks.append(asyncio.ensure_future(self.h.server.drain(60)))
-        await until(lambda: self.h.server.state.phase.value == "draining")
+        await super().drain()
         self.engine.run_out()
 
-    async def stop(self) -> None:
-        self.tasks.append(asyncio.ensure_future(self.h.server.stop()))
-
-    async def death(self) -> None:
+    async def die(self) -> None:
         self.engine.die(RuntimeError("the device is gone"))
 
     async def half_close(self) -> None:
-        self.tasks.append(asyncio.ensure_future(self.caller.outcome(half_close=True)))
-        await asyncio.sleep(0)
+        await super().half_close()
         self.engine.run_out()
 
-    async def lose(self) -> None:
-        self.proxy.cut()
-        await self._let_go()
-
-    async def _cancelled(self) -> None:
-        await until(lambda: any(f"/{NAME}#" in name for name in self.engine.cancelled))
-
-    async def _let_go(self) -> None:
+    async def let_go(self) -> None:
         """Wait until no stream has it: it is then cancelled, or goes on."""
-        await until(lambda: not self.h.registry.stats().attached)
+        await super().let_go()
         if self.caller.kind == "Generate":
             await until(lambda: self.caller.waiting == (self.caller.other is not None))
         if self.caller.kind != "AddRequest" and not self.kept:
             await self._cancelled()
+
+    async def _cancelled(self) -> None:
+        await until(lambda: any(f"/{NAME}#" in name for name in self.engine.cancelled))
 
     @property
     def kept(self) -> bool:
@@ -166,35 +144,8 @@ class Scene:
         return bool(self.h.registry.find("anonymous", NAME).log.keep)
 
 
-EVENTS: dict[str, Callable[[Scene], Awaitable[None]]] = {
-    "finish": Scene.finish,
-    "Cancel by its id": Scene.cancel,
-    "RPC cancelled": Scene.rpc_cancel,
-    "RPC cancelled, lease": Scene.rpc_cancel,
-    "RPC cancelled, another waits": Scene.rpc_cancel,
-    "RPC deadline": Scene.deadline,
-    "RPC deadline, lease": Scene.deadline,
-    "RPC deadline, another waits": Scene.deadline,
-    "its time limit": Scene.time_limit,
-    "its own error": Scene.error,
-    "server drains": Scene.drain,
-    "server stops": Scene.stop,
-    "engine dies": Scene.death,
-    "half-close": Scene.half_close,
-    "connection lost": Scene.lose,
-    "connection lost, lease": Scene.lose,
-    "connection lost, another waits": Scene.lose,
-}
 RUNS_ON = {"finish", "server drains", "half-close"}
 """What lets the request run to its end."""
-
-
-TABLE = table()
-CELLS = [
-    (kind, event, state)
-    for event, kind, state in itertools.product(EVENTS, RPCS, STATES)
-    if TABLE[event, kind] != "—" and (event, state) not in IMPOSSIBLE
-]
 
 
 CELL = re.compile(
@@ -213,7 +164,7 @@ def test_the_table_is_whole() -> None:
 @asynccontextmanager
 async def scene(
     kind: str, state: str, *, deadline_s: float | None, lease: bool, another: bool
-) -> AsyncIterator[Scene | None]:
+) -> AsyncIterator[SteppedScene | None]:
     """A server, and the target in its state; None where the deadline was there first."""
     engine = StagedEngine(auto=False, info=model_info(max_running_requests=1))
     async with (
@@ -237,7 +188,7 @@ async def scene(
         if state == "decoding":
             for _ in range(DECODED):
                 engine.step()
-        yield Scene(h, engine, proxy, caller)
+        yield SteppedScene(h, engine, proxy, caller)
 
 
 def is_in(scene: Scene, state: str) -> bool:
@@ -251,11 +202,11 @@ def is_in(scene: Scene, state: str) -> bool:
     return live.running and generated == (DECODED if state == "decoding" else 0)
 
 
-@pytest.mark.parametrize(("kind", "event", "state"), CELLS)
-async def test_a_cell(kind: str, event: str, state: str) -> None:
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.kind}-{cell.event}-{cell.state}")
+async def test_a_cell(cell: Cell) -> None:
     """See the table."""
-    deadline_s = 0.15 if event.startswith("RPC deadline") else None
-    while not await _try(kind, event, state, deadline_s):
+    deadline_s = 0.15 if cell.event.startswith("RPC deadline") else None
+    while not await _try(cell.kind, cell.event, cell.state, deadline_s):
         assert deadline_s is not None
         deadline_s *= 2  # a busy machine: the deadline was there before the state
         assert deadline_s < DEADLINE_S
@@ -269,7 +220,7 @@ async def _try(kind: str, event: str, state: str, deadline_s: float | None) -> b
             return False
         assert is_in(there, state)
         engine, registry = there.engine, there.h.registry
-        await EVENTS[event](there)
+        await there.happen(event)
         if event not in RUNS_ON and end != "goes on":
             steps = engine.stepped
             if event not in ("server stops", "engine dies"):
@@ -293,7 +244,7 @@ async def _try(kind: str, event: str, state: str, deadline_s: float | None) -> b
         engine.run_out()
         for task in there.tasks:
             await task
-        await until(lambda: not registry.stats().attached and not registry.live)
+        await until(lambda: not registry.stats().streamed_requests and not registry.live)
         assert engine.num_live == 0
     return True
 

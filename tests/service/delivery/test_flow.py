@@ -71,15 +71,19 @@ async def blocked(h: Harness, name: str, session: Session, **output: Any) -> Ses
 # ---- the bound ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [1, 3])
-async def test_a_request_that_is_not_read_is_held_and_goes_on_when_it_is(n: int) -> None:
-    async with serving(FakeEngine(auto=False), max_unread_tokens=60, max_hold_s=LONG / 10) as h:
+@pytest.mark.parametrize(("n", "per_step"), [(1, 1), (3, 1), (1, 7), (3, 7)])
+async def test_a_request_that_is_not_read_is_held_and_goes_on_when_it_is(
+    n: int, per_step: int
+) -> None:
+    """Also in the middle of what a step gave."""
+    engine = FakeEngine(auto=False, tokens_per_step=per_step)
+    async with serving(engine, max_unread_tokens=60, max_hold_s=LONG / 10) as h:
         session = await blocked(h, "a", h.session(), n=n)
         await step(h, 200)
         log = log_of(h, "a")
         assert h.engine.held
         assert request_of(h, "a").is_held
-        assert log.output_tokens <= 60 + 4 + 2 * n
+        assert log.output_tokens <= 60 + 4 + 2 * n * per_step
         generated = log.output_tokens
         await step(h, 50)
         assert log.output_tokens == generated
@@ -390,12 +394,13 @@ async def test_what_is_given_up_has_the_text_that_was_held_back() -> None:
 # ---- credits -----------------------------------------------------------------------------------
 
 
-async def test_no_more_tokens_come_than_were_allowed() -> None:
-    async with serving(FakeEngine()) as h:
+@pytest.mark.parametrize(("credit", "per_step"), [(5, 1), (1, 6)])
+async def test_no_more_tokens_come_than_were_allowed(credit: int, per_step: int) -> None:
+    async with serving(FakeEngine(tokens_per_step=per_step)) as h:
         session = h.session()
-        await session.send(open=rpc.OpenCommand(initial_credit=5))
+        await session.send(open=rpc.OpenCommand(initial_credit=credit))
         await session.add(spec(request_id="a", n=2, stop={"max_tokens": 40}))
-        allowed, grants = 5, itertools.cycle((1, 7, 3))
+        allowed, grants = credit, itertools.cycle((1, 7, 3))
         events: list[pb.ResultEvent] = []
         while sum(event.HasField("finished") for event in events) < 2:
             had = sum(len(event.delta.token_ids) for event in events)
@@ -412,10 +417,10 @@ async def test_no_more_tokens_come_than_were_allowed() -> None:
             ids = ids_of(events, choice)
             assert ids == oracle(h, "a", 40, choice)
             assert text_of(events, choice) == bytes(ids).decode()
-            # Text comes with its tokens, also where a delta was cut.
-            for event in events:
-                if event.choice_index == choice and event.HasField("delta"):
-                    assert len(event.delta.text) == len(event.delta.token_ids)
+            # Text comes with its step's last token, also where a delta was cut.
+            deltas = [event.delta for event in events if event.choice_index == choice]
+            behind = itertools.accumulate(len(one.token_ids) - len(one.text) for one in deltas)
+            assert all(0 <= count < per_step for count in behind)
 
 
 async def test_ends_need_no_credit() -> None:
@@ -442,7 +447,7 @@ async def test_an_ended_request_without_credit_does_not_stay_for_ever() -> None:
         check_course(session.events()["a"])
         assert ids_of(session.events()["a"]) == oracle(h, "a", 30)
         assert finished_of(session.events()["a"]).reason == pb.FINISH_REASON_LENGTH
-        assert h.registry.stats().attached == 0
+        assert h.registry.stats().streamed_requests == 0
 
 
 async def test_an_event_that_has_its_number_is_not_cut() -> None:

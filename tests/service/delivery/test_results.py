@@ -279,7 +279,7 @@ async def test_one_identity_does_not_push_out_another_s_results(callers: Path) -
         for i in range(20):
             await add_request(h, "alice", request_id=f"r{i}")
             await until(lambda: h.registry.live == 0)
-        assert h.registry.stats().kept == 6
+        assert h.registry.stats().kept_results == 6
         message = rpc.GetResultRequest(request_id="mine")
         assert (await h.generation.GetResult(message, metadata=bearer("bob"))).done
         for name, code in (("r14", grpc.StatusCode.NOT_FOUND), ("r15", None)):

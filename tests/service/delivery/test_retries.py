@@ -232,7 +232,7 @@ async def test_generate_again_waits_for_the_first_and_is_kept() -> None:
         await session.send(attach=rpc.AttachCommand(request_id="a", from_seq=1))
         await session.end()
         assert session.events()["a"] == list(kept.events)
-        assert h.registry.stats().kept == 1
+        assert h.registry.stats().kept_results == 1
     assert len(engine.submitted) == 1
 
 
@@ -241,7 +241,7 @@ async def test_without_an_id_nothing_is_kept() -> None:
         one, other = [await h.generate(spec()) for _ in range(2)]
         assert one.choices[0].text != other.choices[0].text
         await until(lambda: not h.registry.requests)
-        assert h.registry.stats().kept == 0
+        assert h.registry.stats().kept_results == 0
 
 
 async def test_who_leaves_leaves_the_others_alone() -> None:
@@ -378,7 +378,7 @@ async def test_a_session_that_attaches_and_a_call_that_waits_both_get_it(max_kep
         await session.end()
         check_course(session.events()["a"])
         assert (await call).choices[0].text == text_of(session.events()["a"]) == "computed 00001"
-        assert h.registry.stats().kept == min(max_kept, 1)
+        assert h.registry.stats().kept_results == min(max_kept, 1)
 
 
 async def test_a_session_that_attached_keeps_it_when_the_last_call_leaves() -> None:

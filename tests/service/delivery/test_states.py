@@ -173,5 +173,5 @@ async def test_an_end_before_the_engine_s_answer(lease: bool, max_kept: int, is_
             await session.end()
             check_course(session.events()["a"])
         await until(lambda: not h.registry.requests)
-        assert h.registry.live == h.registry.stats().attached == 0
+        assert h.registry.live == h.registry.stats().streamed_requests == 0
         assert h.registry.admission.is_empty

@@ -357,8 +357,8 @@ async def test_a_leased_session_that_reads_everything_has_nothing_unread() -> No
         # With what each delta takes by itself, all of it would be twice what may be kept.
         assert 4 * 1000 * (EACH + HELD_EVENT_BYTES) > 2 * (2 * MIB)
         kept = h.registry.stats()
-        assert MIB < kept.kept_bytes <= 2 * MIB
-        assert kept.kept == 0
+        assert MIB < kept.kept_result_bytes <= 2 * MIB
+        assert kept.kept_results == 0
         await session.add(spec(request_id="more", output=WIDE, stop={"max_tokens": 1}))  # welcome
         await session.read_until(lambda m: any(e.HasField("accepted") for e in m.events))
         # The last that was sent is there, the first is not, and the answer says what is.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +18,7 @@ from headrace.v1 import generation_service_pb2_grpc
 from tests.service.door.callers_file import entry, replace
 from tests.service.helpers import DEADLINE_S, spec
 from tests.service.raw_http2 import Header, call
-from tests.service.real_server import ROOT, WAIT_S, clean_environment
+from tests.service.real_server import ServerProcess
 
 TOKEN = "alice-s3cret-0123456789"
 SECRET = TOKEN.encode()
@@ -62,51 +60,24 @@ GOOD = (("authorization", f"Bearer {TOKEN}"),)
 UNAUTHENTICATED, UNIMPLEMENTED = 16, 12
 
 
-class Server:
-    """A server's process with a fake engine, that knows one caller."""
-
-    def __init__(self, folder: Path, **environment: str) -> None:
-        self.log = folder / "log"
-        callers = folder / "callers.toml"
-        replace(callers, entry("alice", '["GenerationService", "ModelService"]', TOKEN))
-        command = [sys.executable, "-m", "tests.service.fake_server", "127.0.0.1:0"]
-        with self.log.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [*command, f"--auth={callers}"],
-                cwd=ROOT,
-                env=clean_environment(**environment),
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-            )
-
-    async def address(self) -> str:
-        """Where it listens, once it is ready."""
-        async with asyncio.timeout(WAIT_S):
-            while (found := re.search(r"^Listening on (\S+)\.$", self.said, re.M)) is None:
-                assert self.process.poll() is None, self.said
-                await asyncio.sleep(0.05)
-        return found[1]
-
-    @property
-    def said(self) -> str:
-        return self.log.read_text("utf-8", "backslashreplace")
-
-
 @contextmanager
-def serving(folder: Path, **environment: str) -> Iterator[Server]:
-    server = Server(folder, **environment)
+def serving(folder: Path, **environment: str) -> Iterator[ServerProcess]:
+    """A server's process with a fake engine, that knows one caller."""
+    callers = folder / "callers.toml"
+    replace(callers, entry("alice", '["GenerationService", "ModelService"]', TOKEN))
+    command = [sys.executable, "-m", "tests.service.fake_server", "127.0.0.1:0"]
+    server = ServerProcess([*command, f"--auth={callers}"], environment)
     try:
+        server.wait_until_ready()
         yield server
     finally:
-        if server.process.poll() is None:
-            server.process.kill()
-            server.process.wait(WAIT_S)
+        server.close()
 
 
 @pytest.mark.parametrize("traces", ["none", "console"])
 async def test_headers_stay_out_of_the_log(traces: str, tmp_path: Path) -> None:
     with serving(tmp_path, OTEL_TRACES_EXPORTER=traces) as server:
-        address = await server.address()
+        address = server.addresses[0]
         async with grpc.aio.insecure_channel(address) as channel:
             generation: Any = generation_service_pb2_grpc.GenerationServiceStub(channel)
             endless = spec(stop={"max_tokens": 1_000_000})
@@ -118,8 +89,8 @@ async def test_headers_stay_out_of_the_log(traces: str, tmp_path: Path) -> None:
             async with asyncio.timeout(DEADLINE_S):
                 assert await stream.read() is not grpc.aio.EOF  # nobody was cut off
             stream.cancel()
-        server.process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(server.process.wait, WAIT_S) == 0
+        server.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(server.ended) == 0
     said = server.said
     assert TOKEN not in said
     assert "Invalid encoding" in said  # the fact stays
@@ -144,12 +115,12 @@ def be_hostile(address: str) -> None:
 
 async def test_what_names_no_method_is_not_logged(tmp_path: Path) -> None:
     with serving(tmp_path, OTEL_TRACES_EXPORTER="console") as server:
-        address = await server.address()
+        address = server.addresses[0]
         before = server.said
         for path in NO_METHODS:
             for _ in range(3):
                 await asyncio.to_thread(call, address, path)
-        server.process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(server.process.wait, WAIT_S) == 0
+        server.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(server.ended) == 0
     after = server.said.removeprefix(before)
     assert [line for line in after.splitlines() if "rain" not in line] == ["Stopped."]

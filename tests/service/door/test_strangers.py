@@ -15,6 +15,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace.v1 import generation_service_pb2 as rpc
+from hyperframe.frame import RstStreamFrame, SettingsFrame
 
 from service.door import reading
 from tests.service.certificates import make_certificate, needs_openssl
@@ -22,7 +23,7 @@ from tests.service.door.callers_file import guarded
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.fault_proxy import OWN_CONNECTION
 from tests.service.helpers import DEADLINE_S, Harness, Refused, refused, serving, spec
-from tests.service.raw_connection import Kind, RawConnection
+from tests.service.raw_http2 import RawConnection
 
 CHECK = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
@@ -392,11 +393,14 @@ async def test_calls_of_a_connection_are_bounded() -> None:
         def beyond() -> Any:
             with RawConnection(target_of(h)) as raw:
                 streams = [raw.open(CHECK) for _ in range(4)]
-                return raw.wait_for(
-                    lambda frame: frame.kind == Kind.RST_STREAM and frame.stream == streams[-1]
-                ).payload
+                reset: Any = raw.wait_for(
+                    lambda frame: (
+                        isinstance(frame, RstStreamFrame) and frame.stream_id == streams[-1]
+                    )
+                )
+                return reset.error_code
 
-        assert await asyncio.to_thread(beyond) == (11).to_bytes(4, "big")  # ENHANCE_YOUR_CALM
+        assert await asyncio.to_thread(beyond) == 11  # ENHANCE_YOUR_CALM
 
 
 async def test_headers_are_bounded() -> None:
@@ -417,13 +421,7 @@ async def test_what_nobody_reads_stays_at_the_client() -> None:
 
         def window() -> int:
             with RawConnection(target_of(h)) as raw:
-                settings = raw.wait_for(lambda frame: frame.kind == Kind.SETTINGS).payload
-                entries = {
-                    int.from_bytes(settings[i : i + 2], "big"): int.from_bytes(
-                        settings[i + 2 : i + 6], "big"
-                    )
-                    for i in range(0, len(settings), 6)
-                }
-                return entries[4]
+                found: Any = raw.wait_for(lambda frame: isinstance(frame, SettingsFrame))
+                return int(found.settings[SettingsFrame.INITIAL_WINDOW_SIZE])
 
         assert await asyncio.to_thread(window) == 16 << 10

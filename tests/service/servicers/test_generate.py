@@ -236,7 +236,7 @@ async def test_outputs_may_come_before_the_admission() -> None:
         await h.generation.AddRequest(added)
         kept = await h.generation.GetResult(rpc.GetResultRequest(request_id="b"))
         assert list(h.registry.requests) == [("anonymous", "b")]
-        assert h.registry.live == h.registry.stats().attached == 0
+        assert h.registry.live == h.registry.stats().streamed_requests == 0
     for run in (events, session.events()["a"], list(kept.events)):
         check_course(run)
         assert text_of(run) == "abc"

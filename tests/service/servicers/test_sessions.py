@@ -513,7 +513,7 @@ async def test_a_stream_is_lost_while_its_writer_is_blocked() -> None:
             await until(lambda cancelled=cancelled: len(h.engine.cancelled) > cancelled)
             h.engine.step()
             await until(lambda: not h.registry.requests)
-            assert h.registry.stats().attached == h.registry.live == 0
+            assert h.registry.stats().streamed_requests == h.registry.live == 0
 
 
 async def test_too_many_open_requests_are_refused() -> None:

@@ -33,13 +33,13 @@ from tests.service.helpers import serving, spec, until
 from tests.service.readme import ROOT
 
 FIGURES = Figures(
-    live_bytes=lambda: 12345,
-    unknown_fields=lambda: 3,
+    live_request_bytes=lambda: 12345,
+    unknown_field_messages=lambda: 3,
     refusals=lambda: {},
     phase=lambda: "ready",
-    restarts=lambda: 0,
+    engine_restarts=lambda: 0,
     door_restarts=lambda: 2,
-    sessions=lambda: 0,
+    open_sessions=lambda: 0,
     transfer=lambda: None,
     startup=lambda: {},
 )

@@ -84,6 +84,7 @@ type request struct {
 	JSONSchema         string           `json:"json_schema"`
 	StructuralTag      string           `json:"structural_tag"`
 	TimeLimitMS        int64            `json:"time_limit_ms"`
+	Prediction         string           `json:"prediction"`
 }
 
 type message struct {
@@ -172,7 +173,7 @@ func (r *request) made() *headrace.Request {
 	made := &headrace.Request{
 		ID: r.ID, Text: r.Text, TokenIDs: r.TokenIDs, Tools: r.Tools, N: r.N, MaxTokens: r.MaxTokens,
 		Logprobs: r.Logprobs, Priority: r.Priority, MaxReasoningTokens: r.MaxReasoningTokens, Stop: r.Stop,
-		TimeLimit: milliseconds(r.TimeLimitMS),
+		TimeLimit: milliseconds(r.TimeLimitMS), Prediction: r.Prediction,
 	}
 	for _, one := range r.Messages {
 		message := headrace.Message{
@@ -246,6 +247,9 @@ func tellUsage(usage headrace.Usage) map[string]any {
 	return map[string]any{
 		"prompt_tokens": usage.PromptTokens, "cached_tokens": usage.CachedTokens,
 		"completion_tokens": usage.CompletionTokens, "reasoning_tokens": usage.ReasoningTokens,
+		"draft_tokens": usage.DraftTokens, "accepted_draft_tokens": usage.AcceptedDraftTokens,
+		"prediction_draft_tokens":          usage.PredictionDraftTokens,
+		"accepted_prediction_draft_tokens": usage.AcceptedPredictionDraftTokens,
 	}
 }
 

@@ -996,7 +996,18 @@ type EngineStatistics struct {
 	// Callers by name: at most 32, those with requests before those without.
 	Callers []*CallerStatistics `protobuf:"bytes,23,rep,name=callers,proto3" json:"callers,omitempty"`
 	// All other callers together, now and in the past. Absent where there were none.
-	OtherCallers  *CallerStatistics `protobuf:"bytes,24,opt,name=other_callers,json=otherCallers,proto3" json:"other_callers,omitempty"`
+	OtherCallers *CallerStatistics `protobuf:"bytes,24,opt,name=other_callers,json=otherCallers,proto3" json:"other_callers,omitempty"`
+	// Counter: how often a request had guessed tokens (drafts) in a step.
+	Drafts uint64 `protobuf:"varint,25,opt,name=drafts,proto3" json:"drafts,omitempty"`
+	// Counter: drafts that were computed.
+	DraftTokens uint64 `protobuf:"varint,26,opt,name=draft_tokens,json=draftTokens,proto3" json:"draft_tokens,omitempty"`
+	// Counter: drafts that were right, so that their tokens needed no step of their own.
+	AcceptedDraftTokens uint64 `protobuf:"varint,27,opt,name=accepted_draft_tokens,json=acceptedDraftTokens,proto3" json:"accepted_draft_tokens,omitempty"`
+	// Counter: steps that had drafts.
+	StepsWithDrafts uint64 `protobuf:"varint,28,opt,name=steps_with_drafts,json=stepsWithDrafts,proto3" json:"steps_with_drafts,omitempty"`
+	// Statistics that have no field here and are not 0: by name, each with its value. The names are those of the metrics,
+	// such as headrace.choices; docs/operations.md says what each counts.
+	Others        map[string]float64 `protobuf:"bytes,100,rep,name=others,proto3" json:"others,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1195,6 +1206,41 @@ func (x *EngineStatistics) GetCallers() []*CallerStatistics {
 func (x *EngineStatistics) GetOtherCallers() *CallerStatistics {
 	if x != nil {
 		return x.OtherCallers
+	}
+	return nil
+}
+
+func (x *EngineStatistics) GetDrafts() uint64 {
+	if x != nil {
+		return x.Drafts
+	}
+	return 0
+}
+
+func (x *EngineStatistics) GetDraftTokens() uint64 {
+	if x != nil {
+		return x.DraftTokens
+	}
+	return 0
+}
+
+func (x *EngineStatistics) GetAcceptedDraftTokens() uint64 {
+	if x != nil {
+		return x.AcceptedDraftTokens
+	}
+	return 0
+}
+
+func (x *EngineStatistics) GetStepsWithDrafts() uint64 {
+	if x != nil {
+		return x.StepsWithDrafts
+	}
+	return 0
+}
+
+func (x *EngineStatistics) GetOthers() map[string]float64 {
+	if x != nil {
+		return x.Others
 	}
 	return nil
 }
@@ -2464,7 +2510,7 @@ const file_headrace_v1_control_service_proto_rawDesc = "" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x12\x1f\n" +
 	"\vstatus_code\x18\x03 \x01(\tR\n" +
 	"statusCode\x12\x14\n" +
-	"\x05count\x18\x04 \x01(\x04R\x05count\"\xb1\a\n" +
+	"\x05count\x18\x04 \x01(\x04R\x05count\"\xca\t\n" +
 	"\x10EngineStatistics\x12\x18\n" +
 	"\arunning\x18\x01 \x01(\x04R\arunning\x12\x18\n" +
 	"\awaiting\x18\x02 \x01(\x04R\awaiting\x12!\n" +
@@ -2492,7 +2538,15 @@ const file_headrace_v1_control_service_proto_rawDesc = "" +
 	"\x12steps_with_decodes\x18\x15 \x01(\x04R\x10stepsWithDecodes\x12*\n" +
 	"\x11steps_over_target\x18\x16 \x01(\x04R\x0fstepsOverTarget\x127\n" +
 	"\acallers\x18\x17 \x03(\v2\x1d.headrace.v1.CallerStatisticsR\acallers\x12B\n" +
-	"\rother_callers\x18\x18 \x01(\v2\x1d.headrace.v1.CallerStatisticsR\fotherCallers\"\x90\x01\n" +
+	"\rother_callers\x18\x18 \x01(\v2\x1d.headrace.v1.CallerStatisticsR\fotherCallers\x12\x16\n" +
+	"\x06drafts\x18\x19 \x01(\x04R\x06drafts\x12!\n" +
+	"\fdraft_tokens\x18\x1a \x01(\x04R\vdraftTokens\x122\n" +
+	"\x15accepted_draft_tokens\x18\x1b \x01(\x04R\x13acceptedDraftTokens\x12*\n" +
+	"\x11steps_with_drafts\x18\x1c \x01(\x04R\x0fstepsWithDrafts\x12A\n" +
+	"\x06others\x18d \x03(\v2).headrace.v1.EngineStatistics.OthersEntryR\x06others\x1a9\n" +
+	"\vOthersEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"\x90\x01\n" +
 	"\x10CallerStatistics\x12\x16\n" +
 	"\x06caller\x18\x01 \x01(\tR\x06caller\x12\x16\n" +
 	"\x06weight\x18\x02 \x01(\x01R\x06weight\x12\x18\n" +
@@ -2620,7 +2674,7 @@ func file_headrace_v1_control_service_proto_rawDescGZIP() []byte {
 }
 
 var file_headrace_v1_control_service_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_headrace_v1_control_service_proto_msgTypes = make([]protoimpl.MessageInfo, 30)
+var file_headrace_v1_control_service_proto_msgTypes = make([]protoimpl.MessageInfo, 31)
 var file_headrace_v1_control_service_proto_goTypes = []any{
 	(ServerPhase)(0),                 // 0: headrace.v1.ServerPhase
 	(LogLevel)(0),                    // 1: headrace.v1.LogLevel
@@ -2655,17 +2709,18 @@ var file_headrace_v1_control_service_proto_goTypes = []any{
 	(*ResetPrefixCacheResponse)(nil), // 30: headrace.v1.ResetPrefixCacheResponse
 	(*SetLogLevelRequest)(nil),       // 31: headrace.v1.SetLogLevelRequest
 	(*SetLogLevelResponse)(nil),      // 32: headrace.v1.SetLogLevelResponse
-	(*durationpb.Duration)(nil),      // 33: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),    // 34: google.protobuf.Timestamp
-	(*Label)(nil),                    // 35: headrace.v1.Label
-	(CancelStatus)(0),                // 36: headrace.v1.CancelStatus
+	nil,                              // 33: headrace.v1.EngineStatistics.OthersEntry
+	(*durationpb.Duration)(nil),      // 34: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),    // 35: google.protobuf.Timestamp
+	(*Label)(nil),                    // 36: headrace.v1.Label
+	(CancelStatus)(0),                // 37: headrace.v1.CancelStatus
 }
 var file_headrace_v1_control_service_proto_depIdxs = []int32{
 	7,  // 0: headrace.v1.GetStatisticsResponse.statistics:type_name -> headrace.v1.Statistics
-	33, // 1: headrace.v1.WatchStatisticsRequest.interval:type_name -> google.protobuf.Duration
+	34, // 1: headrace.v1.WatchStatisticsRequest.interval:type_name -> google.protobuf.Duration
 	7,  // 2: headrace.v1.WatchStatisticsResponse.statistics:type_name -> headrace.v1.Statistics
-	34, // 3: headrace.v1.Statistics.sample_time:type_name -> google.protobuf.Timestamp
-	33, // 4: headrace.v1.Statistics.uptime_duration:type_name -> google.protobuf.Duration
+	35, // 3: headrace.v1.Statistics.sample_time:type_name -> google.protobuf.Timestamp
+	34, // 4: headrace.v1.Statistics.uptime_duration:type_name -> google.protobuf.Duration
 	0,  // 5: headrace.v1.Statistics.phase:type_name -> headrace.v1.ServerPhase
 	9,  // 6: headrace.v1.Statistics.pause:type_name -> headrace.v1.PauseState
 	10, // 7: headrace.v1.Statistics.drain:type_name -> headrace.v1.DrainState
@@ -2674,51 +2729,52 @@ var file_headrace_v1_control_service_proto_depIdxs = []int32{
 	13, // 10: headrace.v1.Statistics.engine:type_name -> headrace.v1.EngineStatistics
 	15, // 11: headrace.v1.Statistics.rates:type_name -> headrace.v1.EngineRates
 	8,  // 12: headrace.v1.Statistics.startup_phases:type_name -> headrace.v1.StartupPhase
-	33, // 13: headrace.v1.StartupPhase.duration:type_name -> google.protobuf.Duration
-	34, // 14: headrace.v1.PauseState.start_time:type_name -> google.protobuf.Timestamp
-	34, // 15: headrace.v1.DrainState.start_time:type_name -> google.protobuf.Timestamp
-	33, // 16: headrace.v1.DrainState.timeout:type_name -> google.protobuf.Duration
+	34, // 13: headrace.v1.StartupPhase.duration:type_name -> google.protobuf.Duration
+	35, // 14: headrace.v1.PauseState.start_time:type_name -> google.protobuf.Timestamp
+	35, // 15: headrace.v1.DrainState.start_time:type_name -> google.protobuf.Timestamp
+	34, // 16: headrace.v1.DrainState.timeout:type_name -> google.protobuf.Duration
 	12, // 17: headrace.v1.FrontEndStatistics.refusals:type_name -> headrace.v1.RefusalStatistics
-	33, // 18: headrace.v1.EngineStatistics.last_step_duration:type_name -> google.protobuf.Duration
+	34, // 18: headrace.v1.EngineStatistics.last_step_duration:type_name -> google.protobuf.Duration
 	14, // 19: headrace.v1.EngineStatistics.callers:type_name -> headrace.v1.CallerStatistics
 	14, // 20: headrace.v1.EngineStatistics.other_callers:type_name -> headrace.v1.CallerStatistics
-	33, // 21: headrace.v1.EngineRates.window:type_name -> google.protobuf.Duration
-	18, // 22: headrace.v1.ListRequestsResponse.requests:type_name -> headrace.v1.LiveRequest
-	2,  // 23: headrace.v1.LiveRequest.state:type_name -> headrace.v1.RequestState
-	33, // 24: headrace.v1.LiveRequest.age_duration:type_name -> google.protobuf.Duration
-	33, // 25: headrace.v1.LiveRequest.time_limit:type_name -> google.protobuf.Duration
-	35, // 26: headrace.v1.LiveRequest.labels:type_name -> headrace.v1.Label
-	19, // 27: headrace.v1.CancelRequestsRequest.requests:type_name -> headrace.v1.RequestName
-	22, // 28: headrace.v1.CancelRequestsResponse.results:type_name -> headrace.v1.RequestCancellation
-	36, // 29: headrace.v1.RequestCancellation.status:type_name -> headrace.v1.CancelStatus
-	9,  // 30: headrace.v1.PauseResponse.pause:type_name -> headrace.v1.PauseState
-	33, // 31: headrace.v1.DrainRequest.timeout:type_name -> google.protobuf.Duration
-	10, // 32: headrace.v1.DrainResponse.drain:type_name -> headrace.v1.DrainState
-	1,  // 33: headrace.v1.SetLogLevelRequest.level:type_name -> headrace.v1.LogLevel
-	1,  // 34: headrace.v1.SetLogLevelResponse.previous_level:type_name -> headrace.v1.LogLevel
-	3,  // 35: headrace.v1.ControlService.GetStatistics:input_type -> headrace.v1.GetStatisticsRequest
-	5,  // 36: headrace.v1.ControlService.WatchStatistics:input_type -> headrace.v1.WatchStatisticsRequest
-	16, // 37: headrace.v1.ControlService.ListRequests:input_type -> headrace.v1.ListRequestsRequest
-	20, // 38: headrace.v1.ControlService.CancelRequests:input_type -> headrace.v1.CancelRequestsRequest
-	23, // 39: headrace.v1.ControlService.Pause:input_type -> headrace.v1.PauseRequest
-	25, // 40: headrace.v1.ControlService.Resume:input_type -> headrace.v1.ResumeRequest
-	27, // 41: headrace.v1.ControlService.Drain:input_type -> headrace.v1.DrainRequest
-	29, // 42: headrace.v1.ControlService.ResetPrefixCache:input_type -> headrace.v1.ResetPrefixCacheRequest
-	31, // 43: headrace.v1.ControlService.SetLogLevel:input_type -> headrace.v1.SetLogLevelRequest
-	4,  // 44: headrace.v1.ControlService.GetStatistics:output_type -> headrace.v1.GetStatisticsResponse
-	6,  // 45: headrace.v1.ControlService.WatchStatistics:output_type -> headrace.v1.WatchStatisticsResponse
-	17, // 46: headrace.v1.ControlService.ListRequests:output_type -> headrace.v1.ListRequestsResponse
-	21, // 47: headrace.v1.ControlService.CancelRequests:output_type -> headrace.v1.CancelRequestsResponse
-	24, // 48: headrace.v1.ControlService.Pause:output_type -> headrace.v1.PauseResponse
-	26, // 49: headrace.v1.ControlService.Resume:output_type -> headrace.v1.ResumeResponse
-	28, // 50: headrace.v1.ControlService.Drain:output_type -> headrace.v1.DrainResponse
-	30, // 51: headrace.v1.ControlService.ResetPrefixCache:output_type -> headrace.v1.ResetPrefixCacheResponse
-	32, // 52: headrace.v1.ControlService.SetLogLevel:output_type -> headrace.v1.SetLogLevelResponse
-	44, // [44:53] is the sub-list for method output_type
-	35, // [35:44] is the sub-list for method input_type
-	35, // [35:35] is the sub-list for extension type_name
-	35, // [35:35] is the sub-list for extension extendee
-	0,  // [0:35] is the sub-list for field type_name
+	33, // 21: headrace.v1.EngineStatistics.others:type_name -> headrace.v1.EngineStatistics.OthersEntry
+	34, // 22: headrace.v1.EngineRates.window:type_name -> google.protobuf.Duration
+	18, // 23: headrace.v1.ListRequestsResponse.requests:type_name -> headrace.v1.LiveRequest
+	2,  // 24: headrace.v1.LiveRequest.state:type_name -> headrace.v1.RequestState
+	34, // 25: headrace.v1.LiveRequest.age_duration:type_name -> google.protobuf.Duration
+	34, // 26: headrace.v1.LiveRequest.time_limit:type_name -> google.protobuf.Duration
+	36, // 27: headrace.v1.LiveRequest.labels:type_name -> headrace.v1.Label
+	19, // 28: headrace.v1.CancelRequestsRequest.requests:type_name -> headrace.v1.RequestName
+	22, // 29: headrace.v1.CancelRequestsResponse.results:type_name -> headrace.v1.RequestCancellation
+	37, // 30: headrace.v1.RequestCancellation.status:type_name -> headrace.v1.CancelStatus
+	9,  // 31: headrace.v1.PauseResponse.pause:type_name -> headrace.v1.PauseState
+	34, // 32: headrace.v1.DrainRequest.timeout:type_name -> google.protobuf.Duration
+	10, // 33: headrace.v1.DrainResponse.drain:type_name -> headrace.v1.DrainState
+	1,  // 34: headrace.v1.SetLogLevelRequest.level:type_name -> headrace.v1.LogLevel
+	1,  // 35: headrace.v1.SetLogLevelResponse.previous_level:type_name -> headrace.v1.LogLevel
+	3,  // 36: headrace.v1.ControlService.GetStatistics:input_type -> headrace.v1.GetStatisticsRequest
+	5,  // 37: headrace.v1.ControlService.WatchStatistics:input_type -> headrace.v1.WatchStatisticsRequest
+	16, // 38: headrace.v1.ControlService.ListRequests:input_type -> headrace.v1.ListRequestsRequest
+	20, // 39: headrace.v1.ControlService.CancelRequests:input_type -> headrace.v1.CancelRequestsRequest
+	23, // 40: headrace.v1.ControlService.Pause:input_type -> headrace.v1.PauseRequest
+	25, // 41: headrace.v1.ControlService.Resume:input_type -> headrace.v1.ResumeRequest
+	27, // 42: headrace.v1.ControlService.Drain:input_type -> headrace.v1.DrainRequest
+	29, // 43: headrace.v1.ControlService.ResetPrefixCache:input_type -> headrace.v1.ResetPrefixCacheRequest
+	31, // 44: headrace.v1.ControlService.SetLogLevel:input_type -> headrace.v1.SetLogLevelRequest
+	4,  // 45: headrace.v1.ControlService.GetStatistics:output_type -> headrace.v1.GetStatisticsResponse
+	6,  // 46: headrace.v1.ControlService.WatchStatistics:output_type -> headrace.v1.WatchStatisticsResponse
+	17, // 47: headrace.v1.ControlService.ListRequests:output_type -> headrace.v1.ListRequestsResponse
+	21, // 48: headrace.v1.ControlService.CancelRequests:output_type -> headrace.v1.CancelRequestsResponse
+	24, // 49: headrace.v1.ControlService.Pause:output_type -> headrace.v1.PauseResponse
+	26, // 50: headrace.v1.ControlService.Resume:output_type -> headrace.v1.ResumeResponse
+	28, // 51: headrace.v1.ControlService.Drain:output_type -> headrace.v1.DrainResponse
+	30, // 52: headrace.v1.ControlService.ResetPrefixCache:output_type -> headrace.v1.ResetPrefixCacheResponse
+	32, // 53: headrace.v1.ControlService.SetLogLevel:output_type -> headrace.v1.SetLogLevelResponse
+	45, // [45:54] is the sub-list for method output_type
+	36, // [36:45] is the sub-list for method input_type
+	36, // [36:36] is the sub-list for extension type_name
+	36, // [36:36] is the sub-list for extension extendee
+	0,  // [0:36] is the sub-list for field type_name
 }
 
 func init() { file_headrace_v1_control_service_proto_init() }
@@ -2734,7 +2790,7 @@ func file_headrace_v1_control_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_headrace_v1_control_service_proto_rawDesc), len(file_headrace_v1_control_service_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   30,
+			NumMessages:   31,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

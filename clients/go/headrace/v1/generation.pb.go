@@ -387,7 +387,11 @@ type GenerationSpec struct {
 	// Labels of the caller's choice, for accounting: they are in the server's logs and traces, and in ListRequests; the
 	// model does not see them. At most 16; names of 1 to 64 characters out of [A-Za-z0-9._/-], values of at most 128
 	// bytes without control characters.
-	Labels        []*Label `protobuf:"bytes,15,rep,name=labels,proto3" json:"labels,omitempty"`
+	Labels []*Label `protobuf:"bytes,15,rep,name=labels,proto3" json:"labels,omitempty"`
+	// What the output is expected to be like, such as a file that is to be edited. On a CPU it changes no token: where the
+	// server speculates and the output goes as expected, several tokens come at a time. At most as many tokens as the
+	// context.
+	Prediction    *Prediction `protobuf:"bytes,16,opt,name=prediction,proto3" json:"prediction,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -540,6 +544,13 @@ func (x *GenerationSpec) GetLabels() []*Label {
 	return nil
 }
 
+func (x *GenerationSpec) GetPrediction() *Prediction {
+	if x != nil {
+		return x.Prediction
+	}
+	return nil
+}
+
 type isGenerationSpec_Input interface {
 	isGenerationSpec_Input()
 }
@@ -565,6 +576,93 @@ func (*GenerationSpec_Tokens) isGenerationSpec_Input() {}
 
 func (*GenerationSpec_Chat) isGenerationSpec_Input() {}
 
+// An expected output. Differences from the output are passed over.
+type Prediction struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Required.
+	//
+	// Types that are valid to be assigned to Content:
+	//
+	//	*Prediction_Text
+	//	*Prediction_Tokens
+	Content       isPrediction_Content `protobuf_oneof:"content"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Prediction) Reset() {
+	*x = Prediction{}
+	mi := &file_headrace_v1_generation_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Prediction) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Prediction) ProtoMessage() {}
+
+func (x *Prediction) ProtoReflect() protoreflect.Message {
+	mi := &file_headrace_v1_generation_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Prediction.ProtoReflect.Descriptor instead.
+func (*Prediction) Descriptor() ([]byte, []int) {
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Prediction) GetContent() isPrediction_Content {
+	if x != nil {
+		return x.Content
+	}
+	return nil
+}
+
+func (x *Prediction) GetText() string {
+	if x != nil {
+		if x, ok := x.Content.(*Prediction_Text); ok {
+			return x.Text
+		}
+	}
+	return ""
+}
+
+func (x *Prediction) GetTokens() *TokenInput {
+	if x != nil {
+		if x, ok := x.Content.(*Prediction_Tokens); ok {
+			return x.Tokens
+		}
+	}
+	return nil
+}
+
+type isPrediction_Content interface {
+	isPrediction_Content()
+}
+
+type Prediction_Text struct {
+	// Text. Refused with UNIMPLEMENTED if the model has no tokenizer.
+	Text string `protobuf:"bytes,1,opt,name=text,proto3,oneof"`
+}
+
+type Prediction_Tokens struct {
+	// Token ids.
+	Tokens *TokenInput `protobuf:"bytes,2,opt,name=tokens,proto3,oneof"`
+}
+
+func (*Prediction_Text) isPrediction_Content() {}
+
+func (*Prediction_Tokens) isPrediction_Content() {}
+
 // A label of a request. Not an entry of a map: a hostile message with many of these takes a fifth of the time to parse.
 type Label struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -578,7 +676,7 @@ type Label struct {
 
 func (x *Label) Reset() {
 	*x = Label{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[1]
+	mi := &file_headrace_v1_generation_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -590,7 +688,7 @@ func (x *Label) String() string {
 func (*Label) ProtoMessage() {}
 
 func (x *Label) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[1]
+	mi := &file_headrace_v1_generation_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -603,7 +701,7 @@ func (x *Label) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Label.ProtoReflect.Descriptor instead.
 func (*Label) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{1}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *Label) GetName() string {
@@ -634,7 +732,7 @@ type TextInput struct {
 
 func (x *TextInput) Reset() {
 	*x = TextInput{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[2]
+	mi := &file_headrace_v1_generation_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -646,7 +744,7 @@ func (x *TextInput) String() string {
 func (*TextInput) ProtoMessage() {}
 
 func (x *TextInput) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[2]
+	mi := &file_headrace_v1_generation_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -659,7 +757,7 @@ func (x *TextInput) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TextInput.ProtoReflect.Descriptor instead.
 func (*TextInput) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{2}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *TextInput) GetText() string {
@@ -687,7 +785,7 @@ type TokenInput struct {
 
 func (x *TokenInput) Reset() {
 	*x = TokenInput{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[3]
+	mi := &file_headrace_v1_generation_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -699,7 +797,7 @@ func (x *TokenInput) String() string {
 func (*TokenInput) ProtoMessage() {}
 
 func (x *TokenInput) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[3]
+	mi := &file_headrace_v1_generation_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -712,7 +810,7 @@ func (x *TokenInput) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenInput.ProtoReflect.Descriptor instead.
 func (*TokenInput) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{3}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *TokenInput) GetIds() []uint32 {
@@ -753,7 +851,7 @@ type ChatInput struct {
 
 func (x *ChatInput) Reset() {
 	*x = ChatInput{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[4]
+	mi := &file_headrace_v1_generation_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -765,7 +863,7 @@ func (x *ChatInput) String() string {
 func (*ChatInput) ProtoMessage() {}
 
 func (x *ChatInput) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[4]
+	mi := &file_headrace_v1_generation_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -778,7 +876,7 @@ func (x *ChatInput) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChatInput.ProtoReflect.Descriptor instead.
 func (*ChatInput) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{4}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *ChatInput) GetMessages() []*ChatMessage {
@@ -846,7 +944,7 @@ type ToolChoice struct {
 
 func (x *ToolChoice) Reset() {
 	*x = ToolChoice{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[5]
+	mi := &file_headrace_v1_generation_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -858,7 +956,7 @@ func (x *ToolChoice) String() string {
 func (*ToolChoice) ProtoMessage() {}
 
 func (x *ToolChoice) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[5]
+	mi := &file_headrace_v1_generation_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -871,7 +969,7 @@ func (x *ToolChoice) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ToolChoice.ProtoReflect.Descriptor instead.
 func (*ToolChoice) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{5}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ToolChoice) GetMode() ToolChoiceMode {
@@ -922,7 +1020,7 @@ type ChatMessage struct {
 
 func (x *ChatMessage) Reset() {
 	*x = ChatMessage{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[6]
+	mi := &file_headrace_v1_generation_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -934,7 +1032,7 @@ func (x *ChatMessage) String() string {
 func (*ChatMessage) ProtoMessage() {}
 
 func (x *ChatMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[6]
+	mi := &file_headrace_v1_generation_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -947,7 +1045,7 @@ func (x *ChatMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChatMessage.ProtoReflect.Descriptor instead.
 func (*ChatMessage) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{6}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *ChatMessage) GetRole() ChatRole {
@@ -1039,7 +1137,7 @@ type ContentParts struct {
 
 func (x *ContentParts) Reset() {
 	*x = ContentParts{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[7]
+	mi := &file_headrace_v1_generation_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1051,7 +1149,7 @@ func (x *ContentParts) String() string {
 func (*ContentParts) ProtoMessage() {}
 
 func (x *ContentParts) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[7]
+	mi := &file_headrace_v1_generation_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1064,7 +1162,7 @@ func (x *ContentParts) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ContentParts.ProtoReflect.Descriptor instead.
 func (*ContentParts) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{7}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *ContentParts) GetParts() []*ContentPart {
@@ -1092,7 +1190,7 @@ type ContentPart struct {
 
 func (x *ContentPart) Reset() {
 	*x = ContentPart{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[8]
+	mi := &file_headrace_v1_generation_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1104,7 +1202,7 @@ func (x *ContentPart) String() string {
 func (*ContentPart) ProtoMessage() {}
 
 func (x *ContentPart) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[8]
+	mi := &file_headrace_v1_generation_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1117,7 +1215,7 @@ func (x *ContentPart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ContentPart.ProtoReflect.Descriptor instead.
 func (*ContentPart) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{8}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *ContentPart) GetPart() isContentPart_Part {
@@ -1213,7 +1311,7 @@ type Media struct {
 
 func (x *Media) Reset() {
 	*x = Media{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[9]
+	mi := &file_headrace_v1_generation_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1225,7 +1323,7 @@ func (x *Media) String() string {
 func (*Media) ProtoMessage() {}
 
 func (x *Media) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[9]
+	mi := &file_headrace_v1_generation_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1238,7 +1336,7 @@ func (x *Media) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Media.ProtoReflect.Descriptor instead.
 func (*Media) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{9}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Media) GetSource() isMedia_Source {
@@ -1310,7 +1408,7 @@ type Tool struct {
 
 func (x *Tool) Reset() {
 	*x = Tool{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[10]
+	mi := &file_headrace_v1_generation_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1322,7 +1420,7 @@ func (x *Tool) String() string {
 func (*Tool) ProtoMessage() {}
 
 func (x *Tool) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[10]
+	mi := &file_headrace_v1_generation_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1335,7 +1433,7 @@ func (x *Tool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tool.ProtoReflect.Descriptor instead.
 func (*Tool) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{10}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Tool) GetName() string {
@@ -1382,7 +1480,7 @@ type ToolCall struct {
 
 func (x *ToolCall) Reset() {
 	*x = ToolCall{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[11]
+	mi := &file_headrace_v1_generation_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1394,7 +1492,7 @@ func (x *ToolCall) String() string {
 func (*ToolCall) ProtoMessage() {}
 
 func (x *ToolCall) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[11]
+	mi := &file_headrace_v1_generation_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1407,7 +1505,7 @@ func (x *ToolCall) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ToolCall.ProtoReflect.Descriptor instead.
 func (*ToolCall) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{11}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *ToolCall) GetId() string {
@@ -1476,7 +1574,7 @@ type SamplingOptions struct {
 
 func (x *SamplingOptions) Reset() {
 	*x = SamplingOptions{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[12]
+	mi := &file_headrace_v1_generation_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1488,7 +1586,7 @@ func (x *SamplingOptions) String() string {
 func (*SamplingOptions) ProtoMessage() {}
 
 func (x *SamplingOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[12]
+	mi := &file_headrace_v1_generation_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1501,7 +1599,7 @@ func (x *SamplingOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SamplingOptions.ProtoReflect.Descriptor instead.
 func (*SamplingOptions) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{12}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *SamplingOptions) GetTemperature() float32 {
@@ -1630,7 +1728,7 @@ type StopOptions struct {
 
 func (x *StopOptions) Reset() {
 	*x = StopOptions{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[13]
+	mi := &file_headrace_v1_generation_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1642,7 +1740,7 @@ func (x *StopOptions) String() string {
 func (*StopOptions) ProtoMessage() {}
 
 func (x *StopOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[13]
+	mi := &file_headrace_v1_generation_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1655,7 +1753,7 @@ func (x *StopOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopOptions.ProtoReflect.Descriptor instead.
 func (*StopOptions) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{13}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *StopOptions) GetMaxTokens() uint32 {
@@ -1755,7 +1853,7 @@ type OutputOptions struct {
 
 func (x *OutputOptions) Reset() {
 	*x = OutputOptions{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[14]
+	mi := &file_headrace_v1_generation_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1767,7 +1865,7 @@ func (x *OutputOptions) String() string {
 func (*OutputOptions) ProtoMessage() {}
 
 func (x *OutputOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[14]
+	mi := &file_headrace_v1_generation_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1780,7 +1878,7 @@ func (x *OutputOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OutputOptions.ProtoReflect.Descriptor instead.
 func (*OutputOptions) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{14}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *OutputOptions) GetDelivery() Delivery {
@@ -1889,7 +1987,7 @@ type StructuredOutput struct {
 
 func (x *StructuredOutput) Reset() {
 	*x = StructuredOutput{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[15]
+	mi := &file_headrace_v1_generation_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1901,7 +1999,7 @@ func (x *StructuredOutput) String() string {
 func (*StructuredOutput) ProtoMessage() {}
 
 func (x *StructuredOutput) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[15]
+	mi := &file_headrace_v1_generation_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1914,7 +2012,7 @@ func (x *StructuredOutput) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StructuredOutput.ProtoReflect.Descriptor instead.
 func (*StructuredOutput) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{15}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *StructuredOutput) GetFormat() isStructuredOutput_Format {
@@ -2042,7 +2140,7 @@ type JsonObjectFormat struct {
 
 func (x *JsonObjectFormat) Reset() {
 	*x = JsonObjectFormat{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[16]
+	mi := &file_headrace_v1_generation_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2054,7 +2152,7 @@ func (x *JsonObjectFormat) String() string {
 func (*JsonObjectFormat) ProtoMessage() {}
 
 func (x *JsonObjectFormat) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[16]
+	mi := &file_headrace_v1_generation_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2067,7 +2165,7 @@ func (x *JsonObjectFormat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JsonObjectFormat.ProtoReflect.Descriptor instead.
 func (*JsonObjectFormat) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{16}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{17}
 }
 
 // One of several strings.
@@ -2081,7 +2179,7 @@ type ChoiceFormat struct {
 
 func (x *ChoiceFormat) Reset() {
 	*x = ChoiceFormat{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[17]
+	mi := &file_headrace_v1_generation_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2093,7 +2191,7 @@ func (x *ChoiceFormat) String() string {
 func (*ChoiceFormat) ProtoMessage() {}
 
 func (x *ChoiceFormat) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[17]
+	mi := &file_headrace_v1_generation_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2106,7 +2204,7 @@ func (x *ChoiceFormat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChoiceFormat.ProtoReflect.Descriptor instead.
 func (*ChoiceFormat) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{17}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *ChoiceFormat) GetChoices() []string {
@@ -2132,7 +2230,7 @@ type SchedulingOptions struct {
 
 func (x *SchedulingOptions) Reset() {
 	*x = SchedulingOptions{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[18]
+	mi := &file_headrace_v1_generation_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2144,7 +2242,7 @@ func (x *SchedulingOptions) String() string {
 func (*SchedulingOptions) ProtoMessage() {}
 
 func (x *SchedulingOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[18]
+	mi := &file_headrace_v1_generation_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2157,7 +2255,7 @@ func (x *SchedulingOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SchedulingOptions.ProtoReflect.Descriptor instead.
 func (*SchedulingOptions) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{18}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *SchedulingOptions) GetPriority() int32 {
@@ -2187,7 +2285,7 @@ type CacheOptions struct {
 
 func (x *CacheOptions) Reset() {
 	*x = CacheOptions{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[19]
+	mi := &file_headrace_v1_generation_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2199,7 +2297,7 @@ func (x *CacheOptions) String() string {
 func (*CacheOptions) ProtoMessage() {}
 
 func (x *CacheOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[19]
+	mi := &file_headrace_v1_generation_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2212,7 +2310,7 @@ func (x *CacheOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheOptions.ProtoReflect.Descriptor instead.
 func (*CacheOptions) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{19}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *CacheOptions) GetSalt() string {
@@ -2242,7 +2340,7 @@ type TruncationOptions struct {
 
 func (x *TruncationOptions) Reset() {
 	*x = TruncationOptions{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[20]
+	mi := &file_headrace_v1_generation_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2254,7 +2352,7 @@ func (x *TruncationOptions) String() string {
 func (*TruncationOptions) ProtoMessage() {}
 
 func (x *TruncationOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[20]
+	mi := &file_headrace_v1_generation_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2267,7 +2365,7 @@ func (x *TruncationOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TruncationOptions.ProtoReflect.Descriptor instead.
 func (*TruncationOptions) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{20}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *TruncationOptions) GetMaxPromptTokens() uint32 {
@@ -2315,7 +2413,7 @@ type ResultEvent struct {
 
 func (x *ResultEvent) Reset() {
 	*x = ResultEvent{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[21]
+	mi := &file_headrace_v1_generation_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2327,7 +2425,7 @@ func (x *ResultEvent) String() string {
 func (*ResultEvent) ProtoMessage() {}
 
 func (x *ResultEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[21]
+	mi := &file_headrace_v1_generation_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2340,7 +2438,7 @@ func (x *ResultEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResultEvent.ProtoReflect.Descriptor instead.
 func (*ResultEvent) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{21}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *ResultEvent) GetRequestNumber() uint32 {
@@ -2483,7 +2581,7 @@ type Accepted struct {
 
 func (x *Accepted) Reset() {
 	*x = Accepted{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[22]
+	mi := &file_headrace_v1_generation_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2495,7 +2593,7 @@ func (x *Accepted) String() string {
 func (*Accepted) ProtoMessage() {}
 
 func (x *Accepted) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[22]
+	mi := &file_headrace_v1_generation_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2508,7 +2606,7 @@ func (x *Accepted) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Accepted.ProtoReflect.Descriptor instead.
 func (*Accepted) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{22}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Accepted) GetRequestId() string {
@@ -2589,7 +2687,7 @@ type PromptProcessed struct {
 
 func (x *PromptProcessed) Reset() {
 	*x = PromptProcessed{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[23]
+	mi := &file_headrace_v1_generation_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2601,7 +2699,7 @@ func (x *PromptProcessed) String() string {
 func (*PromptProcessed) ProtoMessage() {}
 
 func (x *PromptProcessed) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[23]
+	mi := &file_headrace_v1_generation_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2614,7 +2712,7 @@ func (x *PromptProcessed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PromptProcessed.ProtoReflect.Descriptor instead.
 func (*PromptProcessed) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{23}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *PromptProcessed) GetPromptTokens() uint32 {
@@ -2664,7 +2762,7 @@ type Delta struct {
 
 func (x *Delta) Reset() {
 	*x = Delta{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[24]
+	mi := &file_headrace_v1_generation_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2676,7 +2774,7 @@ func (x *Delta) String() string {
 func (*Delta) ProtoMessage() {}
 
 func (x *Delta) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[24]
+	mi := &file_headrace_v1_generation_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2689,7 +2787,7 @@ func (x *Delta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Delta.ProtoReflect.Descriptor instead.
 func (*Delta) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{24}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *Delta) GetTokenIds() []uint32 {
@@ -2747,7 +2845,7 @@ type ToolCallDelta struct {
 
 func (x *ToolCallDelta) Reset() {
 	*x = ToolCallDelta{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[25]
+	mi := &file_headrace_v1_generation_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2759,7 +2857,7 @@ func (x *ToolCallDelta) String() string {
 func (*ToolCallDelta) ProtoMessage() {}
 
 func (x *ToolCallDelta) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[25]
+	mi := &file_headrace_v1_generation_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2772,7 +2870,7 @@ func (x *ToolCallDelta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ToolCallDelta.ProtoReflect.Descriptor instead.
 func (*ToolCallDelta) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{25}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *ToolCallDelta) GetIndex() uint32 {
@@ -2828,7 +2926,7 @@ type TokenInfo struct {
 
 func (x *TokenInfo) Reset() {
 	*x = TokenInfo{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[26]
+	mi := &file_headrace_v1_generation_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2840,7 +2938,7 @@ func (x *TokenInfo) String() string {
 func (*TokenInfo) ProtoMessage() {}
 
 func (x *TokenInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[26]
+	mi := &file_headrace_v1_generation_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2853,7 +2951,7 @@ func (x *TokenInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenInfo.ProtoReflect.Descriptor instead.
 func (*TokenInfo) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{26}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *TokenInfo) GetId() uint32 {
@@ -2922,7 +3020,7 @@ type TokenCandidate struct {
 
 func (x *TokenCandidate) Reset() {
 	*x = TokenCandidate{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[27]
+	mi := &file_headrace_v1_generation_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2934,7 +3032,7 @@ func (x *TokenCandidate) String() string {
 func (*TokenCandidate) ProtoMessage() {}
 
 func (x *TokenCandidate) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[27]
+	mi := &file_headrace_v1_generation_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2947,7 +3045,7 @@ func (x *TokenCandidate) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenCandidate.ProtoReflect.Descriptor instead.
 func (*TokenCandidate) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{27}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *TokenCandidate) GetId() uint32 {
@@ -3000,7 +3098,7 @@ type Finished struct {
 
 func (x *Finished) Reset() {
 	*x = Finished{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[28]
+	mi := &file_headrace_v1_generation_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3012,7 +3110,7 @@ func (x *Finished) String() string {
 func (*Finished) ProtoMessage() {}
 
 func (x *Finished) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[28]
+	mi := &file_headrace_v1_generation_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3025,7 +3123,7 @@ func (x *Finished) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Finished.ProtoReflect.Descriptor instead.
 func (*Finished) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{28}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Finished) GetReason() FinishReason {
@@ -3107,7 +3205,7 @@ type Failed struct {
 
 func (x *Failed) Reset() {
 	*x = Failed{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[29]
+	mi := &file_headrace_v1_generation_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3119,7 +3217,7 @@ func (x *Failed) String() string {
 func (*Failed) ProtoMessage() {}
 
 func (x *Failed) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[29]
+	mi := &file_headrace_v1_generation_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3132,7 +3230,7 @@ func (x *Failed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Failed.ProtoReflect.Descriptor instead.
 func (*Failed) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{29}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Failed) GetStatus() *status.Status {
@@ -3169,13 +3267,22 @@ type Usage struct {
 	// How many of completion_tokens were reasoning, with the tokens that complete its marks; 0 where reasoning does not come
 	// apart from the text.
 	ReasoningTokens uint32 `protobuf:"varint,4,opt,name=reasoning_tokens,json=reasoningTokens,proto3" json:"reasoning_tokens,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// How many guessed tokens (drafts) were computed for it. Right or wrong, they are no completion tokens, but
+	// where service is shared among callers, each counts as one.
+	DraftTokens uint32 `protobuf:"varint,5,opt,name=draft_tokens,json=draftTokens,proto3" json:"draft_tokens,omitempty"`
+	// How many of draft_tokens were right, so that their tokens needed no step of their own.
+	AcceptedDraftTokens uint32 `protobuf:"varint,6,opt,name=accepted_draft_tokens,json=acceptedDraftTokens,proto3" json:"accepted_draft_tokens,omitempty"`
+	// How many of draft_tokens were guessed from the spec's prediction.
+	PredictionDraftTokens uint32 `protobuf:"varint,7,opt,name=prediction_draft_tokens,json=predictionDraftTokens,proto3" json:"prediction_draft_tokens,omitempty"`
+	// How many of prediction_draft_tokens were right.
+	AcceptedPredictionDraftTokens uint32 `protobuf:"varint,8,opt,name=accepted_prediction_draft_tokens,json=acceptedPredictionDraftTokens,proto3" json:"accepted_prediction_draft_tokens,omitempty"`
+	unknownFields                 protoimpl.UnknownFields
+	sizeCache                     protoimpl.SizeCache
 }
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[30]
+	mi := &file_headrace_v1_generation_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3187,7 +3294,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[30]
+	mi := &file_headrace_v1_generation_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3200,7 +3307,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{30}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *Usage) GetPromptTokens() uint32 {
@@ -3231,6 +3338,34 @@ func (x *Usage) GetReasoningTokens() uint32 {
 	return 0
 }
 
+func (x *Usage) GetDraftTokens() uint32 {
+	if x != nil {
+		return x.DraftTokens
+	}
+	return 0
+}
+
+func (x *Usage) GetAcceptedDraftTokens() uint32 {
+	if x != nil {
+		return x.AcceptedDraftTokens
+	}
+	return 0
+}
+
+func (x *Usage) GetPredictionDraftTokens() uint32 {
+	if x != nil {
+		return x.PredictionDraftTokens
+	}
+	return 0
+}
+
+func (x *Usage) GetAcceptedPredictionDraftTokens() uint32 {
+	if x != nil {
+		return x.AcceptedPredictionDraftTokens
+	}
+	return 0
+}
+
 // Times of a request, all measured from its acceptance with one clock. A time is absent if its event did not happen.
 type Timings struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -3250,7 +3385,7 @@ type Timings struct {
 
 func (x *Timings) Reset() {
 	*x = Timings{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[31]
+	mi := &file_headrace_v1_generation_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3262,7 +3397,7 @@ func (x *Timings) String() string {
 func (*Timings) ProtoMessage() {}
 
 func (x *Timings) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[31]
+	mi := &file_headrace_v1_generation_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3275,7 +3410,7 @@ func (x *Timings) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Timings.ProtoReflect.Descriptor instead.
 func (*Timings) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{31}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *Timings) GetFirstScheduledDuration() *durationpb.Duration {
@@ -3317,7 +3452,7 @@ var File_headrace_v1_generation_proto protoreflect.FileDescriptor
 
 const file_headrace_v1_generation_proto_rawDesc = "" +
 	"\n" +
-	"\x1cheadrace/v1/generation.proto\x12\vheadrace.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a\x1cheadrace/v1/capability.proto\"\x84\x06\n" +
+	"\x1cheadrace/v1/generation.proto\x12\vheadrace.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a\x1cheadrace/v1/capability.proto\"\xcd\x06\n" +
 	"\x0eGenerationSpec\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12,\n" +
@@ -3339,9 +3474,18 @@ const file_headrace_v1_generation_proto_rawDesc = "" +
 	"\aadapter\x18\f \x01(\tB\f\x8a\xe7\x18\badaptersR\aadapter\x12\x11\n" +
 	"\x01n\x18\r \x01(\rH\x01R\x01n\x88\x01\x01\x12\x14\n" +
 	"\x05model\x18\x0e \x01(\tR\x05model\x12*\n" +
-	"\x06labels\x18\x0f \x03(\v2\x12.headrace.v1.LabelR\x06labelsB\a\n" +
+	"\x06labels\x18\x0f \x03(\v2\x12.headrace.v1.LabelR\x06labels\x12G\n" +
+	"\n" +
+	"prediction\x18\x10 \x01(\v2\x17.headrace.v1.PredictionB\x0e\x8a\xe7\x18\n" +
+	"predictionR\n" +
+	"predictionB\a\n" +
 	"\x05inputB\x04\n" +
-	"\x02_n\"7\n" +
+	"\x02_n\"`\n" +
+	"\n" +
+	"Prediction\x12\x14\n" +
+	"\x04text\x18\x01 \x01(\tH\x00R\x04text\x121\n" +
+	"\x06tokens\x18\x02 \x01(\v2\x17.headrace.v1.TokenInputH\x00R\x06tokensB\t\n" +
+	"\acontent\"7\n" +
 	"\x05Label\x12\x18\n" +
 	"\x04name\x18\x01 \x01(\tB\x04\xe2A\x01\x02R\x04name\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value\"o\n" +
@@ -3556,12 +3700,16 @@ const file_headrace_v1_generation_proto_rawDesc = "" +
 	"\x06Failed\x12*\n" +
 	"\x06status\x18\x01 \x01(\v2\x12.google.rpc.StatusR\x06status\x12(\n" +
 	"\x05usage\x18\x02 \x01(\v2\x12.headrace.v1.UsageR\x05usage\x12.\n" +
-	"\atimings\x18\x03 \x01(\v2\x14.headrace.v1.TimingsR\atimings\"\xa9\x01\n" +
+	"\atimings\x18\x03 \x01(\v2\x14.headrace.v1.TimingsR\atimings\"\x81\x03\n" +
 	"\x05Usage\x12#\n" +
 	"\rprompt_tokens\x18\x01 \x01(\rR\fpromptTokens\x12#\n" +
 	"\rcached_tokens\x18\x02 \x01(\rR\fcachedTokens\x12+\n" +
 	"\x11completion_tokens\x18\x03 \x01(\rR\x10completionTokens\x12)\n" +
-	"\x10reasoning_tokens\x18\x04 \x01(\rR\x0freasoningTokens\"\xe0\x02\n" +
+	"\x10reasoning_tokens\x18\x04 \x01(\rR\x0freasoningTokens\x12!\n" +
+	"\fdraft_tokens\x18\x05 \x01(\rR\vdraftTokens\x122\n" +
+	"\x15accepted_draft_tokens\x18\x06 \x01(\rR\x13acceptedDraftTokens\x126\n" +
+	"\x17prediction_draft_tokens\x18\a \x01(\rR\x15predictionDraftTokens\x12G\n" +
+	" accepted_prediction_draft_tokens\x18\b \x01(\rR\x1dacceptedPredictionDraftTokens\"\xe0\x02\n" +
 	"\aTimings\x12S\n" +
 	"\x18first_scheduled_duration\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x16firstScheduledDuration\x12K\n" +
 	"\x14first_token_duration\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x12firstTokenDuration\x12I\n" +
@@ -3611,7 +3759,7 @@ func file_headrace_v1_generation_proto_rawDescGZIP() []byte {
 }
 
 var file_headrace_v1_generation_proto_enumTypes = make([]protoimpl.EnumInfo, 5)
-var file_headrace_v1_generation_proto_msgTypes = make([]protoimpl.MessageInfo, 33)
+var file_headrace_v1_generation_proto_msgTypes = make([]protoimpl.MessageInfo, 34)
 var file_headrace_v1_generation_proto_goTypes = []any{
 	(ToolChoiceMode)(0),           // 0: headrace.v1.ToolChoiceMode
 	(ChatRole)(0),                 // 1: headrace.v1.ChatRole
@@ -3619,99 +3767,102 @@ var file_headrace_v1_generation_proto_goTypes = []any{
 	(TruncationSide)(0),           // 3: headrace.v1.TruncationSide
 	(FinishReason)(0),             // 4: headrace.v1.FinishReason
 	(*GenerationSpec)(nil),        // 5: headrace.v1.GenerationSpec
-	(*Label)(nil),                 // 6: headrace.v1.Label
-	(*TextInput)(nil),             // 7: headrace.v1.TextInput
-	(*TokenInput)(nil),            // 8: headrace.v1.TokenInput
-	(*ChatInput)(nil),             // 9: headrace.v1.ChatInput
-	(*ToolChoice)(nil),            // 10: headrace.v1.ToolChoice
-	(*ChatMessage)(nil),           // 11: headrace.v1.ChatMessage
-	(*ContentParts)(nil),          // 12: headrace.v1.ContentParts
-	(*ContentPart)(nil),           // 13: headrace.v1.ContentPart
-	(*Media)(nil),                 // 14: headrace.v1.Media
-	(*Tool)(nil),                  // 15: headrace.v1.Tool
-	(*ToolCall)(nil),              // 16: headrace.v1.ToolCall
-	(*SamplingOptions)(nil),       // 17: headrace.v1.SamplingOptions
-	(*StopOptions)(nil),           // 18: headrace.v1.StopOptions
-	(*OutputOptions)(nil),         // 19: headrace.v1.OutputOptions
-	(*StructuredOutput)(nil),      // 20: headrace.v1.StructuredOutput
-	(*JsonObjectFormat)(nil),      // 21: headrace.v1.JsonObjectFormat
-	(*ChoiceFormat)(nil),          // 22: headrace.v1.ChoiceFormat
-	(*SchedulingOptions)(nil),     // 23: headrace.v1.SchedulingOptions
-	(*CacheOptions)(nil),          // 24: headrace.v1.CacheOptions
-	(*TruncationOptions)(nil),     // 25: headrace.v1.TruncationOptions
-	(*ResultEvent)(nil),           // 26: headrace.v1.ResultEvent
-	(*Accepted)(nil),              // 27: headrace.v1.Accepted
-	(*PromptProcessed)(nil),       // 28: headrace.v1.PromptProcessed
-	(*Delta)(nil),                 // 29: headrace.v1.Delta
-	(*ToolCallDelta)(nil),         // 30: headrace.v1.ToolCallDelta
-	(*TokenInfo)(nil),             // 31: headrace.v1.TokenInfo
-	(*TokenCandidate)(nil),        // 32: headrace.v1.TokenCandidate
-	(*Finished)(nil),              // 33: headrace.v1.Finished
-	(*Failed)(nil),                // 34: headrace.v1.Failed
-	(*Usage)(nil),                 // 35: headrace.v1.Usage
-	(*Timings)(nil),               // 36: headrace.v1.Timings
-	nil,                           // 37: headrace.v1.SamplingOptions.LogitBiasEntry
-	(*durationpb.Duration)(nil),   // 38: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil), // 39: google.protobuf.Timestamp
-	(*status.Status)(nil),         // 40: google.rpc.Status
+	(*Prediction)(nil),            // 6: headrace.v1.Prediction
+	(*Label)(nil),                 // 7: headrace.v1.Label
+	(*TextInput)(nil),             // 8: headrace.v1.TextInput
+	(*TokenInput)(nil),            // 9: headrace.v1.TokenInput
+	(*ChatInput)(nil),             // 10: headrace.v1.ChatInput
+	(*ToolChoice)(nil),            // 11: headrace.v1.ToolChoice
+	(*ChatMessage)(nil),           // 12: headrace.v1.ChatMessage
+	(*ContentParts)(nil),          // 13: headrace.v1.ContentParts
+	(*ContentPart)(nil),           // 14: headrace.v1.ContentPart
+	(*Media)(nil),                 // 15: headrace.v1.Media
+	(*Tool)(nil),                  // 16: headrace.v1.Tool
+	(*ToolCall)(nil),              // 17: headrace.v1.ToolCall
+	(*SamplingOptions)(nil),       // 18: headrace.v1.SamplingOptions
+	(*StopOptions)(nil),           // 19: headrace.v1.StopOptions
+	(*OutputOptions)(nil),         // 20: headrace.v1.OutputOptions
+	(*StructuredOutput)(nil),      // 21: headrace.v1.StructuredOutput
+	(*JsonObjectFormat)(nil),      // 22: headrace.v1.JsonObjectFormat
+	(*ChoiceFormat)(nil),          // 23: headrace.v1.ChoiceFormat
+	(*SchedulingOptions)(nil),     // 24: headrace.v1.SchedulingOptions
+	(*CacheOptions)(nil),          // 25: headrace.v1.CacheOptions
+	(*TruncationOptions)(nil),     // 26: headrace.v1.TruncationOptions
+	(*ResultEvent)(nil),           // 27: headrace.v1.ResultEvent
+	(*Accepted)(nil),              // 28: headrace.v1.Accepted
+	(*PromptProcessed)(nil),       // 29: headrace.v1.PromptProcessed
+	(*Delta)(nil),                 // 30: headrace.v1.Delta
+	(*ToolCallDelta)(nil),         // 31: headrace.v1.ToolCallDelta
+	(*TokenInfo)(nil),             // 32: headrace.v1.TokenInfo
+	(*TokenCandidate)(nil),        // 33: headrace.v1.TokenCandidate
+	(*Finished)(nil),              // 34: headrace.v1.Finished
+	(*Failed)(nil),                // 35: headrace.v1.Failed
+	(*Usage)(nil),                 // 36: headrace.v1.Usage
+	(*Timings)(nil),               // 37: headrace.v1.Timings
+	nil,                           // 38: headrace.v1.SamplingOptions.LogitBiasEntry
+	(*durationpb.Duration)(nil),   // 39: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil), // 40: google.protobuf.Timestamp
+	(*status.Status)(nil),         // 41: google.rpc.Status
 }
 var file_headrace_v1_generation_proto_depIdxs = []int32{
-	7,  // 0: headrace.v1.GenerationSpec.text:type_name -> headrace.v1.TextInput
-	8,  // 1: headrace.v1.GenerationSpec.tokens:type_name -> headrace.v1.TokenInput
-	9,  // 2: headrace.v1.GenerationSpec.chat:type_name -> headrace.v1.ChatInput
-	17, // 3: headrace.v1.GenerationSpec.sampling:type_name -> headrace.v1.SamplingOptions
-	18, // 4: headrace.v1.GenerationSpec.stop:type_name -> headrace.v1.StopOptions
-	19, // 5: headrace.v1.GenerationSpec.output:type_name -> headrace.v1.OutputOptions
-	20, // 6: headrace.v1.GenerationSpec.structured_output:type_name -> headrace.v1.StructuredOutput
-	23, // 7: headrace.v1.GenerationSpec.scheduling:type_name -> headrace.v1.SchedulingOptions
-	24, // 8: headrace.v1.GenerationSpec.cache:type_name -> headrace.v1.CacheOptions
-	25, // 9: headrace.v1.GenerationSpec.truncation:type_name -> headrace.v1.TruncationOptions
-	6,  // 10: headrace.v1.GenerationSpec.labels:type_name -> headrace.v1.Label
-	11, // 11: headrace.v1.ChatInput.messages:type_name -> headrace.v1.ChatMessage
-	15, // 12: headrace.v1.ChatInput.tools:type_name -> headrace.v1.Tool
-	10, // 13: headrace.v1.ChatInput.tool_choice:type_name -> headrace.v1.ToolChoice
-	0,  // 14: headrace.v1.ToolChoice.mode:type_name -> headrace.v1.ToolChoiceMode
-	1,  // 15: headrace.v1.ChatMessage.role:type_name -> headrace.v1.ChatRole
-	12, // 16: headrace.v1.ChatMessage.content_parts:type_name -> headrace.v1.ContentParts
-	16, // 17: headrace.v1.ChatMessage.tool_calls:type_name -> headrace.v1.ToolCall
-	13, // 18: headrace.v1.ContentParts.parts:type_name -> headrace.v1.ContentPart
-	14, // 19: headrace.v1.ContentPart.image:type_name -> headrace.v1.Media
-	14, // 20: headrace.v1.ContentPart.audio:type_name -> headrace.v1.Media
-	14, // 21: headrace.v1.ContentPart.video:type_name -> headrace.v1.Media
-	37, // 22: headrace.v1.SamplingOptions.logit_bias:type_name -> headrace.v1.SamplingOptions.LogitBiasEntry
-	2,  // 23: headrace.v1.OutputOptions.delivery:type_name -> headrace.v1.Delivery
-	21, // 24: headrace.v1.StructuredOutput.json_object:type_name -> headrace.v1.JsonObjectFormat
-	22, // 25: headrace.v1.StructuredOutput.choice:type_name -> headrace.v1.ChoiceFormat
-	38, // 26: headrace.v1.SchedulingOptions.time_limit:type_name -> google.protobuf.Duration
-	3,  // 27: headrace.v1.TruncationOptions.side:type_name -> headrace.v1.TruncationSide
-	27, // 28: headrace.v1.ResultEvent.accepted:type_name -> headrace.v1.Accepted
-	28, // 29: headrace.v1.ResultEvent.prompt:type_name -> headrace.v1.PromptProcessed
-	29, // 30: headrace.v1.ResultEvent.delta:type_name -> headrace.v1.Delta
-	33, // 31: headrace.v1.ResultEvent.finished:type_name -> headrace.v1.Finished
-	34, // 32: headrace.v1.ResultEvent.failed:type_name -> headrace.v1.Failed
-	17, // 33: headrace.v1.Accepted.sampling:type_name -> headrace.v1.SamplingOptions
-	18, // 34: headrace.v1.Accepted.stop:type_name -> headrace.v1.StopOptions
-	39, // 35: headrace.v1.Accepted.accept_time:type_name -> google.protobuf.Timestamp
-	31, // 36: headrace.v1.PromptProcessed.tokens:type_name -> headrace.v1.TokenInfo
-	31, // 37: headrace.v1.Delta.tokens:type_name -> headrace.v1.TokenInfo
-	30, // 38: headrace.v1.Delta.tool_calls:type_name -> headrace.v1.ToolCallDelta
-	32, // 39: headrace.v1.TokenInfo.candidates:type_name -> headrace.v1.TokenCandidate
-	38, // 40: headrace.v1.TokenInfo.elapsed_duration:type_name -> google.protobuf.Duration
-	4,  // 41: headrace.v1.Finished.reason:type_name -> headrace.v1.FinishReason
-	35, // 42: headrace.v1.Finished.usage:type_name -> headrace.v1.Usage
-	36, // 43: headrace.v1.Finished.timings:type_name -> headrace.v1.Timings
-	40, // 44: headrace.v1.Failed.status:type_name -> google.rpc.Status
-	35, // 45: headrace.v1.Failed.usage:type_name -> headrace.v1.Usage
-	36, // 46: headrace.v1.Failed.timings:type_name -> headrace.v1.Timings
-	38, // 47: headrace.v1.Timings.first_scheduled_duration:type_name -> google.protobuf.Duration
-	38, // 48: headrace.v1.Timings.first_token_duration:type_name -> google.protobuf.Duration
-	38, // 49: headrace.v1.Timings.last_token_duration:type_name -> google.protobuf.Duration
-	38, // 50: headrace.v1.Timings.finished_duration:type_name -> google.protobuf.Duration
-	51, // [51:51] is the sub-list for method output_type
-	51, // [51:51] is the sub-list for method input_type
-	51, // [51:51] is the sub-list for extension type_name
-	51, // [51:51] is the sub-list for extension extendee
-	0,  // [0:51] is the sub-list for field type_name
+	8,  // 0: headrace.v1.GenerationSpec.text:type_name -> headrace.v1.TextInput
+	9,  // 1: headrace.v1.GenerationSpec.tokens:type_name -> headrace.v1.TokenInput
+	10, // 2: headrace.v1.GenerationSpec.chat:type_name -> headrace.v1.ChatInput
+	18, // 3: headrace.v1.GenerationSpec.sampling:type_name -> headrace.v1.SamplingOptions
+	19, // 4: headrace.v1.GenerationSpec.stop:type_name -> headrace.v1.StopOptions
+	20, // 5: headrace.v1.GenerationSpec.output:type_name -> headrace.v1.OutputOptions
+	21, // 6: headrace.v1.GenerationSpec.structured_output:type_name -> headrace.v1.StructuredOutput
+	24, // 7: headrace.v1.GenerationSpec.scheduling:type_name -> headrace.v1.SchedulingOptions
+	25, // 8: headrace.v1.GenerationSpec.cache:type_name -> headrace.v1.CacheOptions
+	26, // 9: headrace.v1.GenerationSpec.truncation:type_name -> headrace.v1.TruncationOptions
+	7,  // 10: headrace.v1.GenerationSpec.labels:type_name -> headrace.v1.Label
+	6,  // 11: headrace.v1.GenerationSpec.prediction:type_name -> headrace.v1.Prediction
+	9,  // 12: headrace.v1.Prediction.tokens:type_name -> headrace.v1.TokenInput
+	12, // 13: headrace.v1.ChatInput.messages:type_name -> headrace.v1.ChatMessage
+	16, // 14: headrace.v1.ChatInput.tools:type_name -> headrace.v1.Tool
+	11, // 15: headrace.v1.ChatInput.tool_choice:type_name -> headrace.v1.ToolChoice
+	0,  // 16: headrace.v1.ToolChoice.mode:type_name -> headrace.v1.ToolChoiceMode
+	1,  // 17: headrace.v1.ChatMessage.role:type_name -> headrace.v1.ChatRole
+	13, // 18: headrace.v1.ChatMessage.content_parts:type_name -> headrace.v1.ContentParts
+	17, // 19: headrace.v1.ChatMessage.tool_calls:type_name -> headrace.v1.ToolCall
+	14, // 20: headrace.v1.ContentParts.parts:type_name -> headrace.v1.ContentPart
+	15, // 21: headrace.v1.ContentPart.image:type_name -> headrace.v1.Media
+	15, // 22: headrace.v1.ContentPart.audio:type_name -> headrace.v1.Media
+	15, // 23: headrace.v1.ContentPart.video:type_name -> headrace.v1.Media
+	38, // 24: headrace.v1.SamplingOptions.logit_bias:type_name -> headrace.v1.SamplingOptions.LogitBiasEntry
+	2,  // 25: headrace.v1.OutputOptions.delivery:type_name -> headrace.v1.Delivery
+	22, // 26: headrace.v1.StructuredOutput.json_object:type_name -> headrace.v1.JsonObjectFormat
+	23, // 27: headrace.v1.StructuredOutput.choice:type_name -> headrace.v1.ChoiceFormat
+	39, // 28: headrace.v1.SchedulingOptions.time_limit:type_name -> google.protobuf.Duration
+	3,  // 29: headrace.v1.TruncationOptions.side:type_name -> headrace.v1.TruncationSide
+	28, // 30: headrace.v1.ResultEvent.accepted:type_name -> headrace.v1.Accepted
+	29, // 31: headrace.v1.ResultEvent.prompt:type_name -> headrace.v1.PromptProcessed
+	30, // 32: headrace.v1.ResultEvent.delta:type_name -> headrace.v1.Delta
+	34, // 33: headrace.v1.ResultEvent.finished:type_name -> headrace.v1.Finished
+	35, // 34: headrace.v1.ResultEvent.failed:type_name -> headrace.v1.Failed
+	18, // 35: headrace.v1.Accepted.sampling:type_name -> headrace.v1.SamplingOptions
+	19, // 36: headrace.v1.Accepted.stop:type_name -> headrace.v1.StopOptions
+	40, // 37: headrace.v1.Accepted.accept_time:type_name -> google.protobuf.Timestamp
+	32, // 38: headrace.v1.PromptProcessed.tokens:type_name -> headrace.v1.TokenInfo
+	32, // 39: headrace.v1.Delta.tokens:type_name -> headrace.v1.TokenInfo
+	31, // 40: headrace.v1.Delta.tool_calls:type_name -> headrace.v1.ToolCallDelta
+	33, // 41: headrace.v1.TokenInfo.candidates:type_name -> headrace.v1.TokenCandidate
+	39, // 42: headrace.v1.TokenInfo.elapsed_duration:type_name -> google.protobuf.Duration
+	4,  // 43: headrace.v1.Finished.reason:type_name -> headrace.v1.FinishReason
+	36, // 44: headrace.v1.Finished.usage:type_name -> headrace.v1.Usage
+	37, // 45: headrace.v1.Finished.timings:type_name -> headrace.v1.Timings
+	41, // 46: headrace.v1.Failed.status:type_name -> google.rpc.Status
+	36, // 47: headrace.v1.Failed.usage:type_name -> headrace.v1.Usage
+	37, // 48: headrace.v1.Failed.timings:type_name -> headrace.v1.Timings
+	39, // 49: headrace.v1.Timings.first_scheduled_duration:type_name -> google.protobuf.Duration
+	39, // 50: headrace.v1.Timings.first_token_duration:type_name -> google.protobuf.Duration
+	39, // 51: headrace.v1.Timings.last_token_duration:type_name -> google.protobuf.Duration
+	39, // 52: headrace.v1.Timings.finished_duration:type_name -> google.protobuf.Duration
+	53, // [53:53] is the sub-list for method output_type
+	53, // [53:53] is the sub-list for method input_type
+	53, // [53:53] is the sub-list for extension type_name
+	53, // [53:53] is the sub-list for extension extendee
+	0,  // [0:53] is the sub-list for field type_name
 }
 
 func init() { file_headrace_v1_generation_proto_init() }
@@ -3725,28 +3876,32 @@ func file_headrace_v1_generation_proto_init() {
 		(*GenerationSpec_Tokens)(nil),
 		(*GenerationSpec_Chat)(nil),
 	}
-	file_headrace_v1_generation_proto_msgTypes[2].OneofWrappers = []any{}
-	file_headrace_v1_generation_proto_msgTypes[4].OneofWrappers = []any{}
+	file_headrace_v1_generation_proto_msgTypes[1].OneofWrappers = []any{
+		(*Prediction_Text)(nil),
+		(*Prediction_Tokens)(nil),
+	}
+	file_headrace_v1_generation_proto_msgTypes[3].OneofWrappers = []any{}
 	file_headrace_v1_generation_proto_msgTypes[5].OneofWrappers = []any{}
-	file_headrace_v1_generation_proto_msgTypes[6].OneofWrappers = []any{
+	file_headrace_v1_generation_proto_msgTypes[6].OneofWrappers = []any{}
+	file_headrace_v1_generation_proto_msgTypes[7].OneofWrappers = []any{
 		(*ChatMessage_Content)(nil),
 		(*ChatMessage_ContentParts)(nil),
 	}
-	file_headrace_v1_generation_proto_msgTypes[8].OneofWrappers = []any{
+	file_headrace_v1_generation_proto_msgTypes[9].OneofWrappers = []any{
 		(*ContentPart_Text)(nil),
 		(*ContentPart_Image)(nil),
 		(*ContentPart_Audio)(nil),
 		(*ContentPart_Video)(nil),
 	}
-	file_headrace_v1_generation_proto_msgTypes[9].OneofWrappers = []any{
+	file_headrace_v1_generation_proto_msgTypes[10].OneofWrappers = []any{
 		(*Media_Data)(nil),
 		(*Media_Uri)(nil),
 	}
-	file_headrace_v1_generation_proto_msgTypes[10].OneofWrappers = []any{}
-	file_headrace_v1_generation_proto_msgTypes[12].OneofWrappers = []any{}
+	file_headrace_v1_generation_proto_msgTypes[11].OneofWrappers = []any{}
 	file_headrace_v1_generation_proto_msgTypes[13].OneofWrappers = []any{}
 	file_headrace_v1_generation_proto_msgTypes[14].OneofWrappers = []any{}
-	file_headrace_v1_generation_proto_msgTypes[15].OneofWrappers = []any{
+	file_headrace_v1_generation_proto_msgTypes[15].OneofWrappers = []any{}
+	file_headrace_v1_generation_proto_msgTypes[16].OneofWrappers = []any{
 		(*StructuredOutput_JsonSchema)(nil),
 		(*StructuredOutput_JsonObject)(nil),
 		(*StructuredOutput_Regex)(nil),
@@ -3754,15 +3909,15 @@ func file_headrace_v1_generation_proto_init() {
 		(*StructuredOutput_Choice)(nil),
 		(*StructuredOutput_StructuralTag)(nil),
 	}
-	file_headrace_v1_generation_proto_msgTypes[21].OneofWrappers = []any{
+	file_headrace_v1_generation_proto_msgTypes[22].OneofWrappers = []any{
 		(*ResultEvent_Accepted)(nil),
 		(*ResultEvent_Prompt)(nil),
 		(*ResultEvent_Delta)(nil),
 		(*ResultEvent_Finished)(nil),
 		(*ResultEvent_Failed)(nil),
 	}
-	file_headrace_v1_generation_proto_msgTypes[26].OneofWrappers = []any{}
-	file_headrace_v1_generation_proto_msgTypes[28].OneofWrappers = []any{
+	file_headrace_v1_generation_proto_msgTypes[27].OneofWrappers = []any{}
+	file_headrace_v1_generation_proto_msgTypes[29].OneofWrappers = []any{
 		(*Finished_StopString)(nil),
 		(*Finished_StopTokenId)(nil),
 	}
@@ -3772,7 +3927,7 @@ func file_headrace_v1_generation_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_headrace_v1_generation_proto_rawDesc), len(file_headrace_v1_generation_proto_rawDesc)),
 			NumEnums:      5,
-			NumMessages:   33,
+			NumMessages:   34,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -553,7 +553,9 @@ type SchedulingCapabilities struct {
 	// Whether priorities are heeded.
 	Priorities bool `protobuf:"varint,1,opt,name=priorities,proto3" json:"priorities,omitempty"`
 	// Whether prefixes are cached.
-	PrefixCache   bool `protobuf:"varint,2,opt,name=prefix_cache,json=prefixCache,proto3" json:"prefix_cache,omitempty"`
+	PrefixCache bool `protobuf:"varint,2,opt,name=prefix_cache,json=prefixCache,proto3" json:"prefix_cache,omitempty"`
+	// Whether tokens are guessed, so that several of a request may come from one step. On a CPU it changes no token.
+	Speculation   bool `protobuf:"varint,3,opt,name=speculation,proto3" json:"speculation,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -598,6 +600,13 @@ func (x *SchedulingCapabilities) GetPriorities() bool {
 func (x *SchedulingCapabilities) GetPrefixCache() bool {
 	if x != nil {
 		return x.PrefixCache
+	}
+	return false
+}
+
+func (x *SchedulingCapabilities) GetSpeculation() bool {
+	if x != nil {
+		return x.Speculation
 	}
 	return false
 }
@@ -1105,12 +1114,13 @@ const file_headrace_v1_model_service_proto_rawDesc = "" +
 	"\x0fprompt_logprobs\x18\x02 \x01(\bR\x0epromptLogprobs\x12+\n" +
 	"\x11structured_output\x18\x03 \x03(\tR\x10structuredOutput\x12!\n" +
 	"\freply_parser\x18\x04 \x01(\tR\vreplyParser\x12,\n" +
-	"\x12reply_parser_proof\x18\x05 \x01(\tR\x10replyParserProof\"[\n" +
+	"\x12reply_parser_proof\x18\x05 \x01(\tR\x10replyParserProof\"}\n" +
 	"\x16SchedulingCapabilities\x12\x1e\n" +
 	"\n" +
 	"priorities\x18\x01 \x01(\bR\n" +
 	"priorities\x12!\n" +
-	"\fprefix_cache\x18\x02 \x01(\bR\vprefixCache\"\xe8\x05\n" +
+	"\fprefix_cache\x18\x02 \x01(\bR\vprefixCache\x12 \n" +
+	"\vspeculation\x18\x03 \x01(\bR\vspeculation\"\xe8\x05\n" +
 	"\x06Limits\x12,\n" +
 	"\x12max_context_tokens\x18\x01 \x01(\rR\x10maxContextTokens\x12*\n" +
 	"\x11max_prompt_tokens\x18\x02 \x01(\rR\x0fmaxPromptTokens\x12,\n" +

@@ -144,6 +144,12 @@ class Fold:
             cached_tokens=max([cached_tokens, *(c.usage.cached_tokens for c in choices)]),
             completion_tokens=sum(choice.usage.completion_tokens for choice in choices),
             reasoning_tokens=sum(choice.usage.reasoning_tokens for choice in choices),
+            draft_tokens=sum(choice.usage.draft_tokens for choice in choices),
+            accepted_draft_tokens=sum(choice.usage.accepted_draft_tokens for choice in choices),
+            prediction_draft_tokens=sum(one.usage.prediction_draft_tokens for one in choices),
+            accepted_prediction_draft_tokens=sum(
+                one.usage.accepted_prediction_draft_tokens for one in choices
+            ),
         )
         return Result(self.request_id, choices, usage, self.prompt, self.accepted)
 

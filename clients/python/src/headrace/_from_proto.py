@@ -69,6 +69,10 @@ def usage_from_proto(message: generation_pb2.Usage) -> Usage:
         message.cached_tokens,
         message.completion_tokens,
         message.reasoning_tokens,
+        message.draft_tokens,
+        message.accepted_draft_tokens,
+        message.prediction_draft_tokens,
+        message.accepted_prediction_draft_tokens,
     )
 
 

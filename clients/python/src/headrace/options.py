@@ -112,6 +112,10 @@ class TurnOptions(TypedDict, total=False):
     """Cached prefixes are shared only among requests with the same salt."""
     bypass_prefix_cache: bool | None
     """Whether to neither use cached prefixes nor cache this request's prefixes."""
+    prediction: str | Sequence[int] | None
+    """What the output is expected to be like, such as a file that is to be edited: text, or token
+    ids. It changes no token, only how fast they come.
+    """
     truncate_prompt_to: int | None
     """Cuts a longer prompt to this many tokens."""
     truncation_side: Literal["left", "right"] | None
@@ -353,6 +357,8 @@ def _apply(spec: pb.GenerationSpec, name: str, value: Any) -> None:
     elif name == "labels":
         del spec.labels[:]
         spec.labels.extend(pb.Label(name=key, value=item) for key, item in value.items())
+    elif name == "prediction":
+        _apply_prediction(spec, value)
     elif name == "json_object":
         spec.structured_output.json_object.SetInParent()
     else:
@@ -391,6 +397,17 @@ def _put(message: ProtoMessage, field: str, value: Any) -> None:
 
 def _apply_time_limit(spec: pb.GenerationSpec, value: float | timedelta) -> None:
     spec.scheduling.time_limit.CopyFrom(duration(value, "time_limit"))
+
+
+def _apply_prediction(spec: pb.GenerationSpec, value: str | Sequence[int]) -> None:
+    spec.ClearField("prediction")
+    if isinstance(value, str):
+        spec.prediction.text = value
+        return
+    try:
+        spec.prediction.tokens.ids.extend(value)
+    except (TypeError, ValueError) as error:
+        raise invalid_argument("prediction", f"is no text, and no token ids: {error}") from None
 
 
 def _apply_choices(spec: pb.GenerationSpec, value: Sequence[str]) -> None:

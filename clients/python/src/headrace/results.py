@@ -92,6 +92,14 @@ class Usage:
     reasoning_tokens: int = 0
     """The number of completion tokens that were reasoning, if reasoning is separate from the text.
     """
+    draft_tokens: int = 0
+    """The number of guessed tokens that the server computed for it."""
+    accepted_draft_tokens: int = 0
+    """How many of them were right, so that they needed no step of their own."""
+    prediction_draft_tokens: int = 0
+    """How many of draft_tokens were guessed from the request's prediction."""
+    accepted_prediction_draft_tokens: int = 0
+    """How many of these were right."""
 
     @property
     def total_tokens(self) -> int:

@@ -210,6 +210,9 @@ fn request(given: &Value) -> Request {
     if let Some(limit) = given["time_limit_ms"].as_u64() {
         made = made.time_limit(Duration::from_millis(limit));
     }
+    if let Some(expected) = text(given, "prediction") {
+        made = made.prediction(expected);
+    }
     made
 }
 

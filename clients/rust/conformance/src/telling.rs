@@ -57,6 +57,9 @@ fn usage(told: &Usage) -> Value {
     json!({
         "prompt_tokens": told.prompt_tokens, "cached_tokens": told.cached_tokens,
         "completion_tokens": told.completion_tokens, "reasoning_tokens": told.reasoning_tokens,
+        "draft_tokens": told.draft_tokens, "accepted_draft_tokens": told.accepted_draft_tokens,
+        "prediction_draft_tokens": told.prediction_draft_tokens,
+        "accepted_prediction_draft_tokens": told.accepted_prediction_draft_tokens,
     })
 }
 

@@ -49,6 +49,11 @@ pub struct GenerationSpec {
     /// bytes without control characters.
     #[prost(message, repeated, tag = "15")]
     pub labels: ::prost::alloc::vec::Vec<Label>,
+    /// What the output is expected to be like, such as a file that is to be edited. On a CPU it changes no token: where the
+    /// server speculates and the output goes as expected, several tokens come at a time. At most as many tokens as the
+    /// context.
+    #[prost(message, optional, tag = "16")]
+    pub prediction: ::core::option::Option<Prediction>,
     /// The prompt. Required. It must not be empty (to start from nothing, send the begin-of-sequence id as tokens), and it
     /// must leave room for one token in the context, unless max_tokens is 0. If the model has no tokenizer
     /// (InputCapabilities.text), it is tokens; what needs text is refused with UNIMPLEMENTED.
@@ -71,6 +76,26 @@ pub mod generation_spec {
         /// A conversation, rendered by the chat template of the model's tokenizer.
         #[prost(message, tag = "4")]
         Chat(super::ChatInput),
+    }
+}
+/// An expected output. Differences from the output are passed over.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Prediction {
+    /// Required.
+    #[prost(oneof = "prediction::Content", tags = "1, 2")]
+    pub content: ::core::option::Option<prediction::Content>,
+}
+/// Nested message and enum types in `Prediction`.
+pub mod prediction {
+    /// Required.
+    #[derive(Clone, PartialEq, Eq, Hash, ::prost::Oneof)]
+    pub enum Content {
+        /// Text. Refused with UNIMPLEMENTED if the model has no tokenizer.
+        #[prost(string, tag = "1")]
+        Text(::prost::alloc::string::String),
+        /// Token ids.
+        #[prost(message, tag = "2")]
+        Tokens(super::TokenInput),
     }
 }
 /// A label of a request. Not an entry of a map: a hostile message with many of these takes a fifth of the time to parse.
@@ -740,6 +765,19 @@ pub struct Usage {
     /// apart from the text.
     #[prost(uint32, tag = "4")]
     pub reasoning_tokens: u32,
+    /// How many guessed tokens (drafts) were computed for it. Right or wrong, they are no completion tokens, but
+    /// where service is shared among callers, each counts as one.
+    #[prost(uint32, tag = "5")]
+    pub draft_tokens: u32,
+    /// How many of draft_tokens were right, so that their tokens needed no step of their own.
+    #[prost(uint32, tag = "6")]
+    pub accepted_draft_tokens: u32,
+    /// How many of draft_tokens were guessed from the spec's prediction.
+    #[prost(uint32, tag = "7")]
+    pub prediction_draft_tokens: u32,
+    /// How many of prediction_draft_tokens were right.
+    #[prost(uint32, tag = "8")]
+    pub accepted_prediction_draft_tokens: u32,
 }
 /// Times of a request, all measured from its acceptance with one clock. A time is absent if its event did not happen.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -1890,6 +1928,22 @@ pub struct EngineStatistics {
     /// All other callers together, now and in the past. Absent where there were none.
     #[prost(message, optional, tag = "24")]
     pub other_callers: ::core::option::Option<CallerStatistics>,
+    /// Counter: how often a request had guessed tokens (drafts) in a step.
+    #[prost(uint64, tag = "25")]
+    pub drafts: u64,
+    /// Counter: drafts that were computed.
+    #[prost(uint64, tag = "26")]
+    pub draft_tokens: u64,
+    /// Counter: drafts that were right, so that their tokens needed no step of their own.
+    #[prost(uint64, tag = "27")]
+    pub accepted_draft_tokens: u64,
+    /// Counter: steps that had drafts.
+    #[prost(uint64, tag = "28")]
+    pub steps_with_drafts: u64,
+    /// Statistics that have no field here and are not 0: by name, each with its value. The names are those of the metrics,
+    /// such as headrace.choices; docs/operations.md says what each counts.
+    #[prost(map = "string, double", tag = "100")]
+    pub others: ::std::collections::HashMap<::prost::alloc::string::String, f64>,
 }
 /// One caller's requests and service in the engine.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -2730,6 +2784,9 @@ pub struct SchedulingCapabilities {
     /// Whether prefixes are cached.
     #[prost(bool, tag = "2")]
     pub prefix_cache: bool,
+    /// Whether tokens are guessed, so that several of a request may come from one step. On a CPU it changes no token.
+    #[prost(bool, tag = "3")]
+    pub speculation: bool,
 }
 /// The server's limits. A request beyond one of them is refused with the limit's name and value.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]

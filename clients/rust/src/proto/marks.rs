@@ -83,6 +83,8 @@ pub(crate) static GENERATION_SPEC: &[Mark] = &[
     Mark { field: 9, capability: "", values: &[], inner: SCHEDULING_OPTIONS },
     // adapter
     Mark { field: 12, capability: "adapters", values: &[], inner: &[] },
+    // prediction
+    Mark { field: 16, capability: "prediction", values: &[], inner: &[] },
 ];
 
 pub(crate) static GET_RESULT_RESPONSE: &[Mark] = &[

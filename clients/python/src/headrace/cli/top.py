@@ -31,8 +31,10 @@ from headrace.v1 import control_service_pb2 as pb
 _BAR = 24  # characters
 _CALLERS = 12  # rows of a terminal
 _REASONS = 6  # of refusals, likewise
-_ARRANGED = pb.EngineStatistics.OTHER_CALLERS_FIELD_NUMBER
+_ARRANGED = pb.EngineStatistics.STEPS_WITH_DRAFTS_FIELD_NUMBER
 """The last of the engine's statistics that has a place of its own; later ones are shown by name."""
+_DRAFTED, _ACCEPTED = "headrace.tokens.drafted.", "headrace.tokens.drafts_accepted."
+"""How the names of the statistics by source begin, which are shown with the others of drafts."""
 
 
 @common.tells_errors
@@ -254,13 +256,22 @@ def _engine_rows(table: Table, found: pb.Statistics) -> None:
         f"{_over_target(engine):.1%}: {engine.steps_over_target} of {engine.steps_with_decodes} "
         "steps with decodes",
     )
-    later = [
-        f"{value} {field.name.replace('_', ' ')}"
+    others = {name: value for name, value in engine.others.items() if value}
+    if engine.draft_tokens:
+        table.add_row(
+            "guessed",
+            f"{engine.accepted_draft_tokens} of {engine.draft_tokens} tokens were right, "
+            f"{engine.drafts} times in {engine.steps_with_drafts} steps with drafts"
+            + "".join(_by_source(others)),
+        )
+    later: dict[str, float] = {
+        field.name.replace("_", " "): value
         for field, value in engine.ListFields()
-        if field.number > _ARRANGED
-    ]
+        if _ARRANGED < field.number < pb.EngineStatistics.OTHERS_FIELD_NUMBER
+    }
+    later |= others
     if later:
-        table.add_row("more", ", ".join(later))
+        table.add_row("more", ", ".join(f"{value:g} {name}" for name, value in later.items()))
 
 
 def _refusal_row(table: Table, front: pb.FrontEndStatistics) -> None:
@@ -307,6 +318,13 @@ def _has(one: pb.CallerStatistics, total: int) -> str:
 
 def _with_requests(engine: pb.EngineStatistics) -> list[pb.CallerStatistics]:
     return [one for one in engine.callers if one.running or one.waiting]
+
+
+def _by_source(others: dict[str, float]) -> Iterator[str]:
+    """Takes the numbers of guesses by source out of `others`, and yields them as text."""
+    for name in [name for name in others if name.startswith(_DRAFTED)]:
+        source, count = name.removeprefix(_DRAFTED), others.pop(name)
+        yield f", {source} {others.pop(_ACCEPTED + source, 0):g} of {count:g}"
 
 
 def _over_target(engine: pb.EngineStatistics) -> float:

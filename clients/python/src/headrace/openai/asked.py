@@ -255,6 +255,8 @@ def _chat(given: Mapping[str, Any], options: dict[str, Any]) -> bool:
     """Sets the tools and the template's values. Returns whether one function must be called."""
     if given.get("modalities", ["text"]) != ["text"]:
         raise invalid("modalities", 'the output is text: ["text"]', "unsupported_value")
+    if expected := _expected(given.get("prediction", {})):
+        options["prediction"] = expected
     template = dict(given.get("chat_template_kwargs", {}))
     if "reasoning_effort" in given:
         template.setdefault("reasoning_effort", given["reasoning_effort"])
@@ -274,6 +276,22 @@ def _chat(given: Mapping[str, Any], options: dict[str, Any]) -> bool:
     if given.get("parallel_tool_calls") is False:  # true is what is done anyway
         options["parallel_tool_calls"] = False
     return isinstance(choice, dict) and choice.get("type") == "function"
+
+
+def _expected(prediction: Mapping[str, Any]) -> str:
+    """Returns the text of a prediction, whose content is a text or text parts."""
+    if prediction.get("type", "content") != "content":
+        raise invalid("prediction.type", 'must be "content"', "unsupported_value")
+    content = prediction.get("content", "")
+    if isinstance(content, str):
+        return content
+    check_kind("prediction.content", content, "a string or an array")
+    texts = []
+    for i, part in enumerate(content):
+        check_kind(f"prediction.content[{i}]", part, "an object")
+        check_kind(f"prediction.content[{i}].text", part.get("text"), "a string")
+        texts.append(part["text"])
+    return "".join(texts)
 
 
 def _conversation(messages: Any) -> GenerationSpec:

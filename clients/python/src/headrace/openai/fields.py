@@ -103,7 +103,7 @@ FIELDS: dict[str, Field] = {
     "prompt_cache_key": _ignored("a string", "prefixes are found by their tokens"),
     "prompt_cache_retention": _ignored("a string", "the cache keeps what has room"),
     "verbosity": _ignored("a string", "of OpenAI's models", _CHAT),
-    "prediction": _ignored("an object", "a hint for speed", _CHAT),
+    "prediction": Field("an object", note="the text expected; changes no token", routes=_CHAT),
     "audio": _refused("the output is text", _CHAT),
     "functions": _refused("use tools", _CHAT),
     "function_call": _refused("use tool_choice", _CHAT),

@@ -266,17 +266,26 @@ def usage_of(results: list[Result]) -> dict[str, Any]:
             sum(result.usage.cached_tokens for result in results),
             sum(result.usage.completion_tokens for result in results),
             sum(result.usage.reasoning_tokens for result in results),
+            prediction_draft_tokens=sum(one.usage.prediction_draft_tokens for one in results),
+            accepted_prediction_draft_tokens=sum(
+                one.usage.accepted_prediction_draft_tokens for one in results
+            ),
         )
     )
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
+    accepted = usage.accepted_prediction_draft_tokens
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.total_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.reasoning_tokens,
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": usage.prediction_draft_tokens - accepted,
+        },
     }
 
 

@@ -519,6 +519,26 @@ class EngineStatistics(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class OthersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RUNNING_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
@@ -543,6 +563,11 @@ class EngineStatistics(_message.Message):
     STEPS_OVER_TARGET_FIELD_NUMBER: _builtins.int
     CALLERS_FIELD_NUMBER: _builtins.int
     OTHER_CALLERS_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    STEPS_WITH_DRAFTS_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Choices in the batch now (a request has one until its prompt is computed, then `n`)."""
     waiting: _builtins.int
@@ -585,6 +610,14 @@ class EngineStatistics(_message.Message):
     """Counter: steps in which at least one request decoded."""
     steps_over_target: _builtins.int
     """Counter: those of them that took longer than the target step time. 0 if there is no target."""
+    drafts: _builtins.int
+    """Counter: how often a request had guessed tokens (drafts) in a step."""
+    draft_tokens: _builtins.int
+    """Counter: drafts that were computed."""
+    accepted_draft_tokens: _builtins.int
+    """Counter: drafts that were right, so that their tokens needed no step of their own."""
+    steps_with_drafts: _builtins.int
+    """Counter: steps that had drafts."""
     @_builtins.property
     def last_step_duration(self) -> _duration_pb2.Duration:
         """How long the last step took."""
@@ -596,6 +629,12 @@ class EngineStatistics(_message.Message):
     @_builtins.property
     def other_callers(self) -> Global___CallerStatistics:
         """All other callers together, now and in the past. Absent where there were none."""
+
+    @_builtins.property
+    def others(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Statistics that have no field here and are not 0: by name, each with its value. The names are those of the metrics,
+        such as headrace.choices; docs/operations.md says what each counts.
+        """
 
     def __init__(
         self,
@@ -624,10 +663,15 @@ class EngineStatistics(_message.Message):
         steps_over_target: _builtins.int = ...,
         callers: _abc.Iterable[Global___CallerStatistics] | None = ...,
         other_callers: Global___CallerStatistics | None = ...,
+        drafts: _builtins.int = ...,
+        draft_tokens: _builtins.int = ...,
+        accepted_draft_tokens: _builtins.int = ...,
+        steps_with_drafts: _builtins.int = ...,
+        others: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_step_duration", b"last_step_duration", "other_callers", b"other_callers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "callers", b"callers", "generated_tokens", b"generated_tokens", "held", b"held", "holds", b"holds", "host_blocks_total", b"host_blocks_total", "host_blocks_used", b"host_blocks_used", "last_step_duration", b"last_step_duration", "offloads", b"offloads", "other_callers", b"other_callers", "preemptions", b"preemptions", "prefix_hits", b"prefix_hits", "prefix_queries", b"prefix_queries", "prompt_tokens", b"prompt_tokens", "requests_accepted", b"requests_accepted", "requests_finished", b"requests_finished", "restores", b"restores", "running", b"running", "steps", b"steps", "steps_over_target", b"steps_over_target", "steps_with_decodes", b"steps_with_decodes", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "callers", b"callers", "draft_tokens", b"draft_tokens", "drafts", b"drafts", "generated_tokens", b"generated_tokens", "held", b"held", "holds", b"holds", "host_blocks_total", b"host_blocks_total", "host_blocks_used", b"host_blocks_used", "last_step_duration", b"last_step_duration", "offloads", b"offloads", "other_callers", b"other_callers", "others", b"others", "preemptions", b"preemptions", "prefix_hits", b"prefix_hits", "prefix_queries", b"prefix_queries", "prompt_tokens", b"prompt_tokens", "requests_accepted", b"requests_accepted", "requests_finished", b"requests_finished", "restores", b"restores", "running", b"running", "steps", b"steps", "steps_over_target", b"steps_over_target", "steps_with_decodes", b"steps_with_decodes", "steps_with_drafts", b"steps_with_drafts", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -212,6 +212,7 @@ class GenerationSpec(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's id for the request: 1 to 128 characters out of [A-Za-z0-9._:/-]. Empty: the server makes an
     unguessable one, which Accepted has. Ids belong to the caller's identity. While a request with that id is live, or
@@ -280,6 +281,13 @@ class GenerationSpec(_message.Message):
         bytes without control characters.
         """
 
+    @_builtins.property
+    def prediction(self) -> Global___Prediction:
+        """What the output is expected to be like, such as a file that is to be edited. On a CPU it changes no token: where the
+        server speculates and the output goes as expected, several tokens come at a time. At most as many tokens as the
+        context.
+        """
+
     def __init__(
         self,
         *,
@@ -298,10 +306,11 @@ class GenerationSpec(_message.Message):
         n: _builtins.int | None = ...,
         model: _builtins.str = ...,
         labels: _abc.Iterable[Global___Label] | None = ...,
+        prediction: Global___Prediction | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "cache", b"cache", "chat", b"chat", "input", b"input", "n", b"n", "output", b"output", "sampling", b"sampling", "scheduling", b"scheduling", "stop", b"stop", "structured_output", b"structured_output", "text", b"text", "tokens", b"tokens", "truncation", b"truncation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "cache", b"cache", "chat", b"chat", "input", b"input", "n", b"n", "output", b"output", "prediction", b"prediction", "sampling", b"sampling", "scheduling", b"scheduling", "stop", b"stop", "structured_output", b"structured_output", "text", b"text", "tokens", b"tokens", "truncation", b"truncation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "adapter", b"adapter", "cache", b"cache", "chat", b"chat", "input", b"input", "labels", b"labels", "model", b"model", "n", b"n", "output", b"output", "request_id", b"request_id", "sampling", b"sampling", "scheduling", b"scheduling", "stop", b"stop", "structured_output", b"structured_output", "text", b"text", "tokens", b"tokens", "truncation", b"truncation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "adapter", b"adapter", "cache", b"cache", "chat", b"chat", "input", b"input", "labels", b"labels", "model", b"model", "n", b"n", "output", b"output", "prediction", b"prediction", "request_id", b"request_id", "sampling", b"sampling", "scheduling", b"scheduling", "stop", b"stop", "structured_output", b"structured_output", "text", b"text", "tokens", b"tokens", "truncation", b"truncation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
@@ -313,6 +322,36 @@ class GenerationSpec(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
 Global___GenerationSpec: _TypeAlias = GenerationSpec  # noqa: Y015
+
+@_typing.final
+class Prediction(_message.Message):
+    """An expected output. Differences from the output are passed over."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Text. Refused with UNIMPLEMENTED if the model has no tokenizer."""
+    @_builtins.property
+    def tokens(self) -> Global___TokenInput:
+        """Token ids."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        tokens: Global___TokenInput | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "tokens"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
+
+Global___Prediction: _TypeAlias = Prediction  # noqa: Y015
 
 @_typing.final
 class Label(_message.Message):
@@ -1685,6 +1724,10 @@ class Usage(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     REASONING_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    PREDICTION_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PREDICTION_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """The prompt's tokens."""
     cached_tokens: _builtins.int
@@ -1695,6 +1738,16 @@ class Usage(_message.Message):
     """How many of completion_tokens were reasoning, with the tokens that complete its marks; 0 where reasoning does not come
     apart from the text.
     """
+    draft_tokens: _builtins.int
+    """How many guessed tokens (drafts) were computed for it. Right or wrong, they are no completion tokens, but
+    where service is shared among callers, each counts as one.
+    """
+    accepted_draft_tokens: _builtins.int
+    """How many of draft_tokens were right, so that their tokens needed no step of their own."""
+    prediction_draft_tokens: _builtins.int
+    """How many of draft_tokens were guessed from the spec's prediction."""
+    accepted_prediction_draft_tokens: _builtins.int
+    """How many of prediction_draft_tokens were right."""
     def __init__(
         self,
         *,
@@ -1702,10 +1755,14 @@ class Usage(_message.Message):
         cached_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         reasoning_tokens: _builtins.int = ...,
+        draft_tokens: _builtins.int = ...,
+        accepted_draft_tokens: _builtins.int = ...,
+        prediction_draft_tokens: _builtins.int = ...,
+        accepted_prediction_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "accepted_prediction_draft_tokens", b"accepted_prediction_draft_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "draft_tokens", b"draft_tokens", "prediction_draft_tokens", b"prediction_draft_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -300,19 +300,23 @@ class SchedulingCapabilities(_message.Message):
 
     PRIORITIES_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     priorities: _builtins.bool
     """Whether priorities are heeded."""
     prefix_cache: _builtins.bool
     """Whether prefixes are cached."""
+    speculation: _builtins.bool
+    """Whether tokens are guessed, so that several of a request may come from one step. On a CPU it changes no token."""
     def __init__(
         self,
         *,
         priorities: _builtins.bool = ...,
         prefix_cache: _builtins.bool = ...,
+        speculation: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefix_cache", b"prefix_cache", "priorities", b"priorities"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefix_cache", b"prefix_cache", "priorities", b"priorities", "speculation", b"speculation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

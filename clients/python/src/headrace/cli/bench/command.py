@@ -19,6 +19,7 @@ import typer
 from headrace.async_client import AsyncClient
 from headrace.async_session import AsyncSession
 from headrace.cli import common
+from headrace.cli.bench.edit_prompts import EditPrompts
 from headrace.cli.bench.load import Load, LoadRun
 from headrace.cli.bench.measures import Goals, Tally
 from headrace.cli.bench.options import LoadOptions, PromptOptions, ReportOptions
@@ -45,7 +46,9 @@ class Job:
     """The options used by the rest of the command.
 
     Attributes:
-        prompts: a file with prompts; None for random token ids.
+        prompts: a file with prompts; None for random token ids, or edits.
+        edits: the lengths of files to be edited, in lines; None if there are none.
+        changed, prediction: of edits: the share of lines that change, and whether it is predicted.
         prompt_tokens, shared_prefix: the lengths of random prompts.
         output_tokens: how many tokens are requested.
         warmup: the number of requests that are not measured.
@@ -55,6 +58,9 @@ class Job:
     load: Load
     goals: Goals
     prompts: Path | None
+    edits: Lengths | None
+    changed: float
+    prediction: bool
     prompt_tokens: Lengths
     shared_prefix: int
     output_tokens: Lengths
@@ -73,21 +79,30 @@ class Job:
             if load.rate is None
             else f"open loop, {load.rate:g} requests/s, {load.arrivals} arrivals"
         )
-        what = (
-            f"prompts of {self.prompt_tokens} tokens"
-            + (f" behind {self.shared_prefix} shared" if self.shared_prefix else "")
-            if self.prompts is None
-            else f"prompts of {self.prompts.name}"
-        )
+        if self.edits is not None:
+            beside = "with" if self.prediction else "without"
+            what = f"edits of {self.changed:.0%} of {self.edits} lines {beside} predictions"
+        elif self.prompts is not None:
+            what = f"prompts of {self.prompts.name}"
+        else:
+            what = f"prompts of {self.prompt_tokens} tokens"
+            what += f" behind {self.shared_prefix} shared" if self.shared_prefix else ""
         sessions = "1 session" if self.sessions == 1 else f"{self.sessions} sessions"
         return f"{how}, {sessions}; {what}, outputs of {self.output_tokens} tokens"
 
     def settings(self) -> dict[str, Any]:
         """Returns the options as JSON values."""
+        is_random = self.prompts is None and self.edits is None
+        edits = {
+            "lines": str(self.edits),
+            "changed": self.changed,
+            "prediction": self.prediction,
+        }
         return {
             **asdict(self.load),
             "prompts": None if self.prompts is None else str(self.prompts),
-            "prompt_tokens": str(self.prompt_tokens) if self.prompts is None else None,
+            "edits": None if self.edits is None else edits,
+            "prompt_tokens": str(self.prompt_tokens) if is_random else None,
             "shared_prefix": self.shared_prefix,
             "output_tokens": str(self.output_tokens),
             "options": self.options,
@@ -121,6 +136,8 @@ def bench(
         headrace bench --rate 20 --duration 60 --prompt-tokens 100:1000 --json it.json --svg it.svg
 
         headrace bench --rate 5 --prompts chats.jsonl --goal-ttft 0.3 --goal-itl 0.05
+
+        headrace bench --concurrency 1 --requests 20 --edits 20:40 --output-tokens 256
     """
     job = _make_job(load, prompts, output)
     report, error = asyncio.run(_measure(server.connection(context), job))
@@ -142,6 +159,9 @@ def _make_job(load: LoadOptions, prompts: PromptOptions, output: ReportOptions) 
         load=asked,
         goals=goals,
         prompts=prompts.prompts,
+        edits=None if prompts.edits is None else parse_lengths(prompts.edits, "--edits"),
+        changed=prompts.changed,
+        prediction=prompts.prediction,
         prompt_tokens=parse_lengths(prompts.prompt_tokens or "128", "--prompt-tokens"),
         shared_prefix=prompts.shared_prefix,
         output_tokens=parse_lengths(prompts.output_tokens, "--output-tokens"),
@@ -189,6 +209,15 @@ def _prompts(job: Job, card: ModelCard) -> Prompts:
     if job.prompts is not None:
         return FilePrompts(
             job.prompts, output=job.output_tokens, options=job.options, seed=job.seed
+        )
+    if job.edits is not None:
+        return EditPrompts(
+            lines=job.edits,
+            changed=job.changed,
+            predicted=job.prediction,
+            output=job.output_tokens,
+            options=job.options,
+            seed=job.seed,
         )
     return RandomPrompts(
         card,

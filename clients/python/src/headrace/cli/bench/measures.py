@@ -138,6 +138,8 @@ class Tally:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     timeline: Timeline = field(default_factory=Timeline)
     began: float = 0.0
     seconds: float = 0.0
@@ -196,6 +198,8 @@ class Progress:
             tally.stall.add(self._stall)
         tally.prompt_tokens += result.usage.prompt_tokens
         tally.cached_tokens += result.usage.cached_tokens
+        tally.draft_tokens += result.usage.draft_tokens
+        tally.accepted_draft_tokens += result.usage.accepted_draft_tokens
         count(tally.ends, result.finish_reason.name)
         tally.good += self._is_good()
 

@@ -184,6 +184,28 @@ class PromptOptions:
             help="So many tokens more that all random prompts begin with.",
         ),
     ] = 0
+    edits: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|LEAST:MOST",
+            rich_help_panel=_REQUEST,
+            help="Instead of random prompts: made-up files of so many lines, which are to be "
+            "written again with some changes.",
+        ),
+    ] = None
+    changed: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="Of edits: the share of lines that change.", rich_help_panel=_REQUEST
+        ),
+    ] = 0.1
+    prediction: Annotated[
+        bool,
+        typer.Option(
+            rich_help_panel=_REQUEST,
+            help="Of edits: whether a request has the changed file as the output that it expects.",
+        ),
+    ] = True
     output_tokens: Annotated[
         str,
         typer.Option(
@@ -206,10 +228,16 @@ class PromptOptions:
 
     def check(self) -> None:
         """Ends the command if the options exclude each other."""
-        if self.prompts is not None and (self.prompt_tokens is not None or self.shared_prefix):
+        if self.prompts is not None and self.edits is not None:
+            common.fail(
+                "--edits makes its own prompts: leave it or --prompts out", common.EXIT_USAGE
+            )
+        is_random = self.prompts is None and self.edits is None
+        if not is_random and (self.prompt_tokens is not None or self.shared_prefix):
+            other = "--edits" if self.prompts is None else "--prompts"
             common.fail(
                 "--prompt-tokens and --shared-prefix are those of random prompts: leave them or "
-                "--prompts out",
+                f"{other} out",
                 common.EXIT_USAGE,
             )
 

@@ -84,6 +84,8 @@ class Report:
                 "prompt": tally.prompt_tokens,
                 "cached": tally.cached_tokens,
                 "output": tally.output_tokens,
+                "draft": tally.draft_tokens,
+                "accepted_draft": tally.accepted_draft_tokens,
             },
             "per_second": {
                 "requests": _per_second(tally, tally.done),
@@ -136,6 +138,9 @@ class Report:
                 total,
             ),
         ]
+        if tally.draft_tokens:
+            kept = tally.accepted_draft_tokens
+            counts.append(("draft tokens", f"{tally.draft_tokens:,} ({kept:,} were right)", kept))
         if tally.goals.are_set:
             share = f"{tally.good / tally.ended:.1%}" if tally.ended else "none ended"
             counts.append(("goodput", f"{share} {self._goals()}", tally.good))

@@ -34,7 +34,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file headrace/v1/generation.proto.
  */
 export const file_headrace_v1_generation: GenFile = /*@__PURE__*/
-  fileDesc("ChxoZWFkcmFjZS92MS9nZW5lcmF0aW9uLnByb3RvEgtoZWFkcmFjZS52MSKBBQoOR2VuZXJhdGlvblNwZWMSEgoKcmVxdWVzdF9pZBgBIAEoCRImCgR0ZXh0GAIgASgLMhYuaGVhZHJhY2UudjEuVGV4dElucHV0SAASKQoGdG9rZW5zGAMgASgLMhcuaGVhZHJhY2UudjEuVG9rZW5JbnB1dEgAEjAKBGNoYXQYBCABKAsyFi5oZWFkcmFjZS52MS5DaGF0SW5wdXRCCIrnGARjaGF0SAASLgoIc2FtcGxpbmcYBSABKAsyHC5oZWFkcmFjZS52MS5TYW1wbGluZ09wdGlvbnMSJgoEc3RvcBgGIAEoCzIYLmhlYWRyYWNlLnYxLlN0b3BPcHRpb25zEioKBm91dHB1dBgHIAEoCzIaLmhlYWRyYWNlLnYxLk91dHB1dE9wdGlvbnMSTwoRc3RydWN0dXJlZF9vdXRwdXQYCCABKAsyHS5oZWFkcmFjZS52MS5TdHJ1Y3R1cmVkT3V0cHV0QhWK5xgRc3RydWN0dXJlZF9vdXRwdXQSMgoKc2NoZWR1bGluZxgJIAEoCzIeLmhlYWRyYWNlLnYxLlNjaGVkdWxpbmdPcHRpb25zEigKBWNhY2hlGAogASgLMhkuaGVhZHJhY2UudjEuQ2FjaGVPcHRpb25zEjIKCnRydW5jYXRpb24YCyABKAsyHi5oZWFkcmFjZS52MS5UcnVuY2F0aW9uT3B0aW9ucxIdCgdhZGFwdGVyGAwgASgJQgyK5xgIYWRhcHRlcnMSDgoBbhgNIAEoDUgBiAEBEg0KBW1vZGVsGA4gASgJEiIKBmxhYmVscxgPIAMoCzISLmhlYWRyYWNlLnYxLkxhYmVsQgcKBWlucHV0QgQKAl9uIioKBUxhYmVsEhIKBG5hbWUYASABKAlCBOJBAQISDQoFdmFsdWUYAiABKAkiVwoJVGV4dElucHV0EhIKBHRleHQYASABKAlCBOJBAQISHwoSYWRkX3NwZWNpYWxfdG9rZW5zGAIgASgISACIAQFCFQoTX2FkZF9zcGVjaWFsX3Rva2VucyIfCgpUb2tlbklucHV0EhEKA2lkcxgBIAMoDUIE4kEBAiKoAgoJQ2hhdElucHV0EjAKCG1lc3NhZ2VzGAEgAygLMhguaGVhZHJhY2UudjEuQ2hhdE1lc3NhZ2VCBOJBAQISKwoFdG9vbHMYAiADKAsyES5oZWFkcmFjZS52MS5Ub29sQgmK5xgFdG9vbHMSIgoVYWRkX2dlbmVyYXRpb25fcHJvbXB0GAMgASgISACIAQESHgoWY29udGludWVfZmluYWxfbWVzc2FnZRgEIAEoCBIfChd0ZW1wbGF0ZV9hcmd1bWVudHNfanNvbhgFIAEoCRI9Cgt0b29sX2Nob2ljZRgGIAEoCzIXLmhlYWRyYWNlLnYxLlRvb2xDaG9pY2VCD4rnGAt0b29sX2Nob2ljZUIYChZfYWRkX2dlbmVyYXRpb25fcHJvbXB0InsKClRvb2xDaG9pY2USKQoEbW9kZRgBIAEoDjIbLmhlYWRyYWNlLnYxLlRvb2xDaG9pY2VNb2RlEhIKCnRvb2xfbmFtZXMYAiADKAkSGwoOcGFyYWxsZWxfY2FsbHMYAyABKAhIAIgBAUIRCg9fcGFyYWxsZWxfY2FsbHMilwIKC0NoYXRNZXNzYWdlEikKBHJvbGUYASABKA4yFS5oZWFkcmFjZS52MS5DaGF0Um9sZUIE4kEBAhIRCgdjb250ZW50GAIgASgJSAASRQoNY29udGVudF9wYXJ0cxgHIAEoCzIZLmhlYWRyYWNlLnYxLkNvbnRlbnRQYXJ0c0IRiucYDWNvbnRlbnRfcGFydHNIABIMCgRuYW1lGAMgASgJEjQKCnRvb2xfY2FsbHMYBCADKAsyFS5oZWFkcmFjZS52MS5Ub29sQ2FsbEIJiucYBXRvb2xzEhQKDHRvb2xfY2FsbF9pZBgFIAEoCRIZChFyZWFzb25pbmdfY29udGVudBgGIAEoCUIOCgxjb250ZW50X2tpbmQiPQoMQ29udGVudFBhcnRzEi0KBXBhcnRzGAEgAygLMhguaGVhZHJhY2UudjEuQ29udGVudFBhcnRCBOJBAQIixwEKC0NvbnRlbnRQYXJ0Eg4KBHRleHQYASABKAlIABI0CgVpbWFnZRgCIAEoCzISLmhlYWRyYWNlLnYxLk1lZGlhQg+K5xgLaW1hZ2VfaW5wdXRIABI0CgVhdWRpbxgDIAEoCzISLmhlYWRyYWNlLnYxLk1lZGlhQg+K5xgLYXVkaW9faW5wdXRIABI0CgV2aWRlbxgEIAEoCzISLmhlYWRyYWNlLnYxLk1lZGlhQg+K5xgLdmlkZW9faW5wdXRIAEIGCgRwYXJ0IkMKBU1lZGlhEg4KBGRhdGEYASABKAxIABINCgN1cmkYAiABKAlIABIRCgltaW1lX3R5cGUYAyABKAlCCAoGc291cmNlInAKBFRvb2wSDAoEbmFtZRgBIAEoCRIYCgtkZXNjcmlwdGlvbhgCIAEoCUgAiAEBEhcKD3BhcmFtZXRlcnNfanNvbhgDIAEoCRIXCg9kZWZpbml0aW9uX2pzb24YBCABKAlCDgoMX2Rlc2NyaXB0aW9uIkIKCFRvb2xDYWxsEgoKAmlkGAEgASgJEhIKBG5hbWUYAiABKAlCBOJBAQISFgoOYXJndW1lbnRzX2pzb24YAyABKAki3QQKD1NhbXBsaW5nT3B0aW9ucxIYCgt0ZW1wZXJhdHVyZRgBIAEoAkgAiAEBEhIKBXRvcF9rGAIgASgNSAGIAQESEgoFdG9wX3AYAyABKAJIAogBARISCgVtaW5fcBgEIAEoAkgDiAEBEhYKCXR5cGljYWxfcBgFIAEoAkgEiAEBEh8KEnJlcGV0aXRpb25fcGVuYWx0eRgGIAEoAkgFiAEBEh0KEHByZXNlbmNlX3BlbmFsdHkYByABKAJIBogBARIeChFmcmVxdWVuY3lfcGVuYWx0eRgIIAEoAkgHiAEBEiEKFG5vX3JlcGVhdF9uZ3JhbV9zaXplGAkgASgNSAiIAQESPwoKbG9naXRfYmlhcxgKIAMoCzIrLmhlYWRyYWNlLnYxLlNhbXBsaW5nT3B0aW9ucy5Mb2dpdEJpYXNFbnRyeRIZChFhbGxvd2VkX3Rva2VuX2lkcxgLIAMoDRIYChBiYW5uZWRfdG9rZW5faWRzGAwgAygNEhEKBHNlZWQYDSABKANICYgBARowCg5Mb2dpdEJpYXNFbnRyeRILCgNrZXkYASABKA0SDQoFdmFsdWUYAiABKAI6AjgBQg4KDF90ZW1wZXJhdHVyZUIICgZfdG9wX2tCCAoGX3RvcF9wQggKBl9taW5fcEIMCgpfdHlwaWNhbF9wQhUKE19yZXBldGl0aW9uX3BlbmFsdHlCEwoRX3ByZXNlbmNlX3BlbmFsdHlCFAoSX2ZyZXF1ZW5jeV9wZW5hbHR5QhcKFV9ub19yZXBlYXRfbmdyYW1fc2l6ZUIHCgVfc2VlZCKKAgoLU3RvcE9wdGlvbnMSFwoKbWF4X3Rva2VucxgBIAEoDUgAiAEBEhIKCm1pbl90b2tlbnMYAiABKA0SFAoMc3RvcF9zdHJpbmdzGAMgAygJEhYKDnN0b3BfdG9rZW5faWRzGAQgAygNEhUKDWVvc190b2tlbl9pZHMYBSADKA0SEgoKaWdub3JlX2VvcxgGIAEoCBIUCgxpbmNsdWRlX3N0b3AYByABKAgSNwoUbWF4X3JlYXNvbmluZ190b2tlbnMYCCABKA1CFIrnGBByZWFzb25pbmdfYnVkZ2V0SAGIAQFCDQoLX21heF90b2tlbnNCFwoVX21heF9yZWFzb25pbmdfdG9rZW5zIoQDCg1PdXRwdXRPcHRpb25zEicKCGRlbGl2ZXJ5GAEgASgOMhUuaGVhZHJhY2UudjEuRGVsaXZlcnkSIQoUbWluX3Rva2Vuc19wZXJfZGVsdGEYAiABKA1IAIgBARIVCghsb2dwcm9icxgDIAEoDUgBiAEBEhwKD3Byb21wdF9sb2dwcm9icxgEIAEoDUgCiAEBEhkKEWxvZ3Byb2JfdG9rZW5faWRzGAUgAygNEgwKBGVjaG8YBiABKAgSFQoNdG9rZW5fZGV0YWlscxgHIAEoCBIZChFyZWNvcmRfdGltZXN0YW1wcxgIIAEoCBIgChNza2lwX3NwZWNpYWxfdG9rZW5zGAkgASgISAOIAQESEQoJb21pdF90ZXh0GAogASgIEhAKCHJhd190ZXh0GAsgASgIQhcKFV9taW5fdG9rZW5zX3Blcl9kZWx0YUILCglfbG9ncHJvYnNCEgoQX3Byb21wdF9sb2dwcm9ic0IWChRfc2tpcF9zcGVjaWFsX3Rva2VucyKFAgoQU3RydWN0dXJlZE91dHB1dBIVCgtqc29uX3NjaGVtYRgBIAEoCUgAEjQKC2pzb25fb2JqZWN0GAIgASgLMh0uaGVhZHJhY2UudjEuSnNvbk9iamVjdEZvcm1hdEgAEg8KBXJlZ2V4GAMgASgJSAASEQoHZ3JhbW1hchgEIAEoCUgAEisKBmNob2ljZRgFIAEoCzIZLmhlYWRyYWNlLnYxLkNob2ljZUZvcm1hdEgAEiwKDnN0cnVjdHVyYWxfdGFnGAYgASgJQhKK5xgOc3RydWN0dXJhbF90YWdIABIbChNmbGV4aWJsZV93aGl0ZXNwYWNlGAcgASgIQggKBmZvcm1hdCISChBKc29uT2JqZWN0Rm9ybWF0IiUKDENob2ljZUZvcm1hdBIVCgdjaG9pY2VzGAEgAygJQgTiQQECImQKEVNjaGVkdWxpbmdPcHRpb25zEiAKCHByaW9yaXR5GAEgASgFQg6K5xgKcHJpb3JpdGllcxItCgp0aW1lX2xpbWl0GAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIjkKDENhY2hlT3B0aW9ucxIMCgRzYWx0GAEgASgJEhsKE2J5cGFzc19wcmVmaXhfY2FjaGUYAiABKAgiXwoRVHJ1bmNhdGlvbk9wdGlvbnMSHwoRbWF4X3Byb21wdF90b2tlbnMYASABKA1CBOJBAQISKQoEc2lkZRgCIAEoDjIbLmhlYWRyYWNlLnYxLlRydW5jYXRpb25TaWRlIqMCCgtSZXN1bHRFdmVudBIWCg5yZXF1ZXN0X251bWJlchgBIAEoDRILCgNzZXEYAiABKAQSFAoMY2hvaWNlX2luZGV4GAMgASgNEikKCGFjY2VwdGVkGAQgASgLMhUuaGVhZHJhY2UudjEuQWNjZXB0ZWRIABIuCgZwcm9tcHQYBSABKAsyHC5oZWFkcmFjZS52MS5Qcm9tcHRQcm9jZXNzZWRIABIjCgVkZWx0YRgGIAEoCzISLmhlYWRyYWNlLnYxLkRlbHRhSAASKQoIZmluaXNoZWQYByABKAsyFS5oZWFkcmFjZS52MS5GaW5pc2hlZEgAEiUKBmZhaWxlZBgIIAEoCzITLmhlYWRyYWNlLnYxLkZhaWxlZEgAQgcKBWV2ZW50IoQCCghBY2NlcHRlZBISCgpyZXF1ZXN0X2lkGAEgASgJEi4KCHNhbXBsaW5nGAIgASgLMhwuaGVhZHJhY2UudjEuU2FtcGxpbmdPcHRpb25zEiYKBHN0b3AYAyABKAsyGC5oZWFkcmFjZS52MS5TdG9wT3B0aW9ucxIVCg1wcm9tcHRfdG9rZW5zGAQgASgNEhYKDnF1ZXVlX3Bvc2l0aW9uGAUgASgNEhIKCmNvbW1hbmRfaWQYBiABKAQSLwoLYWNjZXB0X3RpbWUYByABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEgkKAW4YCCABKA0SDQoFbm90ZXMYCSADKAkiZwoPUHJvbXB0UHJvY2Vzc2VkEhUKDXByb21wdF90b2tlbnMYASABKA0SFQoNY2FjaGVkX3Rva2VucxgCIAEoDRImCgZ0b2tlbnMYAyADKAsyFi5oZWFkcmFjZS52MS5Ub2tlbkluZm8ikwEKBURlbHRhEhEKCXRva2VuX2lkcxgBIAMoDRIMCgR0ZXh0GAIgASgJEiYKBnRva2VucxgDIAMoCzIWLmhlYWRyYWNlLnYxLlRva2VuSW5mbxIRCglyZWFzb25pbmcYBCABKAkSLgoKdG9vbF9jYWxscxgFIAMoCzIaLmhlYWRyYWNlLnYxLlRvb2xDYWxsRGVsdGEiUAoNVG9vbENhbGxEZWx0YRINCgVpbmRleBgBIAEoDRIKCgJpZBgCIAEoCRIMCgRuYW1lGAMgASgJEhYKDmFyZ3VtZW50c19qc29uGAQgASgJItgBCglUb2tlbkluZm8SCgoCaWQYASABKA0SDAoEdGV4dBgCIAEoCRINCgVieXRlcxgDIAEoDBIUCgdsb2dwcm9iGAQgASgCSACIAQESEQoEcmFuaxgFIAEoDUgBiAEBEi8KCmNhbmRpZGF0ZXMYBiADKAsyGy5oZWFkcmFjZS52MS5Ub2tlbkNhbmRpZGF0ZRIzChBlbGFwc2VkX2R1cmF0aW9uGAcgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uQgoKCF9sb2dwcm9iQgcKBV9yYW5rIkoKDlRva2VuQ2FuZGlkYXRlEgoKAmlkGAEgASgNEgwKBHRleHQYAiABKAkSDQoFYnl0ZXMYAyABKAwSDwoHbG9ncHJvYhgEIAEoAiK6AQoIRmluaXNoZWQSKQoGcmVhc29uGAEgASgOMhkuaGVhZHJhY2UudjEuRmluaXNoUmVhc29uEhUKC3N0b3Bfc3RyaW5nGAIgASgJSAASFwoNc3RvcF90b2tlbl9pZBgDIAEoDUgAEiEKBXVzYWdlGAQgASgLMhIuaGVhZHJhY2UudjEuVXNhZ2USJQoHdGltaW5ncxgFIAEoCzIULmhlYWRyYWNlLnYxLlRpbWluZ3NCCQoHbWF0Y2hlZCJ2CgZGYWlsZWQSIgoGc3RhdHVzGAEgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXMSIQoFdXNhZ2UYAiABKAsyEi5oZWFkcmFjZS52MS5Vc2FnZRIlCgd0aW1pbmdzGAMgASgLMhQuaGVhZHJhY2UudjEuVGltaW5ncyJqCgVVc2FnZRIVCg1wcm9tcHRfdG9rZW5zGAEgASgNEhUKDWNhY2hlZF90b2tlbnMYAiABKA0SGQoRY29tcGxldGlvbl90b2tlbnMYAyABKA0SGAoQcmVhc29uaW5nX3Rva2VucxgEIAEoDSKCAgoHVGltaW5ncxI7ChhmaXJzdF9zY2hlZHVsZWRfZHVyYXRpb24YASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SNwoUZmlyc3RfdG9rZW5fZHVyYXRpb24YAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SNgoTbGFzdF90b2tlbl9kdXJhdGlvbhgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhI0ChFmaW5pc2hlZF9kdXJhdGlvbhgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhITCgtwcmVlbXB0aW9ucxgFIAEoDSqHAQoOVG9vbENob2ljZU1vZGUSIAocVE9PTF9DSE9JQ0VfTU9ERV9VTlNQRUNJRklFRBAAEhkKFVRPT0xfQ0hPSUNFX01PREVfQVVUTxABEhkKFVRPT0xfQ0hPSUNFX01PREVfTk9ORRACEh0KGVRPT0xfQ0hPSUNFX01PREVfUkVRVUlSRUQQAyqVAQoIQ2hhdFJvbGUSGQoVQ0hBVF9ST0xFX1VOU1BFQ0lGSUVEEAASFAoQQ0hBVF9ST0xFX1NZU1RFTRABEhIKDkNIQVRfUk9MRV9VU0VSEAISFwoTQ0hBVF9ST0xFX0FTU0lTVEFOVBADEhIKDkNIQVRfUk9MRV9UT09MEAQSFwoTQ0hBVF9ST0xFX0RFVkVMT1BFUhAFKk0KCERlbGl2ZXJ5EhgKFERFTElWRVJZX1VOU1BFQ0lGSUVEEAASEwoPREVMSVZFUllfU1RSRUFNEAESEgoOREVMSVZFUllfRklOQUwQAipmCg5UcnVuY2F0aW9uU2lkZRIfChtUUlVOQ0FUSU9OX1NJREVfVU5TUEVDSUZJRUQQABIYChRUUlVOQ0FUSU9OX1NJREVfTEVGVBABEhkKFVRSVU5DQVRJT05fU0lERV9SSUdIVBACKtMBCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEhYKEkZJTklTSF9SRUFTT05fU1RPUBABEhgKFEZJTklTSF9SRUFTT05fTEVOR1RIEAISGQoVRklOSVNIX1JFQVNPTl9DT05URVhUEAMSGwoXRklOSVNIX1JFQVNPTl9DQU5DRUxMRUQQBBIcChhGSU5JU0hfUkVBU09OX1RJTUVfTElNSVQQBRIcChhGSU5JU0hfUkVBU09OX1RPT0xfQ0FMTFMQBkJMCg9kZXYuaGVhZHJhY2UudjFCD0dlbmVyYXRpb25Qcm90b1ABWiZoZWFkcmFjZS5kZXYvZ28vaGVhZHJhY2UvdjE7aGVhZHJhY2V2MWIGcHJvdG8z", [file_google_api_field_behavior, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_headrace_v1_capability]);
+  fileDesc("ChxoZWFkcmFjZS92MS9nZW5lcmF0aW9uLnByb3RvEgtoZWFkcmFjZS52MSK+BQoOR2VuZXJhdGlvblNwZWMSEgoKcmVxdWVzdF9pZBgBIAEoCRImCgR0ZXh0GAIgASgLMhYuaGVhZHJhY2UudjEuVGV4dElucHV0SAASKQoGdG9rZW5zGAMgASgLMhcuaGVhZHJhY2UudjEuVG9rZW5JbnB1dEgAEjAKBGNoYXQYBCABKAsyFi5oZWFkcmFjZS52MS5DaGF0SW5wdXRCCIrnGARjaGF0SAASLgoIc2FtcGxpbmcYBSABKAsyHC5oZWFkcmFjZS52MS5TYW1wbGluZ09wdGlvbnMSJgoEc3RvcBgGIAEoCzIYLmhlYWRyYWNlLnYxLlN0b3BPcHRpb25zEioKBm91dHB1dBgHIAEoCzIaLmhlYWRyYWNlLnYxLk91dHB1dE9wdGlvbnMSTwoRc3RydWN0dXJlZF9vdXRwdXQYCCABKAsyHS5oZWFkcmFjZS52MS5TdHJ1Y3R1cmVkT3V0cHV0QhWK5xgRc3RydWN0dXJlZF9vdXRwdXQSMgoKc2NoZWR1bGluZxgJIAEoCzIeLmhlYWRyYWNlLnYxLlNjaGVkdWxpbmdPcHRpb25zEigKBWNhY2hlGAogASgLMhkuaGVhZHJhY2UudjEuQ2FjaGVPcHRpb25zEjIKCnRydW5jYXRpb24YCyABKAsyHi5oZWFkcmFjZS52MS5UcnVuY2F0aW9uT3B0aW9ucxIdCgdhZGFwdGVyGAwgASgJQgyK5xgIYWRhcHRlcnMSDgoBbhgNIAEoDUgBiAEBEg0KBW1vZGVsGA4gASgJEiIKBmxhYmVscxgPIAMoCzISLmhlYWRyYWNlLnYxLkxhYmVsEjsKCnByZWRpY3Rpb24YECABKAsyFy5oZWFkcmFjZS52MS5QcmVkaWN0aW9uQg6K5xgKcHJlZGljdGlvbkIHCgVpbnB1dEIECgJfbiJSCgpQcmVkaWN0aW9uEg4KBHRleHQYASABKAlIABIpCgZ0b2tlbnMYAiABKAsyFy5oZWFkcmFjZS52MS5Ub2tlbklucHV0SABCCQoHY29udGVudCIqCgVMYWJlbBISCgRuYW1lGAEgASgJQgTiQQECEg0KBXZhbHVlGAIgASgJIlcKCVRleHRJbnB1dBISCgR0ZXh0GAEgASgJQgTiQQECEh8KEmFkZF9zcGVjaWFsX3Rva2VucxgCIAEoCEgAiAEBQhUKE19hZGRfc3BlY2lhbF90b2tlbnMiHwoKVG9rZW5JbnB1dBIRCgNpZHMYASADKA1CBOJBAQIiqAIKCUNoYXRJbnB1dBIwCghtZXNzYWdlcxgBIAMoCzIYLmhlYWRyYWNlLnYxLkNoYXRNZXNzYWdlQgTiQQECEisKBXRvb2xzGAIgAygLMhEuaGVhZHJhY2UudjEuVG9vbEIJiucYBXRvb2xzEiIKFWFkZF9nZW5lcmF0aW9uX3Byb21wdBgDIAEoCEgAiAEBEh4KFmNvbnRpbnVlX2ZpbmFsX21lc3NhZ2UYBCABKAgSHwoXdGVtcGxhdGVfYXJndW1lbnRzX2pzb24YBSABKAkSPQoLdG9vbF9jaG9pY2UYBiABKAsyFy5oZWFkcmFjZS52MS5Ub29sQ2hvaWNlQg+K5xgLdG9vbF9jaG9pY2VCGAoWX2FkZF9nZW5lcmF0aW9uX3Byb21wdCJ7CgpUb29sQ2hvaWNlEikKBG1vZGUYASABKA4yGy5oZWFkcmFjZS52MS5Ub29sQ2hvaWNlTW9kZRISCgp0b29sX25hbWVzGAIgAygJEhsKDnBhcmFsbGVsX2NhbGxzGAMgASgISACIAQFCEQoPX3BhcmFsbGVsX2NhbGxzIpcCCgtDaGF0TWVzc2FnZRIpCgRyb2xlGAEgASgOMhUuaGVhZHJhY2UudjEuQ2hhdFJvbGVCBOJBAQISEQoHY29udGVudBgCIAEoCUgAEkUKDWNvbnRlbnRfcGFydHMYByABKAsyGS5oZWFkcmFjZS52MS5Db250ZW50UGFydHNCEYrnGA1jb250ZW50X3BhcnRzSAASDAoEbmFtZRgDIAEoCRI0Cgp0b29sX2NhbGxzGAQgAygLMhUuaGVhZHJhY2UudjEuVG9vbENhbGxCCYrnGAV0b29scxIUCgx0b29sX2NhbGxfaWQYBSABKAkSGQoRcmVhc29uaW5nX2NvbnRlbnQYBiABKAlCDgoMY29udGVudF9raW5kIj0KDENvbnRlbnRQYXJ0cxItCgVwYXJ0cxgBIAMoCzIYLmhlYWRyYWNlLnYxLkNvbnRlbnRQYXJ0QgTiQQECIscBCgtDb250ZW50UGFydBIOCgR0ZXh0GAEgASgJSAASNAoFaW1hZ2UYAiABKAsyEi5oZWFkcmFjZS52MS5NZWRpYUIPiucYC2ltYWdlX2lucHV0SAASNAoFYXVkaW8YAyABKAsyEi5oZWFkcmFjZS52MS5NZWRpYUIPiucYC2F1ZGlvX2lucHV0SAASNAoFdmlkZW8YBCABKAsyEi5oZWFkcmFjZS52MS5NZWRpYUIPiucYC3ZpZGVvX2lucHV0SABCBgoEcGFydCJDCgVNZWRpYRIOCgRkYXRhGAEgASgMSAASDQoDdXJpGAIgASgJSAASEQoJbWltZV90eXBlGAMgASgJQggKBnNvdXJjZSJwCgRUb29sEgwKBG5hbWUYASABKAkSGAoLZGVzY3JpcHRpb24YAiABKAlIAIgBARIXCg9wYXJhbWV0ZXJzX2pzb24YAyABKAkSFwoPZGVmaW5pdGlvbl9qc29uGAQgASgJQg4KDF9kZXNjcmlwdGlvbiJCCghUb29sQ2FsbBIKCgJpZBgBIAEoCRISCgRuYW1lGAIgASgJQgTiQQECEhYKDmFyZ3VtZW50c19qc29uGAMgASgJIt0ECg9TYW1wbGluZ09wdGlvbnMSGAoLdGVtcGVyYXR1cmUYASABKAJIAIgBARISCgV0b3BfaxgCIAEoDUgBiAEBEhIKBXRvcF9wGAMgASgCSAKIAQESEgoFbWluX3AYBCABKAJIA4gBARIWCgl0eXBpY2FsX3AYBSABKAJIBIgBARIfChJyZXBldGl0aW9uX3BlbmFsdHkYBiABKAJIBYgBARIdChBwcmVzZW5jZV9wZW5hbHR5GAcgASgCSAaIAQESHgoRZnJlcXVlbmN5X3BlbmFsdHkYCCABKAJIB4gBARIhChRub19yZXBlYXRfbmdyYW1fc2l6ZRgJIAEoDUgIiAEBEj8KCmxvZ2l0X2JpYXMYCiADKAsyKy5oZWFkcmFjZS52MS5TYW1wbGluZ09wdGlvbnMuTG9naXRCaWFzRW50cnkSGQoRYWxsb3dlZF90b2tlbl9pZHMYCyADKA0SGAoQYmFubmVkX3Rva2VuX2lkcxgMIAMoDRIRCgRzZWVkGA0gASgDSAmIAQEaMAoOTG9naXRCaWFzRW50cnkSCwoDa2V5GAEgASgNEg0KBXZhbHVlGAIgASgCOgI4AUIOCgxfdGVtcGVyYXR1cmVCCAoGX3RvcF9rQggKBl90b3BfcEIICgZfbWluX3BCDAoKX3R5cGljYWxfcEIVChNfcmVwZXRpdGlvbl9wZW5hbHR5QhMKEV9wcmVzZW5jZV9wZW5hbHR5QhQKEl9mcmVxdWVuY3lfcGVuYWx0eUIXChVfbm9fcmVwZWF0X25ncmFtX3NpemVCBwoFX3NlZWQiigIKC1N0b3BPcHRpb25zEhcKCm1heF90b2tlbnMYASABKA1IAIgBARISCgptaW5fdG9rZW5zGAIgASgNEhQKDHN0b3Bfc3RyaW5ncxgDIAMoCRIWCg5zdG9wX3Rva2VuX2lkcxgEIAMoDRIVCg1lb3NfdG9rZW5faWRzGAUgAygNEhIKCmlnbm9yZV9lb3MYBiABKAgSFAoMaW5jbHVkZV9zdG9wGAcgASgIEjcKFG1heF9yZWFzb25pbmdfdG9rZW5zGAggASgNQhSK5xgQcmVhc29uaW5nX2J1ZGdldEgBiAEBQg0KC19tYXhfdG9rZW5zQhcKFV9tYXhfcmVhc29uaW5nX3Rva2VucyKEAwoNT3V0cHV0T3B0aW9ucxInCghkZWxpdmVyeRgBIAEoDjIVLmhlYWRyYWNlLnYxLkRlbGl2ZXJ5EiEKFG1pbl90b2tlbnNfcGVyX2RlbHRhGAIgASgNSACIAQESFQoIbG9ncHJvYnMYAyABKA1IAYgBARIcCg9wcm9tcHRfbG9ncHJvYnMYBCABKA1IAogBARIZChFsb2dwcm9iX3Rva2VuX2lkcxgFIAMoDRIMCgRlY2hvGAYgASgIEhUKDXRva2VuX2RldGFpbHMYByABKAgSGQoRcmVjb3JkX3RpbWVzdGFtcHMYCCABKAgSIAoTc2tpcF9zcGVjaWFsX3Rva2VucxgJIAEoCEgDiAEBEhEKCW9taXRfdGV4dBgKIAEoCBIQCghyYXdfdGV4dBgLIAEoCEIXChVfbWluX3Rva2Vuc19wZXJfZGVsdGFCCwoJX2xvZ3Byb2JzQhIKEF9wcm9tcHRfbG9ncHJvYnNCFgoUX3NraXBfc3BlY2lhbF90b2tlbnMihQIKEFN0cnVjdHVyZWRPdXRwdXQSFQoLanNvbl9zY2hlbWEYASABKAlIABI0Cgtqc29uX29iamVjdBgCIAEoCzIdLmhlYWRyYWNlLnYxLkpzb25PYmplY3RGb3JtYXRIABIPCgVyZWdleBgDIAEoCUgAEhEKB2dyYW1tYXIYBCABKAlIABIrCgZjaG9pY2UYBSABKAsyGS5oZWFkcmFjZS52MS5DaG9pY2VGb3JtYXRIABIsCg5zdHJ1Y3R1cmFsX3RhZxgGIAEoCUISiucYDnN0cnVjdHVyYWxfdGFnSAASGwoTZmxleGlibGVfd2hpdGVzcGFjZRgHIAEoCEIICgZmb3JtYXQiEgoQSnNvbk9iamVjdEZvcm1hdCIlCgxDaG9pY2VGb3JtYXQSFQoHY2hvaWNlcxgBIAMoCUIE4kEBAiJkChFTY2hlZHVsaW5nT3B0aW9ucxIgCghwcmlvcml0eRgBIAEoBUIOiucYCnByaW9yaXRpZXMSLQoKdGltZV9saW1pdBgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiI5CgxDYWNoZU9wdGlvbnMSDAoEc2FsdBgBIAEoCRIbChNieXBhc3NfcHJlZml4X2NhY2hlGAIgASgIIl8KEVRydW5jYXRpb25PcHRpb25zEh8KEW1heF9wcm9tcHRfdG9rZW5zGAEgASgNQgTiQQECEikKBHNpZGUYAiABKA4yGy5oZWFkcmFjZS52MS5UcnVuY2F0aW9uU2lkZSKjAgoLUmVzdWx0RXZlbnQSFgoOcmVxdWVzdF9udW1iZXIYASABKA0SCwoDc2VxGAIgASgEEhQKDGNob2ljZV9pbmRleBgDIAEoDRIpCghhY2NlcHRlZBgEIAEoCzIVLmhlYWRyYWNlLnYxLkFjY2VwdGVkSAASLgoGcHJvbXB0GAUgASgLMhwuaGVhZHJhY2UudjEuUHJvbXB0UHJvY2Vzc2VkSAASIwoFZGVsdGEYBiABKAsyEi5oZWFkcmFjZS52MS5EZWx0YUgAEikKCGZpbmlzaGVkGAcgASgLMhUuaGVhZHJhY2UudjEuRmluaXNoZWRIABIlCgZmYWlsZWQYCCABKAsyEy5oZWFkcmFjZS52MS5GYWlsZWRIAEIHCgVldmVudCKEAgoIQWNjZXB0ZWQSEgoKcmVxdWVzdF9pZBgBIAEoCRIuCghzYW1wbGluZxgCIAEoCzIcLmhlYWRyYWNlLnYxLlNhbXBsaW5nT3B0aW9ucxImCgRzdG9wGAMgASgLMhguaGVhZHJhY2UudjEuU3RvcE9wdGlvbnMSFQoNcHJvbXB0X3Rva2VucxgEIAEoDRIWCg5xdWV1ZV9wb3NpdGlvbhgFIAEoDRISCgpjb21tYW5kX2lkGAYgASgEEi8KC2FjY2VwdF90aW1lGAcgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIJCgFuGAggASgNEg0KBW5vdGVzGAkgAygJImcKD1Byb21wdFByb2Nlc3NlZBIVCg1wcm9tcHRfdG9rZW5zGAEgASgNEhUKDWNhY2hlZF90b2tlbnMYAiABKA0SJgoGdG9rZW5zGAMgAygLMhYuaGVhZHJhY2UudjEuVG9rZW5JbmZvIpMBCgVEZWx0YRIRCgl0b2tlbl9pZHMYASADKA0SDAoEdGV4dBgCIAEoCRImCgZ0b2tlbnMYAyADKAsyFi5oZWFkcmFjZS52MS5Ub2tlbkluZm8SEQoJcmVhc29uaW5nGAQgASgJEi4KCnRvb2xfY2FsbHMYBSADKAsyGi5oZWFkcmFjZS52MS5Ub29sQ2FsbERlbHRhIlAKDVRvb2xDYWxsRGVsdGESDQoFaW5kZXgYASABKA0SCgoCaWQYAiABKAkSDAoEbmFtZRgDIAEoCRIWCg5hcmd1bWVudHNfanNvbhgEIAEoCSLYAQoJVG9rZW5JbmZvEgoKAmlkGAEgASgNEgwKBHRleHQYAiABKAkSDQoFYnl0ZXMYAyABKAwSFAoHbG9ncHJvYhgEIAEoAkgAiAEBEhEKBHJhbmsYBSABKA1IAYgBARIvCgpjYW5kaWRhdGVzGAYgAygLMhsuaGVhZHJhY2UudjEuVG9rZW5DYW5kaWRhdGUSMwoQZWxhcHNlZF9kdXJhdGlvbhgHIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbkIKCghfbG9ncHJvYkIHCgVfcmFuayJKCg5Ub2tlbkNhbmRpZGF0ZRIKCgJpZBgBIAEoDRIMCgR0ZXh0GAIgASgJEg0KBWJ5dGVzGAMgASgMEg8KB2xvZ3Byb2IYBCABKAIiugEKCEZpbmlzaGVkEikKBnJlYXNvbhgBIAEoDjIZLmhlYWRyYWNlLnYxLkZpbmlzaFJlYXNvbhIVCgtzdG9wX3N0cmluZxgCIAEoCUgAEhcKDXN0b3BfdG9rZW5faWQYAyABKA1IABIhCgV1c2FnZRgEIAEoCzISLmhlYWRyYWNlLnYxLlVzYWdlEiUKB3RpbWluZ3MYBSABKAsyFC5oZWFkcmFjZS52MS5UaW1pbmdzQgkKB21hdGNoZWQidgoGRmFpbGVkEiIKBnN0YXR1cxgBIAEoCzISLmdvb2dsZS5ycGMuU3RhdHVzEiEKBXVzYWdlGAIgASgLMhIuaGVhZHJhY2UudjEuVXNhZ2USJQoHdGltaW5ncxgDIAEoCzIULmhlYWRyYWNlLnYxLlRpbWluZ3Mi6gEKBVVzYWdlEhUKDXByb21wdF90b2tlbnMYASABKA0SFQoNY2FjaGVkX3Rva2VucxgCIAEoDRIZChFjb21wbGV0aW9uX3Rva2VucxgDIAEoDRIYChByZWFzb25pbmdfdG9rZW5zGAQgASgNEhQKDGRyYWZ0X3Rva2VucxgFIAEoDRIdChVhY2NlcHRlZF9kcmFmdF90b2tlbnMYBiABKA0SHwoXcHJlZGljdGlvbl9kcmFmdF90b2tlbnMYByABKA0SKAogYWNjZXB0ZWRfcHJlZGljdGlvbl9kcmFmdF90b2tlbnMYCCABKA0iggIKB1RpbWluZ3MSOwoYZmlyc3Rfc2NoZWR1bGVkX2R1cmF0aW9uGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjcKFGZpcnN0X3Rva2VuX2R1cmF0aW9uGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjYKE2xhc3RfdG9rZW5fZHVyYXRpb24YAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SNAoRZmluaXNoZWRfZHVyYXRpb24YBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SEwoLcHJlZW1wdGlvbnMYBSABKA0qhwEKDlRvb2xDaG9pY2VNb2RlEiAKHFRPT0xfQ0hPSUNFX01PREVfVU5TUEVDSUZJRUQQABIZChVUT09MX0NIT0lDRV9NT0RFX0FVVE8QARIZChVUT09MX0NIT0lDRV9NT0RFX05PTkUQAhIdChlUT09MX0NIT0lDRV9NT0RFX1JFUVVJUkVEEAMqlQEKCENoYXRSb2xlEhkKFUNIQVRfUk9MRV9VTlNQRUNJRklFRBAAEhQKEENIQVRfUk9MRV9TWVNURU0QARISCg5DSEFUX1JPTEVfVVNFUhACEhcKE0NIQVRfUk9MRV9BU1NJU1RBTlQQAxISCg5DSEFUX1JPTEVfVE9PTBAEEhcKE0NIQVRfUk9MRV9ERVZFTE9QRVIQBSpNCghEZWxpdmVyeRIYChRERUxJVkVSWV9VTlNQRUNJRklFRBAAEhMKD0RFTElWRVJZX1NUUkVBTRABEhIKDkRFTElWRVJZX0ZJTkFMEAIqZgoOVHJ1bmNhdGlvblNpZGUSHwobVFJVTkNBVElPTl9TSURFX1VOU1BFQ0lGSUVEEAASGAoUVFJVTkNBVElPTl9TSURFX0xFRlQQARIZChVUUlVOQ0FUSU9OX1NJREVfUklHSFQQAirTAQoMRmluaXNoUmVhc29uEh0KGUZJTklTSF9SRUFTT05fVU5TUEVDSUZJRUQQABIWChJGSU5JU0hfUkVBU09OX1NUT1AQARIYChRGSU5JU0hfUkVBU09OX0xFTkdUSBACEhkKFUZJTklTSF9SRUFTT05fQ09OVEVYVBADEhsKF0ZJTklTSF9SRUFTT05fQ0FOQ0VMTEVEEAQSHAoYRklOSVNIX1JFQVNPTl9USU1FX0xJTUlUEAUSHAoYRklOSVNIX1JFQVNPTl9UT09MX0NBTExTEAZCTAoPZGV2LmhlYWRyYWNlLnYxQg9HZW5lcmF0aW9uUHJvdG9QAVomaGVhZHJhY2UuZGV2L2dvL2hlYWRyYWNlL3YxO2hlYWRyYWNldjFiBnByb3RvMw", [file_google_api_field_behavior, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_headrace_v1_capability]);
 
 /**
  * One request for generated text. The same message in every RPC that starts a request.
@@ -169,6 +169,15 @@ export type GenerationSpec = Message<"headrace.v1.GenerationSpec"> & {
    * @generated from field: repeated headrace.v1.Label labels = 15;
    */
   labels: Label[];
+
+  /**
+   * What the output is expected to be like, such as a file that is to be edited. On a CPU it changes no token: where the
+   * server speculates and the output goes as expected, several tokens come at a time. At most as many tokens as the
+   * context.
+   *
+   * @generated from field: headrace.v1.Prediction prediction = 16;
+   */
+  prediction?: Prediction | undefined;
 };
 
 /**
@@ -177,6 +186,43 @@ export type GenerationSpec = Message<"headrace.v1.GenerationSpec"> & {
  */
 export const GenerationSpecSchema: GenMessage<GenerationSpec> = /*@__PURE__*/
   messageDesc(file_headrace_v1_generation, 0);
+
+/**
+ * An expected output. Differences from the output are passed over.
+ *
+ * @generated from message headrace.v1.Prediction
+ */
+export type Prediction = Message<"headrace.v1.Prediction"> & {
+  /**
+   * Required.
+   *
+   * @generated from oneof headrace.v1.Prediction.content
+   */
+  content: {
+    /**
+     * Text. Refused with UNIMPLEMENTED if the model has no tokenizer.
+     *
+     * @generated from field: string text = 1;
+     */
+    value: string;
+    case: "text";
+  } | {
+    /**
+     * Token ids.
+     *
+     * @generated from field: headrace.v1.TokenInput tokens = 2;
+     */
+    value: TokenInput;
+    case: "tokens";
+  } | { case: undefined; value?: undefined };
+};
+
+/**
+ * Describes the message headrace.v1.Prediction.
+ * Use `create(PredictionSchema)` to create a new message.
+ */
+export const PredictionSchema: GenMessage<Prediction> = /*@__PURE__*/
+  messageDesc(file_headrace_v1_generation, 1);
 
 /**
  * A label of a request. Not an entry of a map: a hostile message with many of these takes a fifth of the time to parse.
@@ -204,7 +250,7 @@ export type Label = Message<"headrace.v1.Label"> & {
  * Use `create(LabelSchema)` to create a new message.
  */
 export const LabelSchema: GenMessage<Label> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 1);
+  messageDesc(file_headrace_v1_generation, 2);
 
 /**
  * Input as text.
@@ -233,7 +279,7 @@ export type TextInput = Message<"headrace.v1.TextInput"> & {
  * Use `create(TextInputSchema)` to create a new message.
  */
 export const TextInputSchema: GenMessage<TextInput> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 2);
+  messageDesc(file_headrace_v1_generation, 3);
 
 /**
  * Input as token ids.
@@ -254,7 +300,7 @@ export type TokenInput = Message<"headrace.v1.TokenInput"> & {
  * Use `create(TokenInputSchema)` to create a new message.
  */
 export const TokenInputSchema: GenMessage<TokenInput> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 3);
+  messageDesc(file_headrace_v1_generation, 4);
 
 /**
  * Input as a conversation. The server renders it with the tokenizer's own chat template, in a sandbox; a client cannot
@@ -320,7 +366,7 @@ export type ChatInput = Message<"headrace.v1.ChatInput"> & {
  * Use `create(ChatInputSchema)` to create a new message.
  */
 export const ChatInputSchema: GenMessage<ChatInput> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 4);
+  messageDesc(file_headrace_v1_generation, 5);
 
 /**
  * Which tools a reply calls. It is held by a grammar of the model's own format (OutputCapabilities.reply_parser): tokens
@@ -363,7 +409,7 @@ export type ToolChoice = Message<"headrace.v1.ToolChoice"> & {
  * Use `create(ToolChoiceSchema)` to create a new message.
  */
 export const ToolChoiceSchema: GenMessage<ToolChoice> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 5);
+  messageDesc(file_headrace_v1_generation, 6);
 
 /**
  * One message of a conversation.
@@ -436,7 +482,7 @@ export type ChatMessage = Message<"headrace.v1.ChatMessage"> & {
  * Use `create(ChatMessageSchema)` to create a new message.
  */
 export const ChatMessageSchema: GenMessage<ChatMessage> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 6);
+  messageDesc(file_headrace_v1_generation, 7);
 
 /**
  * The content of a message in several parts.
@@ -457,7 +503,7 @@ export type ContentParts = Message<"headrace.v1.ContentParts"> & {
  * Use `create(ContentPartsSchema)` to create a new message.
  */
 export const ContentPartsSchema: GenMessage<ContentParts> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 7);
+  messageDesc(file_headrace_v1_generation, 8);
 
 /**
  * A part of a message's content.
@@ -510,7 +556,7 @@ export type ContentPart = Message<"headrace.v1.ContentPart"> & {
  * Use `create(ContentPartSchema)` to create a new message.
  */
 export const ContentPartSchema: GenMessage<ContentPart> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 8);
+  messageDesc(file_headrace_v1_generation, 9);
 
 /**
  * An image, sound or film.
@@ -554,7 +600,7 @@ export type Media = Message<"headrace.v1.Media"> & {
  * Use `create(MediaSchema)` to create a new message.
  */
 export const MediaSchema: GenMessage<Media> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 9);
+  messageDesc(file_headrace_v1_generation, 10);
 
 /**
  * A function that the model may call.
@@ -598,7 +644,7 @@ export type Tool = Message<"headrace.v1.Tool"> & {
  * Use `create(ToolSchema)` to create a new message.
  */
 export const ToolSchema: GenMessage<Tool> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 10);
+  messageDesc(file_headrace_v1_generation, 11);
 
 /**
  * A call of a tool that the assistant made.
@@ -634,7 +680,7 @@ export type ToolCall = Message<"headrace.v1.ToolCall"> & {
  * Use `create(ToolCallSchema)` to create a new message.
  */
 export const ToolCallSchema: GenMessage<ToolCall> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 11);
+  messageDesc(file_headrace_v1_generation, 12);
 
 /**
  * How the next token is chosen. The steps, in order: logit_bias, banned and allowed ids, the penalties, temperature,
@@ -749,7 +795,7 @@ export type SamplingOptions = Message<"headrace.v1.SamplingOptions"> & {
  * Use `create(SamplingOptionsSchema)` to create a new message.
  */
 export const SamplingOptionsSchema: GenMessage<SamplingOptions> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 12);
+  messageDesc(file_headrace_v1_generation, 13);
 
 /**
  * When generation stops. Whatever comes first ends it.
@@ -829,7 +875,7 @@ export type StopOptions = Message<"headrace.v1.StopOptions"> & {
  * Use `create(StopOptionsSchema)` to create a new message.
  */
 export const StopOptionsSchema: GenMessage<StopOptions> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 13);
+  messageDesc(file_headrace_v1_generation, 14);
 
 /**
  * What is sent back, and in which pieces.
@@ -930,7 +976,7 @@ export type OutputOptions = Message<"headrace.v1.OutputOptions"> & {
  * Use `create(OutputOptionsSchema)` to create a new message.
  */
 export const OutputOptionsSchema: GenMessage<OutputOptions> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 14);
+  messageDesc(file_headrace_v1_generation, 15);
 
 /**
  * A form that the output must have; tokens that do not fit it are never chosen. An output that is cut short (by
@@ -1015,7 +1061,7 @@ export type StructuredOutput = Message<"headrace.v1.StructuredOutput"> & {
  * Use `create(StructuredOutputSchema)` to create a new message.
  */
 export const StructuredOutputSchema: GenMessage<StructuredOutput> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 15);
+  messageDesc(file_headrace_v1_generation, 16);
 
 /**
  * Any JSON object.
@@ -1030,7 +1076,7 @@ export type JsonObjectFormat = Message<"headrace.v1.JsonObjectFormat"> & {
  * Use `create(JsonObjectFormatSchema)` to create a new message.
  */
 export const JsonObjectFormatSchema: GenMessage<JsonObjectFormat> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 16);
+  messageDesc(file_headrace_v1_generation, 17);
 
 /**
  * One of several strings.
@@ -1051,7 +1097,7 @@ export type ChoiceFormat = Message<"headrace.v1.ChoiceFormat"> & {
  * Use `create(ChoiceFormatSchema)` to create a new message.
  */
 export const ChoiceFormatSchema: GenMessage<ChoiceFormat> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 17);
+  messageDesc(file_headrace_v1_generation, 18);
 
 /**
  * When a request is run.
@@ -1082,7 +1128,7 @@ export type SchedulingOptions = Message<"headrace.v1.SchedulingOptions"> & {
  * Use `create(SchedulingOptionsSchema)` to create a new message.
  */
 export const SchedulingOptionsSchema: GenMessage<SchedulingOptions> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 18);
+  messageDesc(file_headrace_v1_generation, 19);
 
 /**
  * What a request may share with others.
@@ -1110,7 +1156,7 @@ export type CacheOptions = Message<"headrace.v1.CacheOptions"> & {
  * Use `create(CacheOptionsSchema)` to create a new message.
  */
 export const CacheOptionsSchema: GenMessage<CacheOptions> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 19);
+  messageDesc(file_headrace_v1_generation, 20);
 
 /**
  * How to truncate a long input.
@@ -1138,7 +1184,7 @@ export type TruncationOptions = Message<"headrace.v1.TruncationOptions"> & {
  * Use `create(TruncationOptionsSchema)` to create a new message.
  */
 export const TruncationOptionsSchema: GenMessage<TruncationOptions> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 20);
+  messageDesc(file_headrace_v1_generation, 21);
 
 /**
  * One thing that happened to an accepted request.
@@ -1226,7 +1272,7 @@ export type ResultEvent = Message<"headrace.v1.ResultEvent"> & {
  * Use `create(ResultEventSchema)` to create a new message.
  */
 export const ResultEventSchema: GenMessage<ResultEvent> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 21);
+  messageDesc(file_headrace_v1_generation, 22);
 
 /**
  * A request was accepted; it will end with one Finished for each choice, or with one Failed.
@@ -1304,7 +1350,7 @@ export type Accepted = Message<"headrace.v1.Accepted"> & {
  * Use `create(AcceptedSchema)` to create a new message.
  */
 export const AcceptedSchema: GenMessage<Accepted> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 22);
+  messageDesc(file_headrace_v1_generation, 23);
 
 /**
  * The prompt was processed; its output begins.
@@ -1339,7 +1385,7 @@ export type PromptProcessed = Message<"headrace.v1.PromptProcessed"> & {
  * Use `create(PromptProcessedSchema)` to create a new message.
  */
 export const PromptProcessedSchema: GenMessage<PromptProcessed> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 23);
+  messageDesc(file_headrace_v1_generation, 24);
 
 /**
  * New output of one choice, never cumulative: the texts of all deltas, joined, are the exact text, and the ids, joined,
@@ -1395,7 +1441,7 @@ export type Delta = Message<"headrace.v1.Delta"> & {
  * Use `create(DeltaSchema)` to create a new message.
  */
 export const DeltaSchema: GenMessage<Delta> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 24);
+  messageDesc(file_headrace_v1_generation, 25);
 
 /**
  * A part of a tool call. A call's first part has its id and its name; the arguments of all its parts, joined, are the
@@ -1440,7 +1486,7 @@ export type ToolCallDelta = Message<"headrace.v1.ToolCallDelta"> & {
  * Use `create(ToolCallDeltaSchema)` to create a new message.
  */
 export const ToolCallDeltaSchema: GenMessage<ToolCallDelta> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 25);
+  messageDesc(file_headrace_v1_generation, 26);
 
 /**
  * One token with its details.
@@ -1505,7 +1551,7 @@ export type TokenInfo = Message<"headrace.v1.TokenInfo"> & {
  * Use `create(TokenInfoSchema)` to create a new message.
  */
 export const TokenInfoSchema: GenMessage<TokenInfo> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 26);
+  messageDesc(file_headrace_v1_generation, 27);
 
 /**
  * A token that could have been chosen.
@@ -1547,7 +1593,7 @@ export type TokenCandidate = Message<"headrace.v1.TokenCandidate"> & {
  * Use `create(TokenCandidateSchema)` to create a new message.
  */
 export const TokenCandidateSchema: GenMessage<TokenCandidate> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 27);
+  messageDesc(file_headrace_v1_generation, 28);
 
 /**
  * A request (one of its choices, if n > 1) ended.
@@ -1605,7 +1651,7 @@ export type Finished = Message<"headrace.v1.Finished"> & {
  * Use `create(FinishedSchema)` to create a new message.
  */
 export const FinishedSchema: GenMessage<Finished> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 28);
+  messageDesc(file_headrace_v1_generation, 29);
 
 /**
  * A request failed.
@@ -1640,7 +1686,7 @@ export type Failed = Message<"headrace.v1.Failed"> & {
  * Use `create(FailedSchema)` to create a new message.
  */
 export const FailedSchema: GenMessage<Failed> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 29);
+  messageDesc(file_headrace_v1_generation, 30);
 
 /**
  * The cost of a request, in tokens. With n > 1, each choice's Finished has its own completion_tokens, and the same
@@ -1677,6 +1723,35 @@ export type Usage = Message<"headrace.v1.Usage"> & {
    * @generated from field: uint32 reasoning_tokens = 4;
    */
   reasoningTokens: number;
+
+  /**
+   * How many guessed tokens (drafts) were computed for it. Right or wrong, they are no completion tokens, but
+   * where service is shared among callers, each counts as one.
+   *
+   * @generated from field: uint32 draft_tokens = 5;
+   */
+  draftTokens: number;
+
+  /**
+   * How many of draft_tokens were right, so that their tokens needed no step of their own.
+   *
+   * @generated from field: uint32 accepted_draft_tokens = 6;
+   */
+  acceptedDraftTokens: number;
+
+  /**
+   * How many of draft_tokens were guessed from the spec's prediction.
+   *
+   * @generated from field: uint32 prediction_draft_tokens = 7;
+   */
+  predictionDraftTokens: number;
+
+  /**
+   * How many of prediction_draft_tokens were right.
+   *
+   * @generated from field: uint32 accepted_prediction_draft_tokens = 8;
+   */
+  acceptedPredictionDraftTokens: number;
 };
 
 /**
@@ -1684,7 +1759,7 @@ export type Usage = Message<"headrace.v1.Usage"> & {
  * Use `create(UsageSchema)` to create a new message.
  */
 export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 30);
+  messageDesc(file_headrace_v1_generation, 31);
 
 /**
  * Times of a request, all measured from its acceptance with one clock. A time is absent if its event did not happen.
@@ -1733,7 +1808,7 @@ export type Timings = Message<"headrace.v1.Timings"> & {
  * Use `create(TimingsSchema)` to create a new message.
  */
 export const TimingsSchema: GenMessage<Timings> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 31);
+  messageDesc(file_headrace_v1_generation, 32);
 
 /**
  * Whether a reply calls tools.

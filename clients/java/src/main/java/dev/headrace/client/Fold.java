@@ -182,7 +182,7 @@ final class Fold {
   /** The output so far. */
   Result partial() {
     Usage usage =
-        prompt.map(told -> new Usage(told.tokens(), told.cachedTokens(), 0, 0)).orElse(Usage.NONE);
+        prompt.map(told -> Usage.prompt(told.tokens(), told.cachedTokens())).orElse(Usage.NONE);
     List<Choice> made = new ArrayList<>();
     for (int index = 0; index < Math.max(Math.max(n, choices.size()), 1); index++) {
       ChoiceFold known = index < choices.size() ? choices.get(index) : null;

@@ -731,6 +731,31 @@ public final class Request {
     }
 
     /**
+     * What the output is expected to be like, such as a file that is to be edited. It changes no
+     * token: where the server speculates and the output goes as expected, several tokens come at a
+     * time.
+     *
+     * @param text the expected output
+     * @return this
+     */
+    public Builder prediction(String text) {
+      spec.getPredictionBuilder().setText(Texts.sendable("prediction", text));
+      return this;
+    }
+
+    /**
+     * What the output is expected to be like, as token ids.
+     *
+     * @param ids unsigned numbers of 32 bits
+     * @return this
+     */
+    public Builder prediction(Collection<? extends Number> ids) {
+      spec.getPredictionBuilder()
+          .setTokens(TokenInput.newBuilder().addAllIds(ids("prediction", ids)));
+      return this;
+    }
+
+    /**
      * Neither uses cached prefixes nor caches this request's.
      *
      * @return this

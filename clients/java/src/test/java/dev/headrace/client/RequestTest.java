@@ -51,6 +51,21 @@ class RequestTest {
   }
 
   @Test
+  void aPredictionIsTextOrTokenIds() {
+    assertEquals("b", Request.text("a").prediction("b").build().spec().getPrediction().getText());
+    assertEquals(
+        List.of(3, 4),
+        Request.text("a")
+            .prediction(List.of(3, 4))
+            .build()
+            .spec()
+            .getPrediction()
+            .getTokens()
+            .getIdsList());
+    assertRefused("prediction", () -> Request.text("a").prediction(List.of(-1)));
+  }
+
+  @Test
   void valuesThatCannotBeSent() {
     assertRefused("text", () -> Request.text("a\ud800"));
     assertRefused("max_tokens", () -> Request.text("a").maxTokens(-1));

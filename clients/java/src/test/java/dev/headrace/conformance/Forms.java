@@ -114,6 +114,9 @@ final class Forms {
     if (has(told, "time_limit_ms")) {
       made.timeLimit(millis(told, "time_limit_ms"));
     }
+    if (has(told, "prediction")) {
+      made.prediction(text(told, "prediction"));
+    }
     return made.build();
   }
 
@@ -208,6 +211,10 @@ final class Forms {
     told.add("cached_tokens", of(usage.cachedTokens()));
     told.add("completion_tokens", of(usage.completionTokens()));
     told.add("reasoning_tokens", of(usage.reasoningTokens()));
+    told.add("draft_tokens", of(usage.draftTokens()));
+    told.add("accepted_draft_tokens", of(usage.acceptedDraftTokens()));
+    told.add("prediction_draft_tokens", of(usage.predictionDraftTokens()));
+    told.add("accepted_prediction_draft_tokens", of(usage.acceptedPredictionDraftTokens()));
     return told;
   }
 

@@ -1,0 +1,148 @@
+"""A measurement as a command: its options, what it measures, its table, and its record."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from benchmarks.adapters.loop import versions
+from benchmarks.models import CACHE, DEMO, SHAPES
+from benchmarks.processes import ROOT, SystemFailure
+from benchmarks.records import Record, commit, machine_record
+
+RESULTS = ROOT / "benchmarks" / "results"
+_PACKAGES = ("headrace-server", "grpcio", "protobuf", "torch", "transformers")
+_NOT_TOLD = ("output", "cache", "quick", "resume")
+System = TypeVar("System")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option: its name without dashes, and what `add_argument` is told of it."""
+
+    name: str
+    more: Mapping[str, Any]
+
+
+def option(name: str, default: Any, text: str = "", **more: Any) -> Option:
+    """Return an option of the type of its default. more: for `add_argument`."""
+    if isinstance(default, bool):
+        more = {"action": "store_true", **more}
+    elif not {"type", "nargs", "action"} & more.keys() and default is not None:
+        more = {"type": type(default), **more}
+    return Option(name, {"default": default, "help": text, **more})
+
+
+MODEL = option("model", str(DEMO), "a model's directory")
+NAMED_MODEL = option("model", "demo", f"demo, {', '.join(SHAPES)}, or a directory")
+DTYPE = option("dtype", "float32", choices=["float32", "bfloat16"])
+THREADS = option("threads", len(os.sched_getaffinity(0)))
+MODELS = option("cache", CACHE, f"for models (default {CACHE})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What is measured, and how it is told.
+
+    Attributes:
+        name: the kind of its record.
+        file: the name of the record's file in benchmarks/results; empty: the kind's.
+        about: a description, whose first line the help has.
+        measure: measures; it is given the options, and the record to put results in.
+        table: returns a record as Markdown; None: what `measure` prints is enough.
+        options: its options.
+        quick: the values of options with --quick, for a look; empty: there is no such option.
+        packages: whose versions the record has, besides the usual ones.
+        is_kept: whether the record is written to its own file if --output names none.
+        resumes: the options, and "commit", that must be the same for --resume to go on with a
+            record; empty: there is no such option.
+    """
+
+    name: str
+    about: str
+    measure: Callable[[argparse.Namespace, Record], None]
+    file: str = ""
+    table: Callable[[Mapping[str, Any]], str] | None = None
+    options: Sequence[Option] = ()
+    quick: Mapping[str, Any] = field(default_factory=dict)
+    packages: Sequence[str] = ()
+    is_kept: bool = True
+    resumes: Sequence[str] = ()
+
+    def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parse the options. words: None for those of this process."""
+        parser = argparse.ArgumentParser(description=self.about.splitlines()[0])
+        for one in self.options:
+            dashes = "" if one.more.get("nargs") == "*" and not one.more["default"] else "--"
+            parser.add_argument(dashes + one.name.replace("_", "-"), **one.more)
+        default = RESULTS / (self.file or f"{self.name}.json") if self.is_kept else None
+        parser.add_argument("--output", type=Path, default=default, help="the record's file")
+        if self.quick:
+            parser.add_argument("--quick", action="store_true", help="a little of it, for a look")
+        if self.resumes:
+            parser.add_argument("--resume", action="store_true", help="go on with the record")
+        found = parser.parse_args(words)
+        for name, value in self.quick.items() if self.quick and found.quick else ():
+            setattr(found, name, value)
+        return found
+
+    def run(self, words: Sequence[str] | None = None) -> Mapping[str, Any]:
+        """Run the command. Returns the record's content. Ends the process if a system fails."""
+        options, began = self.parse(words), time.monotonic()
+        if words is None:  # else the signals are the caller's
+            end_by_signals()
+        about = {
+            "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
+            "commit": commit(),
+            "machine": machine_record(),
+            "load_average": list(os.getloadavg()),
+            "versions": versions(*_PACKAGES, *self.packages),
+            "options": {
+                name: _told(value) for name, value in vars(options).items() if name not in _NOT_TOLD
+            },
+        }
+        record = Record(options.output, self.name, about)
+        if self.resumes and options.resume and not record.resume(self.resumes):
+            sys.exit(f"{record.path} is of another commit, or of other options")
+        try:
+            self.measure(options, record)
+        except SystemFailure as failure:
+            sys.exit(f"{self.name}: {failure}")
+        if self.table is not None:
+            print(f"\n{self.table(record.data)}\n")
+        record.save()
+        if record.path is not None:
+            print(f"written to {record.path}; {time.monotonic() - began:.0f} s")
+        return record.data
+
+
+def in_turns(systems: Sequence[System], count: int) -> Iterator[tuple[int, System]]:
+    """Yield each system in each turn, with the turn's number. Turn 0 warms up and does not count.
+    Each turn begins with another system, since a machine's speed drifts.
+    """
+    for number in range(count + 1):
+        shift = number % len(systems)
+        yield from ((number, one) for one in (*systems[shift:], *systems[:shift]))
+
+
+def end_by_signals() -> None:
+    """Let SIGTERM and SIGHUP end this process as an exception does, so that it ends its systems."""
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, lambda number, frame: sys.exit(128 + number))
+
+
+def _told(value: object) -> object:
+    """Return an option's value for the record, without the folders of this machine."""
+    if isinstance(value, Path) or (isinstance(value, str) and os.sep in value):
+        return Path(value).name
+    if isinstance(value, list | tuple):
+        return [_told(one) for one in value]
+    return value

@@ -1,0 +1,112 @@
+"""Part `door`: attacks on `headrace openai`, beside a witness of the server and an HTTP caller.
+
+part
+  ├── server     headrace-server serve, with a file of callers
+  ├── door       headrace openai, in front of it
+  ├── witness    tests.campaign.witness: a caller of the server itself
+  ├── neighbour  a caller of the door, by streams
+  └── attacker   tests.campaign.hostile.door, a process for each attack
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+
+from tests.campaign.calm import look, witnessed
+from tests.campaign.door.attacks import ATTACKS, CHAT, Door, Neighbour, attacked
+from tests.campaign.hostile.judging import allowed_s
+from tests.campaign.hostile.server import ATTACKER, WITNESS, Server
+from tests.campaign.parts import Course, Part, Tried, some
+from tests.campaign.witness.process import Witness
+from tests.campaign.witness.report import Report
+
+SECONDS, CUT_SECONDS = 10.0, 2.0
+CALM_S = 3.0
+STREAM_S = 0.5
+"""The longest allowed wait of the neighbour at the door for a stream's next event."""
+DOOR_BYTES = 256_000_000
+"""Allowed resident memory of the door's process."""
+ANSWER_S = 10.0
+"""The time within which the door must answer again after an attack."""
+
+
+def run(course: Course) -> None:
+    """Run each attack. Waits are judged only in the full campaign, not in the cut."""
+    names = [name for name in ATTACKS if course.is_wanted(name)]
+    if not names:
+        return
+    with witnessed(tokens=300) as (server, witness):
+        door = Door(server.target, course.folder)
+        neighbour = Neighbour(door.port, server.token(WITNESS))
+        try:
+            neighbour.start()
+            calm = look(witness, course.either(CALM_S, 1.0))
+            for name in names:
+                course.add(_try(course, name, (server, witness, door, neighbour), calm))
+        finally:
+            neighbour.close()
+            door.close()
+
+
+def _try(
+    course: Course, name: str, there: tuple[Server, Witness, Door, Neighbour], calm: Report
+) -> Tried:
+    server, witness, door, neighbour = there
+    seconds = course.seconds or course.either(SECONDS, CUT_SECONDS)
+    witness.begin()
+    neighbour.begin()
+    answers = attacked(name, door.port, seconds, server.token(ATTACKER))
+    seen, waited, peak = witness.report(), neighbour.worst_s, door.peak_bytes
+    wrong = [f"the door was {peak / 1e6:.0f} MB"] if peak > DOOR_BYTES else []
+    if not course.is_cut:
+        if seen.gaps.worst_s - seen.gaps.late_s > (most := allowed_s(calm.gaps)):
+            wrong.append(f"gap between tokens {seen.gaps.worst_s:.3f} s, above {most:.3f}")
+        if waited > STREAM_S:
+            wrong.append(f"a stream waited {waited:.3f} s, above {STREAM_S}")
+    wrong += [f"a neighbour got {one}" for one in neighbour.wrong]
+    wrong += [f"{count} × {answer}" for answer, count in answers.items() if answer == "500"]
+    wrong += seen.losses
+    wrong += [f"the door said: {line}" for line in door.log().splitlines()[1:]]
+    if any(server.token(one) in door.log() + server.log() for one in (WITNESS, ATTACKER)):
+        wrong.append("a log has a token")
+    if not door.is_alive or not _answers(door, server.token(ATTACKER)):
+        wrong.append(f"it did not answer within {ANSWER_S:g} s afterwards")
+    told = ", ".join(f"{count:,} {answer}" for answer, count in sorted(answers.items()))
+    return Tried(
+        name=name,
+        what=(ATTACKS[name].__doc__ or "").strip(),
+        promises=(3, 7),
+        count=sum(answers.values()),
+        worst=f"gap {seen.gaps.worst_s * 1e3:.0f} ms (calm {calm.gaps.worst_s * 1e3:.0f}), stream "
+        f"{waited * 1e3:.0f} ms; door {peak / 1e6:.0f} MB at most so far; {told}",
+        wrong=some(wrong),
+    )
+
+
+def _answers(door: Door, token: str) -> bool:
+    body = json.dumps(CHAT | {"max_tokens": 1})
+    headers = {"content-type": "application/json", "authorization": f"Bearer {token}"}
+    ends = time.monotonic() + ANSWER_S
+    while time.monotonic() < ends:
+        connection = http.client.HTTPConnection("127.0.0.1", door.port, timeout=ANSWER_S)
+        try:
+            connection.request("POST", "/v1/chat/completions", body, headers)
+            if connection.getresponse().status == 200:
+                return True
+        except (OSError, http.client.HTTPException):
+            pass
+        finally:
+            connection.close()
+        time.sleep(0.1)
+    return False
+
+
+DOOR = Part(
+    name="door",
+    meaning="attacks on the HTTP door, beside a witness and a neighbour's stream",
+    minutes=3,
+    run=run,
+    has_calm=False,
+)

@@ -1,0 +1,108 @@
+"""Hundreds of concurrent calls to the operators' methods and to reflection.
+
+Callers of these methods are trusted with the server, but the calls must still not stall it.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from google.protobuf.message import Message
+from headrace.v1 import control_service_pb2 as control
+
+from tests.campaign.hostile import encoding as wire
+from tests.campaign.hostile.inputs.derived import of
+from tests.campaign.hostile.inputs.kinds import OK, Case, Group, by_cases, invalid
+from tests.campaign.hostile.sending import CONTROL, GENERATION, REFLECTION, Sender
+
+
+def _case(method: str, message: Message, *answers: str) -> Case:
+    return Case(CONTROL + method, lambda s: message, answers or (OK,), is_operator=True)
+
+
+def _cancels(requests: list[dict[str, str]]) -> Case:
+    message = control.CancelRequestsRequest(requests=requests)
+    return _case("CancelRequests", message, *invalid("requests"))
+
+
+CONTROL_GROUP = Group("control")
+
+
+@CONTROL_GROUP.sends()
+async def reflection(s: Sender) -> None:
+    """Reflection on four streams, as fast as it is answered."""
+    questions = itertools.cycle(
+        [wire.field(7, "*"), wire.field(4, "headrace.v1.GenerationService"), wire.field(3, "none")]
+    )
+    await s.crowd(4, lambda _: s.session(questions, method=REFLECTION))
+
+
+@CONTROL_GROUP.sends()
+async def statistics_watches(s: Sender) -> None:
+    """300 WatchStatistics of ten messages a second."""
+    every = wire.field(1, wire.count(2, 100_000_000))
+    await s.crowd(300, lambda _: s.call(CONTROL + "WatchStatistics", every, token=s.operator))
+
+
+@CONTROL_GROUP.sends(answers=(OK,))
+async def cancel_requests(s: Sender) -> None:
+    """CancelRequests of 1,024 unknown ids, 16 at once."""
+    name = wire.field(1, wire.field(1, "mallory") + wire.field(2, "none"))
+    await s.again(16, lambda _: s.call(CONTROL + "CancelRequests", name * 1024, token=s.operator))
+
+
+@CONTROL_GROUP.sends(answers=(OK,))
+async def list_requests(s: Sender) -> None:
+    """ListRequests of 1,000 waiting requests, 64 at once."""
+    spec = wire.text_input("Once upon a time") + wire.max_tokens(500, ignore_eos=True)
+    await s.crowd(900, lambda _: s.call(GENERATION + "AddRequest", wire.request(spec)))
+    await s.again(
+        64, lambda _: s.call(CONTROL + "ListRequests", wire.count(2, 1000), token=s.operator)
+    )
+
+
+CONTROL_GROUP.inputs += (
+    by_cases(
+        "list-pages",
+        "pages of lists that are none, of the largest size, and of long identities",
+        *of("ListRequestsRequest"),
+        _case("ListRequests", control.ListRequestsRequest(page_token="-1"), *invalid("page_token")),
+        width=8,
+    ),
+    by_cases(
+        "watch-intervals",
+        "statistics in intervals that are none",
+        *(case for case in of("WatchStatisticsRequest.interval") if OK not in case.answers),
+        width=8,
+    ),
+    by_cases(
+        "long-reasons",
+        "pauses and drains for reasons that are too long, and within times that are none",
+        *of("PauseRequest.reason", "DrainRequest"),
+        _case("Pause", control.PauseRequest(reason="r" * 257), *invalid("reason")),
+        width=8,
+    ),
+    by_cases(
+        "cancelled-names",
+        "cancels of requests of long names, of none, and of too many",
+        *of("RequestName"),
+        _cancels([]),
+        _cancels([{"identity": "a", "request_id": "b"}] * 1025),
+    ),
+    by_cases(
+        "prefixes-dropped",
+        "the prefix cache dropped again and again, eight at once",
+        _case("ResetPrefixCache", control.ResetPrefixCacheRequest()),
+        width=8,
+    ),
+    by_cases(
+        "log-levels",
+        "levels of the log that are none, and all others in turns",
+        *of("SetLogLevelRequest.level"),
+        *(
+            _case("SetLogLevel", control.SetLogLevelRequest(level=level))  # type: ignore[arg-type]
+            for level in (4, 3, 1, 2)
+        ),
+        width=4,
+    ),
+)

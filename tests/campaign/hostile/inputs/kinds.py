@@ -1,0 +1,208 @@
+"""The types that describe a hostile input."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.message import Message
+
+from tests.campaign.hostile.sending import SESSIONS, Sender
+
+BOTH = ("demo", "long")
+OK = "OK"
+MANY_CASES, CASES_A_SECOND = 40, 10
+"""An input of more cases than these takes its time by their number."""
+MISSING = ("UNIMPLEMENTED CAPABILITY_MISSING",)
+Send = Callable[[Sender], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A message as bytes, and how it is sent; a session's command is sent on a session of its own.
+
+    Attributes:
+        method: the path of the RPC.
+        raw: the message.
+        gzip, token, patience_s: as of `Sender.call`.
+    """
+
+    method: str
+    raw: bytes
+    gzip: bool = True
+    token: str | None = None
+    patience_s: float | None = None
+
+
+Round = Callable[[Sender], Iterable[Call]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """A hostile input.
+
+    Attributes:
+        name: a name that is unique among all inputs.
+        meaning: one line that says what is sent.
+        send: sends the input. It returns when everything has been sent and answered, or is
+            cancelled when its time is up.
+        answers: the answers of which at least one must occur, in the format of `sending.told`, to
+            show that the input reached its target. Empty if no answer is required.
+        cases: the single messages that make up the input, if it is made of such messages.
+        models: the models that the input is tried on.
+        stranger: whether the attacker has no token. The server's memory then has a separate limit.
+        judge: checks the answers too; returns what is wrong with them, or None.
+        seconds: the duration, if it differs from the campaign's default.
+    """
+
+    name: str
+    meaning: str
+    send: Send
+    answers: tuple[str, ...] = ()
+    cases: tuple[Case, ...] = ()
+    models: tuple[str, ...] = BOTH
+    stranger: bool = False
+    judge: Callable[[Mapping[str, int]], str | None] | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One message and its expected answers.
+
+    Attributes:
+        method: the path of the RPC; for a session, the message is the first command.
+        message: builds the message from what the attacker knows of the server.
+        answers: the expected answers, in the format of `sending.told`; `*` ends a prefix.
+        each: whether the message is rebuilt for every call, so that the server cannot use a cache.
+        metadata: the metadata of the call.
+        patience_s: the time after which the caller gives up.
+        is_operator: whether an operator makes the call.
+        field: the contract's field under attack, as "Label.name", if the case is derived from it.
+    """
+
+    method: str
+    message: Callable[[Sender], Message]
+    answers: tuple[str, ...] = (OK,)
+    each: bool = False
+    metadata: Sequence[tuple[str, str | bytes]] = ()
+    patience_s: float | None = None
+    is_operator: bool = False
+    field: str = ""
+
+    async def ask(self, s: Sender, raw: bytes) -> str:
+        """Send the message and tally the answer as expected or unexpected."""
+        return await s.ask(
+            self.method,
+            raw,
+            self.answers,
+            token=s.operator if self.is_operator else None,
+            metadata=self.metadata,
+            patience_s=self.patience_s,
+        )
+
+
+def by_cases(
+    name: str,
+    meaning: str,
+    *cases: Case,
+    width: int = 2,
+    seconds: float | None = None,
+    models: tuple[str, ...] = BOTH,
+) -> Input:
+    """Return an input that repeats a list of messages with the given number of concurrent calls.
+    Without `seconds`, it takes long enough for each of many cases to be tried.
+    """
+
+    async def send(s: Sender) -> None:
+        known = [None if case.each else case.message(s).SerializeToString() for case in cases]
+        pairs = list(zip(cases, known, strict=True))
+
+        async def one(index: int) -> None:
+            begin = index * len(pairs) // width  # so that all are tried early
+            for case, raw in (*pairs[begin:], *pairs[:begin]):
+                await case.ask(s, case.message(s).SerializeToString() if raw is None else raw)
+
+        await s.again(width, one)
+
+    return Input(
+        name=name,
+        meaning=meaning,
+        send=send,
+        answers=tuple(answer for case in cases for answer in case.answers),
+        cases=cases,
+        seconds=seconds or (len(cases) / CASES_A_SECOND if len(cases) > MANY_CASES else None),
+        models=models,
+    )
+
+
+def invalid(*fields: str) -> tuple[str, ...]:
+    """Return the answer to a field with an invalid value."""
+    return tuple(f"INVALID_ARGUMENT INVALID_FIELD {one}" for one in fields)
+
+
+def lacking(name: str) -> str:
+    """Return the answer to a field that needs something the server lacks."""
+    return f"UNIMPLEMENTED UNSUPPORTED_FIELD {name}"
+
+
+@dataclass(slots=True)
+class Group:
+    """Inputs that are tried on one server after one calm period.
+
+    Attributes:
+        name: a name that is unique among all groups.
+        tls: whether the server uses TLS on a TCP address; the witness then uses a Unix socket.
+        options: the server's options in addition to its defaults.
+        inputs: the inputs in the order in which they are tried.
+    """
+
+    name: str
+    tls: bool = False
+    options: tuple[str, ...] = ()
+    inputs: list[Input] = field(default_factory=list)
+
+    def sends(self, **more: Any) -> Callable[[Send], Send]:
+        """Add the input that a function sends, under the function's name. Its docstring is the
+        meaning. `more`: as of an Input, the name and the meaning too.
+        """
+
+        def add(send: Send) -> Send:
+            names = {"name": send.__name__.replace("_", "-"), "meaning": _meaning(send)}
+            self.inputs.append(Input(send=send, **(names | more)))
+            return send
+
+        return add
+
+    def repeats(self, width: int = 2, **more: Any) -> Callable[[Round], Round]:
+        """Add the input whose workers repeat the calls that a function returns."""
+
+        def add(round_of: Round) -> Round:
+            async def send(s: Sender) -> None:
+                calls = list(round_of(s))
+
+                async def one(_: int) -> None:
+                    for call in calls:
+                        if call.method in SESSIONS:
+                            await s.session([call.raw])
+                        else:
+                            await s.call(
+                                call.method, call.raw, gzip=call.gzip, token=call.token,
+                                patience_s=call.patience_s,
+                            )  # fmt: skip
+
+                await s.again(width, one)
+
+            send.__name__, send.__doc__ = round_of.__name__, round_of.__doc__
+            self.sends(**more)(send)
+            return round_of
+
+        return add
+
+
+def _meaning(named: Callable[..., object]) -> str:
+    found = " ".join((named.__doc__ or "").split()).removesuffix(".")
+    word = found.partition(" ")[0]
+    is_name = word.capitalize() != word  # of an RPC or a protocol
+    return found if is_name else found[:1].lower() + found[1:]

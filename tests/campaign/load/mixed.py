@@ -1,0 +1,179 @@
+"""Open-loop load of all kinds: requests arrive independently of how earlier ones ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from headrace.v1 import generation_pb2 as pb
+from headrace.v1 import generation_service_pb2 as rpc
+from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
+
+from tests.campaign.hostile.sending import OPTIONS, told
+
+RATE = 8.0
+"""The average number of requests per second."""
+MOST_OPEN = 400
+"""The maximum number of open requests; any above it are counted but not sent."""
+PATIENCE_S = 120.0
+SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}'
+PREFIX = "Once upon a time there was a small house by the river, and in it lived an old man. " * 12
+SHARED = "A story that many begin with: "
+
+
+class Load:
+    """The load on one server.
+
+    Attributes:
+        tally: the number of requests by how they ended.
+        sent: the number of requests sent.
+        kinds: the number of requests by kind.
+    """
+
+    def __init__(self, target: str, token: str, source: random.Random) -> None:
+        self.tally: Counter[str] = Counter()
+        self.kinds: Counter[str] = Counter()
+        self._target = target
+        self._metadata = [("authorization", f"Bearer {token}")]
+        self._source = source
+        self._open: set[asyncio.Task[None]] = set()
+        self._number = 0
+        self._connections = 0
+        self._channel: Any = None
+
+    @property
+    def sent(self) -> int:
+        """The number of requests sent."""
+        return sum(self.kinds.values())
+
+    def _connect(self) -> Any:
+        self._connections += 1
+        options = [*OPTIONS, ("headrace.number", self._connections)]
+        return grpc.aio.insecure_channel(self._target, options=options)
+
+    async def run(self, seconds: float) -> None:
+        """Send for the given time, then wait for whatever is still open."""
+        self._channel = self._connect()
+        ends = time.monotonic() + seconds
+        due = time.monotonic()
+        while (now := time.monotonic()) < ends:
+            if now < due:
+                await asyncio.sleep(min(due - now, ends - now))
+                continue
+            due += self._source.expovariate(RATE)
+            if len(self._open) >= MOST_OPEN:
+                self.tally["not sent: too many are open"] += 1
+                continue
+            task = asyncio.create_task(self._one())
+            self._open.add(task)
+            task.add_done_callback(self._open.discard)
+        if self._open:
+            _, late = await asyncio.wait(self._open, timeout=PATIENCE_S)
+            self.tally["stuck"] += len(late)
+        await self._channel.close()
+
+    async def _one(self) -> None:
+        name = self._source.choice(list(KINDS))
+        self.kinds[name] += 1
+        try:
+            await KINDS[name](self)
+            self.tally["OK"] += 1
+        except grpc.aio.AioRpcError as error:
+            self.tally[told(error)] += 1
+        except asyncio.CancelledError:
+            self.tally["cancelled by its caller"] += 1
+
+    def _spec(self, text: str = "", **more: Any) -> pb.GenerationSpec:
+        source = self._source
+        more.setdefault("stop", {"max_tokens": source.randint(2, 24)})
+        if "chat" not in more:
+            more["text"] = {"text": text or f"The {source.choice('abcdefgh')} "}
+        return pb.GenerationSpec(**more)
+
+    def _name(self) -> str:
+        self._number += 1
+        return f"load-{self._number}"
+
+    async def generate(self, **more: Any) -> None:
+        """Send a request whose answer is not streamed."""
+        stub: Any = GenerationServiceStub(self._channel)
+        await stub.Generate(rpc.GenerateRequest(spec=self._spec(**more)), metadata=self._metadata)
+
+    async def stream(self, most: int | None = None, channel: Any = None, **more: Any) -> None:
+        """Read a stream; its caller may leave after a given number of messages."""
+        stub: Any = GenerationServiceStub(channel or self._channel)
+        request = rpc.GenerateStreamRequest(spec=self._spec(**more))
+        call, came = stub.GenerateStream(request, metadata=self._metadata), 0
+        async for _ in call:
+            came += 1
+            if most is not None and came >= most:
+                call.cancel()
+
+    async def session(self) -> None:
+        """Send five requests on one stream and cancel one of them."""
+        stub: Any = GenerationServiceStub(self._channel)
+        call = stub.StreamResult(metadata=self._metadata)
+        names = [self._name() for _ in range(5)]
+        for name in names:
+            spec = self._spec(request_id=name)
+            await call.write(rpc.StreamResultRequest(add=rpc.AddCommand(spec=spec)))
+        cancel = rpc.CancelCommand(request_id=self._source.choice(names))
+        await call.write(rpc.StreamResultRequest(cancel=cancel))
+        await call.done_writing()
+        async for _ in call:
+            pass
+
+    async def added(self) -> None:
+        """Call AddRequest and read the result."""
+        stub: Any = GenerationServiceStub(self._channel)
+        spec = self._spec(request_id=self._name())
+        await stub.AddRequest(rpc.AddRequestRequest(spec=spec), metadata=self._metadata)
+        question = rpc.GetResultRequest(
+            request_id=spec.request_id, until_done=True, wait={"seconds": 60}
+        )
+        await stub.GetResult(question, metadata=self._metadata)
+
+    async def disconnected(self) -> None:
+        """Read a stream on a separate connection that is closed midway."""
+        channel = self._connect()
+        with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
+            async with asyncio.timeout(self._source.random() * 0.3):
+                await self.stream(channel=channel, stop={"max_tokens": 200})
+        await channel.close()
+
+
+async def _cancelled(load: Load) -> None:
+    await load.stream(most=load._source.randint(1, 5), stop={"max_tokens": 100})
+
+
+async def _grammar(load: Load) -> None:
+    await load.generate(structured_output={"json_schema": SCHEMA})
+
+
+async def _tools(load: Load) -> None:
+    message = {"role": pb.CHAT_ROLE_USER, "content": "What is the weather?"}
+    tool = {"name": "weather", "parameters_json": SCHEMA}
+    await load.stream(chat={"messages": [message], "tools": [tool]})
+
+
+async def _prefix(load: Load) -> None:
+    await load.stream(text=SHARED + PREFIX + str(load._source.randint(0, 5)))
+
+
+KINDS: dict[str, Callable[[Load], Awaitable[None]]] = {
+    "Generate": Load.generate,
+    "GenerateStream": Load.stream,
+    "sessions": Load.session,
+    "AddRequest": Load.added,
+    "disconnected": Load.disconnected,
+    "cancelled": _cancelled,
+    "grammars": _grammar,
+    "tools": _tools,
+    "shared prefixes": _prefix,
+}
