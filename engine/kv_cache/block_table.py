@@ -25,15 +25,18 @@ class BlockTable:
         length: the number of entries in use.
         released: the number of leading entries that are the null block, because they were freed or
             never allocated.
+        num_cuts: how often entries were removed from the end. A place that was used again since
+            holds another block though the length is the same.
     """
 
-    __slots__ = ("blocks", "length", "released")
+    __slots__ = ("blocks", "length", "num_cuts", "released")
 
     def __init__(self, num_null: int = 0, blocks: Sequence[BlockId] = ()) -> None:
         """Create a table of `num_null` null entries, which are behind the sliding window, followed
         by `blocks`.
         """
         self.length = self.released = num_null
+        self.num_cuts = 0
         capacity = max(_INITIAL_CAPACITY, num_null + len(blocks))
         self.blocks: npt.NDArray[np.int32] = np.full(capacity, NULL_BLOCK, dtype=np.int32)
         self.extend(blocks)
@@ -52,6 +55,7 @@ class BlockTable:
         """Remove the last `count` entries, which must not be released, and return them."""
         removed = self.entries(self.length - count, self.length)
         self.length -= count
+        self.num_cuts += 1
         return removed
 
     def release_before(self, index: int) -> list[BlockId]:

@@ -191,7 +191,7 @@ class _StackedTables:
     def __init__(self, group: int) -> None:
         self._group = group
         self._tables: list[BlockTable] = []
-        self._state: list[tuple[int, int]] = []
+        self._state: list[tuple[int, int, int]] = []
         self._stacked = np.zeros((0, 0), dtype=np.int32)
 
     def stack(self, rows: Sequence[ScheduledRequest]) -> npt.NDArray[np.int32]:
@@ -201,13 +201,14 @@ class _StackedTables:
         only rows that have changed are read again, which halves the time with 256 requests.
         """
         tables = [row.tables[self._group] for row in rows]
-        # Entries only change by appending, or by release from the front. Of slots, whose tables
-        # also get shorter, only the first entry is read, which never changes.
-        state = [(table.length, table.released) for table in tables]
+        # Entries change by appending, by release from the front, and by cutting, when drafts were
+        # wrong. Tables of slots lose entries otherwise; of them only the first is read, which
+        # never changes.
+        state = [(table.length, table.released, table.num_cuts) for table in tables]
         is_same = tables == self._tables
         if is_same and state == self._state:
             return self._stacked
-        stacked = np.zeros((len(tables), max(length for length, _ in state)), dtype=np.int32)
+        stacked = np.zeros((len(tables), max(table.length for table in tables)), dtype=np.int32)
         changed: Iterable[int] = range(len(tables))
         if is_same:
             width = min(stacked.shape[1], self._stacked.shape[1])

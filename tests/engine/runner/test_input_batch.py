@@ -108,3 +108,15 @@ def test_tables_are_stacked_again_only_when_one_has_changed() -> None:
     assert last[0].tables is first[0].tables
     assert last[1].tables.tolist() == [[0, 502, 0], [520, 521, 522]]
     assert first[1].tables.tolist() == [[501, 502, 0], [520, 521, 522]], "a step may still read it"
+
+
+def test_a_block_that_another_request_has_since_taken_is_not_read_again() -> None:
+    builder = InputBatchBuilder(2, BLOCK, PLAIN)
+    rows = [begin("a", 5, 1), begin("b", 9, 20)]
+    builder.build(schedule(rows))
+    for table in rows[0][1]:
+        (given_back,) = table.cut(1)
+        table.extend([BlockId(900)])
+        rows[1][1][0].extend([given_back])
+    last = builder.build(schedule(rows)).layouts
+    assert [one.tables[0, 1] for one in last] == [900, 900]
