@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 
 from google.protobuf.message import Message
+from grpc_reflection.v1alpha import reflection_pb2
 from headrace.v1 import control_service_pb2 as control
 
 from tests.campaign.hostile import encoding as wire
@@ -32,7 +33,12 @@ CONTROL_GROUP = Group("control")
 async def reflection(s: Sender) -> None:
     """Reflection on four streams, as fast as it is answered."""
     questions = itertools.cycle(
-        [wire.field(7, "*"), wire.field(4, "headrace.v1.GenerationService"), wire.field(3, "none")]
+        reflection_pb2.ServerReflectionRequest(**question).SerializeToString()
+        for question in (
+            {"list_services": "*"},
+            {"file_containing_symbol": "headrace.v1.GenerationService"},
+            {"file_by_filename": "none"},
+        )
     )
     await s.crowd(4, lambda _: s.session(questions, method=REFLECTION))
 
@@ -40,25 +46,25 @@ async def reflection(s: Sender) -> None:
 @CONTROL_GROUP.sends()
 async def statistics_watches(s: Sender) -> None:
     """300 WatchStatistics of ten messages a second."""
-    every = wire.field(1, wire.count(2, 100_000_000))
+    every = control.WatchStatisticsRequest(interval={"nanos": 100_000_000}).SerializeToString()
     await s.crowd(300, lambda _: s.call(CONTROL + "WatchStatistics", every, token=s.operator))
 
 
 @CONTROL_GROUP.sends(answers=(OK,))
 async def cancel_requests(s: Sender) -> None:
     """CancelRequests of 1,024 unknown ids, 16 at once."""
-    name = wire.field(1, wire.field(1, "mallory") + wire.field(2, "none"))
-    await s.again(16, lambda _: s.call(CONTROL + "CancelRequests", name * 1024, token=s.operator))
+    names = [{"identity": "mallory", "request_id": "none"}] * 1024
+    raw = control.CancelRequestsRequest(requests=names).SerializeToString()
+    await s.again(16, lambda _: s.call(CONTROL + "CancelRequests", raw, token=s.operator))
 
 
 @CONTROL_GROUP.sends(answers=(OK,))
 async def list_requests(s: Sender) -> None:
     """ListRequests of 1,000 waiting requests, 64 at once."""
-    spec = wire.text_input("Once upon a time") + wire.max_tokens(500, ignore_eos=True)
-    await s.crowd(900, lambda _: s.call(GENERATION + "AddRequest", wire.request(spec)))
-    await s.again(
-        64, lambda _: s.call(CONTROL + "ListRequests", wire.count(2, 1000), token=s.operator)
-    )
+    added = wire.request(stop={"max_tokens": 500, "ignore_eos": True})
+    page = control.ListRequestsRequest(page_size=1000).SerializeToString()
+    await s.crowd(900, lambda _: s.call(GENERATION + "AddRequest", added))
+    await s.again(64, lambda _: s.call(CONTROL + "ListRequests", page, token=s.operator))
 
 
 CONTROL_GROUP.inputs += (

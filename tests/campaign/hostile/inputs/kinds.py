@@ -169,8 +169,7 @@ class Group:
         """
 
         def add(send: Send) -> Send:
-            names = {"name": send.__name__.replace("_", "-"), "meaning": _meaning(send)}
-            self.inputs.append(Input(send=send, **(names | more)))
+            self.inputs.append(Input(send=send, **(named(send) | more)))
             return send
 
         return add
@@ -194,15 +193,16 @@ class Group:
 
                 await s.again(width, one)
 
-            send.__name__, send.__doc__ = round_of.__name__, round_of.__doc__
-            self.sends(**more)(send)
+            self.sends(**(named(round_of) | more))(send)
             return round_of
 
         return add
 
 
-def _meaning(named: Callable[..., object]) -> str:
-    found = " ".join((named.__doc__ or "").split()).removesuffix(".")
-    word = found.partition(" ")[0]
-    is_name = word.capitalize() != word  # of an RPC or a protocol
-    return found if is_name else found[:1].lower() + found[1:]
+def named(found: Callable[..., object]) -> dict[str, Any]:
+    """Return an input's name and meaning: a function's name, and its docstring."""
+    meaning = " ".join((found.__doc__ or "").split()).removesuffix(".")
+    word = meaning.partition(" ")[0]
+    if word.capitalize() == word:  # not the name of an RPC or a protocol
+        meaning = meaning[:1].lower() + meaning[1:]
+    return {"name": found.__name__.replace("_", "-"), "meaning": meaning}
