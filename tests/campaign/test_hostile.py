@@ -31,8 +31,8 @@ from tests.campaign.hostile.inputs.requests import answered
 from tests.campaign.hostile.inputs.strangers import CHECK
 from tests.campaign.hostile.long_model import write_tokenizer
 from tests.campaign.hostile.part import Attacks
-from tests.campaign.hostile.sending import GENERATION, HEALTH, MODEL, Card, Sender, fits, sender
-from tests.campaign.hostile.server import ATTACKER, OPERATOR, Server
+from tests.campaign.hostile.sending import GENERATION, HEALTH, MODEL, Card, Sender, fits
+from tests.campaign.hostile.server import Server
 from tests.campaign.parts import Course, Tried
 from tests.campaign.witness.report import Memory, Report, Waits
 from tests.service.helpers import DEADLINE_S, serving, until
@@ -474,13 +474,7 @@ async def test_each_case_is_answered_as_it_tells(tmp_path: Path) -> None:
     """Those that are single messages, on the demo model: each reaches the field that it is for."""
     wrong, asked = [], set[tuple[str, bytes]]()
     with closing(Server(DEMO, tmp_path, more=CHATS.options)) as server:
-        async with sender(
-            server.target,
-            server.card,
-            token=server.token(ATTACKER),
-            operator=server.token(OPERATOR),
-            seed="1",
-        ) as s:
+        async with server.sender(seed="1") as s:
             for one in INPUTS.values():
                 for number, case in enumerate(one.cases if "demo" in one.models else ()):
                     raw = case.message(s).SerializeToString()

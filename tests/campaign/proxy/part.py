@@ -18,14 +18,12 @@ from typing import Any
 
 import grpc
 import psutil
-from headrace.v1 import model_service_pb2 as model
-from headrace.v1.model_service_pb2_grpc import ModelServiceStub
 
 from benchmarks.models import DEMO
 from benchmarks.processes import SystemFailure
 from benchmarks.proxies.running import ENVOY, Proxy, proxy
 from tests.campaign.hostile.judging import STRANGERS_BYTES
-from tests.campaign.hostile.sending import told
+from tests.campaign.hostile.sending import MODEL, told
 from tests.campaign.hostile.server import WITNESS, Server
 from tests.campaign.parts import Course, Part, Tried, some
 from tests.campaign.proxy.flood import BLOCKS, flood
@@ -134,13 +132,10 @@ def _port(server: Server) -> int:
 
 def _answer(server: Server, port: int) -> str:
     """Return the answer that a caller with a token gets at a port."""
-    metadata = [("authorization", f"Bearer {server.token(WITNESS)}")]
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        stub: Any = ModelServiceStub(channel)
-        try:
-            stub.GetModel(model.GetModelRequest(), metadata=metadata, timeout=READY_S)
-        except grpc.RpcError as error:
-            return told(error)
+    try:
+        server.call(MODEL + "GetModel", b"", WITNESS, target=f"127.0.0.1:{port}")
+    except grpc.RpcError as error:
+        return told(error)
     return "OK"
 
 

@@ -89,8 +89,7 @@ async def lost_leases(s: Sender) -> None:
 
     async def one(_: int) -> None:
         call: Any = s.channel.stream_stream(GENERATION + "StreamResult")(
-            _sent(OPEN, wire.add(stop=_long(1000))),
-            metadata=[("authorization", f"Bearer {s.token}")],
+            _sent(OPEN, wire.add(stop=_long(1000))), metadata=s.credentials()
         )
         async for _message in call:
             break
