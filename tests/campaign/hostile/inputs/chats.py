@@ -14,7 +14,15 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import model_service_pb2 as model
 
 from tests.campaign.hostile.inputs.derived import of
-from tests.campaign.hostile.inputs.kinds import OK, Case, Group, by_cases, invalid, lacking
+from tests.campaign.hostile.inputs.kinds import (
+    OK,
+    Case,
+    Group,
+    by_cases,
+    generates,
+    invalid,
+    lacking,
+)
 from tests.campaign.hostile.sending import GENERATION, MODEL, Sender
 
 GENERATE = GENERATION + "Generate"
@@ -31,15 +39,18 @@ SPEC = "spec.chat."
 _HI = {"role": USER, "content": "hi"}
 
 
-def _chat(stop: dict[str, Any] | None = None, **chat: Any) -> rpc.GenerateRequest:
+def _case(*answers: str, stop: dict[str, Any] | None = None, **chat: Any) -> Case:
     chat = {"messages": [_HI], **chat}
-    return rpc.GenerateRequest(spec={"chat": chat, "stop": stop or {"max_tokens": 8}})
+    return generates(*answers, chat=chat, stop=stop or {"max_tokens": 8})
 
 
-def _case(
-    *answers: str, stop: dict[str, Any] | None = None, each: bool = False, **chat: Any
-) -> Case:
-    return Case(GENERATE, lambda s: _chat(stop, **chat), answers or (OK,), each)
+def _wrong(field: str, **chat: Any) -> Case:
+    return _case(*invalid(SPEC + field), **chat)
+
+
+def _fits(**chat: Any) -> Case:
+    """Return a case that is taken unless it is too long for the model."""
+    return _case(OK, TOO_LONG, **chat)
 
 
 def _rendered(*answers: str, **chat: Any) -> Case:
@@ -69,7 +80,8 @@ def _new_tools(s: Sender, size: int = HELD) -> rpc.GenerateRequest:
     names = [f"p{number:x}_{index}" for index in range(size // MOST_TOOLS // 90)]
     schema = _object({name: {"type": "string", "maxLength": 8} for name in names})
     tools = _tools(MOST_TOOLS, schema, f"t{number:x}_")
-    return _chat(tools=tools, tool_choice={"mode": REQUIRED})
+    chat = {"messages": [_HI], "tools": tools, "tool_choice": {"mode": REQUIRED}}
+    return rpc.GenerateRequest(spec={"chat": chat, "stop": {"max_tokens": 8}})
 
 
 _DEFINITIONS = {
@@ -91,6 +103,14 @@ _FUNCTION = {"name": "f", "parameters": _object({"a": {"type": "integer"}})}
 _DEEP = '{"a":' * 60 + "1" + "}" * 60
 _THOUGHT = "<think>" * 300 + "</think>" * 300
 
+_DEFINITION = "tools[].definition_json"
+_TEMPLATE = "template_arguments_json"
+
+
+def _reasoning(text: str, times: int = 1) -> list[dict[str, Any]]:
+    return [{"role": ASSISTANT, "reasoning_content": text}] * times
+
+
 CHATS = Group(
     "conversations",
     inputs=[
@@ -98,8 +118,8 @@ CHATS = Group(
             "tool-choice-names",
             "choices of tools by as many names as fit, by long ones, by ones that are not there",
             *(
-                _case(
-                    *invalid(SPEC + "tool_choice.tool_names"),
+                _wrong(
+                    "tool_choice.tool_names",
                     tools=_tools(MOST_TOOLS),
                     tool_choice={"mode": REQUIRED, "tool_names": names},
                 )
@@ -115,23 +135,15 @@ CHATS = Group(
             "tool-choice-modes",
             "modes that do not exist, and choices that contradict the rest",
             *of("ToolChoice"),
-            _case(*invalid(SPEC + "tool_choice.mode"), tools=_tools(1), tool_choice={"mode": 99}),
-            _case(*invalid(SPEC + "tool_choice"), tool_choice={"mode": REQUIRED}),
-            _case(
-                *invalid(SPEC + "tool_choice.tool_names"),
+            _wrong("tool_choice.mode", tools=_tools(1), tool_choice={"mode": 99}),
+            _wrong("tool_choice", tool_choice={"mode": REQUIRED}),
+            _wrong(
+                "tool_choice.tool_names",
                 tools=_tools(1),
                 tool_choice={"mode": NONE, "tool_names": ["tool_0"]},
             ),
-            _case(
-                *invalid(SPEC + "tool_choice"),
-                tools=_tools(MOST_TOOLS + 1),
-                tool_choice={"mode": REQUIRED},
-            ),
-            _case(
-                *invalid(SPEC + "tools[]"),
-                tools=_tools(1) * MOST_TOOLS,
-                tool_choice={"mode": REQUIRED},
-            ),
+            _wrong("tool_choice", tools=_tools(MOST_TOOLS + 1), tool_choice={"mode": REQUIRED}),
+            _wrong("tools[]", tools=_tools(1) * MOST_TOOLS, tool_choice={"mode": REQUIRED}),
         ),
         by_cases(
             "tool-calls-in-parallel",
@@ -160,9 +172,7 @@ CHATS = Group(
             "tools of schemas that explode, count far, or cannot be held",
             *(
                 _case(
-                    OK,
-                    TOO_LONG,
-                    *invalid(SPEC + "tool_choice", SPEC + "tools[]"),
+                    *(OK, TOO_LONG, *invalid(SPEC + "tool_choice", SPEC + "tools[]")),
                     tools=_tools(4, schema),
                     tool_choice={"mode": REQUIRED},
                 )
@@ -174,13 +184,7 @@ CHATS = Group(
             "overlapping-tools",
             "128 tools, each name the beginning of the next",
             *(
-                _case(
-                    OK,
-                    TOO_LONG,
-                    tools=_OVERLAPPING,
-                    tool_choice={"mode": mode},
-                    stop={"max_tokens": 16},
-                )
+                _fits(tools=_OVERLAPPING, tool_choice={"mode": mode}, stop={"max_tokens": 16})
                 for mode in (REQUIRED, NONE, pb.TOOL_CHOICE_MODE_AUTO)
             ),
             width=4,
@@ -189,24 +193,21 @@ CHATS = Group(
         by_cases(
             "tool-descriptions",
             "tools with descriptions as large as fits, and of control characters",
-            _case(OK, TOO_LONG, tools=[{"name": "f", "description": "\x00\u2028</t>" * 50_000}]),
-            _case(OK, TOO_LONG, tools=[{"name": "f", "description": "a" * 4000}] * 200),
+            _fits(tools=[{"name": "f", "description": "\x00\u2028</t>" * 50_000}]),
+            _fits(tools=[{"name": "f", "description": "a" * 4000}] * 200),
         ),
         by_cases(
             "tool-definitions",
             "whole definitions of tools: deep, with members twice, of other shapes, beside a name",
-            _case(*invalid(SPEC + "tools[].definition_json"), tools=[{"definition_json": "["}]),
-            _case(
-                *invalid(SPEC + "tools[].definition_json"),
-                tools=[{"definition_json": '{"a":1,"a":2}'}],
-            ),
-            _case(
-                *invalid(SPEC + "tools[].definition_json"),
+            _wrong(_DEFINITION, tools=[{"definition_json": "["}]),
+            _wrong(_DEFINITION, tools=[{"definition_json": '{"a":1,"a":2}'}]),
+            _wrong(
+                _DEFINITION,
                 tools=[{"name": "f", "definition_json": json.dumps({"function": _FUNCTION})}],
             ),
-            _case(OK, TOO_LONG, tools=[{"definition_json": _DEEP}] * 1000),
-            _case(
-                *invalid(SPEC + "tools[]"),
+            _fits(tools=[{"definition_json": _DEEP}] * 1000),
+            _wrong(
+                "tools[]",
                 tools=[{"definition_json": json.dumps({"function": [1]})}],
                 tool_choice={"mode": REQUIRED},
             ),
@@ -215,25 +216,18 @@ CHATS = Group(
             "reasoning-bounds",
             "bounds for reasoning of nothing and of the most there may be, with forms and without",
             *(
-                Case(
-                    GENERATE,
-                    lambda s, bound=bound, form=form: rpc.GenerateRequest(  # type: ignore[misc]
-                        spec={
-                            "chat": {"messages": [{"role": USER, "content": _THOUGHT}]},
-                            "stop": {"max_tokens": 16, "max_reasoning_tokens": bound},
-                            **form,
-                        }
-                    ),
+                generates(
+                    chat={"messages": [{"role": USER, "content": _THOUGHT}]},
+                    stop={"max_tokens": 16, "max_reasoning_tokens": bound},
+                    **form,
                 )
                 for bound in (0, 1, 2**31 - 1)
                 for form in ({}, {"structured_output": {"json_schema": json.dumps(_SCHEMAS[0])}})
             ),
-            Case(
-                GENERATE,
-                lambda s: rpc.GenerateRequest(
-                    spec={"text": {"text": "hi"}, "stop": {"max_reasoning_tokens": 0}}
-                ),
-                invalid("spec.stop.max_reasoning_tokens"),
+            generates(
+                *invalid("spec.stop.max_reasoning_tokens"),
+                text={"text": "hi"},
+                stop={"max_reasoning_tokens": 0},
             ),
             width=4,
             seconds=4.0,
@@ -253,26 +247,10 @@ CHATS = Group(
         by_cases(
             "reasoning-content",
             "reasoning as long as fits, of marks of reasoning, in 4,000 messages",
-            _case(
-                OK,
-                TOO_LONG,
-                messages=[{"role": ASSISTANT, "reasoning_content": "</think>" * 100_000}, _HI],
-            ),
-            _case(
-                OK,
-                TOO_LONG,
-                messages=[{"role": ASSISTANT, "reasoning_content": "</think>"}] * 300,
-            ),
-            _case(
-                OK,
-                TOO_LONG,
-                messages=[{"role": ASSISTANT, "reasoning_content": "</think>"}] * 4000,
-            ),
-            _rendered(
-                OK,
-                *invalid("chat.messages"),
-                messages=[{"role": ASSISTANT, "reasoning_content": "a"}] * 4000,
-            ),
+            _fits(messages=[*_reasoning("</think>" * 100_000), _HI]),
+            _fits(messages=_reasoning("</think>", 300)),
+            _fits(messages=_reasoning("</think>", 4000)),
+            _rendered(OK, *invalid("chat.messages"), messages=_reasoning("a", 4000)),
         ),
         by_cases(
             "open-messages",
@@ -309,14 +287,11 @@ CHATS = Group(
             "template-names",
             "template arguments of names that the server sets, and of no object",
             *(
-                _case(
-                    *invalid(SPEC + "template_arguments_json." + name),
-                    template_arguments_json=f'{{"{name}":[]}}',
-                )
+                _wrong(f"{_TEMPLATE}.{name}", template_arguments_json=f'{{"{name}":[]}}')
                 for name in ("messages", "tools", "bos_token", "loop", "range")
             ),
             *(
-                _case(*invalid(SPEC + "template_arguments_json"), template_arguments_json=text)
+                _wrong(_TEMPLATE, template_arguments_json=text)
                 for text in (
                     "[1]",
                     '{"a":1e999}',

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf.message import Message
+from headrace.v1.generation_service_pb2 import GenerateRequest
 
-from tests.campaign.hostile.sending import SESSIONS, Sender
+from tests.campaign.hostile.encoding import ONCE
+from tests.campaign.hostile.sending import GENERATION, SESSIONS, Sender
 
 BOTH = ("demo", "long")
 OK = "OK"
@@ -101,6 +103,29 @@ class Case:
             metadata=self.metadata,
             patience_s=self.patience_s,
         )
+
+
+def generates(*answers: str, each: bool = False, **spec: Any) -> Case:
+    """Return a case of Generate with a short prompt and one token, if the spec's fields do not say
+    otherwise.
+
+    Args:
+        answers: the expected answers; none for OK.
+        each: as of a Case.
+        spec: the spec's fields; functions of the sender are called with it.
+    """
+
+    def message(s: Sender) -> Message:
+        fields = {name: one(s) if callable(one) else one for name, one in spec.items()}
+        text = {} if {"tokens", "chat"} & fields.keys() else {"text": {"text": ONCE}}
+        return GenerateRequest(spec={**text, "stop": {"max_tokens": 1}, **fields})
+
+    return Case(GENERATION + "Generate", message, answers or (OK,), each)
+
+
+def refused(field: str, **spec: Any) -> Case:
+    """Return a case of Generate whose spec's field is refused as invalid."""
+    return generates(*invalid(f"spec.{field}"), **spec)
 
 
 def by_cases(

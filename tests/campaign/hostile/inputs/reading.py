@@ -141,23 +141,17 @@ HEADERS: dict[str, list[tuple[str, str | bytes]]] = {
 """Hostile metadata of calls. The transport refuses headers above the total size limit."""
 
 
-def _beside(headers: list[tuple[str, str | bytes]], *answers: str) -> Case:
-    return Case(
-        GENERATE,
-        lambda s: rpc.GenerateRequest(spec=SPEC),
-        answers or (OK,),
-        metadata=tuple(headers),
-    )
-
-
 READING.inputs += (
     by_cases(
         "headers",
         "parents, states and baggage of traces that are none or full, many names, bytes",
         *(
-            _beside(found, "UNAUTHENTICATED TOKEN_INVALID")
-            if name == "two tokens"
-            else _beside(found)
+            Case(
+                GENERATE,
+                lambda s: rpc.GenerateRequest(spec=SPEC),
+                ("UNAUTHENTICATED TOKEN_INVALID",) if name == "two tokens" else (OK,),
+                metadata=tuple(found),
+            )
             for name, found in HEADERS.items()
         ),
         width=8,

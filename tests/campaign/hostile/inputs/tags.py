@@ -5,33 +5,25 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from headrace.v1 import generation_service_pb2 as rpc
-
-from tests.campaign.hostile.inputs.kinds import OK, Case, Input, by_cases, invalid
+from tests.campaign.hostile.inputs.kinds import OK, Case, Input, by_cases, generates, invalid
 from tests.campaign.hostile.inputs.structured import SLOW
-from tests.campaign.hostile.sending import GENERATION, Sender
+from tests.campaign.hostile.sending import Sender
 
-GENERATE = GENERATION + "Generate"
 TAG = "spec.structured_output.structural_tag"
-
-
-def _held(**form: Any) -> rpc.GenerateRequest:
-    return rpc.GenerateRequest(
-        spec={
-            "text": {"text": "Once upon a time"},
-            "stop": {"max_tokens": 16},
-            "structured_output": form,
-        }
-    )
 
 
 def _tag(*answers: str, form: object) -> Case:
     text = form if isinstance(form, str) else _whole(form)
-    return Case(GENERATE, lambda s: _held(structural_tag=text), answers or (OK,))
+    return generates(*answers, structured_output={"structural_tag": text}, stop={"max_tokens": 16})
 
 
 def _wrong(form: object) -> Case:
     return _tag(*invalid(TAG), form=form)
+
+
+def _either(form: object) -> Case:
+    """Return a case that is taken, or refused."""
+    return _tag(OK, *invalid(TAG), form=form)
 
 
 def _whole(form: object) -> str:
@@ -57,11 +49,11 @@ def _deep(levels: int) -> str:
     return '{"type":"structural_tag","format":' + inner + "}"
 
 
-def _new(s: Sender) -> rpc.GenerateRequest:
-    """Return a request with 200 structural tags that have new names."""
+def _new(s: Sender) -> dict[str, str]:
+    """Return 200 structural tags that have new names."""
     number = s.source.getrandbits(40)
     tags = _triggered(["<f"], [f"<f{number:x}_{n}>" for n in range(200)], at_least_one=True)
-    return _held(structural_tag=_whole(tags))
+    return {"structural_tag": _whole(tags)}
 
 
 _ANY = {"type": "any_text"}
@@ -81,7 +73,7 @@ TAGS: tuple[Input, ...] = (
     by_cases(
         "new-tags",
         "structural tags of 200 tags, others each time",
-        Case(GENERATE, _new, each=True),
+        generates(structured_output=_new, stop={"max_tokens": 16}, each=True),
         width=4,
         seconds=4.0,
     ),
@@ -98,12 +90,10 @@ TAGS: tuple[Input, ...] = (
     by_cases(
         "overlapping-triggers",
         "tags whose triggers begin within each other, and texts that end within each other",
-        _tag(OK, *invalid(TAG), form=_triggered(["<", "<a", "<aa"], _BEGINS)),
-        _tag(OK, *invalid(TAG), form=_triggered(["<a"], _BEGINS, excludes=["a>", ">"])),
-        _tag(
-            OK,
-            *invalid(TAG),
-            form={"type": "sequence", "elements": [_ANY, _text("aab"), _ANY, _text("ab")] * 60},
+        _either(_triggered(["<", "<a", "<aa"], _BEGINS)),
+        _either(_triggered(["<a"], _BEGINS, excludes=["a>", ">"])),
+        _either(
+            {"type": "sequence", "elements": [_ANY, _text("aab"), _ANY, _text("ab")] * 60},
         ),
         _wrong({"type": "sequence", "elements": [_ANY, _ANY]}),
         _wrong(_triggered([""], ["<a>"])),
@@ -114,7 +104,7 @@ TAGS: tuple[Input, ...] = (
         "slow-tags",
         "regular expressions, grammars and schemas within tags that explode, or are ambiguous",
         *(
-            _tag(OK, *invalid(TAG), form={"type": "regex", "pattern": pattern})
+            _either({"type": "regex", "pattern": pattern})
             for pattern in (
                 "(a{1,1000}){1,1000}",
                 "((a|b|ab|ba){0,100}c){0,1000}",
@@ -122,12 +112,10 @@ TAGS: tuple[Input, ...] = (
                 "(.*a){20}",
             )
         ),
-        _tag(OK, *invalid(TAG), form={"type": "grammar", "grammar": SLOW}),
+        _either({"type": "grammar", "grammar": SLOW}),
         _wrong({"type": "grammar", "grammar": "start: start start | "}),
-        _tag(
-            OK,
-            *invalid(TAG),
-            form={
+        _either(
+            {
                 "type": "json_schema",
                 "json_schema": {
                     "type": "object",
@@ -143,17 +131,11 @@ TAGS: tuple[Input, ...] = (
         "json-objects",
         "any JSON object and deep ones, with blanks as the model likes, of each choice",
         *(
-            Case(
-                GENERATE,
-                lambda s, blanks=blanks: rpc.GenerateRequest(  # type: ignore[misc]
-                    spec={
-                        "text": {"text": "Once upon a time"},
-                        "stop": {"max_tokens": 12},
-                        "sampling": {"temperature": 2.0},
-                        "structured_output": {"json_object": {}, "flexible_whitespace": blanks},
-                        "n": s.card.choices,
-                    }
-                ),
+            generates(
+                stop={"max_tokens": 12},
+                sampling={"temperature": 2.0},
+                structured_output={"json_object": {}, "flexible_whitespace": blanks},
+                n=lambda s: s.card.choices,
             )
             for blanks in (True, False)
         ),
