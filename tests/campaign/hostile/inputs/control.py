@@ -13,7 +13,7 @@ from headrace.v1 import control_service_pb2 as control
 
 from tests.campaign.hostile import encoding as wire
 from tests.campaign.hostile.inputs.derived import of
-from tests.campaign.hostile.inputs.kinds import OK, Case, Group, by_cases, invalid
+from tests.campaign.hostile.inputs.kinds import OK, Case, Group, invalid
 from tests.campaign.hostile.sending import CONTROL, GENERATION, REFLECTION, Sender
 
 
@@ -67,48 +67,46 @@ async def list_requests(s: Sender) -> None:
     await s.again(64, lambda _: s.call(CONTROL + "ListRequests", page, token=s.operator))
 
 
-CONTROL_GROUP.inputs += (
-    by_cases(
-        "list-pages",
-        "pages of lists that are none, of the largest size, and of long identities",
-        *of("ListRequestsRequest"),
-        _case("ListRequests", control.ListRequestsRequest(page_token="-1"), *invalid("page_token")),
-        width=8,
+CONTROL_GROUP.tries(
+    "list-pages",
+    "pages of lists that are none, of the largest size, and of long identities",
+    *of("ListRequestsRequest"),
+    _case("ListRequests", control.ListRequestsRequest(page_token="-1"), *invalid("page_token")),
+    width=8,
+)
+CONTROL_GROUP.tries(
+    "watch-intervals",
+    "statistics in intervals that are none",
+    *(case for case in of("WatchStatisticsRequest.interval") if OK not in case.answers),
+    width=8,
+)
+CONTROL_GROUP.tries(
+    "long-reasons",
+    "pauses and drains for reasons that are too long, and within times that are none",
+    *of("PauseRequest.reason", "DrainRequest"),
+    _case("Pause", control.PauseRequest(reason="r" * 257), *invalid("reason")),
+    width=8,
+)
+CONTROL_GROUP.tries(
+    "cancelled-names",
+    "cancels of requests of long names, of none, and of too many",
+    *of("RequestName"),
+    _cancels([]),
+    _cancels([{"identity": "a", "request_id": "b"}] * 1025),
+)
+CONTROL_GROUP.tries(
+    "prefixes-dropped",
+    "the prefix cache dropped again and again, eight at once",
+    _case("ResetPrefixCache", control.ResetPrefixCacheRequest()),
+    width=8,
+)
+CONTROL_GROUP.tries(
+    "log-levels",
+    "levels of the log that are none, and all others in turns",
+    *of("SetLogLevelRequest.level"),
+    *(
+        _case("SetLogLevel", control.SetLogLevelRequest(level=level))  # type: ignore[arg-type]
+        for level in (4, 3, 1, 2)
     ),
-    by_cases(
-        "watch-intervals",
-        "statistics in intervals that are none",
-        *(case for case in of("WatchStatisticsRequest.interval") if OK not in case.answers),
-        width=8,
-    ),
-    by_cases(
-        "long-reasons",
-        "pauses and drains for reasons that are too long, and within times that are none",
-        *of("PauseRequest.reason", "DrainRequest"),
-        _case("Pause", control.PauseRequest(reason="r" * 257), *invalid("reason")),
-        width=8,
-    ),
-    by_cases(
-        "cancelled-names",
-        "cancels of requests of long names, of none, and of too many",
-        *of("RequestName"),
-        _cancels([]),
-        _cancels([{"identity": "a", "request_id": "b"}] * 1025),
-    ),
-    by_cases(
-        "prefixes-dropped",
-        "the prefix cache dropped again and again, eight at once",
-        _case("ResetPrefixCache", control.ResetPrefixCacheRequest()),
-        width=8,
-    ),
-    by_cases(
-        "log-levels",
-        "levels of the log that are none, and all others in turns",
-        *of("SetLogLevelRequest.level"),
-        *(
-            _case("SetLogLevel", control.SetLogLevelRequest(level=level))  # type: ignore[arg-type]
-            for level in (4, 3, 1, 2)
-        ),
-        width=4,
-    ),
+    width=4,
 )

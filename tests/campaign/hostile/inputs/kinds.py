@@ -128,40 +128,6 @@ def refused(field: str, **spec: Any) -> Case:
     return generates(*invalid(f"spec.{field}"), **spec)
 
 
-def by_cases(
-    name: str,
-    meaning: str,
-    *cases: Case,
-    width: int = 2,
-    seconds: float | None = None,
-    models: tuple[str, ...] = BOTH,
-) -> Input:
-    """Return an input that repeats a list of messages with the given number of concurrent calls.
-    Without `seconds`, it takes long enough for each of many cases to be tried.
-    """
-
-    async def send(s: Sender) -> None:
-        known = [None if case.each else case.message(s).SerializeToString() for case in cases]
-        pairs = list(zip(cases, known, strict=True))
-
-        async def one(index: int) -> None:
-            begin = index * len(pairs) // width  # so that all are tried early
-            for case, raw in (*pairs[begin:], *pairs[:begin]):
-                await case.ask(s, case.message(s).SerializeToString() if raw is None else raw)
-
-        await s.again(width, one)
-
-    return Input(
-        name=name,
-        meaning=meaning,
-        send=send,
-        answers=tuple(answer for case in cases for answer in case.answers),
-        cases=cases,
-        seconds=seconds or (len(cases) / CASES_A_SECOND if len(cases) > MANY_CASES else None),
-        models=models,
-    )
-
-
 def invalid(*fields: str) -> tuple[str, ...]:
     """Return the answer to a field with an invalid value."""
     return tuple(f"INVALID_ARGUMENT INVALID_FIELD {one}" for one in fields)
@@ -198,6 +164,41 @@ class Group:
             return send
 
         return add
+
+    def tries(
+        self,
+        name: str,
+        meaning: str,
+        *cases: Case,
+        width: int = 2,
+        seconds: float | None = None,
+        models: tuple[str, ...] = BOTH,
+    ) -> None:
+        """Add the input that repeats a list of messages with the given number of concurrent calls.
+        Without `seconds`, it takes long enough for each of many cases to be tried.
+        """
+
+        async def send(s: Sender) -> None:
+            known = [None if case.each else case.message(s).SerializeToString() for case in cases]
+            pairs = list(zip(cases, known, strict=True))
+
+            async def one(index: int) -> None:
+                begin = index * len(pairs) // width  # so that all are tried early
+                for case, raw in (*pairs[begin:], *pairs[:begin]):
+                    await case.ask(s, case.message(s).SerializeToString() if raw is None else raw)
+
+            await s.again(width, one)
+
+        found = Input(
+            name=name,
+            meaning=meaning,
+            send=send,
+            answers=tuple(answer for case in cases for answer in case.answers),
+            cases=cases,
+            seconds=seconds or (len(cases) / CASES_A_SECOND if len(cases) > MANY_CASES else None),
+            models=models,
+        )
+        self.inputs.append(found)
 
     def repeats(self, width: int = 2, **more: Any) -> Callable[[Round], Round]:
         """Add the input whose workers repeat the calls that a function returns."""
