@@ -161,33 +161,11 @@ class Sender:
         known = what in self.tally or len(self.tally) < KEPT_KINDS
         self.tally[what if known else "other answers"] += number
 
-    async def call(
-        self,
-        method: str,
-        raw: bytes = b"",
-        *,
-        gzip: bool = False,
-        token: str | None = None,
-        channel: grpc.aio.Channel | None = None,
-        patience_s: float | None = None,
-        metadata: Sequence[tuple[str, str | bytes]] = (),
-    ) -> bytes | None:
+    async def call(self, method: str, raw: bytes = b"", **more: Any) -> bytes | None:
         """Send one message, read all answers and tally how the call ended. Returns the first
-        answer.
-
-        Args:
-            method: the RPC's path.
-            raw: the message.
-            gzip: whether to compress it.
-            token: the bearer token; None for the attacker's own, empty for none.
-            channel: the connection; None for the default one.
-            patience_s: the call's timeout.
-            metadata: additional metadata.
+        answer. `more`: as of `called`.
         """
-        found, answer = await self.called(
-            method, raw, gzip=gzip, token=token, channel=channel, patience_s=patience_s,
-            metadata=metadata,
-        )  # fmt: skip
+        found, answer = await self.called(method, raw, **more)
         self.count(found)
         return answer
 
@@ -202,8 +180,17 @@ class Sender:
         patience_s: float | None = None,
         metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> tuple[str, bytes | None]:
-        """Send as `call` does. Returns how the call ended and its first answer; only a cancelled
-        call is tallied here.
+        """Send one message and read all answers. Returns how the call ended and its first answer;
+        only a cancelled call is tallied here.
+
+        Args:
+            method: the RPC's path.
+            raw: the message.
+            gzip: whether to compress it.
+            token: the bearer token; None for the attacker's own, empty for none.
+            channel: the connection; None for the default one.
+            patience_s: the call's timeout.
+            metadata: additional metadata.
         """
         metadata = [*metadata, *self.credentials(token)]
         options: dict[str, Any] = {"metadata": metadata, "timeout": patience_s}
@@ -229,33 +216,12 @@ class Sender:
             raise
         return "OK", answer
 
-    async def ask(
-        self,
-        method: str,
-        raw: bytes,
-        answers: Sequence[str],
-        *,
-        token: str | None = None,
-        patience_s: float | None = None,
-        metadata: Sequence[tuple[str, str | bytes]] = (),
-    ) -> str:
+    async def ask(self, method: str, raw: bytes, answers: Sequence[str], **more: Any) -> str:
         """Send one message, which may be a session's command, and compare the answer with those
-        expected.
-
-        Args:
-            method: the RPC's path.
-            raw: the message.
-            answers: the expected answers. A refusal for lack of room with a retry time is always
-                expected.
-            token, patience_s, metadata: as in `call`.
-
-        Returns:
-            The answer.
+        expected. A refusal for lack of room with a retry time is always expected. Returns the
+        answer. `more`: as of `called`.
         """
-        found, _ = await self.called(
-            method, raw, gzip=len(raw) > GZIP_BYTES, token=token, patience_s=patience_s,
-            metadata=metadata,
-        )  # fmt: skip
+        found, _ = await self.called(method, raw, gzip=len(raw) > GZIP_BYTES, **more)
         is_full = found.startswith("RESOURCE_EXHAUSTED ") and not found.endswith(")")
         if is_full or any(map(partial(fits, found), answers)):
             self.count(found)
