@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.adapters.loop import versions
+from benchmarks.measures import figure
 from benchmarks.models import CACHE, DEMO, SHAPES
 from benchmarks.processes import ROOT, SystemFailure
 from benchmarks.records import Record, commit, machine_record
@@ -22,6 +23,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 _PACKAGES = ("headrace-server", "grpcio", "protobuf", "torch", "transformers")
 _NOT_TOLD = ("output", "cache", "quick", "resume")
 System = TypeVar("System")
+Turns = dict[str, list[Mapping[str, float]]]
+"""The figures of each system's turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,31 @@ def in_turns(systems: Sequence[System], count: int) -> Iterator[tuple[int, Syste
     for number in range(count + 1):
         shift = number % len(systems)
         yield from ((number, one) for one in (*systems[shift:], *systems[:shift]))
+
+
+def paired(
+    names: Sequence[str],
+    count: int,
+    run: Callable[[str], Mapping[str, float]],
+    save: Callable[[Turns], None] = lambda turns: None,
+) -> Turns:
+    """Let systems take turns (`in_turns`), and print each turn's figures. Returns those that count.
+
+    Args:
+        names: the systems.
+        count: how many turns of each count.
+        run: runs a turn of a system and returns its figures.
+        save: is given what there is so far, after each turn that counts.
+    """
+    turns: Turns = {name: [] for name in names}
+    for number, name in in_turns(names, count):
+        found = run(name)
+        if number:
+            turns[name].append(found)
+            told = ", ".join(f"{what} {figure(value)}" for what, value in found.items())
+            print(f"  turn {number}: {name}: {told}", flush=True)
+            save(turns)
+    return turns
 
 
 def end_by_signals() -> None:
