@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.measures import figure
+
 
 def table(columns: str | Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return the lines of a table; none if it has no rows. columns: a sequence, or "one | two"."""
@@ -52,6 +54,25 @@ def aims(rows: Iterable[Aim], title: str = "what") -> str:
     """Return the table of what was measured beside what it aims at; a miss is in bold."""
     cells = [[row.what, row.bounds, row.told if row.is_met else f"**{row.told}**"] for row in rows]
     return "\n".join(table([title, "aim", "found"], cells))
+
+
+def outline(value: Mapping[str, Any], indent: str = "") -> list[str]:
+    """Return the numbers and words of a JSON object as lines, with those of the objects in it.
+    Lists of objects are left out.
+    """
+    lines, said = [], []
+    for name, one in value.items():
+        if isinstance(one, Mapping):
+            lines += [f"{indent}{name}:", *outline(one, f"{indent}  ")]
+        elif not isinstance(one, list | tuple):
+            said.append(f"{name} {_told(one)}")
+        elif not any(isinstance(each, Mapping) for each in one):
+            said.append(f"{name} {', '.join(map(_told, one))}")
+    return [*([indent + "; ".join(said)] if said else []), *lines]
+
+
+def _told(value: object) -> str:
+    return figure(value) if isinstance(value, float) else str(value)
 
 
 def span(values: Iterable[float], form: str) -> str:

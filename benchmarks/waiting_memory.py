@@ -214,7 +214,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
         with serve("--log-level", "warning", model=options.model) as server:
             found = asyncio.run(measure_kind(kind, server, options.requests))
         record.put(found, "kinds", kind)
-        print(kind, found, flush=True)
 
 
 MEASUREMENT = Measurement(

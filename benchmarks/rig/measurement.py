@@ -60,7 +60,7 @@ class Measurement:
         file: the name of the record's file in benchmarks/results; empty: the kind's.
         about: a description, whose first line the help has.
         measure: measures; it is given the options, and the record to put results in.
-        table: returns a record as Markdown; None: what `measure` prints is enough.
+        table: returns a record as Markdown; None: what is put in the record is printed instead.
         options: its options.
         quick: the values of options with --quick, for a look; empty: there is no such option.
         packages: whose versions the record has, besides the usual ones.
@@ -112,7 +112,7 @@ class Measurement:
                 name: _told(value) for name, value in vars(options).items() if name not in _NOT_TOLD
             },
         }
-        record = Record(options.output, self.name, about)
+        record = Record(options.output, self.name, about, is_told=self.table is None)
         if self.resumes and options.resume and not record.resume(self.resumes):
             sys.exit(f"{record.path} is of another commit, or of other options")
         try:
