@@ -36,7 +36,7 @@ from benchmarks.measures import compared, quantile, ratio_span
 from benchmarks.records import Record
 from benchmarks.rig.load import Calls, Stories, connect, loaded, measured, running, until
 from benchmarks.rig.measurement import DTYPE, MODEL, THREADS, Measurement, option, paired
-from benchmarks.rig.serving import Process, serve
+from benchmarks.rig.serving import Process, flags_of, serve
 from engine.contract.request import GenerationRequest, Request
 from engine.contract.sampling_params import SamplingParams, StopParams
 from engine.contract.token_ids import TokenIds
@@ -76,10 +76,7 @@ def serving(options: argparse.Namespace, *schedulers: str) -> Iterator[dict[str,
                 for name in _CALLERS
             )
         )
-        flags = (
-            "--dtype", options.dtype, "--device", "cpu", "--threads", str(options.threads),
-            "--log-level", "warning", "--auth-file", str(callers), "--no-prefix-cache",
-        )  # fmt: skip
+        flags = flags_of(options, "--auth-file", str(callers), "--no-prefix-cache")
         yield {
             name: stack.enter_context(serve(*flags, "--scheduler", name, model=options.model))
             for name in schedulers

@@ -32,7 +32,7 @@ from benchmarks.processes import free_port
 from benchmarks.records import Record
 from benchmarks.rig.load import Calls, Stories, connect, loaded, measured, running, until
 from benchmarks.rig.measurement import DTYPE, MODEL, THREADS, Measurement, option, paired
-from benchmarks.rig.serving import WAIT_S, Process, serve
+from benchmarks.rig.serving import WAIT_S, Process, flags_of, serve
 
 OFF, ON, AGAIN = "off", "on", "again"
 TOKENS, SPREAD = 96, 48
@@ -54,11 +54,8 @@ def server(
             "OTEL_EXPORTER_PROMETHEUS_HOST": "127.0.0.1",
             "OTEL_EXPORTER_PROMETHEUS_PORT": page.rpartition(":")[2].partition("/")[0],
         }
-    return serve(
-        "--dtype", options.dtype, "--device", "cpu", "--threads", str(options.threads),
-        "--log-level", "warning", "--no-prefix-cache",
-        model=options.model, environment=environment,
-    )  # fmt: skip
+    flags = flags_of(options, "--no-prefix-cache")
+    return serve(*flags, model=options.model, environment=environment)
 
 
 @contextlib.contextmanager

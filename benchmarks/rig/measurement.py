@@ -44,6 +44,15 @@ def option(name: str, default: Any, text: str = "", **more: Any) -> Option:
     return Option(name, {"default": default, "help": text, **more})
 
 
+def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
+    """Add options to a command. One that takes any number of words, and by default none, is named
+    without dashes.
+    """
+    for one in options:
+        dashes = "" if one.more.get("nargs") == "*" and not one.more["default"] else "--"
+        parser.add_argument(dashes + one.name.replace("_", "-"), **one.more)
+
+
 MODEL = option("model", str(DEMO), "a model's directory")
 NAMED_MODEL = option("model", "demo", f"demo, {', '.join(SHAPES)}, or a directory")
 DTYPE = option("dtype", "float32", choices=["float32", "bfloat16"])
@@ -83,9 +92,7 @@ class Measurement:
     def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse the options. words: None for those of this process."""
         parser = argparse.ArgumentParser(description=self.about.splitlines()[0])
-        for one in self.options:
-            dashes = "" if one.more.get("nargs") == "*" and not one.more["default"] else "--"
-            parser.add_argument(dashes + one.name.replace("_", "-"), **one.more)
+        add_options(parser, self.options)
         default = RESULTS / (self.file or f"{self.name}.json") if self.is_kept else None
         parser.add_argument("--output", type=Path, default=default, help="the record's file")
         if self.quick:

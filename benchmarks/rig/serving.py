@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
@@ -154,6 +155,14 @@ def serve(
     command = (*prefix, python, option, program, "serve", "--model", str(model), *flags)
     with _listening(command, on_socket=on_socket, environment=environment) as found:
         yield found
+
+
+def flags_of(options: argparse.Namespace, *more: str) -> tuple[str, ...]:
+    """Return the flags of a server on CPUs that says little. options: dtype and threads. more:
+    other flags.
+    """
+    flags = ("--dtype", options.dtype, "--device", "cpu", "--threads", str(options.threads))
+    return (*flags, "--log-level", "warning", *more)
 
 
 @contextmanager
