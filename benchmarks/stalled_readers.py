@@ -25,7 +25,6 @@ import headrace
 from headrace.cli.bench.prompts import Lengths
 
 from benchmarks import markdown
-from benchmarks.processes import resident
 from benchmarks.records import Record
 from benchmarks.rig.load import OWN_CONNECTION, Calls, Stories, connect, send, until
 from benchmarks.rig.measurement import DTYPE, MODEL, THREADS, Measurement, option
@@ -80,8 +79,7 @@ async def turn(server: Process, options: argparse.Namespace, number: int) -> dic
     """Run A and B."""
 
     def memory(when: str) -> dict[str, float]:
-        pids = {"front_end": server.pid, "engine": server.engine()}
-        return {f"{name}_{when}_mib": resident(pid)[0] / 2**20 for name, pid in pids.items()}
+        return {f"{name}_{when}_mib": size / 2**20 for name, size in server.memory().items()}
 
     found = memory("before")
     found["alone_s"] = await measure_live(server, options, 2 * number)

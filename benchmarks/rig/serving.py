@@ -63,10 +63,12 @@ class Process:
         """Return its resident memory in MiB."""
         return resident(self.pid)[0] / 2**20
 
-    def engine(self) -> int:
-        """Return the process id of a server's engine, its only child."""
-        [_, engine] = self.tree()
-        return engine
+    def memory(self) -> dict[str, int]:
+        """Return the resident bytes of a server's front end and of its engine, its only child."""
+        return {
+            name: resident(pid)[0]
+            for name, pid in zip(("front_end", "engine"), self.tree(), strict=True)
+        }
 
     def tree(self) -> list[int]:
         """Return the process ids of it and its children."""
