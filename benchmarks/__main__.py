@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import datetime
 import json
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,14 @@ from benchmarks.models import CACHE, DEMO, SHAPES, checkpoint, find_model
 from benchmarks.processes import ROOT, SystemFailure
 from benchmarks.records import Case, Plan, write_record
 from benchmarks.report import render, update
-from benchmarks.rig.measurement import end_by_signals
+from benchmarks.rig.measurement import (
+    MODELS,
+    NAMED_MODEL,
+    THREADS,
+    add_options,
+    end_by_signals,
+    option,
+)
 from benchmarks.runner import Runner
 from benchmarks.systems import SYSTEMS, SystemSpec
 from benchmarks.workloads import WORKLOADS, Load, parse_load
@@ -39,11 +45,11 @@ def main() -> None:
         "--list", action="store_true", help="list workloads, loads, models and systems"
     )
     commands = parser.add_subparsers(dest="command")
-    _add_run(commands.add_parser("run", help="measure on a CPU, and write a record and a plot"))
-    gpu.add_arguments(
-        commands.add_parser("gpu", help="check, then measure on a CUDA device; write a record"),
-        CACHE,
-    )
+    for name, options, meaning in (
+        ("run", RUN, "measure on a CPU, and write a record and a plot"),
+        ("gpu", gpu.OPTIONS, "check, then measure on a CUDA device; write a record"),
+    ):
+        add_options(commands.add_parser(name, help=meaning), options)
     model = commands.add_parser("model", help="make a checkpoint with random weights")
     model.add_argument("name", choices=sorted(SHAPES))
     model.add_argument("--cache", type=Path, default=CACHE, help=f"where to (default {CACHE})")
@@ -65,58 +71,48 @@ def main() -> None:
         parser.print_help()
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workload", default="W1", help="names from --list, with commas")
-    parser.add_argument(
-        "--load", default="all", help="all, closed:N, poisson:RATE, with commas; each workload so"
-    )
-    parser.add_argument(
-        "--model", default="demo", help=f"demo, {', '.join(SHAPES)}, or a directory"
-    )
-    parser.add_argument(
-        "--systems",
-        default="headrace,headrace-session,generate,generate-batch",
-        help="names from --list, with commas; the others are compared with the first",
-    )
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument(
-        "--instructions",
+RUN = (
+    option("workload", "W1", "names from --list, with commas"),
+    option("load", "all", "all, closed:N, poisson:RATE, with commas; each workload so"),
+    NAMED_MODEL,
+    option(
+        "systems",
+        "headrace,headrace-session,generate,generate-batch",
+        "names from --list, with commas; the others are compared with the first",
+    ),
+    option("dtype", "bfloat16", choices=["float32", "bfloat16"]),
+    THREADS,
+    option(
+        "instructions",
+        None,
+        "a smaller set than the processor's, for all processes: as on an older one. Servers take "
+        "the best there is, and cannot be measured so",
         choices=list(ENVIRONMENTS),
-        help="a smaller set than the processor's, for all processes: as on an older one. Servers "
-        "take the best there is, and cannot be measured so",
-    )
-    parser.add_argument("--turns", type=int, default=3, help="turns that count (default 3)")
-    parser.add_argument(
-        "--peer",
+    ),
+    option("turns", 3, "turns that count (default 3)"),
+    option(
+        "peer",
+        [],
+        "a peer's environment, as benchmarks/peers/setup.sh makes it",
         action="append",
-        default=[],
         metavar="NAME=DIRECTORY",
-        help="a peer's environment, as benchmarks/peers/setup.sh makes it",
-    )
-    parser.add_argument(
-        "--variant",
-        action="append",
-        default=[],
-        metavar="NAME=SYSTEM:JSON",
-        help="one more name for --systems: a system with options of its adapter, such as "
+    ),
+    option(
+        "variant",
+        [],
+        "one more name for --systems: a system with options of its adapter, such as "
         """'torch=headrace:{"attention": "torch"}' """
         """or 'unshared=headrace-session:{"flags": ["--no-prefix-cache"]}'""",
-    )
-    parser.add_argument(
-        "--check",
-        type=int,
-        default=4,
-        help="requests of each case and system whose tokens are checked (default 4; 0: none)",
-    )
-    parser.add_argument("--minutes", type=float, help="begin no turn after so many minutes")
-    parser.add_argument(
-        "--turn-seconds", type=float, default=600.0, help="a longer turn is a failure (default 600)"
-    )
-    parser.add_argument("--cache", type=Path, default=CACHE, help=f"for models (default {CACHE})")
-    parser.add_argument(
-        "--output", type=Path, help="the record's file (default: in benchmarks/results/local)"
-    )
+        action="append",
+        metavar="NAME=SYSTEM:JSON",
+    ),
+    option("check", 4, "requests of each case and system whose tokens are checked (0: none)"),
+    option("minutes", None, "begin no turn after so many minutes", type=float),
+    option("turn_seconds", 600.0, "a longer turn is a failure (default 600)"),
+    MODELS,
+    option("output", None, "the record's file (default: in benchmarks/results/local)", type=Path),
+)
+"""The options of `run`."""
 
 
 def _run(arguments: argparse.Namespace) -> None:

@@ -37,7 +37,7 @@ from typing import Any
 
 from benchmarks.decoder_shapes import FAMILIES
 from benchmarks.markdown import cpus, link, memory, table
-from benchmarks.measures import decode_figures, figure, turn_figures
+from benchmarks.measures import decode_figures, figure, ratio_span, turn_figures
 from benchmarks.models import DEMO, checkpoint, make_random
 from benchmarks.processes import ROOT, System, SystemFailure, resident, tree
 from benchmarks.records import Record
@@ -400,12 +400,6 @@ def render(record: Mapping[str, Any], name: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def spread(ours: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median, the smallest and the largest of the turns' ratios."""
-    ratios = [one / other for one, other in zip(ours, others, strict=True)]
-    return statistics.median(ratios), min(ratios), max(ratios)
-
-
 def _heading(record: Mapping[str, Any], name: str) -> str:
     cases = [case for part in record["cases"].values() for case in part.values()]
     found = [case["machine"] for case in cases if "machine" in case]
@@ -467,9 +461,10 @@ def _pair(case: Mapping[str, Any] | None, system: str, reference: str) -> tuple[
     if "failure" in case:
         return case["failure"].replace("|", "/"), ""
     ours, others = case["turns"][system], case["turns"][reference]
-    middle, least, most = spread(ours, others)
-    ratio = f"{middle:.2f} ({least:.2f}–{most:.2f}, {len(ours)} turns)"
-    is_below = case["aim"] is not None and system != BASELINE and middle < case["aim"]
+    ratios = [one / other for one, other in zip(ours, others, strict=True)]
+    ratio = f"{ratio_span(ratios, '.2f').removesuffix(')')}, {len(ours)} turns)"
+    has_aim = case["aim"] is not None and system != BASELINE
+    is_below = has_aim and statistics.median(ratios) < case["aim"]
     return (
         f"{figure(statistics.median(ours))}, {figure(statistics.median(others))}",
         f"**{ratio}**" if is_below else ratio,

@@ -31,11 +31,12 @@ from typing import Any
 import headrace
 from headrace.cli.bench.prompts import Lengths
 
+from benchmarks.markdown import Aim, aims
 from benchmarks.measures import compared, quantile, ratio_span
 from benchmarks.records import Record
 from benchmarks.rig.load import Calls, Stories, connect, loaded, measured, running, until
-from benchmarks.rig.measurement import DTYPE, MODEL, THREADS, Measurement, in_turns, option
-from benchmarks.rig.serving import Process, serve
+from benchmarks.rig.measurement import DTYPE, MODEL, THREADS, Measurement, option, paired
+from benchmarks.rig.serving import Process, flags_of, serve
 from engine.contract.request import GenerationRequest, Request
 from engine.contract.sampling_params import SamplingParams, StopParams
 from engine.contract.token_ids import TokenIds
@@ -75,10 +76,7 @@ def serving(options: argparse.Namespace, *schedulers: str) -> Iterator[dict[str,
                 for name in _CALLERS
             )
         )
-        flags = (
-            "--dtype", options.dtype, "--device", "cpu", "--threads", str(options.threads),
-            "--log-level", "warning", "--auth-file", str(callers), "--no-prefix-cache",
-        )  # fmt: skip
+        flags = flags_of(options, "--auth-file", str(callers), "--no-prefix-cache")
         yield {
             name: stack.enter_context(serve(*flags, "--scheduler", name, model=options.model))
             for name in schedulers
@@ -174,12 +172,9 @@ async def turn(server: Process, options: argparse.Namespace) -> dict[str, float]
 
 def measure_paired(servers: Mapping[str, Process], options: argparse.Namespace) -> dict[str, Any]:
     """Run the part `paired`."""
-    turns: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
-    for number, name in in_turns(tuple(servers), options.turns):
-        found = asyncio.run(turn(servers[name], options))
-        if number:
-            turns[name].append(found)
-            print(f"  turn {number}: {name} {found['tokens_per_s']:.0f} tok/s", flush=True)
+    turns = paired(
+        tuple(servers), options.turns, lambda name: asyncio.run(turn(servers[name], options))
+    )
     ratios = compared(turns["fair"], turns["fifo"], "tokens_per_s")
     return {**turns, "ratios": ratios["ratios"], "ratio": ratios["median"]}
 
@@ -285,28 +280,24 @@ def measure_shares(options: argparse.Namespace, record: Record) -> None:
 
 def table(record: Mapping[str, Any]) -> str:
     """Return the record as Markdown."""
-    lines = ["| what | aim | found |", "|---|---|---|"]
-    first = record.get("first")
-    if first is not None:
-        lines += [
-            f"| time to the first token beside a backlog of {record['options']['backlog']} × "
-            f"{BACKLOG_TOKENS}, median, in steps of {first['step_p50_s'] * 1e3:.2f} ms "
-            f"| ≤ 3 | {first['ttft_p50_steps']:.2f} ({first['ttft_p50_s'] * 1e3:.1f} ms) |",
-            f"| its p99 of {first['samples']} "
-            f"| ≤ 8 | {first['ttft_p99_steps']:.2f} ({first['ttft_p99_s'] * 1e3:.1f} ms) |",
-        ]
-    paired = record.get("paired")
-    if paired is not None:
-        lines.append(
-            f"| throughput of fair / fifo, median of {len(paired['ratios'])} turns "
-            f"| ≥ 0.98 | {ratio_span(paired['ratios'])} |"
-        )
+    rows = []
+    if (first := record.get("first")) is not None:
+        backlog = f"a backlog of {record['options']['backlog']} × {BACKLOG_TOKENS}"
+        step = f"{first['step_p50_s'] * 1e3:.2f} ms"
+        for what, most, name in (
+            (f"time to the first token beside {backlog}, median, in steps of {step}", 3, "p50"),
+            (f"its p99 of {first['samples']}", 8, "p99"),
+        ):
+            steps, seconds = first[f"ttft_{name}_steps"], first[f"ttft_{name}_s"]
+            rows.append(Aim(what, steps, f"{steps:.2f} ({seconds * 1e3:.1f} ms)", most=most))
+    if (both := record.get("paired")) is not None:
+        what = f"throughput of fair / fifo, median of {len(both['ratios'])} turns"
+        rows.append(Aim(what, both["ratio"], ratio_span(both["ratios"]), least=0.98))
     for name, found in record.get("shares", {}).items():
-        lines.append(
-            f"| {len(found['weights'])} callers, {name}: most / least service for its weight "
-            f"after {found['seconds']:g} s | ≤ 1.05 | {1 + found['apart']:.4f} |"
-        )
-    return "\n".join(lines)
+        what = f"{len(found['weights'])} callers, {name}: most / least service for its weight "
+        ratio = 1 + found["apart"]
+        rows.append(Aim(f"{what}after {found['seconds']:g} s", ratio, f"{ratio:.4f}", most=1.05))
+    return aims(rows)
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:

@@ -94,18 +94,18 @@ def sessions(options: argparse.Namespace, kind: str, per_second: float) -> list[
 
 def measure(options: argparse.Namespace, record: Record) -> None:
     """Measure each server with and without pauses."""
-    print(f"{'server':10} {'steps/s':>8} {'µs CPU/token':>13} {'runs':>22} {'tokens/message':>15}")
     for kind in options.kinds:
         for per_second in (options.rate, 0.0):
             figures = sessions(options, kind, per_second)
             costs = [figure.microseconds for figure in figures]
-            merged = sum(f.tokens for f in figures) / sum(f.messages for f in figures)
-            pace = f"{per_second:.0f}" if per_second else "unpaced"
-            each = " ".join(f"{cost:.1f}" for cost in costs)
-            median = statistics.median(costs)
-            print(f"{kind:10} {pace:>8} {median:13.1f} {each:>22} {merged:15.0f}", flush=True)
-            row = {"median_us_per_token": median, "sessions": [asdict(one) for one in figures]}
-            record.put(row, "runs", kind, pace)
+            messages = sum(figure.messages for figure in figures)
+            row = {
+                "median_us_per_token": statistics.median(costs),
+                "us_per_token": costs,
+                "tokens_per_message": sum(figure.tokens for figure in figures) / messages,
+                "sessions": [asdict(one) for one in figures],
+            }
+            record.put(row, "runs", kind, f"{per_second:.0f}" if per_second else "unpaced")
 
 
 MEASUREMENT = Measurement(

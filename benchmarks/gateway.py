@@ -17,13 +17,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
-import shutil
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,14 +35,15 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 
 from benchmarks.measures import compared
 from benchmarks.models import DEMO
-from benchmarks.processes import free_port
 from benchmarks.records import Record
+from benchmarks.rig.gateways import smg, with_template
 from benchmarks.rig.load import Calls, connect, send
 from benchmarks.rig.measurement import Measurement, in_turns, option
-from benchmarks.rig.serving import BIN, WAIT_S, Process, process, serve
+from benchmarks.rig.serving import Process, serve
 
 SERVICE = "/vllm.grpc.engine.VllmEngine/"
-READY_S = 120.0
+NAME = "demo"
+"""The servers' name of their model."""
 AT_ONCE = 16
 MAX_TOKENS = 48
 HEALTH_INTERVAL_S = 5
@@ -63,6 +62,11 @@ TOOL = {
     },
 }
 CHOICE = {"type": "function", "function": {"name": "get_weather"}}
+
+
+def story(number: int) -> str:
+    """Return the prompt of a chat of a crowd."""
+    return f"Tell me story number {number}."
 
 
 def user(text: str, **more: Any) -> list[dict[str, Any]]:
@@ -123,35 +127,22 @@ def conversations() -> dict[str, list[dict[str, Any]]]:
 
 def server(model: Path = DEMO) -> contextlib.AbstractContextManager[Process]:
     """Run a server with one thread."""
-    flags = ("--gateway", "--device", "cpu", "--threads", "1", "--served-name", "demo")
+    flags = ("--gateway", "--device", "cpu", "--threads", "1", "--served-name", NAME)
     return serve(*flags, model=model)
 
 
 @contextlib.asynccontextmanager
-async def behind_smg(targets: Sequence[str], log: Path, *more: str) -> AsyncIterator[Any]:
+async def behind_smg(targets: Sequence[str], log: Path, *flags: str) -> AsyncIterator[Any]:
     """Yield an OpenAI client of smg in front of these targets, once it is ready."""
-    port = free_port()
-    command = [
-        *(str(BIN / "smg"), "launch", "--host", "127.0.0.1"),
-        *("--port", str(port), "--prometheus-port", str(free_port())),
-        # Its default, cache_aware, keeps prompts with a common beginning on one server.
-        *("--policy", "round_robin"),
-        *("--worker-urls", *(f"grpc://{target}" for target in targets), *more),
-    ]
-    url = f"http://127.0.0.1:{port}/v1"
-    # What it asks may be a relay on this event loop, which must go on meanwhile.
-    with process(command, log, is_ready=lambda _: True, ending=signal.SIGKILL):
+    # Its default policy, cache_aware, keeps prompts with a common beginning on one server.
+    starting = smg(targets, NAME, log, "--policy", "round_robin", *flags)
+    with contextlib.ExitStack() as stack:
+        # What it asks may be a relay on this event loop, which must go on meanwhile.
+        started = await asyncio.to_thread(stack.enter_context, starting)
+        url = f"http://{started.address}/v1"
         async with openai.AsyncOpenAI(
             base_url=url, api_key="none", max_retries=0, timeout=60
         ) as client:
-            async with asyncio.timeout(WAIT_S):
-                while True:
-                    with contextlib.suppress(openai.APIError):
-                        await client.chat.completions.create(
-                            model="demo", messages=user("Hello."), max_tokens=1
-                        )
-                        break
-                    await asyncio.sleep(0.5)
             yield client
 
 
@@ -231,7 +222,7 @@ async def prompts(target: str, logs: Path) -> dict[str, Any]:
                 relay.seen.clear()
                 try:
                     await gateway.chat.completions.create(
-                        model="demo",
+                        model=NAME,
                         messages=messages,
                         max_tokens=MAX_TOKENS,
                         temperature=0,
@@ -275,25 +266,12 @@ async def prompts(target: str, logs: Path) -> dict[str, Any]:
     }
 
 
-def with_template(template: Path, folder: Path) -> Path:
-    """Return the demo model with another chat template, in a separate folder."""
-    made = folder / template.stem
-    made.mkdir()
-    for path in DEMO.iterdir():
-        if path.is_file() and path.name != "tokenizer_config.json":
-            (made / path.name).symlink_to(path)
-    config = json.loads((DEMO / "tokenizer_config.json").read_text())
-    config.pop("chat_template", None)
-    (made / "tokenizer_config.json").write_text(json.dumps(config))
-    shutil.copy(template, made / "chat_template.jinja")
-    return made
-
-
 async def prompts_of(templates: list[Path], logs: Path) -> dict[str, Any]:
     """Run the part `prompts` with each of these chat templates."""
     found = {}
     for template in templates:
-        with server(with_template(template, logs)) as one:
+        model = with_template(DEMO, template.read_text(), logs / template.stem)
+        with server(model) as one:
             found[template.stem] = await prompts(one.address, logs)
     return found
 
@@ -301,63 +279,64 @@ async def prompts_of(templates: list[Path], logs: Path) -> dict[str, Any]:
 # Kill
 
 
+async def stream(gateway: Any, number: int, **more: Any) -> AsyncIterator[Any]:
+    """Run a streamed chat and yield its chunks. more: what else is asked for."""
+    chunks = await gateway.chat.completions.create(
+        model=NAME, messages=user(story(number)), max_tokens=MAX_TOKENS, stream=True, **more
+    )
+    async for chunk in chunks:
+        yield chunk
+
+
 async def chat(gateway: Any, number: int) -> dict[str, Any]:
     """Run one streamed chat; every third has a tool."""
     more: dict[str, Any] = {"tools": [TOOL], "tool_choice": CHOICE} if number % 3 == 0 else {}
-    began, got, error = time.monotonic(), 0, None
+    began, got, error, finished = time.monotonic(), 0, None, None
     try:
-        stream = await gateway.chat.completions.create(
-            model="demo",
-            messages=user(f"Tell me story number {number}."),
-            max_tokens=MAX_TOKENS,
-            stream=True,
-            **more,
-        )
-        finished = None
-        async for chunk in stream:
+        async for chunk in stream(gateway, number, **more):
             got += 1
             finished = chunk.choices[0].finish_reason or finished
         if finished is None:
             error = "ended without a finish_reason" if got else "ended without a chunk"
-    except (openai.APIError, openai.OpenAIError) as failure:
+    except openai.OpenAIError as failure:
         error = f"{type(failure).__name__}: {failure}"[:200]
     return {"began": began, "ended": time.monotonic(), "chunks": got, "error": error}
 
 
-async def crowd(gateway: Any, count: int, after: dict[int, Any]) -> list[dict[str, Any]]:
-    """Run this many chats, AT_ONCE concurrently. `after`: called when the given number have
-    begun.
-    """
+async def crowd(count: int, run: Callable[[int], Awaitable[None]]) -> None:
+    """Run this many chats, AT_ONCE concurrently."""
     numbers = iter(range(count))
-    found: list[dict[str, Any]] = []
 
     async def work() -> None:
         for number in numbers:
-            if number in after:
-                after[number]()
-            found.append(await chat(gateway, number))
+            await run(number)
 
     await asyncio.gather(*(work() for _ in range(AT_ONCE)))
-    return found
 
 
 async def kill(servers: Sequence[Process], count: int, logs: Path) -> dict[str, Any]:
     """Run the part `kill`; see the module."""
     killed = 0.0
-
-    def strike() -> None:
-        nonlocal killed
-        os.killpg(servers[1].pid, signal.SIGKILL)
-        killed = time.monotonic()
-
+    found: list[dict[str, Any]] = []
+    afterwards: list[dict[str, Any]] = []
     interval = ("--health-check-interval-secs", str(HEALTH_INTERVAL_S))
     async with behind_smg(
         [one.address for one in servers], logs / "smg-kill.log", *interval
     ) as gateway:
-        found = await crowd(gateway, count, {count // 2: strike})
-        later = max(0.0, killed + HEALTH_INTERVAL_S + 1 - time.monotonic())
-        await asyncio.sleep(later)
-        afterwards = await crowd(gateway, count // 4, {})
+
+        async def around_the_kill(number: int) -> None:
+            nonlocal killed
+            if number == count // 2:
+                os.killpg(servers[1].pid, signal.SIGKILL)
+                killed = time.monotonic()
+            found.append(await chat(gateway, number))
+
+        async def later(number: int) -> None:
+            afterwards.append(await chat(gateway, number))
+
+        await crowd(count, around_the_kill)
+        await asyncio.sleep(max(0.0, killed + HEALTH_INTERVAL_S + 1 - time.monotonic()))
+        await crowd(count // 4, later)
     failed = [one for one in found if one["error"]]
     running = [one for one in found if one["began"] < killed < one["ended"]]
     return {
@@ -386,56 +365,41 @@ class Chats:
     def request(self, number: int) -> GenerationSpec:
         """Return request number 0, 1, …"""
         return build_spec(
-            user(f"Tell me story number {number}."),
+            user(story(number)),
             {"max_tokens": MAX_TOKENS, "temperature": 0.0, "ignore_eos": True},
         )
-
-
-async def through(gateway: Any, count: int) -> None:
-    """Run this many chats through smg."""
-    numbers = iter(range(count))
-
-    async def work() -> None:
-        for number in numbers:
-            stream = await gateway.chat.completions.create(
-                model="demo",
-                messages=user(f"Tell me story number {number}."),
-                max_tokens=MAX_TOKENS,
-                temperature=0,
-                stream=True,
-                extra_body={"ignore_eos": True},
-            )
-            async for _ in stream:
-                pass
-
-    await asyncio.gather(*(work() for _ in range(AT_ONCE)))
 
 
 async def throughput(
     servers: Sequence[Process], count: int, pairs: int, logs: Path
 ) -> dict[str, Any]:
     """Run the part `throughput`; see the module."""
-    rates: dict[str, list[dict[str, float]]] = {"smg": [], "direct": []}
+    turns: dict[str, list[dict[str, float]]] = {"smg": [], "direct": []}
     async with (
         behind_smg([one.address for one in servers], logs / "smg-throughput.log") as gateway,
         contextlib.AsyncExitStack() as stack,
     ):
         clients = [await stack.enter_async_context(connect(one)) for one in servers]
-        for number, way in in_turns(tuple(rates), pairs):
+
+        async def through(number: int) -> None:
+            async for _ in stream(gateway, number, temperature=0, extra_body={"ignore_eos": True}):
+                pass
+
+        for number, way in in_turns(tuple(turns), pairs):
             began = time.perf_counter()
             if way == "smg":
-                await through(gateway, count)
+                await crowd(count, through)
             else:
                 await send([Calls(one) for one in clients], Chats(), count, AT_ONCE)
             if number:
                 rate = count * MAX_TOKENS / (time.perf_counter() - began)
-                rates[way].append({"tokens_per_s": rate})
+                turns[way].append({"tokens_per_s": rate})
     return {
         "chats_in_each": count,
         "at_once": AT_ONCE,
         "tokens_each": MAX_TOKENS,
-        "turns": rates,
-        "smg_over_direct": compared(rates["smg"], rates["direct"], "tokens_per_s"),
+        "turns": turns,
+        "smg_over_direct": compared(turns["smg"], turns["direct"], "tokens_per_s"),
     }
 
 
@@ -453,10 +417,9 @@ async def parts(options: argparse.Namespace, record: Record, logs: Path) -> None
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Run the parts and print what they found."""
+    """Run the parts."""
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(parts(options, record, Path(folder)))
-    print(json.dumps(record.data, indent=2))
 
 
 MEASUREMENT = Measurement(

@@ -146,7 +146,7 @@ def _bytes(layer: torch.nn.Module) -> int:
 
 
 def run(rows: int, seconds: float, those: list[Contender]) -> dict[str, Any]:
-    """Run the contenders alternately, and print and return what each took."""
+    """Run the contenders alternately, and return what each took."""
     for one in those:
         one.best, one.passes = [], []
     depths = {k for _, k in SHAPES}
@@ -167,12 +167,6 @@ def run(rows: int, seconds: float, those: list[Contender]) -> dict[str, Any]:
             "flops": 2 * rows * elements / took,
             "weight_bytes_per_s": one.weight_bytes / took,
         }
-        print(
-            f"{rows:5d} rows  {one.name:20s} {took * 1e3:9.2f} ms (median {median * 1e3:9.2f})  "
-            f"{found[one.name]['flops'] / 1e9:7.0f} GFLOP/s  "
-            f"{found[one.name]['weight_bytes_per_s'] / 1e9:6.1f} GB/s of weights",
-            flush=True,
-        )
     return found
 
 

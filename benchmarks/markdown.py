@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from benchmarks.measures import figure
 
 
 def table(columns: str | Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -15,6 +18,61 @@ def table(columns: str | Sequence[str], rows: Iterable[Sequence[str]]) -> list[s
 
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What is measured, and how it is told.
+
+    Attributes:
+        what: its description.
+        value: its value.
+        told: the value as text.
+        least, most: the bounds that it is to keep; None if there is no such bound.
+    """
+
+    what: str
+    value: float
+    told: str
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def bounds(self) -> str:
+        """The bounds as text."""
+        bounds = (("≥", self.least), ("≤", self.most))
+        return ", ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
+
+    @property
+    def is_met(self) -> bool:
+        """Whether it keeps its bounds."""
+        is_enough = self.least is None or self.value >= self.least
+        return is_enough and (self.most is None or self.value <= self.most)
+
+
+def aims(rows: Iterable[Aim], title: str = "what") -> str:
+    """Return the table of what was measured beside what it aims at; a miss is in bold."""
+    cells = [[row.what, row.bounds, row.told if row.is_met else f"**{row.told}**"] for row in rows]
+    return "\n".join(table([title, "aim", "found"], cells))
+
+
+def outline(value: Mapping[str, Any], indent: str = "") -> list[str]:
+    """Return the numbers and words of a JSON object as lines, with those of the objects in it.
+    Lists of objects are left out.
+    """
+    lines, said = [], []
+    for name, one in value.items():
+        if isinstance(one, Mapping):
+            lines += [f"{indent}{name}:", *outline(one, f"{indent}  ")]
+        elif not isinstance(one, list | tuple):
+            said.append(f"{name} {_told(one)}")
+        elif not any(isinstance(each, Mapping) for each in one):
+            said.append(f"{name} {', '.join(map(_told, one))}")
+    return [*([indent + "; ".join(said)] if said else []), *lines]
+
+
+def _told(value: object) -> str:
+    return figure(value) if isinstance(value, float) else str(value)
 
 
 def span(values: Iterable[float], form: str) -> str:

@@ -20,92 +20,26 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedConfig, PreTrainedModel
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {
-        "hidden_size": 1024,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 3072,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-4b": {
-        "hidden_size": 2560,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 9728,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": {
-        "hidden_size": 4096,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 12288,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": False,
-    },
-    "smollm2-135m": {
-        "model_type": "llama",
-        "hidden_size": 576,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "intermediate_size": 1536,
-        "vocab_size": 49152,
-        "max_position_embeddings": 8192,
-        "rope_theta": 1e5,
-        "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "hidden_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-        "intermediate_size": 768,
-        "vocab_size": 4096,
-        "max_position_embeddings": 8192,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-    },
-    "long": {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "intermediate_size": 128,
-        "vocab_size": 150_000,
-        "max_position_embeddings": 131_072,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": False,
-    },
-    "demo-old": {
-        "model_type": "llama",
-        "hidden_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-        "intermediate_size": 704,
-        "vocab_size": 3072,
-        "max_position_embeddings": 2048,
-        "rope_theta": 1e4,
-        "tie_word_embeddings": True,
-    },
+_SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "intermediate_size", "vocab_size", "max_position_embeddings"),
+)
+
+
+def _shape(*sizes: int, theta: float = 1e6, tied: bool = True, **more: Any) -> dict[str, Any]:
+    """Return the settings of a shape. sizes: those of `_SIZES`."""
+    named = dict(zip(_SIZES, sizes, strict=True))
+    return {**more, **named, "rope_theta": theta, "tie_word_embeddings": tied}
+
+
+SHAPES = {
+    "qwen3-0.6b": _shape(1024, 28, 16, 8, 128, 3072, 151_936, 40_960),
+    "qwen3-4b": _shape(2560, 36, 32, 8, 128, 9728, 151_936, 40_960),
+    "qwen3-8b": _shape(4096, 36, 32, 8, 128, 12_288, 151_936, 40_960, tied=False),
+    "smollm2-135m": _shape(576, 30, 9, 3, 64, 1536, 49_152, 8192, theta=1e5, model_type="llama"),
+    "tiny": _shape(256, 4, 8, 4, 32, 768, 4096, 8192),
+    "long": _shape(64, 2, 4, 1, 16, 128, 150_000, 131_072, tied=False),
+    "demo-old": _shape(256, 4, 8, 4, 32, 704, 3072, 2048, theta=1e4, model_type="llama"),
 }
 """All shapes are Qwen3 except those that name another type: SmolLM2's, and the shape that the demo
 model had when most of its records were made.

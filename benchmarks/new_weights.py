@@ -28,13 +28,12 @@ _PACKINGS = {
 }
 
 
-def _seconds(what: str, turns: int, run: Callable[[], object]) -> list[float]:
+def _seconds(turns: int, run: Callable[[], object]) -> list[float]:
     took = []
     for _ in range(turns):
         start = time.perf_counter()
         run()
         took.append(time.perf_counter() - start)
-    print(f"  {what:16s} {' '.join(f'{one:.3f}' for one in sorted(took))} s", flush=True)
     return took
 
 
@@ -45,16 +44,15 @@ def measure(options: argparse.Namespace, record: Record) -> None:
     with tempfile.TemporaryDirectory() as folder:
         new.save_pretrained(folder)
         for packing in options.packings.split(","):
-            print(packing, flush=True)
             load = partial(engine.load, folder, **_PACKINGS[packing])  # type: ignore[arg-type]
-            record.put(_seconds("load", 2, load), "packings", packing, "load")
+            record.put(_seconds(2, load), "packings", packing, "load")
             loaded = load()
             for what, run in (
                 ("load_weights", partial(loaded.load_weights, state)),
                 ("load_state_dict", partial(loaded.model.load_state_dict, state)),
                 ("look", loaded._verified.refresh),
             ):
-                record.put(_seconds(what, options.turns, run), "packings", packing, what)
+                record.put(_seconds(options.turns, run), "packings", packing, what)
 
 
 MEASUREMENT = Measurement(

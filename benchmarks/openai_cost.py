@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import http.client
 import json
 import re
 import statistics
@@ -23,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,40 +30,20 @@ import headrace
 from headrace.options import build_spec
 from headrace.v1 import generation_pb2 as pb
 
+from benchmarks.measures import compared
 from benchmarks.models import DEMO
 from benchmarks.processes import free_port
 from benchmarks.records import Record
+from benchmarks.rig.gateways import smg, stream_chat, with_template
 from benchmarks.rig.load import connect, send
-from benchmarks.rig.measurement import Measurement, in_turns, option
-from benchmarks.rig.serving import BIN, WAIT_S, Process, process, serve
+from benchmarks.rig.measurement import Measurement, Turns, option, paired
+from benchmarks.rig.serving import BIN, Process, process, serve
 
 PROMPT = "Tell me a story about a fox, please."
+NAME = "it"
+"""The server's name of its model."""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 """The chat template for a checkpoint that has none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One turn of a system.
-
-    Attributes:
-        tokens_per_s: of all chats together.
-        front_us, between_us: the CPU time per token of the front end, and of what is in front of
-            it.
-        first_ms: the median time to a single chat's first token.
-        resident_mb: the memory of what is in front of the front end.
-    """
-
-    tokens_per_s: float
-    front_us: float
-    between_us: float
-    first_ms: float
-    resident_mb: float
-
-    @property
-    def cpu_us(self) -> float:
-        """The sum of both CPU times."""
-        return self.front_us + self.between_us
 
 
 class System(Protocol):
@@ -153,7 +132,7 @@ class Http:
 
     def _lines(self, index: int, tokens: int) -> Generator[bytes, None, None]:
         body = {
-            "model": "it",
+            "model": NAME,
             "messages": [{"role": "user", "content": f"{PROMPT} {index}"}],
             "max_tokens": tokens,
             "temperature": 1.0,
@@ -161,18 +140,22 @@ class Http:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=WAIT_S)
-        with contextlib.closing(connection):
-            headers = {"content-type": "application/json"}
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-            answer = connection.getresponse()
-            if answer.status != 200:
-                raise RuntimeError(f"{answer.status}: {answer.read(500)!r}")
-            yield from answer
+        return stream_chat(self._port, body)
 
 
-def turn(system: System, front: Process, options: argparse.Namespace) -> Turn:
-    """Run one turn. front: the front end."""
+def turn(system: System, front: Process, options: argparse.Namespace) -> dict[str, float]:
+    """Run one turn.
+
+    Args:
+        system: what is asked.
+        front: the front end.
+        options: how much is asked of it.
+
+    Returns:
+        tokens_per_s, of all chats together; front_us, between_us and cpu_us, the CPU time a token
+        of the front end, of what is in front of it, and of both; first_ms, the median time to a
+        single chat's first token; resident_mb, the memory of what is in front of the front end.
+    """
     firsts_ms = []
     for _ in range(options.firsts):
         began = time.perf_counter()
@@ -190,8 +173,14 @@ def turn(system: System, front: Process, options: argparse.Namespace) -> Turn:
     front_us, between_us = (
         (now - then) / got * 1e6 for now, then in zip(cpu(), before, strict=True)
     )
-    resident = between.resident_mib() * 2**20 / 1e6 if between else 0.0
-    return Turn(got / wall, front_us, between_us, statistics.median(firsts_ms), resident)
+    return {
+        "tokens_per_s": got / wall,
+        "front_us": front_us,
+        "between_us": between_us,
+        "cpu_us": front_us + between_us,
+        "first_ms": statistics.median(firsts_ms),
+        "resident_mb": between.resident_mib() * 2**20 / 1e6 if between else 0.0,
+    }
 
 
 @contextlib.contextmanager
@@ -199,52 +188,34 @@ def systems(
     options: argparse.Namespace, folder: Path
 ) -> Iterator[tuple[Process, dict[str, System]]]:
     """Yield the front end, and the systems to compare."""
-    door_port, smg_port = free_port(), free_port()
+    port = free_port()
     with contextlib.ExitStack() as stack:
-        model = with_template(options.model, folder)
-        flags = ("--served-name", "it", "--gateway", "--device", "cpu", *options.server)
-        front = stack.enter_context(serve(*flags, model=model))
+        flags = ("--served-name", NAME, "--gateway", "--device", "cpu", *options.server)
+        front = stack.enter_context(serve(*flags, model=chatting(options.model, folder)))
         words = [str(BIN / "headrace"), "--target", front.address, "openai"]
-        words += ["--listen", f"127.0.0.1:{door_port}"]
+        words += ["--listen", f"127.0.0.1:{port}"]
         door = stack.enter_context(
             process(words, folder / "door.log", is_ready=lambda said: "ready: " in said)
         )
-        found: dict[str, System] = {"grpc": Grpc(front), "door": Http(door_port, door)}
+        found: dict[str, System] = {"grpc": Grpc(front), "door": Http(port, door)}
         if options.smg is not None:
-            words = [str(options.smg), "launch", "--host", "127.0.0.1", "--port", str(smg_port)]
-            words += ["--prometheus-port", str(free_port())]
-            words += ["--worker-urls", f"grpc://{front.address}"]
-            there = Http(smg_port)
-
-            def is_ready(_: str) -> bool:
-                with contextlib.suppress(OSError, RuntimeError, http.client.HTTPException):
-                    there.first()
-                    return True
-                return False
-
-            there.process = stack.enter_context(
-                process(words, folder / "smg.log", is_ready=is_ready)
+            there = stack.enter_context(
+                smg([front.address], NAME, folder / "smg.log", command=options.smg)
             )
-            found["smg"] = there
+            found["smg"] = Http(int(there.address.rpartition(":")[2]), there)
         yield front, found
 
 
-def with_template(model: Path, folder: Path) -> Path:
+def chatting(model: Path, folder: Path) -> Path:
     """Return the checkpoint, with a chat template added if it has none."""
     config = json.loads((model / "tokenizer_config.json").read_text())
     if "chat_template" in config or (model / "chat_template.jinja").exists():
         return model
-    made = folder / "model"
-    made.mkdir()
-    for path in model.iterdir():
-        (made / path.name).symlink_to(path)
-    (made / "chat_template.jinja").write_text(TEMPLATE)
-    return made
+    return with_template(model, TEMPLATE, folder / "model")
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
     """Run all turns."""
-    turns: dict[str, list[Turn]] = {}
     with (
         tempfile.TemporaryDirectory() as folder,
         systems(options, Path(folder)) as (front, there),
@@ -252,13 +223,12 @@ def measure(options: argparse.Namespace, record: Record) -> None:
         door = there["door"].process
         assert door is not None
         record.put(door.start_s, "door_start_s")
-        for number, name in in_turns(tuple(there), options.turns):
-            one = turn(there[name], front, options)
-            if number:
-                turns.setdefault(name, []).append(one)
-                print(f"{number} {name:5} {one}", flush=True)
-                told = {each: [asdict(one) for one in ones] for each, ones in turns.items()}
-                record.put(told, "turns")
+        turns = paired(
+            tuple(there),
+            options.turns,
+            lambda name: turn(there[name], front, options),
+            lambda turns: record.put(turns, "turns"),
+        )
     record.put(summary(turns), "figures")
 
 
@@ -269,22 +239,20 @@ def table(record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def summary(turns: dict[str, list[Turn]]) -> dict[str, float]:
+def summary(turns: Turns) -> dict[str, float]:
     """Return the medians of each system, and the door's ratios to the others in the same turns."""
-    found = {}
-    for each, ones in turns.items():
-        for name in (*Turn.__dataclass_fields__, "cpu_us"):
-            found[f"{each}: {name}"] = statistics.median(getattr(one, name) for one in ones)
-    for other in turns:
-        if other == "door":
-            continue
-        pairs = list(zip(turns["door"], turns[other], strict=True))
-        found[f"door / {other}: cpu_us"] = statistics.median(a.cpu_us / b.cpu_us for a, b in pairs)
-        found[f"door / {other}: tokens_per_s"] = statistics.median(
-            a.tokens_per_s / b.tokens_per_s for a, b in pairs
-        )
+    found = {
+        f"{each}: {name}": statistics.median(one[name] for one in ones)
+        for each, ones in turns.items()
+        for name in ones[0]
+    }
+    door = turns["door"]
+    for other in (each for each in turns if each != "door"):
+        for name in ("cpu_us", "tokens_per_s"):
+            found[f"door / {other}: {name}"] = compared(door, turns[other], name)["median"]
         found[f"door - {other}: first_ms"] = statistics.median(
-            a.first_ms - b.first_ms for a, b in pairs
+            one["first_ms"] - beside["first_ms"]
+            for one, beside in zip(door, turns[other], strict=True)
         )
     return found
 

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -31,37 +31,37 @@ class SystemFailure(Exception):
     """A system failed; the message says how, with the end of its log."""
 
 
-class System:
-    """One adapter's process.
+class Program:
+    """A process that answers each line of JSON with a line of JSON. Ends with its block.
 
     Attributes:
-        name: the name in the results.
-        start_s: the seconds from its start until it accepted requests.
-        ready: what it reported about itself: settings, versions.
+        name: its name in messages.
+        pid: the process id.
     """
 
     def __init__(
         self,
         name: str,
-        module: str,
-        python: str,
+        command: Sequence[str],
         log: Path,
         environment: Mapping[str, str],
         root: Path = ROOT,
-        words: Sequence[str] = (),
     ) -> None:
-        """Start the process; call `load` next. root: the checkout whose adapter is used. words:
-        arguments of the adapter.
+        """Start the process.
+
+        Args:
+            name: its name in messages.
+            command: its words.
+            log: the file for its standard error.
+            environment: its variables, besides those of this process.
+            root: the folder in which it runs.
         """
         self.name = name
-        self.start_s = 0.0
-        self.ready: dict[str, Any] = {}
         self._log_path = log
         self._peak_bytes = 0
-        self._began = time.perf_counter()
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [python, "-m", module, *words],
+                command,
                 cwd=root,
                 env={**os.environ, **environment},
                 stdin=subprocess.PIPE,
@@ -70,6 +70,7 @@ class System:
                 text=True,
                 start_new_session=True,  # Ctrl-C is the harness's to handle
             )
+        self.pid = self._process.pid
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
@@ -77,20 +78,11 @@ class System:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def load(self, order: Mapping[str, Any], timeout: float) -> None:
-        """Let it load the model. Raises SystemFailure."""
-        self.ready = self.ask({"load": order}, "ready", timeout)
-        taken = time.perf_counter() - self._began - self.ready.pop("prepared_s", 0.0)
-        self.start_s = self.ready.pop("start_s", taken)
+    def __enter__(self) -> Self:
+        return self
 
-    def run(self, turn: Mapping[str, Any], timeout: float) -> Any:
-        """Wake the process, let it run a turn, and park it. Returns its answer. Raises
-        SystemFailure.
-        """
-        self.wake()
-        answer = self.ask({"run": turn}, "done", timeout)
-        self.park()
-        return answer
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def park(self) -> None:
         """Suspend its processes until `wake`."""
@@ -148,7 +140,10 @@ class System:
             line = ""
         if not line:
             raise SystemFailure(f"{self.name} ended:\n{self._log_end()}")
-        answer = json.loads(line)
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = {"failed": f"its answer is no JSON: {line[:200]!r}"}
         if wanted not in answer:
             raise SystemFailure(
                 f"{self.name}: {answer.get('failed')} (log: {self._log_path})\n{self._log_end()}"
@@ -166,11 +161,58 @@ class System:
         return "\n".join(f"    {line}" for line in lines[-8:])
 
     def _note_memory(self) -> None:
-        root = self.ready.get("pid")
-        if root is None:
-            return
-        found = sum(resident(process.pid)[1] for process in tree(root))
+        found = sum(resident(process.pid)[1] for process in tree(self._measured()))
         self._peak_bytes = max(self._peak_bytes, found)
+
+    def _measured(self) -> int:
+        """Return the root of the processes whose memory counts."""
+        return self.pid
+
+
+class System(Program):
+    """One adapter's process.
+
+    Attributes:
+        start_s: the seconds from its start until it accepted requests.
+        ready: what it reported about itself: settings, versions.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        python: str,
+        log: Path,
+        environment: Mapping[str, str],
+        root: Path = ROOT,
+        words: Sequence[str] = (),
+    ) -> None:
+        """Start the process; call `load` next. root: the checkout whose adapter is used. words:
+        arguments of the adapter.
+        """
+        self.start_s = 0.0
+        self.ready: dict[str, Any] = {}
+        self._began = time.perf_counter()
+        super().__init__(name, [python, "-m", module, *words], log, environment, root)
+
+    def load(self, order: Mapping[str, Any], timeout: float) -> None:
+        """Let it load the model. Raises SystemFailure."""
+        self.ready = self.ask({"load": order}, "ready", timeout)
+        taken = time.perf_counter() - self._began - self.ready.pop("prepared_s", 0.0)
+        self.start_s = self.ready.pop("start_s", taken)
+
+    def run(self, turn: Mapping[str, Any], timeout: float) -> Any:
+        """Wake the process, let it run a turn, and park it. Returns its answer. Raises
+        SystemFailure.
+        """
+        self.wake()
+        answer = self.ask({"run": turn}, "done", timeout)
+        self.park()
+        return answer
+
+    def _measured(self) -> int:
+        root: int = self.ready.get("pid", self.pid)
+        return root
 
 
 def tree(pid: int) -> list[psutil.Process]:

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from benchmarks.floors import Rates, Shape, ideal
+from benchmarks.markdown import outline
 from benchmarks.measures import medians, paired_ratio
 from benchmarks.plot import draw
 from benchmarks.processes import ROOT
@@ -148,11 +149,15 @@ class Record:
     Attributes:
         path: its file; None if it is not written.
         data: its content.
+        is_told: whether what is put in it is printed, too.
     """
 
-    def __init__(self, path: Path | None, kind: str, about: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: Path | None, kind: str, about: Mapping[str, Any], *, is_told: bool = False
+    ) -> None:
         """Create a record. about: when, where and of what it is."""
         self.path = path
+        self.is_told = is_told
         self.data: dict[str, Any] = {"format": FORMAT, "kind": kind, **about}
 
     def resume(self, same: Iterable[str]) -> bool:
@@ -178,6 +183,8 @@ class Record:
             place = place.setdefault(key, {})
         place[keys[-1]] = rounded(value)
         self.save()
+        if self.is_told:
+            print(*outline({" ".join(keys): value}), sep="\n", flush=True)
 
     def save(self) -> None:
         """Write the file atomically."""

@@ -24,11 +24,11 @@ from typing import Any
 import headrace
 from headrace.cli.bench.prompts import Lengths
 
-from benchmarks.processes import resident
+from benchmarks import markdown
 from benchmarks.records import Record
 from benchmarks.rig.load import OWN_CONNECTION, Calls, Stories, connect, send, until
 from benchmarks.rig.measurement import DTYPE, MODEL, THREADS, Measurement, option
-from benchmarks.rig.serving import Process, serve
+from benchmarks.rig.serving import Process, flags_of, serve
 
 SMALL_WINDOW = (
     *OWN_CONNECTION,
@@ -79,8 +79,7 @@ async def turn(server: Process, options: argparse.Namespace, number: int) -> dic
     """Run A and B."""
 
     def memory(when: str) -> dict[str, float]:
-        pids = {"front_end": server.pid, "engine": server.engine()}
-        return {f"{name}_{when}_mib": resident(pid)[0] / 2**20 for name, pid in pids.items()}
+        return {f"{name}_{when}_mib": size / 2**20 for name, size in server.memory().items()}
 
     found = memory("before")
     found["alone_s"] = await measure_live(server, options, 2 * number)
@@ -101,11 +100,8 @@ async def turn(server: Process, options: argparse.Namespace, number: int) -> dic
 def measure(options: argparse.Namespace, record: Record) -> None:
     """Run all turns."""
     turns = []
-    with serve(
-        "--dtype", options.dtype, "--threads", str(options.threads), "--log-level", "warning",
-        "--max-unread-tokens", str(options.max_unread_tokens), "--max-hold", "3600",
-        model=options.model,
-    ) as server:  # fmt: skip
+    bounds = ("--max-unread-tokens", str(options.max_unread_tokens), "--max-hold", "3600")
+    with serve(*flags_of(options, *bounds), model=options.model) as server:
         for number in range(options.repeats + 1):
             turns.append(asyncio.run(turn(server, options, number)))
             said = ", ".join(f"{name} {value:.4g}" for name, value in turns[-1].items())
@@ -122,17 +118,14 @@ def table(record: Mapping[str, Any]) -> str:
         statistics.median(turn[name] for turn in turns[1:]) * 1e3
         for name in ("alone_s", "beside_s")
     )
-    lines = [
-        "| | alone | beside | ratio |",
-        "|---|---|---|---|",
-        f"| ms per token, median | {alone:.3f} | {beside:.3f} | {record['ratio']['median']:.3f} |",
-    ]
+    ratio = record["ratio"]["median"]
+    rows = [["ms per token, median", f"{alone:.3f}", f"{beside:.3f}", f"{ratio:.3f}"]]
     for name in ("front_end", "engine"):
         first = turns[0][f"{name}_before_mib"]
         most = max(turn[f"{name}_stalled_mib"] for turn in turns)
         label = f"resident memory of the {name.replace('_', ' ')}, MiB"
-        lines.append(f"| {label} | {first:.0f} | {most:.0f} | {most / first:.2f} |")
-    return "\n".join(lines)
+        rows.append([label, f"{first:.0f}", f"{most:.0f}", f"{most / first:.2f}"])
+    return "\n".join(markdown.table(" | alone | beside | ratio", rows))
 
 
 MEASUREMENT = Measurement(

@@ -61,16 +61,12 @@ def steps_of(options: argparse.Namespace) -> list[tuple[float, float]]:
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    """Measure the steps and print their times."""
+    """Measure the steps."""
     steps = steps_of(options)
     for name, seconds in zip(("the model", "the engine"), zip(*steps, strict=True), strict=True):
         tenth, *_, ninetieth = statistics.quantiles(seconds, n=10)
         found = {"median_s": statistics.median(seconds), "p10_s": tenth, "p90_s": ninetieth}
-        print(
-            f"{name}: {found['median_s'] * 1e3:.3f} ms a step "
-            f"(p10 {tenth * 1e3:.3f}, p90 {ninetieth * 1e3:.3f}; {len(seconds)} steps)"
-        )
-        record.put(found, name)
+        record.put({"steps": len(seconds), **found}, name)
 
 
 MEASUREMENT = Measurement(

@@ -26,12 +26,13 @@ from typing import Any
 import grpc
 from headrace.cli.bench.prompts import Lengths
 
+from benchmarks.markdown import Aim, aims
 from benchmarks.measures import compared, ratio_span
 from benchmarks.processes import free_port
 from benchmarks.records import Record
 from benchmarks.rig.load import Calls, Stories, connect, loaded, measured, running, until
-from benchmarks.rig.measurement import DTYPE, MODEL, THREADS, Measurement, in_turns, option
-from benchmarks.rig.serving import WAIT_S, Process, serve
+from benchmarks.rig.measurement import DTYPE, MODEL, THREADS, Measurement, option, paired
+from benchmarks.rig.serving import WAIT_S, Process, flags_of, serve
 
 OFF, ON, AGAIN = "off", "on", "again"
 TOKENS, SPREAD = 96, 48
@@ -53,11 +54,8 @@ def server(
             "OTEL_EXPORTER_PROMETHEUS_HOST": "127.0.0.1",
             "OTEL_EXPORTER_PROMETHEUS_PORT": page.rpartition(":")[2].partition("/")[0],
         }
-    return serve(
-        "--dtype", options.dtype, "--device", "cpu", "--threads", str(options.threads),
-        "--log-level", "warning", "--no-prefix-cache",
-        model=options.model, environment=environment,
-    )  # fmt: skip
+    flags = flags_of(options, "--no-prefix-cache")
+    return serve(*flags, model=options.model, environment=environment)
 
 
 @contextlib.contextmanager
@@ -116,22 +114,17 @@ async def turn(server: Process, page: str, options: argparse.Namespace) -> dict[
 def measure(options: argparse.Namespace, record: Record) -> None:
     """Run all turns."""
     page = f"http://127.0.0.1:{free_port()}/metrics"
-    turns: dict[str, list[dict[str, float]]] = {kind: [] for kind in (OFF, ON, AGAIN)}
     with receiver() as (address, received), contextlib.ExitStack() as stack:
         telemetry = {OFF: ("", ""), ON: (address, page), AGAIN: ("", "")}
         servers = {
             kind: stack.enter_context(server(options, *more)) for kind, more in telemetry.items()
         }
-        for number, kind in in_turns(tuple(servers), options.turns):
-            found = asyncio.run(turn(servers[kind], telemetry[kind][1], options))
-            if number:
-                turns[kind].append(found)
-                print(
-                    f"  turn {number}: {kind} {found['tokens_per_s']:.0f} tok/s "
-                    f"({found['cpu_us_per_token']:.1f} µs)",
-                    flush=True,
-                )
-                record.put(turns, "turns")
+        turns = paired(
+            tuple(servers),
+            options.turns,
+            lambda kind: asyncio.run(turn(servers[kind], telemetry[kind][1], options)),
+            lambda turns: record.put(turns, "turns"),
+        )
     record.put({"spans": received[0], "metrics": received[1]}, "received_bytes")
     record.data |= ratios(turns)
 
@@ -147,20 +140,17 @@ def ratios(turns: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]
 
 def table(record: Mapping[str, Any]) -> str:
     """Return the record as Markdown."""
-    options = record["options"]
-    lines = [
-        f"| medians of {options['turns']} turns, {options['requests']} requests at a time | aim "
-        "| found |",
-        "|---|---|---|",
+    rows = [
+        Aim(what, record[name]["median"], ratio_span(record[name]["ratios"]), least)
+        for name, what, least in (
+            ("on_tokens_per_s", "throughput, everything on / off", 0.98),
+            ("again_tokens_per_s", "throughput, off / off (the noise)", None),
+            ("on_cpu_us_per_token", "CPU time of the front end a token, on / off", None),
+            ("again_cpu_us_per_token", "CPU time of the front end a token, off / off", None),
+        )
     ]
-    for name, what, aim in (
-        ("on_tokens_per_s", "throughput, everything on / off", "≥ 0.98"),
-        ("again_tokens_per_s", "throughput, off / off (the noise)", ""),
-        ("on_cpu_us_per_token", "CPU time of the front end a token, on / off", ""),
-        ("again_cpu_us_per_token", "CPU time of the front end a token, off / off", ""),
-    ):
-        lines.append(f"| {what} | {aim} | {ratio_span(record[name]['ratios'])} |")
-    return "\n".join(lines)
+    turns, requests = (record["options"][name] for name in ("turns", "requests"))
+    return aims(rows, f"medians of {turns} turns, {requests} requests at a time")
 
 
 MEASUREMENT = Measurement(

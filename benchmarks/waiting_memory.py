@@ -25,7 +25,6 @@ import headrace
 from headrace import HeadraceError
 from headrace.v1 import generation_pb2 as pb
 
-from benchmarks.processes import resident
 from benchmarks.records import Record
 from benchmarks.rig.load import connect, until
 from benchmarks.rig.measurement import MODEL, Measurement, option
@@ -161,11 +160,6 @@ class Asker:
         self._calls.clear()
 
 
-def memory(server: Process) -> tuple[int, int]:
-    """Return the resident memory of the front end and of the engine's process, in bytes."""
-    return resident(server.pid)[0], resident(server.engine())[0]
-
-
 async def measure_kind(kind: str, server: Process, count: int) -> dict[str, Any]:
     """Measure one kind."""
     async with connect(server) as client:
@@ -178,7 +172,7 @@ async def measure_kind(kind: str, server: Process, count: int) -> dict[str, Any]
                 raise refused
         await asker.cancel(range(WARMING))
         await until(client, lambda now: now.front_end.live_requests == 0)
-        before = memory(server)
+        before = server.memory()
         admitted, refused = 0, None
         while admitted < count and refused is None:
             refused = await asker.add(WARMING + admitted)
@@ -186,7 +180,7 @@ async def measure_kind(kind: str, server: Process, count: int) -> dict[str, Any]
         if refused is not None and refused.reason != "TOO_MANY_LIVE_BYTES":
             raise refused
         await asyncio.sleep(1.0)
-        after = memory(server)
+        after = server.memory()
         if refused is not None:
             counted = int(refused.metadata["present"])
         else:
@@ -197,14 +191,14 @@ async def measure_kind(kind: str, server: Process, count: int) -> dict[str, Any]
             await until(client, lambda now: now.front_end.live_requests == 0)
             alone, full_alone = await filler.fill(range(2000, 3000))
             counted = full - round(more * full_alone / alone)
-    each = [(now - then) / admitted for then, now in zip(before, after, strict=True)]
+    each = {name: (after[name] - size) / admitted for name, size in before.items()}
     return {
         "requests": admitted,
         "is_full": refused is not None,
         "counted_bytes_each": round(counted / admitted),
-        "front_end_bytes_each": round(each[0]),
-        "engine_bytes_each": round(each[1]),
-        "measured_by_counted": round(sum(each) * admitted / counted, 3),
+        "front_end_bytes_each": round(each["front_end"]),
+        "engine_bytes_each": round(each["engine"]),
+        "measured_by_counted": round(sum(each.values()) * admitted / counted, 3),
     }
 
 
@@ -214,7 +208,6 @@ def measure(options: argparse.Namespace, record: Record) -> None:
         with serve("--log-level", "warning", model=options.model) as server:
             found = asyncio.run(measure_kind(kind, server, options.requests))
         record.put(found, "kinds", kind)
-        print(kind, found, flush=True)
 
 
 MEASUREMENT = Measurement(

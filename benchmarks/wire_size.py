@@ -129,6 +129,7 @@ def summary(runs: list[Counter[str]]) -> dict[str, Any]:
     """
     total: Counter[str] = sum(runs, Counter())
     tokens = total["tokens"]
+    each = [run["total"] / run["tokens"] for run in runs]
 
     def fields(part: str, each: int) -> dict[str, float]:
         mark = f"{part}."
@@ -140,7 +141,8 @@ def summary(runs: list[Counter[str]]) -> dict[str, Any]:
 
     return {
         "bytes_a_token": total["total"] / tokens,
-        "bytes_a_token_of_runs": [run["total"] / run["tokens"] for run in runs],
+        "bytes_a_token_of_runs": each,
+        "spread_of_runs": statistics.pstdev(each),
         "merged_share": merged_share(total),
         "of_it": {
             part: total[part] / tokens for part in ("delta", *PARTS, "failed", "besides events")
@@ -160,30 +162,12 @@ def summary(runs: list[Counter[str]]) -> dict[str, Any]:
     }
 
 
-def show(kind: str, found: dict[str, Any]) -> None:
-    """Print the results of a kind."""
-    merged = found["merged_share"]
-    print(f"\n{kind}: {found['bytes_a_token']:.2f} bytes a token ({merged:.2%} of them merged)")
-    for part, size in found["of_it"].items():
-        print(f"  {part:24}{size:8.2f}")
-    print("  a delta's event:")
-    for name, size in found["delta_fields"].items():
-        print(f"    {name:24}{size:6.2f}")
-    for part, sizes in found["bytes_a_request"].items():
-        said = ", ".join(f"{name} {size:.1f}" for name, size in sizes.items())
-        print(f"  {part}, bytes a request: {said}")
-
-
 def measure_all(options: argparse.Namespace, record: Record) -> None:
     """Measure both kinds."""
     with serve("--log-level", "warning", model=options.model, on_socket=True) as server:
         runs = {kind: measure_kind(server.address, kind, options) for kind in KINDS}
     for kind, found in runs.items():
         record.put(summary(found), "kinds", kind)
-        show(kind, record.data["kinds"][kind])
-    kinds = record.data["kinds"].values()
-    spread = [statistics.pstdev(found["bytes_a_token_of_runs"]) for found in kinds]
-    print(f"\nspread over runs: {', '.join(f'{one:.2f}' for one in spread)}")
 
 
 MEASUREMENT = Measurement(

@@ -23,6 +23,7 @@ import engine
 from benchmarks.adapters import profiling
 from benchmarks.adapters.building import built_model
 from benchmarks.adapters.loop import Turn, main, versions
+from benchmarks.adapters.managers import serve_turn
 from benchmarks.instructions import limit
 from engine.api.offline import LoadedModel
 from engine.api.results import GenerationOutput
@@ -77,32 +78,8 @@ class HeadraceEngine:
     def run(self, turn: Turn) -> dict[str, Any] | None:
         if turn.profile_steps:
             return self._profile(turn)
-        self._serve(turn)
+        serve_turn(self._manager, turn)
         return None
-
-    def _serve(self, turn: Turn) -> None:
-        names: dict[str, int] = {}
-        while not turn.is_over:
-            for index in turn.due():
-                request = turn.requests[index]
-                name = self._manager.add_request(
-                    request["prompt"],
-                    max_new_tokens=request["max_tokens"],
-                    record_timestamps=True,
-                    **(request.get("sampling") or {}),
-                )
-                names[name] = index
-            wait = turn.wait_s()
-            output = self._manager.get_result(timeout=wait)
-            if output is None:
-                if wait is None:
-                    raise RuntimeError("the engine has ended")
-                continue
-            if output.error is not None:
-                raise RuntimeError(output.error)
-            index = names[output.request_id]
-            turn.add(index, output.generated_tokens, output.timestamps)
-            turn.finish(index)
 
     def _profile(self, turn: Turn) -> dict[str, Any]:
         """Profile the device during some decode steps after the last request's first token, when

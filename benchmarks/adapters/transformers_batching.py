@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 
 from benchmarks.adapters.building import built_model
 from benchmarks.adapters.loop import Turn, main, versions
+from benchmarks.adapters.managers import serve_turn
 
 PAGE_SIZE = 32
 SILENCE_S = 300.0
@@ -61,28 +62,7 @@ class TransformersBatching:
         }
 
     def run(self, turn: Turn) -> None:
-        names: dict[str, int] = {}
-        while not turn.is_over:
-            for index in turn.due():
-                request = turn.requests[index]
-                name = self._manager.add_request(
-                    list(request["prompt"]),
-                    max_new_tokens=request["max_tokens"],
-                    record_timestamps=True,
-                )
-                names[name] = index
-            wait = turn.wait_s()
-            output = self._manager.get_result(timeout=SILENCE_S if wait is None else wait)
-            if output is None:
-                if wait is None:
-                    raise RuntimeError(f"no result for {SILENCE_S:.0f} s")
-                continue
-            if output.error is not None:
-                raise RuntimeError(output.error)
-            if output.is_finished():
-                index = names[output.request_id]
-                turn.add(index, output.generated_tokens, output.timestamps)
-                turn.finish(index)
+        serve_turn(self._manager, turn, SILENCE_S)
 
 
 if __name__ == "__main__":

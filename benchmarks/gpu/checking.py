@@ -50,16 +50,14 @@ def quick_checks(part: Part, device: str, logs: Path, seconds: float) -> None:
 def _share(share: int, count: int, device: str, logs: Path, seconds: float) -> list[dict[str, Any]]:
     """Return rows of every `count`th check, starting at number `share`."""
     name = f"checks-{share + 1}"
-    system = System(name, MODULE, sys.executable, logs / f"{name}.log", {})
+    order = {"device": device, "threads": 1, "share": share, "count": count}
     try:
-        order = {"device": device, "threads": 1, "share": share, "count": count}
-        system.load(order, seconds)
-        rows: list[dict[str, Any]] = system.run({"requests": []}, seconds)
+        with System(name, MODULE, sys.executable, logs / f"{name}.log", {}) as system:
+            system.load(order, seconds)
+            rows: list[dict[str, Any]] = system.run({"requests": []}, seconds)
+            return rows
     except SystemFailure as failure:
         return [{"key": ALL, "state": FAILED, "detail": str(failure)[:400]}]
-    finally:
-        system.end(5.0)
-    return rows
 
 
 def pytest_checks(part: Part, device: str, logs: Path, seconds: float) -> None:

@@ -39,47 +39,36 @@ from benchmarks.gpu.tables import predictions, render_part
 from benchmarks.models import SHAPES
 from benchmarks.processes import System, SystemFailure
 from benchmarks.records import commit, read_record
-from benchmarks.rig.measurement import RESULTS, end_by_signals
+from benchmarks.rig.measurement import MODELS, RESULTS, end_by_signals, option
 from benchmarks.rig.systems import MACHINE, Systems
 
 CHECKS = "checks"
 PARTS = (CHECKS, *MEASURING)
 
 
-def add_arguments(parser: argparse.ArgumentParser, cache: Path) -> None:
-    """Add the command's options."""
-    parser.add_argument("--part", default="all", help=f"all, or of {', '.join(PARTS)}, with commas")
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=8.0,
-        help="for each part: what is not done by then is left out, and named (default 8)",
-    )
-    parser.add_argument(
-        "--output",
+OPTIONS = (
+    option("part", "all", f"all, or of {', '.join(PARTS)}, with commas"),
+    option("minutes", 8.0, "for each part: what is not done by then is left out (default 8)"),
+    option(
+        "output",
+        None,
+        "the record's folder (default benchmarks/results, of a CPU benchmarks/results/local)",
         type=Path,
-        help="the record's folder (default benchmarks/results, of a CPU benchmarks/results/local)",
-    )
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu (default cuda)")
-    parser.add_argument(
-        "--model", choices=sorted(SHAPES), help="in place of every part's own (random weights)"
-    )
-    parser.add_argument("--batches", help="requests at once of the decode parts, with commas")
-    parser.add_argument("--turns", type=int, help="turns that count (default 3, on a CPU 1)")
-    parser.add_argument(
-        "--predict",
-        action="store_true",
-        help="no measurement: estimates of what steps take, beside the floor and the records",
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="keep what the record has of the same sources"
-    )
-    parser.add_argument(
-        "--commit", help="what the sources are, where there is no git repository to ask"
-    )
-    parser.add_argument(
-        "--cache", type=Path, default=cache, help=f"for logs and a checkpoint (default {cache})"
-    )
+    ),
+    option("device", "cuda", "cuda, cuda:N, or cpu (default cuda)"),
+    option("model", None, "in place of every part's own (random weights)", choices=sorted(SHAPES)),
+    option("batches", None, "requests at once of the decode parts, with commas"),
+    option("turns", None, "turns that count (default 3, on a CPU 1)", type=int),
+    option(
+        "predict",
+        False,
+        "no measurement: estimates of what steps take, beside the floor and the records",
+    ),
+    option("resume", False, "keep what the record has of the same sources"),
+    option("commit", None, "what the sources are, where there is no git repository to ask"),
+    MODELS,
+)
+"""The command's options."""
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -6,10 +6,10 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import benchmarks.languages
+from benchmarks.languages.document import render
 from benchmarks.languages.rows import ROWS
 from benchmarks.languages.turns import CASES, measure_case
 from benchmarks.processes import SystemFailure
@@ -37,28 +37,14 @@ def measure(options: argparse.Namespace, record: Record) -> None:
     for case in CASES:
         if case.name in options.case:
             cases.append(measure_case(case, rows, options.turns))
-            _tell(cases[-1])
             record.put(cases, "cases")
-
-
-def _tell(case: Mapping[str, Any]) -> None:
-    print(
-        f"\n{case['meaning']}\n{'':18}{'tokens/s':>10}{'of fastest':>12}{'client µs':>11}"
-        f"{'server µs':>11}{'peak MiB':>10}"
-    )
-    for name, one in case["languages"].items():
-        print(
-            f"{name:18}{one['tokens_per_s']:>10,.0f}{one['of_fastest']:>12.2f}"
-            f"{one['client_us_per_token']:>11.1f}{one['server_us_per_token']:>11.1f}"
-            f"{one['peak_bytes'] / 2**20:>10.0f}",
-            flush=True,
-        )
 
 
 MEASUREMENT = Measurement(
     name="languages",
     about=benchmarks.languages.__doc__ or "",
     measure=measure,
+    table=lambda record: render(record, "languages.json"),
     options=(
         option("language", _LANGUAGES, nargs="+", choices=_LANGUAGES),
         option("case", _CASES, nargs="+", choices=_CASES),

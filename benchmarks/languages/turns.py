@@ -14,13 +14,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.languages.program import Program
 from benchmarks.languages.rows import Row
-from benchmarks.measures import paired_ratio
-from benchmarks.processes import cpu_seconds
+from benchmarks.measures import compared
+from benchmarks.processes import Program, SystemFailure, cpu_seconds
+from benchmarks.rig.measurement import Turns, paired
 from benchmarks.rig.serving import Process, scripted, serve
 
 _SERVER_CORE, _CLIENT_CORE = 0, 1
+_TURN_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +60,8 @@ CASES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """The cost of a turn: seconds, and CPU seconds of the client and of the server."""
-
-    seconds: float
-    client_s: float
-    server_s: float
-
-
 def measure_case(case: Case, rows: Sequence[Row], turns: int | None = None) -> dict[str, Any]:
-    """Run a case with all languages alternately, and return its part of the record.
+    """Run a case with all languages in turns, and return its part of the record.
 
     Args:
         case: the case.
@@ -78,63 +70,65 @@ def measure_case(case: Case, rows: Sequence[Row], turns: int | None = None) -> d
             and does not count.
 
     Raises:
-        RuntimeError: a process failed, or lost or made up tokens.
+        SystemFailure: a process failed, or lost or made up tokens.
     """
+    sizes = tuple(map(str, (case.sessions, case.requests, case.tokens)))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         server = stack.enter_context(_server(case))
         programs = {
             row.name: stack.enter_context(
-                Program.started(
-                    (*_pinned(_CLIENT_CORE), *row.command, server.address,
-                     *map(str, (case.sessions, case.requests, case.tokens))),
-                    row.environment,
+                Program(
+                    row.name,
+                    (*_pinned(_CLIENT_CORE), *row.command, server.address, *sizes),
                     folder / f"{row.name}.log",
+                    row.environment,
                 )
             )
             for row in rows
-        }  # fmt: skip
-        played: dict[str, list[Turn]] = {name: [] for name in programs}
-        for number in range((case.turns if turns is None else turns) + 1):
-            for name, program in programs.items():
-                one = _turn(case, program, server)
-                if number:
-                    played[name].append(one)
+        }
+        played = paired(
+            tuple(programs),
+            case.turns if turns is None else turns,
+            lambda name: _turn(case, programs[name], server),
+        )
         peaks = {name: program.peak_bytes for name, program in programs.items()}
     return {**asdict(case), "languages": figures(case, played, peaks)}
 
 
-def _turn(case: Case, program: Program, server: Process) -> Turn:
+def _turn(case: Case, program: Program, server: Process) -> dict[str, float]:
+    """Run a turn. Returns its seconds, and the CPU seconds of the client and of the server."""
     client_s, server_s = cpu_seconds(program.pid), server.cpu_s()
     began = time.perf_counter()
-    told = program.play()
+    told = program.ask({}, "tokens", _TURN_S)
     seconds = time.perf_counter() - began
     if told != case.all_tokens:
-        raise RuntimeError(f"{program.name}: {told} tokens came of {case.all_tokens}")
-    return Turn(seconds, cpu_seconds(program.pid) - client_s, server.cpu_s() - server_s)
+        raise SystemFailure(f"{program.name}: {told} tokens came of {case.all_tokens}")
+    return {
+        "seconds": seconds,
+        "client_s": cpu_seconds(program.pid) - client_s,
+        "server_s": server.cpu_s() - server_s,
+    }
 
 
-def figures(
-    case: Case, played: Mapping[str, list[Turn]], peaks: Mapping[str, int]
-) -> dict[str, Any]:
+def figures(case: Case, played: Turns, peaks: Mapping[str, int]) -> dict[str, Any]:
     """Summarise the turns of each language. peaks: their peak memory in bytes."""
-    rates = {name: [case.all_tokens / t.seconds for t in turns] for name, turns in played.items()}
-    fastest = max(rates, key=lambda name: statistics.median(rates[name]))
+
+    def median(name: str, figure: str) -> float:
+        return statistics.median(turn[figure] for turn in played[name])
+
+    fastest = played[min(played, key=lambda name: median(name, "seconds"))]
     return {
         name: {
-            "turns": [asdict(turn) for turn in turns],
-            "tokens_per_s": statistics.median(rates[name]),
-            "of_fastest": paired_ratio(rates[name], rates[fastest]),
-            "client_us_per_token": _per_token(case, [turn.client_s for turn in turns]),
-            "server_us_per_token": _per_token(case, [turn.server_s for turn in turns]),
+            "turns": turns,
+            "tokens_per_s": statistics.median(case.all_tokens / turn["seconds"] for turn in turns),
+            "of_fastest": compared(fastest, turns, "seconds")["median"],
+            "client_us_per_token": median(name, "client_s") / case.all_tokens * 1e6,
+            "server_us_per_token": median(name, "server_s") / case.all_tokens * 1e6,
             "peak_bytes": peaks[name],
         }
         for name, turns in played.items()
     }
-
-
-def _per_token(case: Case, seconds: Sequence[float]) -> float:
-    return statistics.median(seconds) / case.all_tokens * 1e6
 
 
 def _pinned(core: int) -> tuple[str, ...]:

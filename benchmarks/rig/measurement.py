@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.adapters.loop import versions
+from benchmarks.measures import figure
 from benchmarks.models import CACHE, DEMO, SHAPES
 from benchmarks.processes import ROOT, SystemFailure
 from benchmarks.records import Record, commit, machine_record
@@ -22,6 +23,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 _PACKAGES = ("headrace-server", "grpcio", "protobuf", "torch", "transformers")
 _NOT_TOLD = ("output", "cache", "quick", "resume")
 System = TypeVar("System")
+Turns = dict[str, list[Mapping[str, float]]]
+"""The figures of each system's turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,15 @@ def option(name: str, default: Any, text: str = "", **more: Any) -> Option:
     return Option(name, {"default": default, "help": text, **more})
 
 
+def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
+    """Add options to a command. One that takes any number of words, and by default none, is named
+    without dashes.
+    """
+    for one in options:
+        dashes = "" if one.more.get("nargs") == "*" and not one.more["default"] else "--"
+        parser.add_argument(dashes + one.name.replace("_", "-"), **one.more)
+
+
 MODEL = option("model", str(DEMO), "a model's directory")
 NAMED_MODEL = option("model", "demo", f"demo, {', '.join(SHAPES)}, or a directory")
 DTYPE = option("dtype", "float32", choices=["float32", "bfloat16"])
@@ -57,7 +69,7 @@ class Measurement:
         file: the name of the record's file in benchmarks/results; empty: the kind's.
         about: a description, whose first line the help has.
         measure: measures; it is given the options, and the record to put results in.
-        table: returns a record as Markdown; None: what `measure` prints is enough.
+        table: returns a record as Markdown; None: what is put in the record is printed instead.
         options: its options.
         quick: the values of options with --quick, for a look; empty: there is no such option.
         packages: whose versions the record has, besides the usual ones.
@@ -80,9 +92,7 @@ class Measurement:
     def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse the options. words: None for those of this process."""
         parser = argparse.ArgumentParser(description=self.about.splitlines()[0])
-        for one in self.options:
-            dashes = "" if one.more.get("nargs") == "*" and not one.more["default"] else "--"
-            parser.add_argument(dashes + one.name.replace("_", "-"), **one.more)
+        add_options(parser, self.options)
         default = RESULTS / (self.file or f"{self.name}.json") if self.is_kept else None
         parser.add_argument("--output", type=Path, default=default, help="the record's file")
         if self.quick:
@@ -109,7 +119,7 @@ class Measurement:
                 name: _told(value) for name, value in vars(options).items() if name not in _NOT_TOLD
             },
         }
-        record = Record(options.output, self.name, about)
+        record = Record(options.output, self.name, about, is_told=self.table is None)
         if self.resumes and options.resume and not record.resume(self.resumes):
             sys.exit(f"{record.path} is of another commit, or of other options")
         try:
@@ -131,6 +141,31 @@ def in_turns(systems: Sequence[System], count: int) -> Iterator[tuple[int, Syste
     for number in range(count + 1):
         shift = number % len(systems)
         yield from ((number, one) for one in (*systems[shift:], *systems[:shift]))
+
+
+def paired(
+    names: Sequence[str],
+    count: int,
+    run: Callable[[str], Mapping[str, float]],
+    save: Callable[[Turns], None] = lambda turns: None,
+) -> Turns:
+    """Let systems take turns (`in_turns`), and print each turn's figures. Returns those that count.
+
+    Args:
+        names: the systems.
+        count: how many turns of each count.
+        run: runs a turn of a system and returns its figures.
+        save: is given what there is so far, after each turn that counts.
+    """
+    turns: Turns = {name: [] for name in names}
+    for number, name in in_turns(names, count):
+        found = run(name)
+        if number:
+            turns[name].append(found)
+            told = ", ".join(f"{what} {figure(value)}" for what, value in found.items())
+            print(f"  turn {number}: {name}: {told}", flush=True)
+            save(turns)
+    return turns
 
 
 def end_by_signals() -> None:

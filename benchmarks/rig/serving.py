@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
@@ -62,10 +63,12 @@ class Process:
         """Return its resident memory in MiB."""
         return resident(self.pid)[0] / 2**20
 
-    def engine(self) -> int:
-        """Return the process id of a server's engine, its only child."""
-        [_, engine] = self.tree()
-        return engine
+    def memory(self) -> dict[str, int]:
+        """Return the resident bytes of a server's front end and of its engine, its only child."""
+        return {
+            name: resident(pid)[0]
+            for name, pid in zip(("front_end", "engine"), self.tree(), strict=True)
+        }
 
     def tree(self) -> list[int]:
         """Return the process ids of it and its children."""
@@ -154,6 +157,14 @@ def serve(
     command = (*prefix, python, option, program, "serve", "--model", str(model), *flags)
     with _listening(command, on_socket=on_socket, environment=environment) as found:
         yield found
+
+
+def flags_of(options: argparse.Namespace, *more: str) -> tuple[str, ...]:
+    """Return the flags of a server on CPUs that says little. options: dtype and threads. more:
+    other flags.
+    """
+    flags = ("--dtype", options.dtype, "--device", "cpu", "--threads", str(options.threads))
+    return (*flags, "--log-level", "warning", *more)
 
 
 @contextmanager

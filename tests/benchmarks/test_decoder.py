@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import decoder
-from benchmarks.decoder import BASELINE, OURS, render, spread
+from benchmarks.decoder import BASELINE, OURS, render
 from benchmarks.decoder_shapes import FAMILIES
 from benchmarks.processes import ROOT
 from benchmarks.records import Record
@@ -175,10 +175,6 @@ def test_the_tables() -> None:
     rows = [line for line in lines if line.startswith("| demo W")]
     assert ["**" in row for row in rows] == [True, False, False]  # what failed is told once
     assert rows[1].endswith("| baseline: 19, 10 | 1.90 (1.90–1.90, 1 turns) |  |")
-
-
-def test_a_ratio_is_of_the_same_turn() -> None:
-    assert spread([2.0, 30.0, 4.0], [1.0, 10.0, 4.0]) == (2.0, 1.0, 3.0)
 
 
 def test_families_are_known_to_transformers() -> None:

@@ -23,6 +23,7 @@ from benchmarks.gpu.tables import NO_GPU, render_part
 from benchmarks.processes import ROOT
 from benchmarks.records import FORMAT, read_record
 from benchmarks.report import render
+from benchmarks.rig.measurement import add_options
 from tests.gpu import checks
 
 FAKES = '''
@@ -103,10 +104,11 @@ def _fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def run(folder: Path, *words: str) -> tuple[bool, dict[str, Any], list[str]]:
     """Whether it failed, the record, what it said."""
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser, folder / "cache")
+    add_options(parser, command.OPTIONS)
     arguments = parser.parse_args(
-        ["--device", "cpu", "--output", str(folder), "--commit", "abc1234", *words]
-    )
+        ["--device", "cpu", "--output", str(folder), "--cache", str(folder / "cache"),
+         "--commit", "abc1234", *words]
+    )  # fmt: skip
     said: list[str] = []
     names, sizes = command._names(arguments), command._sizes(arguments)
     has_failed = command.Run(arguments, names, sizes, said.append).run()

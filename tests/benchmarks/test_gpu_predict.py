@@ -13,6 +13,7 @@ from benchmarks.gpu import command, predict
 from benchmarks.gpu.session import GPU_SIZES
 from benchmarks.gpu.tables import predictions
 from benchmarks.models import SHAPES
+from benchmarks.rig.measurement import add_options
 
 LARGE = "qwen3-8b"
 
@@ -79,7 +80,7 @@ def test_the_command_prints_it_without_a_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser, tmp_path)
+    add_options(parser, command.OPTIONS)
     words = ["--predict", "--output", str(tmp_path)]
     command.run(parser.parse_args(words))
     assert "4.3 TB/s and 790 TFLOP/s" in capsys.readouterr().out

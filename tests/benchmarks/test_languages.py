@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from benchmarks.languages.document import render
-from benchmarks.languages.program import Program
 from benchmarks.languages.rows import ROWS, Row
-from benchmarks.languages.turns import CASES, Case, Turn, figures
-from benchmarks.processes import ROOT, cpu_seconds
+from benchmarks.languages.turns import CASES, Case, figures
+from benchmarks.processes import ROOT, Program, SystemFailure, cpu_seconds
 from tests.clients.python.scripted import ScriptedServer
 
 CASE = Case("one", "2 requests on one session", 1, 2, 500, 3)
@@ -29,8 +28,9 @@ def server() -> Any:
 
 def play(row: Row, command: tuple[str, ...], server: ScriptedServer, log: Path) -> None:
     words = (*command, server.target, "2", "3", "3")
-    with Program.started(words, row.environment, log) as program:
-        assert [program.play(), program.play()] == [18, 18]  # 2 sessions, 3 requests, 3 tokens
+    with Program(row.name, words, log, row.environment) as program:
+        told = [program.ask({}, "tokens", 120.0) for _ in range(2)]
+        assert told == [18, 18]  # 2 sessions, 3 requests, 3 tokens
         assert program.peak_bytes > 1 << 20
     assert {spec.text.text for spec in server.specs} == {"Once upon a time"}
     assert {spec.stop.ignore_eos for spec in server.specs} == {True}
@@ -75,10 +75,10 @@ def test_the_rust_program(server: ScriptedServer, tmp_path: Path) -> None:
 )
 def test_a_program_that_fails_is_told(tmp_path: Path, code: str) -> None:
     with (
-        pytest.raises(RuntimeError, match="it failed"),
-        Program.started((sys.executable, "-c", code), {}, tmp_path / "it.log") as program,
+        pytest.raises(SystemFailure, match="it is broken"),
+        Program("it", (sys.executable, "-c", code), tmp_path / "it.log", {}) as program,
     ):
-        program.play()
+        program.ask({}, "tokens", 120.0)
 
 
 def test_cpu_time_has_that_of_threads_that_have_ended() -> None:
@@ -86,10 +86,14 @@ def test_cpu_time_has_that_of_threads_that_have_ended() -> None:
     assert spent == pytest.approx(own, abs=0.1)
 
 
+def turn(seconds: float, client_s: float, server_s: float) -> dict[str, float]:
+    return {"seconds": seconds, "client_s": client_s, "server_s": server_s}
+
+
 def test_figures() -> None:
     played = {
-        "slow": [Turn(2.0, 1.0, 0.5), Turn(4.0, 1.5, 0.5), Turn(1.0, 2.0, 0.5)],
-        "fast": [Turn(1.0, 0.5, 1.0), Turn(1.0, 0.5, 1.0), Turn(0.8, 0.5, 1.0)],
+        "slow": [turn(2.0, 1.0, 0.5), turn(4.0, 1.5, 0.5), turn(1.0, 2.0, 0.5)],
+        "fast": [turn(1.0, 0.5, 1.0), turn(1.0, 0.5, 1.0), turn(0.8, 0.5, 1.0)],
     }
     found = figures(CASE, played, {"slow": 3 << 20, "fast": 5 << 20})
     assert found["fast"]["tokens_per_s"] == 1000.0

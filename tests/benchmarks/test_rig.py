@@ -13,11 +13,11 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks.markdown import span, table
+from benchmarks.markdown import Aim, aims, span, table
 from benchmarks.measures import compared, ratio_span
 from benchmarks.processes import ROOT, SystemFailure
 from benchmarks.records import Record
-from benchmarks.rig.measurement import Measurement, in_turns, option
+from benchmarks.rig.measurement import Measurement, in_turns, option, paired
 from benchmarks.rig.serving import process, scripted
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
@@ -110,6 +110,31 @@ def test_a_server_is_read_while_it_runs() -> None:
 
 def test_each_turn_begins_with_another_system() -> None:
     assert list(in_turns("ab", 2)) == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
+
+
+def test_turns_that_count_are_kept_and_saved() -> None:
+    ran, saved = [], []
+
+    def run(name: str) -> dict[str, float]:
+        ran.append(name)
+        return {"number": len(ran)}
+
+    turns = paired("ab", 1, run, lambda found: saved.append(sum(map(len, found.values()))))
+    assert ran == ["a", "b", "b", "a"]
+    assert turns == {"a": [{"number": 4}], "b": [{"number": 3}]}
+    assert saved == [1, 2]
+
+
+def test_an_aim_that_is_missed_is_told() -> None:
+    rows = [
+        Aim("rate", 0.97, "0.970", least=0.98),
+        Aim("time", 3, "3 s", most=3),
+        Aim("size", 7, "7"),
+    ]
+    assert aims(rows).splitlines()[2:] == [
+        "| rate | ≥ 0.98 | **0.970** |", "| time | ≤ 3 | 3 s |", "| size |  | 7 |",
+    ]  # fmt: skip
+    assert aims([]) == ""
 
 
 def test_ratios_are_of_the_same_turn() -> None:
