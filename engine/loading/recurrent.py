@@ -157,7 +157,7 @@ class RecurrentWatch:
         self._inside.pop()
         if module not in self._users:
             return
-        self._given[module] = args, kwargs
+        self._given[module] = _of_first_row((args, kwargs))
         found = [
             {dim for dim, size in enumerate(one.shape) if size == self._tokens}
             for one in pytree.tree_leaves(result)
@@ -260,6 +260,19 @@ class RecurrentWatch:
             made = type(module).forward(module, *own_args, **own_kwargs)
             results.append(pytree.tree_leaves(made)[0])
         return bool(torch.equal(*results))
+
+
+def _of_first_row(given: Any) -> Any:
+    """Return a module's arguments for the first of several rows of tokens: there are more if its layer
+    is recorded.
+    """
+    rows = next(len(one) for one in pytree.tree_leaves(given) if isinstance(one, torch.Tensor))
+
+    def first(one: Any) -> Any:
+        is_row = isinstance(one, torch.Tensor) and one.dim() > 1 and len(one) == rows
+        return one[:1] if is_row else one
+
+    return given if rows == 1 else pytree.tree_map(first, given)
 
 
 def follow_states(model: PreTrainedModel, found: Recurrence) -> None:
