@@ -105,7 +105,9 @@ RECURRENT = {
         "moe_shared_expert_intermediate_size": 32,
     }),
     "olmo_hybrid": Recurrent("gated delta rule", _DELTA),
-    "qwen3_5": Recurrent("gated delta rule", _DELTA, model_type="qwen3_5_text"),
+    "qwen3_5": Recurrent("gated delta rule", {
+        **_DELTA, "linear_num_value_heads": 16, "linear_num_key_heads": 8,
+    }, model_type="qwen3_5_text"),  # with fewer heads, a and b are too small to be packed
     "qwen3_5_moe": Recurrent("gated delta rule, experts", {**_DELTA, **_EXPERTS},
                              model_type="qwen3_5_moe_text"),
     "qwen3_next": Recurrent("gated delta rule, experts", {**_DELTA, **_EXPERTS}),

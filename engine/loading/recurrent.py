@@ -263,10 +263,11 @@ class RecurrentWatch:
 
 
 def _of_first_row(given: Any) -> Any:
-    """Return a module's arguments for the first of several rows of tokens: there are more if its layer
-    is recorded.
+    """Return a module's arguments for the first row of tokens. There are several if its layer is
+    recorded.
     """
-    rows = next(len(one) for one in pytree.tree_leaves(given) if isinstance(one, torch.Tensor))
+    tensors = [one for one in pytree.tree_leaves(given) if isinstance(one, torch.Tensor)]
+    rows = max((len(one) for one in tensors if one.dim() > 1), default=1)
 
     def first(one: Any) -> Any:
         is_row = isinstance(one, torch.Tensor) and one.dim() > 1 and len(one) == rows

@@ -231,8 +231,8 @@ class _Prompts:
 
     In the first step, the two halves of each copy are two requests that share a cache. This shows
     that all keys of a step are written before any is read. In the last step, each copy decodes
-    its last token. A recurrence needs the state that the first half leaves, so there the second half
-    is a step of its own.
+    its last token. A recurrence needs the state that the first half leaves, so there the second
+    half is a step of its own.
     """
 
     def __init__(

@@ -138,8 +138,8 @@ class DeltaNet:
 
     Attributes:
         module: the path of its module.
-        projection: the paths of its first linear layers: queries, keys and values together; z; b, of
-            which beta is the sigmoid; and a, of which decays are made.
+        projection: the paths of its first linear layers: queries, keys and values together; z; b,
+            of which beta is the sigmoid; and a, of which decays are made.
         convolution: the path of the module with the weights, [channels, 1, width].
         log_rate, rate_bias: the names of the module's parameters [heads]. Decays are
             -exp(log_rate) · softplus(a + rate_bias).
@@ -209,8 +209,8 @@ class Layer:
         index: the index of its cache.
         mixer: attention, or what takes its place.
         mlp: see Mlp and Experts.
-        before_attention, after_attention, before_mlp, after_mlp: its norms. The first two are before
-            and after the mixer, whatever it is.
+        before_attention, after_attention, before_mlp, after_mlp: its norms. The first two are
+            before and after the mixer, whatever it is.
         parallel: whether the MLP reads the same input as attention.
         residual: multiplies what the mixer and the MLP add.
     """
@@ -239,8 +239,8 @@ class Layer:
 
     @property
     def norms(self) -> dict[str, Norm]:
-        """The norms that it has, those of its attention too, by the names of the fields. The norm of
-        a delta net is not among them, because it also takes a gate.
+        """The norms that it has, those of its attention too, by the names of the fields. The norm
+        of a delta net is not among them, because it also takes a gate.
         """
         of_layer = ("before_attention", "after_attention", "before_mlp", "after_mlp")
         norms = {name: getattr(self, name) for name in of_layer}

@@ -57,8 +57,8 @@ class LayerParts(Protocol):
         ...
 
     def gate_mixed(self, mixed: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
-        """Apply the gate of gated attention, or a delta net's norm and gate, to what attention or the
-        delta rule made: [T, width] → the same shape. The gate is a part of what was projected.
+        """Apply the gate of gated attention, or a delta net's norm and gate, to what attention or
+        the delta rule made: [T, width] → the same shape. The gate is a part of what was projected.
         """
         ...
 

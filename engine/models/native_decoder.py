@@ -3,9 +3,9 @@
     ids ─ embedding ─ x ─▶ layers(spec, spec, …) ─ y ─▶ norm ─ output ─▶ logits of the wanted tokens
 
 It replaces the transformers model in a step, and reads the same weights. Recurrent layers are among
-the others, and read and write the states of all of the step's requests in their slots. The model's own embedding,
-output layer and mixtures of experts are called, so a call of the library ends before each of them.
-Everything else is computed here.
+the others, and read and write the states of all of the step's requests in their slots. The model's
+own embedding, output layer and mixtures of experts are called, so a call of the library ends before
+each of them. Everything else is computed here.
 
 The processing of a logit (a factor, a divisor, a softcap) depends only on that logit, and bfloat16
 has only 65,536 values. So torch computes the result once for each of them, and the output layer's
@@ -173,10 +173,11 @@ class NativeDecoder(DecoderFrame):
         caches = [context.caches[one.description.index] if of_layer is None else None
                   for one, of_layer in zip(layers, of_layers, strict=True)]  # fmt: skip
         specs = addresses(*[ctypes.addressof(one.spec) for one in layers])
-        attention = addresses(*[one and of_groups[one.group] for one in caches])
-        keys = addresses(*[one and one.keys.data_ptr() for one in caches])
-        values = addresses(*[one and one.values.data_ptr() for one in caches])
-        recurrent = addresses(*[one and ctypes.addressof(one) for one in of_layers])
+        attention = addresses(*[None if one is None else of_groups[one.group] for one in caches])
+        keys = addresses(*[None if one is None else one.keys.data_ptr() for one in caches])
+        values = addresses(*[None if one is None else one.values.data_ptr() for one in caches])
+        recurrent = addresses(*[None if one is None else ctypes.addressof(one)
+                                for one in of_layers])  # fmt: skip
         cos, sin = (
             (ctypes.c_void_p * len(tables))(*[one[which].data_ptr() for one in tables])
             for which in (0, 1)

@@ -1,7 +1,7 @@
 """Recurrences of layers, for the native kernels: their tensors, and a step's states.
 
-    module ─ convolution, rates, norm ─▶ RecurrentSpec ─┐
-    StepStates ─ rows, slots ─▶ BoundStates ────────────┴─▶ layers(…), or recur(…) alone
+module ─ convolution, rates, norm ─▶ RecurrentSpec ─┐
+StepStates ─ rows, slots ─▶ BoundStates ────────────┴─▶ layers(…), or recur(…) alone
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def bind_recurrence(held: Held, spec: LayerSpec, one: described.Recurrence, widt
         UnboundError: the tensors are not packed, or not in the kernels' format.
     """
     if not 2 <= one.width <= WIDEST:
-        raise UnboundError(f"{one.module} convolves {one.width} tokens: 2 to {WIDEST} are supported")
+        raise UnboundError(
+            f"{one.module} convolves {one.width} tokens: 2 to {WIDEST} are supported"
+        )
     recurrent = RecurrentSpec(
         weight=held.parameter(one.convolution, "weight", (one.channels, 1, one.width)),
         bias=held.parameter(one.convolution, "bias", (one.channels,)),

@@ -1,6 +1,6 @@
 """The tensors of layers, as the native kernels read them.
 
-    module ─ parameters, packed weights ─▶ NormWeight, LinearWeight, … ─▶ LayerSpec
+module ─ parameters, packed weights ─▶ NormWeight, LinearWeight, … ─▶ LayerSpec
 """
 
 from __future__ import annotations
@@ -81,9 +81,7 @@ class Held:
             raise UnboundError(f"{name} of {path} is {list(tensor.shape)}, not {list(shape)}")
         return self.address(tensor)
 
-    def project(
-        self, spec: LayerSpec, paths: Sequence[str], inputs: int, outputs: int
-    ) -> None:
+    def project(self, spec: LayerSpec, paths: Sequence[str], inputs: int, outputs: int) -> None:
         """Add the first linear layers to a layer's spec; see `linears`."""
         spec.projection = (LinearWeight * 4)(*self.linears(paths, inputs, outputs))
 

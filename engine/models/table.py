@@ -310,14 +310,14 @@ class _Reader:
             residual=float(getattr(layer, "residual_multiplier", 1.0)),
         )
 
-    def _mixer(
-        self, path: str, layer: Any, rotaries: dict[str, Rotary]
-    ) -> Attention | Recurrence:
+    def _mixer(self, path: str, layer: Any, rotaries: dict[str, Rotary]) -> Attention | Recurrence:
         form, name = self.family.recurrence or (None, "")
         if form is None or "self_attn" in layer._modules:
             return self._attention(f"{path}.self_attn", layer.self_attn, rotaries)
         path, one = f"{path}.{name}", getattr(layer, name)
-        return self._convolution(path, one) if form == "short_convolution" else self._delta(path, one)
+        return (
+            self._convolution(path, one) if form == "short_convolution" else self._delta(path, one)
+        )
 
     def _convolution(self, path: str, one: Any) -> ShortConvolution:
         return ShortConvolution(

@@ -233,8 +233,8 @@ class LayersCall(ctypes.Structure):
 
     Attributes:
         layers: the address of each layer's LayerSpec.
-        attention: the address of each layer's AttentionCall for this step. keys, values: the address
-            of its cache. Null for layers that do not attend.
+        attention: the address of each layer's AttentionCall for this step. keys, values: the
+            address of its cache. Null for layers that do not attend.
         states: the address of each layer's LayerStates, null for layers without. rows: the address
             of the step's StateRows, or null.
         x, y: [tokens, K].
@@ -277,8 +277,8 @@ class LayerStates(ctypes.Structure):
     """The states of one layer, of all slots. Mirrors the struct in src/calls.h.
 
     Attributes:
-        inputs: [slots, channels, inputs_width], the last inputs of its convolution, the newest last.
-            inputs_dtype: the layer's type, or FLOAT32.
+        inputs: [slots, channels, inputs_width], the last inputs of its convolution, the newest
+            last. inputs_dtype: the layer's type, or FLOAT32.
         matrices: float32 [slots, H, K, V], of a delta net; or null.
         inputs_stride, matrices_stride: the distances between slots, in elements.
     """
