@@ -408,6 +408,7 @@ _JUDGES: dict[Kind, Callable[[torch.Tensor, torch.Tensor], str | None]] = {
     "lookup": _exact,
     "norm": _norm,
     "product": _product,
+    "recurrence": _product,
     "experts": _attention,  # the model's own code: this shows that it got what it should
 }
 

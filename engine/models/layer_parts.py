@@ -16,7 +16,7 @@ from engine.attention.step_states import StepStates
 from engine.models import description as described
 from engine.models.operations import Tables
 
-Kind = Literal["exact", "lookup", "norm", "product", "attention", "experts"]
+Kind = Literal["exact", "lookup", "norm", "product", "attention", "recurrence", "experts"]
 """The kind of an operation, which determines how close its result must be to the model's own."""
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Computes attention: queries [T, Hq, D], keys and values [T, Hkv, D] → [T, Hq, D]."""
@@ -188,7 +188,7 @@ class Walk:
         mixed = recur(projected)
         if isinstance(one, described.ShortConvolution):
             return self._add_part("convolution", "norm", mixed)
-        mixed = self._add_part("delta_rule", "attention", mixed)
+        mixed = self._add_part("delta_rule", "recurrence", mixed)
         return self._add_part("gated_norm", "norm", self._layer.gate_mixed(mixed, projected))
 
     def _add_part(self, name: str, kind: Kind, made: torch.Tensor) -> torch.Tensor:
