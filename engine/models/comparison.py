@@ -10,7 +10,7 @@ of activations may differ in its last bits. So up to 1 % of their elements may d
 representable values (two, because some are rounded twice). But if an element differs in half of the
 tokens, that is a fault in one weight. In a product, each output's error over the tokens must be
 below half a percent of that output, apart from single elements that round the other way. This finds
-an error of 1 % in one row of one weight.
+an error of 1 % in one row of one weight. A delta rule is judged as a product is.
 
 Loading waits for the comparison, so each weight is read only three times: once for all magnitudes
 together, and once for each of the two steps that compute the layer in one call. The results are

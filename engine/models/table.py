@@ -11,7 +11,7 @@ itself (`engine.models.comparison`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -62,7 +62,7 @@ class Family:
         head_norms: the norms of queries and keys, if a model has any.
         norms_last: see Attention.
         projection, output, inner, down: the linear layers of attention and of the MLP.
-        mlp, last_norm: the modules of those names.
+        mlp, last_norm, rotary: the modules of these parts.
         activation: of the MLP, if its code and not the config has it.
         gated, parallel: see Mlp and Layer.
         gates_attention: see Attention.gated.
@@ -90,6 +90,7 @@ class Family:
     down: str = "down_proj"
     mlp: str = "mlp"
     last_norm: str = "norm"
+    rotary: str = "rotary_emb"
     activation: Activation | None = None
     gated: bool = True
     parallel: bool = False
@@ -126,6 +127,19 @@ _GLM4 = Family(
     paired=True,
 )
 
+_LFM2 = Family(
+    norms=("operator_norm", None, "ffn_norm", None),
+    head_norms=("q_layernorm", "k_layernorm"),
+    output="out_proj",
+    inner=("w1", "w3"),
+    down="w2",
+    mlp="feed_forward",
+    last_norm="embedding_norm",
+    activation="silu",
+    recurrence=("short_convolution", "conv"),
+)
+_QWEN3_5 = Family(form="from_one", gates_attention=True, recurrence=("delta_net", "linear_attn"))
+
 FAMILIES: dict[str, Family] = {
     "arcee": Family(inner=_UP, gated=False),
     "cohere": Family(
@@ -160,17 +174,8 @@ FAMILIES: dict[str, Family] = {
         multiplies_logits=True,
     ),
     "jais2": Family(form="centered", inner=_UP, gated=False),
-    "lfm2": Family(
-        norms=("operator_norm", None, "ffn_norm", None),
-        head_norms=("q_layernorm", "k_layernorm"),
-        output="out_proj",
-        inner=("w1", "w3"),
-        down="w2",
-        mlp="feed_forward",
-        last_norm="embedding_norm",
-        activation="silu",
-        recurrence=("short_convolution", "conv"),
-    ),
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(_LFM2, rotary="pos_emb"),
     "llama": Family(),
     "ministral": Family(),
     "mistral": Family(),
@@ -183,9 +188,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl_text": Family(),
     "qwen2_vl_text": Family(),
     "qwen3": Family(),
-    "qwen3_5_text": Family(
-        form="from_one", gates_attention=True, recurrence=("delta_net", "linear_attn")
-    ),
+    "qwen3_5_moe_text": _QWEN3_5,
+    "qwen3_5_text": _QWEN3_5,
     "qwen3_moe": Family(),
     "qwen3_vl_moe_text": Family(),
     "qwen3_vl_text": Family(),
@@ -270,7 +274,7 @@ class _Reader:
     def decoder(self) -> Decoder:
         """Return the description of the whole model."""
         body, config = self.model.get_submodule(self.path), self.model.config
-        rotaries = self._rotaries(body.rotary_emb)
+        rotaries = self._rotaries(getattr(body, self.family.rotary))
         scaling = getattr(config, "logits_scaling", None)
         multiplies = self.family.multiplies_logits
         return Decoder(
@@ -406,7 +410,7 @@ class _Reader:
             if not depends and rope_type not in _FIXED_ROTARY:
                 raise NotDescribedError(f"its rotary embeddings are {rope_type}")
             found[kind] = Rotary(
-                module=f"{self.path}.rotary_emb",
+                module=f"{self.path}.{self.family.rotary}",
                 # The other one has those of the last length that the model was called with.
                 frequencies=f"{prefix}original_inv_freq" if depends else name,
                 lengths=table_name(name) if depends else None,

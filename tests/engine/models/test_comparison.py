@@ -66,19 +66,12 @@ def _router(model: Any) -> None:
         model.model.layers[1].mlp.gate.weight.neg_()
 
 
-def _convolution(model: Any) -> None:
-    with torch.no_grad():
-        model.model.layers[2].conv.conv.weight[5, 0, 1] += 0.05
+def _one_element(path: str, *place: int, plus: float) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        with torch.no_grad():
+            model.get_parameter(f"model.layers.{path}")[place] += plus
 
-
-def _rate(model: Any) -> None:
-    with torch.no_grad():
-        model.model.layers[2].linear_attn.A_log[3] += 1.0
-
-
-def _head_weight(model: Any) -> None:
-    with torch.no_grad():
-        model.model.layers[0].linear_attn.norm.weight[5] *= 1.02
+    return change
 
 
 def _beta(model: Any) -> None:
@@ -101,12 +94,15 @@ def _bias(model: Any) -> None:
         ("qwen3", _embedding, r"embedding differs"),
         ("mixtral", _router, r"layer 1, experts, with inputs times 1 differs"),
         ("qwen2", _bias, r"layer 0, projection, .* in output 67, 1 of"),
-        ("lfm2", _convolution, r"layer 2, convolution, .* by \d.*% .*, element 5; \d+ of"),
-        ("qwen3_5", _rate, r"layer 2, delta_rule, .* by \d.*% "),
-        ("qwen3_5", _head_weight, r"layer 0, gated_norm, .* by \d.*% "),
+        ("lfm2", _one_element("2.conv.conv.weight", 5, 0, 1, plus=0.05),
+         r"layer 2, convolution, .* by \d.*% .*, element 5; \d+ of"),
+        ("qwen3_5", _one_element("2.linear_attn.A_log", 3, plus=1.0),
+         r"layer 2, delta_rule, .* by \d.*% "),
+        ("qwen3_5", _one_element("0.linear_attn.norm.weight", 5, plus=0.02),
+         r"layer 0, gated_norm, .* by \d.*% "),
         ("qwen3_5", _beta, r"layer 0, projection, .* in output 775, 1 of"),
     ],
-)
+)  # fmt: skip
 def test_wrong_parameters(
     family: str, change: Callable[[Any], None], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,8 +138,6 @@ def _recurrence(**changes: Any) -> Callable[[Decoder], Decoder]:
 
 
 def _head_norm(**changes: Any) -> Callable[[Decoder], Decoder]:
-    """Another norm of delta nets' heads."""
-
     def change(layer: Layer) -> Layer:
         one = layer.mixer
         if not isinstance(one, DeltaNet):
