@@ -2,7 +2,8 @@
 
     python -m benchmarks.decoder --baseline DIRECTORY --part families --minutes 8
 
-    families, experts, more   steps that decode 1 and 16 requests, by family (`decoder_shapes`)
+    families, experts, more, recurrent
+                              steps that decode 1 and 16 requests, by family (`decoder_shapes`)
     shapes                    W1, W3 and W4 of the 0.6B shape, and W1 of the tiny one, in bfloat16
     ready                     seconds until a server of the 0.6B shape is ready, and its memory
     float32                   W2 of the demo model in float32, beside transformers' generate_batch
@@ -378,6 +379,7 @@ _TITLES = {
     "families": "**Decoding by family**, true widths at reduced depth, output tokens a second.",
     "experts": "**Decoding by mixtures of experts**, as above.",
     "more": "**Decoding by other families**, as above.",
+    "recurrent": "**Decoding by families with recurrent layers**, whole shapes, as above.",
 }
 
 

@@ -52,6 +52,8 @@ class Family:
 _TIED = {"tie_word_embeddings": True}
 _OWN_OUTPUT = {"tie_word_embeddings": False}
 _WINDOW = {"sliding_window": 4096}
+_ATTENDING = (2, 5, 8, 10, 12, 14)
+"""The layers of LFM2 that attend."""
 _BY_TURNS = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
 FAMILIES: dict[str, dict[str, Family]] = {
@@ -127,6 +129,36 @@ FAMILIES: dict[str, dict[str, Family]] = {
             "exaone4",
             (2048, 4096, 4, 32, 8),
             {"sliding_window": None, "layer_types": ["full_attention"] * 4, **_TIED},
+        ),
+    },
+    "recurrent": {
+        "qwen3_5": Family(
+            "0.8B, whole",
+            "qwen3_5_text",
+            (1024, 3584, 24, 8, 2),
+            {
+                "vocab_size": 248320,
+                "head_dim": 256,
+                "linear_num_key_heads": 16,
+                "linear_num_value_heads": 16,
+                "linear_key_head_dim": 128,
+                "linear_value_head_dim": 128,
+                **_TIED,
+            },
+            1.0,
+        ),
+        "lfm2": Family(
+            "700M, whole",
+            "lfm2",
+            (1536, 6912, 16, 24, 8),
+            {
+                "vocab_size": 65536,
+                "layer_types": [
+                    "full_attention" if layer in _ATTENDING else "conv" for layer in range(16)
+                ],
+                **_TIED,
+            },
+            1.0,
         ),
     },
 }

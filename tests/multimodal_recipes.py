@@ -81,8 +81,8 @@ _LATENT = {
 _DELTA = {
     **_HEADS,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 16,
+    "linear_num_key_heads": 8,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }

@@ -18,6 +18,8 @@ _DELTA = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+_MANY = {"linear_num_value_heads": 16, "linear_num_key_heads": 8}
+"""With fewer heads, the products that make decays and betas are too small to be packed."""
 _EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -105,8 +107,8 @@ RECURRENT = {
         "moe_shared_expert_intermediate_size": 32,
     }),
     "olmo_hybrid": Recurrent("gated delta rule", _DELTA),
-    "qwen3_5": Recurrent("gated delta rule", _DELTA, model_type="qwen3_5_text"),
-    "qwen3_5_moe": Recurrent("gated delta rule, experts", {**_DELTA, **_EXPERTS},
+    "qwen3_5": Recurrent("gated delta rule", {**_DELTA, **_MANY}, model_type="qwen3_5_text"),
+    "qwen3_5_moe": Recurrent("gated delta rule, experts", {**_DELTA, **_MANY, **_EXPERTS},
                              model_type="qwen3_5_moe_text"),
     "qwen3_next": Recurrent("gated delta rule, experts", {**_DELTA, **_EXPERTS}),
     "zamba": Recurrent("Mamba-1, shared attention", {

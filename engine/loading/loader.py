@@ -305,8 +305,9 @@ def _prepare(
         if probe.recurrence.shapes:
             follow_states(model, probe.recurrence)
             progress(probe.recurrence.described())
-            progress(use_kernels(model, probe.recurrence))
     decoder = make_decoder(model, plan, backend, probe, progress)
+    if decoder is None and view is not None and probe.recurrence.shapes:
+        progress(use_kernels(model, probe.recurrence))
     if own_decoder and decoder is None and view is not None:
         _join(model, probe, progress)
     return _Prepared(

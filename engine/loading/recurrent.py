@@ -107,22 +107,27 @@ class RecurrentWatch:
         self._model, self._kinds = model, layer_kinds(model)
         self._is_on = recurs(self._kinds)
         self._cache: _WatchedCache | None = None
-        self._tokens = 0
+        self._tokens, self._rows = 0, 1
         self._inside: list[nn.Module] = []
         self._users: set[nn.Module] = set()
         self._dims: dict[nn.Module, list[set[int]]] = {}
         self._found: dict[tuple[int, StateKind, int], StateShape] = {}
         self._given: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
-    def begin(self, tokens: int) -> dict[str, Any]:
+    def begin(self, tokens: int, rows: int = 1) -> dict[str, Any]:
         """Begin a forward of a prompt, and return its arguments for the model's cache.
+
+        Args:
+            tokens: the number of its tokens.
+            rows: the number of rows that each layer computes.
 
         Raises:
             ModelRefusedError: the model's forward takes no cache.
         """
         if not self._is_on:
             return {}
-        self._cache, self._tokens = _WatchedCache(self, self._model.config), tokens
+        self._cache = _WatchedCache(self, self._model.config)
+        self._tokens, self._rows = tokens, rows
         return {self._keyword(): self._cache}
 
     def hooks(self) -> list[RemovableHandle]:
@@ -157,7 +162,7 @@ class RecurrentWatch:
         self._inside.pop()
         if module not in self._users:
             return
-        self._given[module] = args, kwargs
+        self._given[module] = _of_first_row((args, kwargs), self._rows)
         found = [
             {dim for dim, size in enumerate(one.shape) if size == self._tokens}
             for one in pytree.tree_leaves(result)
@@ -260,6 +265,16 @@ class RecurrentWatch:
             made = type(module).forward(module, *own_args, **own_kwargs)
             results.append(pytree.tree_leaves(made)[0])
         return bool(torch.equal(*results))
+
+
+def _of_first_row(given: Any, rows: int) -> Any:
+    """Return a module's arguments for the first of some rows of tokens."""
+
+    def first(one: Any) -> Any:
+        has_rows = isinstance(one, torch.Tensor) and one.dim() > 1 and len(one) == rows
+        return one[:1] if has_rows else one
+
+    return given if rows == 1 else pytree.tree_map(first, given)
 
 
 def follow_states(model: PreTrainedModel, found: Recurrence) -> None:

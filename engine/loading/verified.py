@@ -192,7 +192,8 @@ class VerifiedModel:
         if (probe.shapes, probe.recurrence) != (self.probe.shapes, self.probe.recurrence):
             raise ModelRefusedError("its layers attend to other tokens, or have other shapes")
         follow_states(model, probe.recurrence)
-        use_kernels(model, probe.recurrence)
+        if self.decoder is None:
+            use_kernels(model, probe.recurrence)
         self_check(model, probe, self.backend, self.device, self.decoder)
 
     def end(self) -> None:

@@ -106,7 +106,8 @@ def observe(
             handles += [*(recorder.watch(model) if recorder is not None else ()), *states.hooks()]
             for handle in handles:
                 hooks.callback(handle.remove)
-            cache = states.begin(len(prompt))
+            rows = len(MAGNITUDES[model.dtype]) if is_recorded else 1
+            cache = states.begin(len(prompt), rows)
             found = eager_forward(model, ids, keeps_all=is_recorded, **cache).logits
         states.end()
         watch.check(model)

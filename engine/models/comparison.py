@@ -10,7 +10,7 @@ of activations may differ in its last bits. So up to 1 % of their elements may d
 representable values (two, because some are rounded twice). But if an element differs in half of the
 tokens, that is a fault in one weight. In a product, each output's error over the tokens must be
 below half a percent of that output, apart from single elements that round the other way. This finds
-an error of 1 % in one row of one weight.
+an error of 1 % in one row of one weight. A delta rule is judged as a product is.
 
 Loading waits for the comparison, so each weight is read only three times: once for all magnitudes
 together, and once for each of the two steps that compute the layer in one call. The results are
@@ -20,14 +20,17 @@ each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 
 from engine.attention.interface import AttentionParams, LayerShape
 from engine.attention.small_cache import SmallCache, Span, zeros
+from engine.attention.step_states import Recurrence
 from engine.contract.errors import ModelRefusedError
+from engine.models import description as described
 from engine.models.decoder_frame import DecoderFrame
 from engine.models.layer_parts import Kind, LayerParts, Walk
 from engine.models.operations import Tables
@@ -97,10 +100,9 @@ def compare(decoder: DecoderFrame, observation: Observation) -> None:
     with torch.inference_mode():
         check("embedding", "lookup", decoder.embed(record.token_ids), record.layers[0].x[:tokens])
         tables = decoder.tables(torch.cat([record.positions.flatten(), record.positions[0]]))
-        for layer, shape, found in zip(
-            decoder.layers, observation.shapes.values(), record.layers, strict=True
-        ):
-            _compare_layer(check, decoder, layer, shape.window, tables, found)
+        for layer, found in zip(decoder.layers, record.layers, strict=True):
+            carried = _Carried.of(layer, observation)
+            _compare_layer(check, decoder, layer, carried, tables, found)
         last = record.layers[-1].parts["result"][:tokens]
         for magnitude, normed in zip(
             MAGNITUDES[last.dtype], record.normed.chunk(len(record.positions)), strict=True
@@ -116,27 +118,21 @@ def _compare_layer(
     check: _Check,
     decoder: DecoderFrame,
     layer: LayerParts,
-    window: int | None,
+    carried: _Carried,
     tables: Sequence[Tables],
     record: LayerRecord,
 ) -> None:
     one = layer.description
-    scaling, softcap, sinks = (record.options.get(key) for key in ("scaling", "softcap", "s_aux"))
-    given = (one.attention.head_dim**-0.5 if scaling is None else scaling, softcap, sinks)
-    ours = (one.attention.scaling, one.attention.softcap, None)
-    if given != ours:
-        raise check.error(
-            f"layer {one.index}, attention: scaling, softcap and sinks are {given} in the model, "
-            f"and {ours} in ours",
-            "attention",
-        )
+    turned = None
+    if isinstance(one.mixer, described.Attention):
+        _compare_options(check, one.index, one.mixer, record)
+        turned = None if one.mixer.rotary is None else tables[one.mixer.rotary]
     magnitudes = MAGNITUDES[record.x.dtype]
     tokens = len(record.x) // len(magnitudes)
     # A part's input is the model's own in each magnitude; in one copy more it is our own.
     x = torch.cat([record.x, record.x[:tokens]])
     copies = len(magnitudes) + 1
-    turned = None if one.attention.rotary is None else tables[one.attention.rotary]
-    prompts, alone = (_Prompts(decoder, layer, window, tokens, count) for count in (copies, 1))
+    prompts, alone = (_Prompts(decoder, layer, carried, tokens, count) for count in (copies, 1))
 
     def mix(between: torch.Tensor) -> torch.Tensor:
         recorded, ours = between[: len(record.x)], between[len(record.x) :]
@@ -147,7 +143,7 @@ def _compare_layer(
         for name in GROWTH[x.dtype].keys() & record.parts.keys()
     }
     walk = Walk(layer, record.parts | enlarged)
-    walk.run(x, turned, prompts.attend, mix)
+    walk.run(x, turned, prompts.attend, prompts.recur, mix)
     made = alone.compute(record.x[:tokens], [(cos[:tokens], sin[:tokens]) for cos, sin in tables])
     judged = _in_range(record, len(magnitudes))
     with _one_thread():
@@ -163,6 +159,20 @@ def _compare_layer(
                         check(name, part.kind, computed, wanted, score)
         name = f"layer {one.index}, in one call, with inputs times 1"
         check(name, decoder.one_call, made, walk.parts[-1].made[len(record.x) :])
+
+
+def _compare_options(
+    check: _Check, layer: int, one: described.Attention, record: LayerRecord
+) -> None:
+    scaling, softcap, sinks = (record.options.get(key) for key in ("scaling", "softcap", "s_aux"))
+    given = (one.head_dim**-0.5 if scaling is None else scaling, softcap, sinks)
+    ours = (one.scaling, one.softcap, None)
+    if given != ours:
+        raise check.error(
+            f"layer {layer}, attention: scaling, softcap and sinks are {given} in the model, "
+            f"and {ours} in ours",
+            "attention",
+        )
 
 
 def _in_range(record: LayerRecord, magnitudes: int) -> list[bool]:
@@ -192,35 +202,60 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+@dataclass(frozen=True, slots=True)
+class _Carried:
+    """What a layer keeps of earlier tokens.
+
+    Attributes:
+        shapes: of its keys and values, by its index; empty if it does not attend.
+        recurrence: its states.
+    """
+
+    shapes: Mapping[int, LayerShape]
+    recurrence: Recurrence
+
+    @classmethod
+    def of(cls, layer: LayerParts, observation: Observation) -> _Carried:
+        """Return what a layer was seen to keep. Keys and values are of the described shape."""
+        one, every = layer.description, observation.recurrence
+        if not isinstance(one.mixer, described.Attention):
+            own = tuple(shape for shape in every.shapes if shape.layer == one.index)
+            return cls({}, replace(every, shapes=own))
+        window, dim = observation.shapes[one.index].window, one.mixer.head_dim
+        shape = LayerShape(one.mixer.kv_heads, dim, dim, window)
+        return cls({one.index: shape}, replace(every, shapes=()))
+
+
 class _Prompts:
-    """Copies of a prompt over a small paged cache, computed in two steps.
+    """Copies of a prompt over a small paged cache, computed in several steps.
 
     In the first step, the two halves of each copy are two requests that share a cache. This shows
-    that all keys of a step are written before any is read. In the second step, each copy decodes
-    its last token.
+    that all keys of a step are written before any is read. In the last step, each copy decodes
+    its last token. A recurrence needs the state that the first half leaves, so there the second
+    half is a step of its own.
     """
 
     def __init__(
         self,
         decoder: DecoderFrame,
         layer: LayerParts,
-        window: int | None,
+        carried: _Carried,
         tokens: int,
         copies: int,
     ) -> None:
         self._decoder, self._layer, self._copies = decoder, layer, copies
         self.scores = [0.0] * copies
         """The largest absolute score of each copy."""
-        attention, index = layer.description.attention, layer.description.index
-        shape = LayerShape(attention.kv_heads, attention.head_dim, attention.head_dim, window)
         small = SmallCache(
             decoder.backend,
-            {index: shape},
+            carried.shapes,
             [tokens] * copies,
             _BLOCK_SIZE,
             zeros(decoder.dtype, decoder.device),
+            carried.recurrence,
         )
-        steps = (((tokens // 2, tokens - 1), (0, tokens // 2)), ((tokens - 1, tokens),))
+        first, second, last = (0, tokens // 2), (tokens // 2, tokens - 1), (tokens - 1, tokens)
+        steps = ((second, first), (last,)) if carried.shapes else ((first,), (second,), (last,))
         self._steps = [
             small.step([Span(copy, *span) for span in spans for copy in range(copies)])
             for spans in steps
@@ -241,6 +276,17 @@ class _Prompts:
             q, k, v = (given[step.rows].transpose(0, 1) for given in (query, key, value))
             made[step.rows] = step.context.attend(index, q, k, v, params)
         return made
+
+    def recur(self, projected: torch.Tensor) -> torch.Tensor:
+        """Compute the recurrence alone; see `engine.models.layer_parts.Recur`."""
+        made = []
+        for step in self._steps:
+            states = step.context.states
+            if states is None:
+                raise TypeError(f"{self._layer.description.module} carries no state")
+            made.append(self._layer.recur(projected[step.rows], states))
+        rows = torch.cat([step.rows for step in self._steps])
+        return torch.cat(made).index_select(0, rows.argsort())
 
     def mix(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the experts, whose results may depend on neighbouring rows; see
@@ -362,6 +408,7 @@ _JUDGES: dict[Kind, Callable[[torch.Tensor, torch.Tensor], str | None]] = {
     "lookup": _exact,
     "norm": _norm,
     "product": _product,
+    "recurrence": _product,
     "experts": _attention,  # the model's own code: this shows that it got what it should
 }
 

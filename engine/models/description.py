@@ -9,6 +9,8 @@ transformers model hold the parameters.
            └─┬─ norm ─ MLP ─ norm ─ + ─▶
              └──────────────────────┘
 
+A recurrence may take the place of attention: a short convolution, or a delta net.
+
 A description contains neither tensors nor code, and refers to modules by their path in the model.
 `engine.models.table` makes descriptions, and the decoders, such as `engine.models.native_decoder`,
 compute them. A decoder for another device is another class that takes the same description.
@@ -89,6 +91,8 @@ class Attention:
         rotary: the index in Decoder.rotaries, or None if nothing is rotated.
         scaling: multiplies scores.
         softcap: scores become softcap · tanh(score / softcap). None for no cap.
+        gated: whether the projection makes a gate after each head's query, by whose sigmoid the
+            head's result is multiplied.
     """
 
     module: str
@@ -103,6 +107,68 @@ class Attention:
     rotary: int | None
     scaling: float
     softcap: float | None
+    gated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvolution:
+    """A recurrence: c times the causal convolution of b times x.
+
+    Attributes:
+        module: the path of its module.
+        projection: the path of its first linear layer, which makes b, c and x.
+        convolution: the path of the module with the weights, [channels, 1, width].
+        output: the path of its last linear layer.
+        channels, width: of the convolution.
+    """
+
+    module: str
+    projection: tuple[str]
+    convolution: str
+    output: str
+    channels: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """A recurrence: queries, keys and values are convolved, and a gated delta rule is applied to
+    them (`engine.models.recurrence`). Its results are normed head by head, and multiplied by SiLU
+    of z.
+
+    Attributes:
+        module: the path of its module.
+        projection: the paths of its first linear layers: queries, keys and values together; z; b,
+            of which beta is the sigmoid; and a, of which decays are made.
+        convolution: the path of the module with the weights, [channels, 1, width].
+        log_rate, rate_bias: the names of the module's parameters [heads]. Decays are
+            -exp(log_rate) · softplus(a + rate_bias).
+        norm: over each head.
+        output: the path of its last linear layer.
+        key_heads, heads, key_dim, value_dim: Hk, H, K and V. Each of Hk serves H / Hk heads.
+        width: of the convolution.
+    """
+
+    module: str
+    projection: tuple[str, str, str, str]
+    convolution: str
+    log_rate: str
+    rate_bias: str
+    norm: Norm
+    output: str
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+    @property
+    def channels(self) -> int:
+        """The number of channels of the convolution: of queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+
+
+Recurrence = ShortConvolution | DeltaNet
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +207,17 @@ class Layer:
     Attributes:
         module: the path of its module.
         index: the index of its cache.
-        attention, mlp: see Attention, Mlp and Experts.
-        before_attention, after_attention, before_mlp, after_mlp: its norms.
+        mixer: attention, or what takes its place.
+        mlp: see Mlp and Experts.
+        before_attention, after_attention, before_mlp, after_mlp: its norms. The first two are
+            before and after the mixer, whatever it is.
         parallel: whether the MLP reads the same input as attention.
-        residual: multiplies what attention and the MLP add.
+        residual: multiplies what the mixer and the MLP add.
     """
 
     module: str
     index: int
-    attention: Attention
+    mixer: Attention | Recurrence
     mlp: Mlp | Experts
     before_attention: Norm | None
     after_attention: Norm | None
@@ -159,11 +227,25 @@ class Layer:
     residual: float
 
     @property
+    def attention(self) -> Attention:
+        """The layer's attention.
+
+        Raises:
+            TypeError: it has a recurrence instead.
+        """
+        if not isinstance(self.mixer, Attention):
+            raise TypeError(f"{self.module} does not attend")
+        return self.mixer
+
+    @property
     def norms(self) -> dict[str, Norm]:
-        """The norms that it has, those of its attention too, by the names of the fields."""
+        """The norms that it has, those of its attention too, by the names of the fields. The norm
+        of a delta net is not among them, because it also takes a gate.
+        """
         of_layer = ("before_attention", "after_attention", "before_mlp", "after_mlp")
         norms = {name: getattr(self, name) for name in of_layer}
-        norms |= {name: getattr(self.attention, name) for name in ("query_norm", "key_norm")}
+        if isinstance(self.mixer, Attention):
+            norms |= {name: getattr(self.mixer, name) for name in ("query_norm", "key_norm")}
         return {name: norm for name, norm in norms.items() if norm is not None}
 
 

@@ -12,13 +12,16 @@ from typing import Literal, Protocol
 
 import torch
 
+from engine.attention.step_states import StepStates
 from engine.models import description as described
 from engine.models.operations import Tables
 
-Kind = Literal["exact", "lookup", "norm", "product", "attention", "experts"]
+Kind = Literal["exact", "lookup", "norm", "product", "attention", "recurrence", "experts"]
 """The kind of an operation, which determines how close its result must be to the model's own."""
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Computes attention: queries [T, Hq, D], keys and values [T, Hkv, D] → [T, Hq, D]."""
+Recur = Callable[[torch.Tensor], torch.Tensor]
+"""Computes a recurrence over what was projected: [T, N] → [T, width]."""
 Mix = Callable[[torch.Tensor], torch.Tensor]
 """Computes a mixture of experts: [T, K] → [T, K]."""
 
@@ -47,6 +50,18 @@ class LayerParts(Protocol):
         """Rotate queries and keys, without norms: [T, H * D] each."""
         ...
 
+    def recur(self, projected: torch.Tensor, states: StepStates) -> torch.Tensor:
+        """Compute the recurrence over what was projected, and write the states of the step's
+        requests: [T, N] → [T, width].
+        """
+        ...
+
+    def gate_mixed(self, mixed: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
+        """Apply the gate of gated attention, or a delta net's norm and gate, to what attention or
+        the delta rule made: [T, width] → the same shape. The gate is a part of what was projected.
+        """
+        ...
+
     def gate(self, inner: torch.Tensor) -> torch.Tensor:
         """Apply the activation to the result of an MLP's first product."""
         ...
@@ -64,6 +79,21 @@ class UnboundError(Exception):
     """A layer's tensors are not as the kernels need them. The message gives the reason, worded to
     complete a sentence.
     """
+
+
+def split_projection(
+    one: described.Attention, projected: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split what was projected into queries, gates, keys and values: [T, N] → [T, width] each.
+
+    Gates are empty if there are none.
+    """
+    query, keys = one.heads * one.head_dim, one.kv_heads * one.head_dim
+    q, k, v = projected.split_with_sizes(((1 + one.gated) * query, keys, keys), -1)
+    if not one.gated:
+        return q, q[:, :0], k, v
+    heads = q.reshape(len(q), one.heads, 2, one.head_dim)
+    return heads[:, :, 0].flatten(1), heads[:, :, 1].flatten(1), k, v
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,32 +130,26 @@ class Walk:
         self._known = known
         self.parts: list[Part] = []
 
-    def run(self, x: torch.Tensor, tables: Tables | None, attend: Attend, mix: Mix) -> None:
+    def run(
+        self, x: torch.Tensor, tables: Tables | None, attend: Attend, recur: Recur, mix: Mix
+    ) -> None:
         """Compute the operations.
 
         Args:
             x: the layer's input, [T, K], contiguous.
             tables: the cosines and sines, if it has rotary embeddings.
-            attend: computes its attention.
+            attend: computes its attention, if it has any.
+            recur: computes its recurrence, if it has one.
             mix: computes its experts, if it has any.
         """
         one = self._layer.description
-        heads = one.attention
-        query, keys = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
         normed = self._norm("before_attention", one.before_attention, x)
         projected = self._products("projection", normed)
-        sizes = (query, keys, keys)
-        q, k, v = (part.contiguous() for part in projected.split_with_sizes(sizes, -1))
-        if one.attention.norms_last:
-            q, k = self._rotate(q, k, tables)
-            q, k = self._norm_heads(q, k)
+        if isinstance(one.mixer, described.Attention):
+            mixed = self._attend(one.mixer, projected, tables, attend)
         else:
-            q, k = self._norm_heads(q, k)
-            q, k = self._rotate(q, k, tables)
-        shape = (len(x), -1, heads.head_dim)
-        attended = attend(q.view(shape), k.view(shape), v.view(shape)).reshape(len(x), -1)
-        attended = self._add_part("attention", "attention", attended)
-        made = self._products("output", attended)
+            mixed = self._recur(one.mixer, projected, recur)
+        made = self._products("output", mixed)
         made = self._norm("after_attention", one.after_attention, made)
         residual = self._sum("residual", x, made)
         between = normed if one.parallel else self._norm("before_mlp", one.before_mlp, residual)
@@ -137,6 +161,35 @@ class Walk:
             made = self._products("down", gated)
         made = self._norm("after_mlp", one.after_mlp, made)
         self._sum("result", residual, made)
+
+    def _attend(
+        self,
+        one: described.Attention,
+        projected: torch.Tensor,
+        tables: Tables | None,
+        attend: Attend,
+    ) -> torch.Tensor:
+        q, _, k, v = (part.contiguous() for part in split_projection(one, projected))
+        if one.norms_last:
+            q, k = self._rotate(q, k, tables)
+            q, k = self._norm_heads(one, q, k)
+        else:
+            q, k = self._norm_heads(one, q, k)
+            q, k = self._rotate(q, k, tables)
+        shape = (len(q), -1, one.head_dim)
+        mixed = attend(q.view(shape), k.view(shape), v.view(shape)).reshape(len(q), -1)
+        if one.gated:
+            mixed = self._layer.gate_mixed(mixed, projected)
+        return self._add_part("attention", "attention", mixed)
+
+    def _recur(
+        self, one: described.Recurrence, projected: torch.Tensor, recur: Recur
+    ) -> torch.Tensor:
+        mixed = recur(projected)
+        if isinstance(one, described.ShortConvolution):
+            return self._add_part("convolution", "norm", mixed)
+        mixed = self._add_part("delta_rule", "recurrence", mixed)
+        return self._add_part("gated_norm", "norm", self._layer.gate_mixed(mixed, projected))
 
     def _add_part(self, name: str, kind: Kind, made: torch.Tensor) -> torch.Tensor:
         self.parts.append(Part(name, kind, made))
@@ -150,8 +203,9 @@ class Walk:
             return x
         return self._add_part(name, "norm", self._layer.norm(name, x.contiguous()))
 
-    def _norm_heads(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        one = self._layer.description.attention
+    def _norm_heads(
+        self, one: described.Attention, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return self._norm("query_norm", one.query_norm, q), self._norm("key_norm", one.key_norm, k)
 
     def _products(self, name: str, x: torch.Tensor) -> torch.Tensor:

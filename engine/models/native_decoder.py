@@ -2,9 +2,10 @@
 
     ids ─ embedding ─ x ─▶ layers(spec, spec, …) ─ y ─▶ norm ─ output ─▶ logits of the wanted tokens
 
-It replaces the transformers model in a step, and reads the same weights. The model's own embedding,
-output layer and mixtures of experts are called, so a call of the library ends before each of them.
-Everything else is computed here.
+It replaces the transformers model in a step, and reads the same weights. Recurrent layers are among
+the others, and read and write the states of all of the step's requests in their slots. The model's
+own embedding, output layer and mixtures of experts are called, so a call of the library ends before
+each of them. Everything else is computed here.
 
 The processing of a logit (a factor, a divisor, a softcap) depends only on that logit, and bfloat16
 has only 65,536 values. So torch computes the result once for each of them, and the output layer's
@@ -30,9 +31,11 @@ from engine.models.decoder_frame import DecoderFrame, DecoderOutput
 from engine.models.formats.native import Native, native_library
 from engine.models.held_layer import PackedLinear
 from engine.models.layer_parts import Kind
-from engine.models.native_layer import BoundLayer, Held
+from engine.models.native_layer import BoundLayer
+from engine.models.native_recurrence import BoundStates
+from engine.models.native_tensors import Held
 from engine.models.operations import Tables
-from engine.native.library import LayersCall
+from engine.native.library import ATTENTION, LayersCall, LayerStates
 
 
 @dataclass(slots=True)
@@ -147,8 +150,9 @@ class NativeDecoder(DecoderFrame):
         backend = context.backend
         if not isinstance(backend, NativeAttentionBackend):
             raise TypeError(f"another backend: {type(backend).__name__}")
+        states = None if context.states is None else BoundStates(context.states, len(x))
         for part in _up_to_experts(layers):
-            x = self._call(part, x, tables, context, backend)
+            x = self._call(part, x, tables, context, backend, states)
             if part[-1].experts is not None:
                 x = part[-1].add_experts(x)
         return x
@@ -160,14 +164,20 @@ class NativeDecoder(DecoderFrame):
         tables: list[Tables],
         context: AttentionContext,
         backend: NativeAttentionBackend,
+        states: BoundStates | None,
     ) -> torch.Tensor:
         addresses = ctypes.c_void_p * len(layers)
         of_groups = [_address(one) for one in context.metadata]
-        caches = [context.caches[one.description.index] for one in layers]
+        of_layers = [None if one.spec.mixer == ATTENTION else _states(states, one)
+                     for one in layers]  # fmt: skip
+        caches = [context.caches[one.description.index] if of_layer is None else None
+                  for one, of_layer in zip(layers, of_layers, strict=True)]  # fmt: skip
         specs = addresses(*[ctypes.addressof(one.spec) for one in layers])
-        attention = addresses(*[of_groups[cache.group] for cache in caches])
-        keys = addresses(*[cache.keys.data_ptr() for cache in caches])
-        values = addresses(*[cache.values.data_ptr() for cache in caches])
+        attention = addresses(*[None if one is None else of_groups[one.group] for one in caches])
+        keys = addresses(*[None if one is None else one.keys.data_ptr() for one in caches])
+        values = addresses(*[None if one is None else one.values.data_ptr() for one in caches])
+        recurrent = addresses(*[None if one is None else ctypes.addressof(one)
+                                for one in of_layers])  # fmt: skip
         cos, sin = (
             (ctypes.c_void_p * len(tables))(*[one[which].data_ptr() for one in tables])
             for which in (0, 1)
@@ -179,6 +189,8 @@ class NativeDecoder(DecoderFrame):
             ctypes.addressof(attention),
             ctypes.addressof(keys),
             ctypes.addressof(values),
+            ctypes.addressof(recurrent),
+            None if states is None else ctypes.addressof(states.rows),
             x.data_ptr(),
             y.data_ptr(),
             ctypes.addressof(cos),
@@ -189,6 +201,7 @@ class NativeDecoder(DecoderFrame):
             tokens,
             len(layers),
             0,
+            torch.get_num_threads(),
         )
         while needed := native_library().layers(ctypes.byref(call)):
             backend.grow_scratch(needed)
@@ -204,6 +217,12 @@ def _up_to_experts(layers: tuple[BoundLayer, ...]) -> Iterator[tuple[BoundLayer,
         if one.experts is not None or index == len(layers) - 1:
             yield layers[start : index + 1]
             start = index + 1
+
+
+def _states(states: BoundStates | None, layer: BoundLayer) -> LayerStates:
+    if states is None:
+        raise ValueError(f"{layer.description.module} needs states, and the step has none")
+    return states.of(layer.description)
 
 
 def _address(metadata: object) -> int:

@@ -216,21 +216,32 @@ class Recorder:
         ]
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Reshape to rows: [B, T, …] or, heads first, [B, H, T, D] → [B * T, width]."""
+        """Reshape to rows: [B, T, …] or, heads first, [B, H, T, D] or, of all magnitudes,
+        [B * T * H, D] → [B * T, width].
+        """
+        if tensor.dim() == 2:  # the heads of all tokens
+            return tensor.reshape(self._positions.numel(), -1)
         if tensor.dim() == 4 and tensor.shape[1] != self._tokens:
             tensor = tensor.transpose(1, 2)
         return tensor.reshape(tensor.shape[0] * self._tokens, -1)
 
     def _parts(self, layer: described.Layer, y: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return what was recorded in a call of a layer, by the names of its operations."""
-        attention, mlp, made, given = layer.attention, layer.mlp, self._made, self._given
+        mixer, mlp, made, given = layer.mixer, layer.mlp, self._made, self._given
         norms = layer.norms
-        parts = {name: made[norm.module] for name, norm in norms.items()} | self._turned
-        if attention.norms_last:
-            for name, norm in (("queries", "query_norm"), ("keys", "key_norm")):
-                parts[name] = given[norms[norm].module] if norm in norms else parts[name]
-        parts["projection"] = torch.cat([made[path] for path in attention.projection], -1)
-        parts["attention"], parts["output"] = given[attention.output], made[attention.output]
+        parts = {name: made[norm.module] for name, norm in norms.items()}
+        if isinstance(mixer, described.Attention):
+            parts |= self._turned
+            if mixer.norms_last:
+                for name, norm in (("queries", "query_norm"), ("keys", "key_norm")):
+                    parts[name] = given[norms[norm].module] if norm in norms else parts[name]
+            parts["attention"] = given[mixer.output]
+        elif isinstance(mixer, described.ShortConvolution):
+            parts["convolution"] = given[mixer.output]
+        else:
+            parts["delta_rule"], parts["gated_norm"] = given[mixer.norm.module], given[mixer.output]
+        parts["projection"] = torch.cat([made[path] for path in mixer.projection], -1)
+        parts["output"] = made[mixer.output]
         if isinstance(mlp, described.Experts):
             first = mlp.module
             parts["experts"] = made[mlp.module]
@@ -275,5 +286,7 @@ def _with_positions(named: dict[str, Any], positions: torch.Tensor) -> dict[str,
 def _modules_of(layer: described.Layer) -> set[str]:
     mlp = layer.mlp
     own = {mlp.module} if isinstance(mlp, described.Experts) else {*mlp.inner, mlp.down}
-    own |= {*layer.attention.projection, layer.attention.output}
+    own |= {*layer.mixer.projection, layer.mixer.output}
+    if isinstance(layer.mixer, described.DeltaNet):
+        own.add(layer.mixer.norm.module)
     return own | {norm.module for norm in layer.norms.values()}

@@ -80,11 +80,12 @@ def short_convolution(
         state.dtype in (x.dtype, torch.float32),
         lambda: f"x is {x.dtype}, and its state {state.dtype}",
     )
+    check_state(state, (channels, kept))
     x = x if x.stride(1) == 1 else x.contiguous()
     weight, bias = weight.contiguous(), None if bias is None else bias.to(x.dtype).contiguous()
     y = x.new_empty(x.shape)
     call = ConvolutionCall(
-        rows=_rows(len(x), state, (channels, kept), starts, counts, slots),
+        rows=state_rows(len(x), len(state), starts, counts, slots),
         x=x.data_ptr(),
         y=y.data_ptr(),
         weight=weight.data_ptr(),
@@ -150,11 +151,12 @@ def gated_delta_rule(
     _check(decay.shape == decays, lambda: f"decays of {list(decay.shape)}, not {list(decays)}")
     _check(beta.shape == (tokens, heads), lambda: f"beta of {list(beta.shape)}")
     _check(state.dtype is torch.float32, lambda: f"a state of {state.dtype}, not float32")
+    check_state(state, (heads, key_dim, value_dim))
     query, key, value = map(_rows_in_one_piece, (query, key, value))
     decay, beta = decay.float().contiguous(), beta.float().contiguous()
     output = value.new_empty(value.shape)
     call = DeltaRuleCall(
-        rows=_rows(tokens, state, (heads, key_dim, value_dim), starts, counts, slots),
+        rows=state_rows(tokens, len(state), starts, counts, slots),
         query=query.data_ptr(),
         key=key.data_ptr(),
         value=value.data_ptr(),
@@ -179,14 +181,8 @@ def gated_delta_rule(
     return output
 
 
-def _rows(
-    tokens: int,
-    state: torch.Tensor,
-    shape: tuple[int, ...],
-    starts: torch.Tensor,
-    counts: torch.Tensor,
-    slots: torch.Tensor,
-) -> StateRows:
+def check_state(state: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError if a state is not [slots, *shape], or a slot is not contiguous."""
     _check(
         state.shape[1:] == shape,
         lambda: f"a state of {list(state.shape)}, not [slots, *{list(shape)}]",
@@ -195,6 +191,21 @@ def _rows(
         state.is_contiguous() or state[0].is_contiguous(),
         lambda: "the elements of a slot are not contiguous",
     )
+
+
+def state_rows(
+    tokens: int, num_slots: int, starts: torch.Tensor, counts: torch.Tensor, slots: torch.Tensor
+) -> StateRows:
+    """Return a step's requests for the kernels. The tensors must outlive the result.
+
+    Args:
+        tokens: the number of the step's rows.
+        num_slots: the number of slots that states have.
+        starts, counts, slots: see `short_convolution`.
+
+    Raises:
+        ValueError: the numbers do not fit each other.
+    """
     for one in (starts, counts, slots):
         _check(one.dtype is torch.int64 and one.is_contiguous(), lambda: "int64 [R] is expected")
         _check(one.shape == slots.shape, lambda: "starts, counts and slots differ in length")
@@ -206,8 +217,8 @@ def _rows(
     _check(sum(rows) <= tokens, lambda: f"{sum(rows)} rows of requests, of {tokens} rows")
     _check(len(set(used)) == len(used), lambda: f"requests share a slot: {used}")
     _check(
-        all(0 <= one < len(state) for one in used),
-        lambda: f"slots are 0 to {len(state) - 1}: {used}",
+        all(0 <= one < num_slots for one in used),
+        lambda: f"slots are 0 to {num_slots - 1}: {used}",
     )
     return StateRows(
         starts=starts.data_ptr(),

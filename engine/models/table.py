@@ -11,8 +11,8 @@ itself (`engine.models.comparison`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
@@ -22,12 +22,15 @@ from engine.models.description import (
     Activation,
     Attention,
     Decoder,
+    DeltaNet,
     Experts,
     Layer,
     Mlp,
     Norm,
     NormForm,
+    Recurrence,
     Rotary,
+    ShortConvolution,
 )
 from engine.models.in_force import replaced_function
 from engine.models.length_table import LengthTable, table_name
@@ -58,8 +61,13 @@ class Family:
         form: the variant of all norms.
         head_norms: the norms of queries and keys, if a model has any.
         norms_last: see Attention.
-        projection, inner, down: the linear layers of attention and of the MLP.
+        projection, output, inner, down: the linear layers of attention and of the MLP.
+        mlp, last_norm, rotary: the modules of these parts.
+        activation: of the MLP, if its code and not the config has it.
         gated, parallel: see Mlp and Layer.
+        gates_attention: see Attention.gated.
+        recurrence: how a recurrence is read, and the module that has it in layers that have no
+            attention. None if all layers attend.
         paired, rounds_tables, rounds_products: see Rotary.
         rotates: whether an attention layer uses rotary embeddings.
         caps_scores: whether the config's attn_logit_softcapping applies.
@@ -77,10 +85,17 @@ class Family:
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     norms_last: bool = False
     projection: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    output: str = "o_proj"
     inner: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
+    mlp: str = "mlp"
+    last_norm: str = "norm"
+    rotary: str = "rotary_emb"
+    activation: Activation | None = None
     gated: bool = True
     parallel: bool = False
+    gates_attention: bool = False
+    recurrence: tuple[Literal["short_convolution", "delta_net"], str] | None = None
     paired: bool = False
     rounds_tables: bool = True
     rounds_products: bool = True
@@ -111,6 +126,19 @@ _GLM4 = Family(
     inner=_GATE_UP,
     paired=True,
 )
+
+_LFM2 = Family(
+    norms=("operator_norm", None, "ffn_norm", None),
+    head_norms=("q_layernorm", "k_layernorm"),
+    output="out_proj",
+    inner=("w1", "w3"),
+    down="w2",
+    mlp="feed_forward",
+    last_norm="embedding_norm",
+    activation="silu",
+    recurrence=("short_convolution", "conv"),
+)
+_QWEN3_5 = Family(form="from_one", gates_attention=True, recurrence=("delta_net", "linear_attn"))
 
 FAMILIES: dict[str, Family] = {
     "arcee": Family(inner=_UP, gated=False),
@@ -146,6 +174,8 @@ FAMILIES: dict[str, Family] = {
         multiplies_logits=True,
     ),
     "jais2": Family(form="centered", inner=_UP, gated=False),
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(_LFM2, rotary="pos_emb"),
     "llama": Family(),
     "ministral": Family(),
     "mistral": Family(),
@@ -158,6 +188,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl_text": Family(),
     "qwen2_vl_text": Family(),
     "qwen3": Family(),
+    "qwen3_5_moe_text": _QWEN3_5,
+    "qwen3_5_text": _QWEN3_5,
     "qwen3_moe": Family(),
     "qwen3_vl_moe_text": Family(),
     "qwen3_vl_text": Family(),
@@ -242,7 +274,7 @@ class _Reader:
     def decoder(self) -> Decoder:
         """Return the description of the whole model."""
         body, config = self.model.get_submodule(self.path), self.model.config
-        rotaries = self._rotaries(body.rotary_emb)
+        rotaries = self._rotaries(getattr(body, self.family.rotary))
         scaling = getattr(config, "logits_scaling", None)
         multiplies = self.family.multiplies_logits
         return Decoder(
@@ -254,7 +286,7 @@ class _Reader:
                 for index, one in enumerate(body.layers)
             ),
             rotaries=tuple(rotaries.values()),
-            norm=self._norm(f"{self.path}.norm", self.family.form),
+            norm=self._norm(f"{self.path}.{self.family.last_norm}", self.family.form),
             output="lm_head",
             logits_factor=scaling if multiplies else getattr(self.model, "logit_scale", None),
             logits_divisor=None if multiplies else scaling,
@@ -272,14 +304,53 @@ class _Reader:
         return Layer(
             module=path,
             index=index,
-            attention=self._attention(f"{path}.self_attn", layer.self_attn, rotaries),
-            mlp=self._mlp(f"{path}.mlp", layer.mlp),
+            mixer=self._mixer(path, layer, rotaries),
+            mlp=self._mlp(f"{path}.{family.mlp}", getattr(layer, family.mlp)),
             before_attention=before_attention,
             after_attention=after_attention,
             before_mlp=before_mlp,
             after_mlp=after_mlp,
             parallel=family.parallel,
             residual=float(getattr(layer, "residual_multiplier", 1.0)),
+        )
+
+    def _mixer(self, path: str, layer: Any, rotaries: dict[str, Rotary]) -> Attention | Recurrence:
+        form, name = self.family.recurrence or (None, "")
+        if form is None or "self_attn" in layer._modules:
+            return self._attention(f"{path}.self_attn", layer.self_attn, rotaries)
+        path, one = f"{path}.{name}", getattr(layer, name)
+        return (
+            self._convolution(path, one) if form == "short_convolution" else self._delta(path, one)
+        )
+
+    def _convolution(self, path: str, one: Any) -> ShortConvolution:
+        return ShortConvolution(
+            module=path,
+            projection=(f"{path}.in_proj",),
+            convolution=f"{path}.conv",
+            output=f"{path}.out_proj",
+            channels=one.conv.in_channels,
+            width=one.conv.kernel_size[0],
+        )
+
+    def _delta(self, path: str, one: Any) -> DeltaNet:
+        if one.activation not in ("silu", "swish"):
+            raise NotDescribedError(f"its convolutions are followed by {one.activation}")
+        parts = ("qkv", "z", "b", "a")
+        qkv, z, b, a = (f"{path}.in_proj_{part}" for part in parts)
+        return DeltaNet(
+            module=path,
+            projection=(qkv, z, b, a),
+            convolution=f"{path}.conv1d",
+            log_rate="A_log",
+            rate_bias="dt_bias",
+            norm=self._norm(f"{path}.norm", "rounded_first"),
+            output=f"{path}.out_proj",
+            key_heads=one.num_k_heads,
+            heads=one.num_v_heads,
+            key_dim=one.head_k_dim,
+            value_dim=one.head_v_dim,
+            width=one.conv_kernel_size,
         )
 
     def _attention(self, path: str, one: Any, rotaries: dict[str, Rotary]) -> Attention:
@@ -299,24 +370,27 @@ class _Reader:
             kv_heads=kv_heads,
             head_dim=one.head_dim,
             projection=tuple(f"{path}.{name}" for name in family.projection),
-            output=f"{path}.o_proj",
+            output=f"{path}.{family.output}",
             query_norm=query_norm,
             key_norm=key_norm,
             norms_last=family.norms_last,
             rotary=list(rotaries).index(kind) if family.rotates(one) else None,
             scaling=float(one.scaling),
             softcap=one.attn_logit_softcapping if family.caps_scores else None,
+            gated=family.gates_attention,
         )
 
     def _mlp(self, path: str, one: Any) -> Mlp | Experts:
         if "experts" in one._modules:
             return Experts(path)
-        config = self.config
-        name = getattr(config, "hidden_activation", None) or config.hidden_act
-        if name not in _ACTIVATIONS:
-            raise NotDescribedError(f"its activation is {name}")
+        activation, config = self.family.activation, self.config
+        if activation is None:
+            name = getattr(config, "hidden_activation", None) or config.hidden_act
+            if name not in _ACTIVATIONS:
+                raise NotDescribedError(f"its activation is {name}")
+            activation = _ACTIVATIONS[name]
         inner = tuple(f"{path}.{part}" for part in self.family.inner)
-        return Mlp(inner, f"{path}.{self.family.down}", _ACTIVATIONS[name], self.family.gated)
+        return Mlp(inner, f"{path}.{self.family.down}", activation, self.family.gated)
 
     def _norm(self, path: str, form: NormForm) -> Norm:
         module: Any = self.model.get_submodule(path)
@@ -336,7 +410,7 @@ class _Reader:
             if not depends and rope_type not in _FIXED_ROTARY:
                 raise NotDescribedError(f"its rotary embeddings are {rope_type}")
             found[kind] = Rotary(
-                module=f"{self.path}.rotary_emb",
+                module=f"{self.path}.{self.family.rotary}",
                 # The other one has those of the last length that the model was called with.
                 frequencies=f"{prefix}original_inv_freq" if depends else name,
                 lengths=table_name(name) if depends else None,

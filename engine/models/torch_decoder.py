@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from engine.attention.interface import AttentionBackend, AttentionContext, AttentionParams
 from engine.attention.registry import CONTEXT_KEYWORD
+from engine.attention.step_states import StepStates
 from engine.models import description as described
 from engine.models.decoder_frame import DecoderFrame, DecoderOutput
 from engine.models.joined_tensors import join_tensors
@@ -107,6 +108,12 @@ class TorchLayer:
         self, q: torch.Tensor, k: torch.Tensor, tables: Tables
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self._rotate(q, k, replace(self.heads, query_norm=None, key_norm=None), tables)
+
+    def recur(self, projected: torch.Tensor, states: StepStates) -> torch.Tensor:
+        raise TypeError(f"{self.description.module} has no recurrence of ours")
+
+    def gate_mixed(self, mixed: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
+        raise TypeError(f"{self.description.module} has no gated attention of ours")
 
     def gate(self, inner: torch.Tensor) -> torch.Tensor:
         one = self.description.mlp
@@ -266,7 +273,11 @@ class _Binding:
 
     def check(self, layer: described.Layer) -> None:
         """Raise UnboundError if a layer's tensors cannot be used."""
-        attention, mlp = layer.attention, layer.mlp
+        attention, mlp = layer.mixer, layer.mlp
+        if not isinstance(attention, described.Attention) or attention.gated:
+            raise UnboundError(
+                "recurrences and gated attention have native kernels alone, for a CPU"
+            )
         query = attention.heads * attention.head_dim
         keys = attention.kv_heads * attention.head_dim
         self._check_linears(attention.projection, query + 2 * keys)

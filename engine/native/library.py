@@ -18,7 +18,7 @@ _FUNCTIONS = {
     "headrace_linear": (_POINTER, _POINTER, _INT, _POINTER, _INT, _INT, ctypes.c_int),
     "headrace_norm": (_POINTER, _POINTER, _POINTER, _INT, _INT, ctypes.c_int, ctypes.c_int),
     "headrace_gate": (
-        *(ctypes.c_int, _POINTER, _POINTER, _INT),
+        *(ctypes.c_int, _POINTER, _INT, _POINTER, _INT),
         *(_POINTER, _INT, _INT, _INT, ctypes.c_int, ctypes.c_int),
     ),
     "headrace_heads": (_POINTER, ctypes.c_int, ctypes.c_int),
@@ -33,6 +33,9 @@ _FUNCTIONS = {
     ),
     "headrace_convolution": (_POINTER,),
     "headrace_delta_rule": (_POINTER,),
+    "headrace_recur": (_POINTER, _POINTER),
+    "headrace_gated_norm": (_POINTER, _POINTER, _POINTER, _INT, ctypes.c_int),
+    "headrace_recurrent_scratch": (_POINTER,),
 }
 _REBUILD = f"run `{sys.executable} -m engine.native.build`"
 
@@ -77,8 +80,10 @@ FROM_ONE, ROUNDED_FIRST, CENTERED = 1, 2, 4
 same, but the weight is stored as its difference from 1. ROUNDED_FIRST: x is rounded before it is
 multiplied by the weight. CENTERED: a layer norm; the mean of x is subtracted first.
 """
-SILU, GELU_TANH, RELU_SQUARED = 0, 1, 2
+SILU, GELU_TANH, RELU_SQUARED, SIGMOID = 0, 1, 2, 3
 """The activations."""
+ATTENTION, SHORT_CONVOLUTION, DELTA_NET = 0, 1, 2
+"""What mixes a layer's tokens."""
 
 
 class NormWeight(ctypes.Structure):
@@ -103,7 +108,9 @@ class HeadsCall(ctypes.Structure):
 
     Attributes:
         query, key: [T, Hq * D] and [T, Hkv * D]. The strides are the distances between rows, in
-            elements. The first rotary_dim elements of each head are rotated.
+            elements, and query_head_stride is that between heads of queries. It is D unless
+            something else follows each query. The first rotary_dim elements of each head are
+            rotated.
         cos, sin: float32 [T, rotary_dim / 2].
         query_norm, key_norm: over each head, or over all heads together.
         paired: whether neighbouring elements are rotated together, rather than elements of the two
@@ -114,7 +121,7 @@ class HeadsCall(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("query", "key")),
-        *((name, _INT) for name in ("query_stride", "key_stride")),
+        *((name, _INT) for name in ("query_stride", "key_stride", "query_head_stride")),
         *((name, _POINTER) for name in ("cos", "sin")),
         *((name, _INT) for name in ("tokens", "num_heads", "num_kv_heads")),
         *((name, _INT) for name in ("head_dim", "rotary_dim")),
@@ -155,6 +162,27 @@ class LinearWeight(ctypes.Structure):
     )
 
 
+class RecurrentSpec(ctypes.Structure):
+    """A recurrence that takes the place of attention. Mirrors the struct in src/calls.h.
+
+    Attributes:
+        weight: of the convolution, [channels, width], the newest input's last. bias: [channels], or
+            null.
+        log_rate, rate_bias: [H], of a delta net: its decays are
+            -exp(log_rate) · softplus(a + rate_bias).
+        norm: of a delta net: over each of its heads, V wide and ROUNDED_FIRST.
+        num_key_heads, num_heads, key_dim, value_dim: of a delta net, Hk, H, K and V. Its
+            convolution has 2 · Hk · K + H · V channels.
+    """
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("weight", "bias", "log_rate", "rate_bias")),
+        ("norm", NormWeight),
+        *((name, _INT) for name in ("channels", "width")),
+        *((name, _INT) for name in ("num_key_heads", "num_heads", "key_dim", "value_dim")),
+    )
+
+
 class LayerSpec(ctypes.Structure):
     """A whole decoder layer: everything that does not depend on the step. Mirrors the struct in
     src/calls.h.
@@ -162,12 +190,18 @@ class LayerSpec(ctypes.Structure):
     Attributes:
         before_attention, after_attention, before_mlp, after_mlp: the norms, any of which may be
             missing.
-        projection: queries, keys and values: one layer together, or one layer each.
-        output: the output layer of attention.
+        projection: queries, keys and values: one layer together, or one layer each. For a short
+            convolution b, c and x together; for a delta net queries, keys and values together, z, b
+            and a, of which neighbours may be one layer.
+        output: the output layer of attention, or of the recurrence.
         inner: the first layers of the MLP: gate and up as one or two layers, or one layer without a
             gate.
         down: the last layer of the MLP. If it has no weight, the layer ends before the MLP.
         heads: a HeadsCall without queries, keys, tokens, cosines and sines.
+        recurrent: what takes the place of attention, if `mixer` says so.
+        mixer: ATTENTION, SHORT_CONVOLUTION or DELTA_NET.
+        attention_gated: whether a gate follows each head's query in the projection, and attention's
+            results are multiplied by its sigmoid.
         rotary: the index in the step's cosines and sines.
         gated: whether the MLP has a gate.
         parallel: whether the MLP reads the same input as attention.
@@ -182,11 +216,13 @@ class LayerSpec(ctypes.Structure):
             (name, NormWeight)
             for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")
         ),
-        ("projection", LinearWeight * 3),
+        ("projection", LinearWeight * 4),
         ("output", LinearWeight),
         ("inner", LinearWeight * 2),
         ("down", LinearWeight),
         ("heads", HeadsCall),
+        ("recurrent", RecurrentSpec),
+        *((name, _INT) for name in ("mixer", "attention_gated")),
         *((name, _INT) for name in ("rotary", "gated", "parallel", "activation", "dtype")),
         *((name, ctypes.c_float) for name in ("residual", "scaling", "softcap")),
     )
@@ -197,20 +233,24 @@ class LayersCall(ctypes.Structure):
 
     Attributes:
         layers: the address of each layer's LayerSpec.
-        attention: the address of each layer's AttentionCall for this step.
-        keys, values: the address of each layer's cache.
+        attention: the address of each layer's AttentionCall for this step. keys, values: the
+            address of its cache. Null for layers that do not attend.
+        states: the address of each layer's LayerStates, null for layers without. rows: the address
+            of the step's StateRows, or null.
         x, y: [tokens, K].
         cos, sin: the addresses of float32 [tokens, rotary_dim / 2], one for each LayerSpec.rotary.
         scratch: memory for the largest layer, whose size in bytes layer_scratch returns.
         attention_scratch: float32 [attention_floats].
         count: the number of layers.
         next: the first layer that was not computed.
+        threads: the number of threads to use.
     """
 
     _fields_ = (
-        *((name, _POINTER) for name in ("layers", "attention", "keys", "values", "x", "y")),
+        *((name, _POINTER) for name in ("layers", "attention", "keys", "values")),
+        *((name, _POINTER) for name in ("states", "rows", "x", "y")),
         *((name, _POINTER) for name in ("cos", "sin", "scratch", "attention_scratch")),
-        *((name, _INT) for name in ("attention_floats", "tokens", "count", "next")),
+        *((name, _INT) for name in ("attention_floats", "tokens", "count", "next", "threads")),
     )
 
 
@@ -230,6 +270,40 @@ class StateRows(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("starts", "counts", "slots")),
         *((name, _INT) for name in ("num_requests", "num_rows")),
+    )
+
+
+class LayerStates(ctypes.Structure):
+    """The states of one layer, of all slots. Mirrors the struct in src/calls.h.
+
+    Attributes:
+        inputs: [slots, channels, inputs_width], the last inputs of its convolution, the newest
+            last. inputs_dtype: the layer's type, or FLOAT32.
+        matrices: float32 [slots, H, K, V], of a delta net; or null.
+        inputs_stride, matrices_stride: the distances between slots, in elements.
+    """
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("inputs", "matrices")),
+        *((name, _INT) for name in ("inputs_stride", "matrices_stride")),
+        *((name, _INT) for name in ("inputs_width", "inputs_dtype")),
+    )
+
+
+class RecurrentCall(ctypes.Structure):
+    """A layer's recurrence in a step. Mirrors the struct in src/calls.h.
+
+    Attributes:
+        rows: the address of the step's StateRows.
+        states: the address of the layer's LayerStates.
+        projected: [T, width], what the first layers made. It may be changed.
+        output: [T, width of the output layer's input], contiguous.
+        scratch: recurrent_scratch says how many bytes a token needs.
+    """
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("rows", "states", "projected", "output", "scratch")),
+        ("threads", _INT),
     )
 
 
@@ -307,6 +381,8 @@ class NativeLibrary:
         draw: tokens drawn at a temperature; see src/draw.cpp, and `engine.sampling.drawing`.
         convolution: takes a ConvolutionCall by reference; see `engine.models.recurrence`.
         delta_rule: takes a DeltaRuleCall by reference; see `engine.models.recurrence`.
+        recur, gated_norm, recurrent_scratch: a layer's recurrence as separate functions, for the
+            comparison with the model; see src/recurrent.cpp, and `engine.models.native_layer`.
     """
 
     isa: str
@@ -326,6 +402,9 @@ class NativeLibrary:
     draw: Any
     convolution: Any
     delta_rule: Any
+    recur: Any
+    gated_norm: Any
+    recurrent_scratch: Any
 
     def slower(self) -> str:
         """Return a line for the log if the processor has a better instruction set, otherwise an
@@ -379,8 +458,8 @@ def load_library(path: Path = LIBRARY) -> NativeLibrary:
     library.headrace_linear_size.restype = ctypes.c_int64
     library.headrace_layer_scratch.argtypes = (ctypes.POINTER(LayerSpec), ctypes.c_int64)
     library.headrace_layers.argtypes = (ctypes.POINTER(LayersCall),)
-    for function in (library.headrace_layer_scratch, library.headrace_layers):
-        function.restype = ctypes.c_int64
+    for name in ("layer_scratch", "layers", "recurrent_scratch"):
+        getattr(library, f"headrace_{name}").restype = ctypes.c_int64
     return NativeLibrary(
         isa=isa.decode(),
         lacks=None if lacks is None else lacks.decode(),
@@ -399,4 +478,7 @@ def load_library(path: Path = LIBRARY) -> NativeLibrary:
         draw=library.headrace_draw,
         convolution=library.headrace_convolution,
         delta_rule=library.headrace_delta_rule,
+        recur=library.headrace_recur,
+        gated_norm=library.headrace_gated_norm,
+        recurrent_scratch=library.headrace_recurrent_scratch,
     )

@@ -21,12 +21,14 @@ from engine.kv_cache.state_slot import StateSlot
 from engine.loading.loader import _prepare
 from engine.loading.memory import StepLimits, _state_slots
 from engine.loading.recurrent import RecurrentWatch
-from tests.engine.mode_sweep import BLOCK, NEW_TOKENS, managed, run
+from tests.engine.mode_sweep import BLOCK, NEW_TOKENS, load_family, managed, run
 from tests.model_recipes import RECIPES
 from tests.tiny_models import greedy_reference, make_model, make_prompts
 
 FORMS = ("qwen3_next", "lfm2", "granitemoehybrid", "jamba", "mamba2", "falcon_h1")
 """A family of each form of recurrence, one without attention and one with both in each layer."""
+OURS = ("lfm2, ours", "qwen3_5, ours")
+"""Families that our decoder computes."""
 
 
 def _model(family: str, **settings: Any) -> PreTrainedModel:
@@ -36,7 +38,8 @@ def _model(family: str, **settings: Any) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def models() -> dict[str, tuple[PreTrainedModel, LoadedModel]]:
     found = {name: _model(name) for name in FORMS}
-    return {name: (model, from_model(model)) for name, model in found.items()}
+    ours = {name: load_family(name.removesuffix(", ours"), "own")[:2] for name in OURS}
+    return {name: (model, from_model(model)) for name, model in found.items()} | ours
 
 
 Models = dict[str, tuple[PreTrainedModel, LoadedModel]]
@@ -58,7 +61,7 @@ def _ask(manager: ContinuousBatchingManager, prompts: list[list[int]]) -> list[l
     return [found[name] for name in names]
 
 
-@pytest.mark.parametrize("family", FORMS)
+@pytest.mark.parametrize("family", [*FORMS, *OURS])
 def test_what_a_slot_held_before_reaches_no_request(models: Models, family: str) -> None:
     """Every slot, also the null slot, is full of NaN when requests begin, go on and end."""
     model, loaded = models[family]
@@ -71,7 +74,7 @@ def test_what_a_slot_held_before_reaches_no_request(models: Models, family: str)
 
 
 @pytest.mark.parametrize("chunk", [1, 63, 64, 65])
-@pytest.mark.parametrize("family", FORMS)
+@pytest.mark.parametrize("family", [*FORMS, *OURS])
 def test_chunks_of_any_size(models: Models, family: str, chunk: int) -> None:
     model, loaded = models[family]
     prompts = make_prompts((5, 131) if chunk > 1 else (5, 33))
@@ -82,7 +85,7 @@ def test_chunks_of_any_size(models: Models, family: str, chunk: int) -> None:
 
 @pytest.mark.parametrize("budget", [512, 64])
 @pytest.mark.parametrize("length", [20, 100, 300])
-@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", *OURS])
 def test_the_same_prompt_is_found_up_to_its_last_block(
     models: Models, family: str, length: int, budget: int
 ) -> None:
@@ -134,7 +137,7 @@ def test_requests_wait_for_a_slot(
     assert tokens == expected
 
 
-@pytest.mark.parametrize("family", FORMS)
+@pytest.mark.parametrize("family", [*FORMS, *OURS])
 def test_choices_of_a_request_go_on_from_a_copy(models: Models, family: str) -> None:
     model, loaded = models[family]
     prompts = make_prompts((3, 29))
@@ -176,7 +179,8 @@ def _tell(model: PreTrainedModel, loaded: LoadedModel, **options: Any) -> bool:
     ("fault", "family"),
     [
         *(
-            (fault, "qwen3_next")
+            (fault, family)
+            for family in ("qwen3_next", "qwen3_5, ours")
             for fault in ("none", "stale", "neighbour", "one late", "not copied")
         ),
         *((fault, "granitemoehybrid") for fault in ("none", "stale", "neighbour")),  # a stand-in

@@ -57,6 +57,9 @@ enum NormForm : int {
   CENTERED = 4,       // a layer norm: the mean is subtracted first
 };
 
+// What is applied to a gate.
+enum Activation : int { SILU = 0, GELU_TANH = 1, RELU_SQUARED = 2, SIGMOID = 3, UNCHANGED = 4 };
+
 // A norm; see elementwise.cpp.
 struct NormWeight {
   const void* weight;  // [width]; or null: there is no norm
@@ -70,7 +73,7 @@ struct NormWeight {
 struct HeadsCall {
   void* query;
   void* key;
-  int64_t query_stride, key_stride;
+  int64_t query_stride, key_stride, query_head_stride;
   const float* cos;
   const float* sin;
   int64_t tokens, num_heads, num_kv_heads, head_dim, rotary_dim;
@@ -78,32 +81,33 @@ struct HeadsCall {
   int64_t paired, rounds, norms_last;
 };
 
+// What mixes a layer's tokens.
+enum Mixer : int { ATTENTION = 0, SHORT_CONVOLUTION = 1, DELTA_NET = 2 };
+
+// A recurrence in the place of attention; see recurrent.cpp, and ../library.py for what each field
+// means.
+struct RecurrentSpec {
+  const void* weight;
+  const void* bias;
+  const void* log_rate;
+  const void* rate_bias;
+  NormWeight norm;
+  int64_t channels, width;
+  int64_t num_key_heads, num_heads, key_dim, value_dim;
+};
+
 // A whole decoder layer; see layer.cpp, and ../library.py for what each field means.
 struct LayerSpec {
   NormWeight before_attention, after_attention, before_mlp, after_mlp;
-  LinearWeight projection[3];
+  LinearWeight projection[4];
   LinearWeight output;
   LinearWeight inner[2];
   LinearWeight down;
   HeadsCall heads;
+  RecurrentSpec recurrent;
+  int64_t mixer, attention_gated;
   int64_t rotary, gated, parallel, activation, dtype;
   float residual, scaling, softcap;
-};
-
-// A step through layers that follow one another; see layer.cpp and ../library.py.
-struct LayersCall {
-  const LayerSpec* const* layers;
-  const AttentionCall* const* attention;
-  void* const* keys;
-  void* const* values;
-  const void* x;
-  void* y;
-  const float* const* cos;
-  const float* const* sin;
-  void* scratch;
-  float* attention_scratch;
-  int64_t attention_floats;
-  int64_t tokens, count, next;
 };
 
 // A step's requests, and where each one's state is; see ../library.py for what each field means.
@@ -112,6 +116,42 @@ struct StateRows {
   const int64_t* counts;
   const int64_t* slots;
   int64_t num_requests, num_rows;
+};
+
+// The states of one layer, of all slots; see ../library.py for what each field means.
+struct LayerStates {
+  void* inputs;
+  float* matrices;
+  int64_t inputs_stride, matrices_stride;
+  int64_t inputs_width, inputs_dtype;
+};
+
+// A layer's recurrence in a step; see recurrent.cpp, and ../library.py for what each field means.
+struct RecurrentCall {
+  const StateRows* rows;
+  const LayerStates* states;
+  void* projected;
+  void* output;
+  void* scratch;
+  int64_t threads;
+};
+
+// A step through layers that follow one another; see layer.cpp and ../library.py.
+struct LayersCall {
+  const LayerSpec* const* layers;
+  const AttentionCall* const* attention;
+  void* const* keys;
+  void* const* values;
+  const LayerStates* const* states;
+  const StateRows* rows;
+  const void* x;
+  void* y;
+  const float* const* cos;
+  const float* const* sin;
+  void* scratch;
+  float* attention_scratch;
+  int64_t attention_floats;
+  int64_t tokens, count, next, threads;
 };
 
 // A short convolution; see convolution.cpp, and ../library.py for what each field means.

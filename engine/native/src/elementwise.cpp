@@ -93,16 +93,41 @@ vf relu_squared(vf x) {
   return positive * positive;
 }
 
+// 1 / (1 + e^-x); 0 far below, where e^-x is infinite.
+vf sigmoid(vf x) {
+  const vf infinite = splat(std::numeric_limits<float>::infinity());
+  return 1.0f / (1.0f + select(x < -88.0f, infinite, exp(-x)));
+}
+
+vf unchanged(vf x) { return x; }
+
 template <class T, vf (*ACTIVATION)(vf)>
-void gate_rows(const T* gate, const T* up, int64_t stride, T* y, int64_t y_stride, int64_t rows,
-               int64_t width, int threads) {
+void gate_rows(const T* gate, int64_t stride, const T* up, int64_t up_stride, T* y,
+               int64_t y_stride, int64_t rows, int64_t width, int threads) {
 #pragma omp parallel for schedule(static) num_threads(team(rows * width, threads))
   for (int64_t r = 0; r < rows; ++r)
     over(width, [=](int64_t i, auto size) {
       vf active = ACTIVATION(get(gate + r * stride + i, size));
-      if (up) active = rounded<T>(active) * get(up + r * stride + i, size);
+      if (up) active = rounded<T>(active) * get(up + r * up_stride + i, size);
       put(y + r * y_stride + i, active, size);
     });
+}
+
+// Heads of rows, in place: each is normed, rounded, and multiplied by what SiLU makes of its gate.
+template <class T>
+void gated_norm_rows(const NormWeight& norm, T* x, const T* gates, int64_t stride, int64_t rows,
+                     int64_t heads, int threads) {
+  const int64_t width = norm.width;
+#pragma omp parallel for schedule(static) num_threads(team(rows * heads * width, threads))
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t h = 0; h < heads; ++h) {
+      T* const head = x + (r * heads + h) * width;
+      const T* const gate = gates + r * stride + h * width;
+      const Norm<T, ROUNDED_FIRST> normed(norm, head);
+      over(width, [&](int64_t i, auto size) {
+        put(head + i, rounded<T>(normed(head, i, size)) * silu(get(gate + i, size)), size);
+      });
+    }
 }
 
 // Two halves of what is rotated: a cos - b sin, b cos + a sin.
@@ -162,7 +187,8 @@ void each_head(const HeadsCall& call, int threads, F f) {
     const float* sin = call.sin + t * half;
     T* query = static_cast<T*>(call.query) + t * call.query_stride;
     T* key = static_cast<T*>(call.key) + t * call.key_stride;
-    for (int64_t h = 0; h < call.num_heads; ++h) f(query + h * width, call.query_norm, cos, sin);
+    for (int64_t h = 0; h < call.num_heads; ++h) 
+      f(query + h * call.query_head_stride, call.query_norm, cos, sin);
     for (int64_t h = 0; h < call.num_kv_heads; ++h) f(key + h * width, call.key_norm, cos, sin);
   }
 }
@@ -193,18 +219,23 @@ void norm_of(const NormWeight& norm, const void* x, void* y, int64_t stride, int
 }
 
 template <class T>
-void gate_of(int activation, const void* gate, const void* up, int64_t stride, void* y,
-             int64_t y_stride, int64_t rows, int64_t width, int threads) {
-  const T* left = static_cast<const T*>(gate);
-  const T* right = static_cast<const T*>(up);
-  T* to = static_cast<T*>(y);
+void gate_of(int activation, const void* gate, int64_t stride, const void* up, int64_t up_stride,
+             void* y, int64_t y_stride, int64_t rows, int64_t width, int threads) {
+  const auto compute = [&](auto run) {
+    run(static_cast<const T*>(gate), stride, static_cast<const T*>(up), up_stride,
+        static_cast<T*>(y), y_stride, rows, width, threads);
+  };
   switch (activation) {
-    case 0:
-      return gate_rows<T, silu>(left, right, stride, to, y_stride, rows, width, threads);
-    case 1:
-      return gate_rows<T, gelu_tanh>(left, right, stride, to, y_stride, rows, width, threads);
+    case SILU:
+      return compute(gate_rows<T, silu>);
+    case GELU_TANH:
+      return compute(gate_rows<T, gelu_tanh>);
+    case RELU_SQUARED:
+      return compute(gate_rows<T, relu_squared>);
+    case SIGMOID:
+      return compute(gate_rows<T, sigmoid>);
     default:
-      return gate_rows<T, relu_squared>(left, right, stride, to, y_stride, rows, width, threads);
+      return compute(gate_rows<T, unchanged>);
   }
 }
 
@@ -252,12 +283,26 @@ void norm(const NormWeight& norm, const void* x, void* y, int64_t stride, int64_
   (dtype == FLOAT32 ? norm_of<float> : norm_of<bf16>)(norm, x, y, stride, rows, threads);
 }
 
-// y: activation(gate) * up, or without up. Rows of gate and up are `stride` elements apart, those of y
-// `y_stride`; y may be gate.
-void gate(int activation, const void* gate, const void* up, int64_t stride, void* y,
-          int64_t y_stride, int64_t rows, int64_t width, int dtype, int threads) {
-  (dtype == FLOAT32 ? gate_of<float> : gate_of<bf16>)(activation, gate, up, stride, y, y_stride,
-                                                      rows, width, threads);
+// y: activation(gate) * up, or without up. Rows are a stride apart, in elements; y may be gate or up.
+void gate(int activation, const void* gate, int64_t stride, const void* up, int64_t up_stride,
+          void* y, int64_t y_stride, int64_t rows, int64_t width, int dtype, int threads) {
+  (dtype == FLOAT32 ? gate_of<float> : gate_of<bf16>)(activation, gate, stride, up, up_stride, y,
+                                                      y_stride, rows, width, threads);
+}
+
+// The norm of a delta net, in place: x [rows][heads * V], gated by the part of the projected rows
+// that follows the convolution's channels.
+void gated_norm(const LayerSpec& layer, void* x, const void* projected, int64_t rows, int threads) {
+  const RecurrentSpec& one = layer.recurrent;
+  const int64_t stride = one.channels + one.num_heads * (one.value_dim + 2);
+  const auto run = [&](auto* rows_of_x, auto* gates) {
+    gated_norm_rows(one.norm, rows_of_x, gates + one.channels, stride, rows, one.num_heads,
+                    threads);
+  };
+  if (layer.dtype == FLOAT32)
+    run(static_cast<float*>(x), static_cast<const float*>(projected));
+  else
+    run(static_cast<bf16*>(x), static_cast<const bf16*>(projected));
 }
 
 // Queries and keys of some tokens, in place: normed and turned; see HeadsCall.
@@ -266,13 +311,13 @@ void heads(const HeadsCall& call, int dtype, int threads) {
     HeadsCall turned = call;
     turned.query_norm = turned.key_norm = NormWeight{}, turned.norms_last = 0;
     heads(turned, dtype, threads);
-    const int64_t step = call.head_dim * (dtype == FLOAT32 ? 4 : 2);
+    const int64_t bytes = dtype == FLOAT32 ? 4 : 2;
     for (int64_t h = 0; h < call.num_heads; ++h) {
-      char* const head = static_cast<char*>(call.query) + h * step;
+      char* const head = static_cast<char*>(call.query) + h * call.query_head_stride * bytes;
       norm(call.query_norm, head, head, call.query_stride, call.tokens, dtype, threads);
     }
     for (int64_t h = 0; h < call.num_kv_heads; ++h) {
-      char* const head = static_cast<char*>(call.key) + h * step;
+      char* const head = static_cast<char*>(call.key) + h * call.head_dim * bytes;
       norm(call.key_norm, head, head, call.key_stride, call.tokens, dtype, threads);
     }
     return;

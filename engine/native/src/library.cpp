@@ -18,7 +18,8 @@ struct Variant {
   int (*linear_rows)(const LinearWeight&, const int64_t*, int64_t, void*, int);
   void (*linear)(const LinearWeight&, const void*, int64_t, void*, int64_t, int64_t, int);
   void (*norm)(const NormWeight&, const void*, void*, int64_t, int64_t, int, int);
-  void (*gate)(int, const void*, const void*, int64_t, void*, int64_t, int64_t, int64_t, int, int);
+  void (*gate)(int, const void*, int64_t, const void*, int64_t, void*, int64_t, int64_t, int64_t,
+               int, int);
   void (*heads)(const HeadsCall&, int, int);
   void (*add)(const void*, const void*, float, void*, int64_t, int64_t, int, int);
   int64_t (*layer_scratch)(const LayerSpec&, int64_t);
@@ -28,6 +29,9 @@ struct Variant {
                const float*, int64_t*, int);
   void (*convolution)(const ConvolutionCall&);
   void (*delta_rule)(const DeltaRuleCall&);
+  void (*recur)(const LayerSpec&, const RecurrentCall&);
+  void (*gated_norm)(const LayerSpec&, void*, const void*, int64_t, int);
+  int64_t (*recurrent_scratch)(const LayerSpec&);
 };
 
 }  // namespace
@@ -43,8 +47,8 @@ struct Variant {
               int64_t y_stride, int64_t rows, int threads);                                      \
   void norm(const NormWeight& norm, const void* x, void* y, int64_t stride, int64_t rows,        \
             int dtype, int threads);                                                             \
-  void gate(int activation, const void* gate, const void* up, int64_t stride, void* y,           \
-            int64_t y_stride, int64_t rows, int64_t width, int dtype, int threads);              \
+  void gate(int activation, const void* gate, int64_t stride, const void* up, int64_t up_stride, \
+            void* y, int64_t y_stride, int64_t rows, int64_t width, int dtype, int threads);     \
   void heads(const HeadsCall& call, int dtype, int threads);                                     \
   void add(const void* x, const void* y, float factor, void* sum, int64_t rows, int64_t width,   \
            int dtype, int threads);                                                              \
@@ -57,9 +61,13 @@ struct Variant {
             int64_t* tokens, int threads);                                                       \
   void convolution(const ConvolutionCall& call);                                                 \
   void delta_rule(const DeltaRuleCall& call);                                                    \
+  void recur(const LayerSpec& layer, const RecurrentCall& call);                                 \
+  void gated_norm(const LayerSpec& layer, void* x, const void* projected, int64_t rows,          \
+                  int threads);                                                                  \
+  int64_t recurrent_scratch(const LayerSpec& layer);                                             \
   const Variant VARIANT = {#isa, attention, linear_size, linear_pack, linear_rows, linear, norm, \
                            gate, heads,     add,         layer_scratch, layers, greedy,  draw,   \
-                           convolution, delta_rule};                                             \
+                           convolution, delta_rule, recur, gated_norm, recurrent_scratch};       \
   }
 
 // One that the compiler has no instructions for: a name, and nothing to call.
@@ -185,10 +193,10 @@ HEADRACE_ENTRY void headrace_norm(const NormWeight* norm, const void* x, void* y
 }
 
 // See `gate` in elementwise.cpp.
-HEADRACE_ENTRY void headrace_gate(int activation, const void* gate, const void* up, int64_t stride,
-                                  void* y, int64_t y_stride, int64_t rows, int64_t width, int dtype,
-                                  int threads) {
-  variant.gate(activation, gate, up, stride, y, y_stride, rows, width, dtype, threads);
+HEADRACE_ENTRY void headrace_gate(int activation, const void* gate, int64_t stride, const void* up,
+                                  int64_t up_stride, void* y, int64_t y_stride, int64_t rows,
+                                  int64_t width, int dtype, int threads) {
+  variant.gate(activation, gate, stride, up, up_stride, y, y_stride, rows, width, dtype, threads);
 }
 
 // See `heads` in elementwise.cpp.
@@ -229,3 +237,19 @@ HEADRACE_ENTRY void headrace_convolution(const ConvolutionCall* call) { variant.
 
 // See `delta_rule` in delta_rule.cpp.
 HEADRACE_ENTRY void headrace_delta_rule(const DeltaRuleCall* call) { variant.delta_rule(*call); }
+
+// See `recur` in recurrent.cpp.
+HEADRACE_ENTRY void headrace_recur(const LayerSpec* layer, const RecurrentCall* call) {
+  variant.recur(*layer, *call);
+}
+
+// See `recurrent_scratch` in recurrent.cpp.
+HEADRACE_ENTRY int64_t headrace_recurrent_scratch(const LayerSpec* layer) {
+  return variant.recurrent_scratch(*layer);
+}
+
+// See `gated_norm` in elementwise.cpp.
+HEADRACE_ENTRY void headrace_gated_norm(const LayerSpec* layer, void* x, const void* projected,
+                                        int64_t rows, int threads) {
+  variant.gated_norm(*layer, x, projected, rows, threads);
+}

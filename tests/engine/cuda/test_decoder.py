@@ -10,7 +10,7 @@ import torch
 from engine.models.description import Experts
 from engine.models.table import describe
 from tests.engine.cuda.launches import by_ours, count, trace
-from tests.engine.models.decoders import OURS
+from tests.engine.models.decoders import ATTENDING
 from tests.model_recipes import RECIPES
 from tests.tiny_models import make_model
 
@@ -20,7 +20,7 @@ rotary embedding, the first norm, rows, logits and their softcap.
 """
 
 
-@pytest.mark.parametrize("family", OURS)
+@pytest.mark.parametrize("family", ATTENDING)
 def test_launches_of_a_layer(family: str) -> None:
     served = by_ours(RECIPES[family])
     assert served is not None

@@ -26,6 +26,10 @@ OURS = [
     if recipe.is_known and recipe.config().model_type in DESCRIBED
 ]
 """The recipes of families that our decoder knows."""
+ATTENDING = [
+    name for name in OURS if DESCRIBED[RECIPES[name].config().model_type].recurrence is None
+]
+"""Those without recurrent layers, which it also computes in torch."""
 
 
 PROMPTS = make_prompts((1, 37, 3, 40))

@@ -19,7 +19,7 @@ from engine.contract.types import TokenId
 from engine.loading import gate, loader, watching
 from engine.loading.watching import observe
 from engine.models import choosing, comparison, native_decoder, native_layer, recording
-from engine.models.description import Decoder, Layer
+from engine.models.description import Attention, Decoder, DeltaNet, Layer
 from engine.models.formats.native import native_library
 from engine.models.held_layer import PackedLinear
 from tests.engine.models.decoders import difference, make, verify
@@ -66,6 +66,21 @@ def _router(model: Any) -> None:
         model.model.layers[1].mlp.gate.weight.neg_()
 
 
+def _one_element(path: str, *place: int, plus: float) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        with torch.no_grad():
+            model.get_parameter(f"model.layers.{path}")[place] += plus
+
+    return change
+
+
+def _beta(model: Any) -> None:
+    layer: PackedLinear = model.model.layers[0].linear_attn.in_proj_b
+    weight = layer.weight.float()
+    weight[7] *= 1.01
+    layer.held.pack(weight.bfloat16())
+
+
 def _bias(model: Any) -> None:
     model.model.layers[0].self_attn.k_proj.padded_bias[3] += 0.5
 
@@ -79,8 +94,15 @@ def _bias(model: Any) -> None:
         ("qwen3", _embedding, r"embedding differs"),
         ("mixtral", _router, r"layer 1, experts, with inputs times 1 differs"),
         ("qwen2", _bias, r"layer 0, projection, .* in output 67, 1 of"),
+        ("lfm2", _one_element("2.conv.conv.weight", 5, 0, 1, plus=0.05),
+         r"layer 2, convolution, .* by \d.*% .*, element 5; \d+ of"),
+        ("qwen3_5", _one_element("2.linear_attn.A_log", 3, plus=1.0),
+         r"layer 2, delta_rule, .* by \d.*% "),
+        ("qwen3_5", _one_element("0.linear_attn.norm.weight", 5, plus=0.02),
+         r"layer 0, gated_norm, .* by \d.*% "),
+        ("qwen3_5", _beta, r"layer 0, projection, .* in output 775, 1 of"),
     ],
-)
+)  # fmt: skip
 def test_wrong_parameters(
     family: str, change: Callable[[Any], None], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,9 +122,30 @@ def _layers(change: Callable[[Layer], Layer]) -> Callable[[Decoder], Decoder]:
 def _attention(**changes: Any) -> Callable[[Decoder], Decoder]:
     return _layers(
         lambda layer: dataclasses.replace(
-            layer, attention=dataclasses.replace(layer.attention, **changes)
+            layer, mixer=dataclasses.replace(layer.attention, **changes)
         )
     )
+
+
+def _recurrence(**changes: Any) -> Callable[[Decoder], Decoder]:
+    return _layers(
+        lambda layer: (
+            layer
+            if isinstance(layer.mixer, Attention)
+            else dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, **changes))
+        )
+    )
+
+
+def _head_norm(**changes: Any) -> Callable[[Decoder], Decoder]:
+    def change(layer: Layer) -> Layer:
+        one = layer.mixer
+        if not isinstance(one, DeltaNet):
+            return layer
+        norm = dataclasses.replace(one.norm, **changes)
+        return dataclasses.replace(layer, mixer=dataclasses.replace(one, norm=norm))
+
+    return _layers(change)
 
 
 def _rotary(**changes: Any) -> Callable[[Decoder], Decoder]:
@@ -161,6 +204,10 @@ YARN = {
          "layer 0, residual, "),
         ("qwen3_moe", {}, _layers(lambda layer: dataclasses.replace(layer, residual=0.5)),
          "layer 0, residual, "),
+        ("qwen3_5", {}, _recurrence(log_rate="dt_bias"), "layer 0, delta_rule, "),
+        ("qwen3_5", {}, _recurrence(rate_bias="A_log"), "layer 0, delta_rule, "),
+        ("qwen3_5", {}, _head_norm(eps=1e-2), "layer 0, gated_norm, "),
+        ("qwen3_5", {}, _rotary(scaling=1.1), "layer 1, queries, "),
     ],
 )  # fmt: skip
 def test_wrong_descriptions(

@@ -51,6 +51,15 @@ def test_every_family_of_the_table(family: str, packing: Format) -> None:
                 assert _gaps(judge, prompt, tokens).max() <= 0.15
 
 
+def test_products_too_small_to_be_packed_are_named() -> None:
+    lines: list[str] = []
+    verified = verify(make("qwen3_5", linear_num_value_heads=8), lines=lines)
+    assert verified.decoder is None
+    reason = "model.layers.0.linear_attn.in_proj_b is not packed"
+    assert f"decoder: transformers', because {reason}" in lines
+    assert "recurrent modules: our kernels compute 2 of 2" in lines
+
+
 @pytest.mark.parametrize("packing", [Native, Int8])
 def test_a_scaled_embedding_of_tied_weights(packing: Format) -> None:
     """It is replaced, with int8 before the model's class is looked up."""

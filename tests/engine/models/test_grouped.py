@@ -15,7 +15,7 @@ from engine.models.formats.codes import Codes, Layout
 from engine.models.formats.grouped import Grouped, held_bytes, why_not_held
 from engine.models.formats.native import PANEL, native_library, packed_bytes
 from engine.models.held_layer import PackedEmbedding, PackedLinear
-from engine.models.native_layer import Held
+from engine.models.native_tensors import Held
 
 ROUNDING = 2.0**-8
 """Of one bfloat16, relative."""

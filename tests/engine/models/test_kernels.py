@@ -20,6 +20,7 @@ from engine.native.library import (
     GELU_TANH,
     RELU_SQUARED,
     ROUNDED_FIRST,
+    SIGMOID,
     SILU,
     HeadsCall,
     NormWeight,
@@ -135,8 +136,8 @@ def _gate(both: torch.Tensor, activation: int) -> torch.Tensor:
     y = both.new_empty((len(both), width))
     up = both.data_ptr() + width * both.element_size()
     native_library().gate(
-        activation, both.data_ptr(), up, 2 * width, y.data_ptr(), width, len(both), width,
-        DTYPES[both.dtype], torch.get_num_threads(),
+        activation, both.data_ptr(), 2 * width, up, 2 * width, y.data_ptr(), width, len(both),
+        width, DTYPES[both.dtype], torch.get_num_threads(),
     )  # fmt: skip
     return y
 
@@ -144,10 +145,12 @@ def _gate(both: torch.Tensor, activation: int) -> torch.Tensor:
 def _active(gate: torch.Tensor, activation: int) -> torch.Tensor:
     if activation == RELU_SQUARED:
         return relu(gate).square()
+    if activation == SIGMOID:
+        return gate.sigmoid()
     return silu(gate) if activation == SILU else gelu(gate, approximate="tanh")
 
 
-@pytest.mark.parametrize("activation", [SILU, GELU_TANH, RELU_SQUARED])
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH, RELU_SQUARED, SIGMOID])
 def test_gates(activation: int, dtype: torch.dtype) -> None:
     for width, magnitude, rows in itertools.product(WIDTHS, (1e-2, 1.0, 30.0), (1, 3, 70)):
         both = (_random(dtype, rows, 2 * width) * magnitude).to(dtype)
@@ -155,12 +158,12 @@ def test_gates(activation: int, dtype: torch.dtype) -> None:
         assert _near(_gate(both, activation), expected), (width, magnitude, rows)
 
 
-@pytest.mark.parametrize("activation", [SILU, GELU_TANH, RELU_SQUARED])
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH, RELU_SQUARED, SIGMOID])
 def test_activations_of_every_number(activation: int) -> None:
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).view(64, 1024)
     y, threads = torch.empty_like(x), torch.get_num_threads()
     native_library().gate(
-        activation, x.data_ptr(), None, 1024, y.data_ptr(), 1024, 64, 1024, library.BFLOAT16,
+        activation, x.data_ptr(), 1024, None, 0, y.data_ptr(), 1024, 64, 1024, library.BFLOAT16,
         threads,
     )  # fmt: skip
     expected = _active(x, activation)
@@ -248,8 +251,9 @@ def _check_heads(
         }
     call = HeadsCall(
         query=query.data_ptr(), key=key.data_ptr(), query_stride=stride, key_stride=stride,
-        cos=cos.data_ptr(), sin=sin.data_ptr(), tokens=tokens, num_heads=3, num_kv_heads=kv_heads,
-        head_dim=width, rotary_dim=rotary, paired=paired, rounds=rounds, norms_last=norms_last,
+        query_head_stride=width, cos=cos.data_ptr(), sin=sin.data_ptr(), tokens=tokens,
+        num_heads=3, num_kv_heads=kv_heads, head_dim=width, rotary_dim=rotary, paired=paired,
+        rounds=rounds, norms_last=norms_last,
         **norms,
     )  # fmt: skip
     native_library().heads(ctypes.byref(call), DTYPES[dtype], torch.get_num_threads())

@@ -24,7 +24,7 @@ from engine.models.layer_parts import Walk
 from engine.models.operations import TorchOperations
 from engine.models.torch_decoder import TorchDecoder, TorchMlp
 from engine.runner.runner_options import StepPath
-from tests.engine.models.decoders import OURS, _gaps, difference, make
+from tests.engine.models.decoders import ATTENDING, _gaps, difference, make
 from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.engine.runner.steps import build_verified, make_core, make_request, run, tokens_of
 from tests.tiny_models import WINDOW, greedy_reference, make_prompts
@@ -57,7 +57,7 @@ def generate(verified: VerifiedModel, **options: Any) -> tuple[list[list[int]], 
     return [tokens_of(outputs[request.request_id]) for request in requests], built.runner
 
 
-@pytest.mark.parametrize("family", OURS)
+@pytest.mark.parametrize("family", ATTENDING)
 def test_every_family_of_the_table(family: str) -> None:
     """It passes the comparison with the model, and yields its tokens: in float32 the same ones, in
     bfloat16 such as the model finds most likely.
@@ -74,6 +74,15 @@ def test_every_family_of_the_table(family: str) -> None:
     assert isinstance(verified.steps, TorchDecoder)
     for tokens, wanted in zip(generate(verified)[0], expected, strict=True):
         assert tokens[: len(wanted)] == wanted, "up to the end of sequence, where it stops"
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
+def test_recurrences_run_as_transformers_wrote_them(family: str) -> None:
+    lines: list[str] = []
+    verified = verify(make(family), lines)
+    assert verified.decoder is None
+    reason = "recurrences and gated attention have native kernels alone, for a CPU"
+    assert f"decoder: transformers', because {reason}" in lines
 
 
 @pytest.mark.parametrize("family", ["gemma2", "olmo2", "qwen3"])
@@ -123,7 +132,7 @@ def test_a_step_is_its_parts(family: str) -> None:
             rotary = layer.description.attention.rotary
             own = None if rotary is None else tables[rotary]
             walk = Walk(layer, {})
-            walk.run(expected, own, attend, layer.mix)
+            walk.run(expected, own, attend, lambda _: pytest.fail("it recurs"), layer.mix)
             expected = walk.parts[-1].made
         assert torch.equal(decoder.run(decoder.layers, x, tables, context), expected)
 
