@@ -28,7 +28,7 @@ from engine.contract.types import BlockId, RequestKey
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.block_table import BlockTable
 from engine.kv_cache.copies import NO_COPIES, BlockCopy, StepCopies
-from engine.kv_cache.group_kinds import GroupMatch, PlannedCopy
+from engine.kv_cache.group_kinds import GroupMatch, KeptMark, PlannedCopy
 from engine.kv_cache.groups import LayerGroup
 from engine.kv_cache.host_cache import HostCache
 from engine.kv_cache.integrity import check_tables, check_targets
@@ -277,8 +277,9 @@ class KVCacheManager:
 
         Returns:
             The child's num_computed_tokens, which is at most the prompt's length − 1. None if there
-            is no free block, or if the parent's blocks do not (or no longer) hold the prompt. In
-            that case, nothing was allocated.
+            is no free block, if the parent's blocks do not (or no longer) hold the prompt, or if the
+            child finds a longer prefix when it starts by itself. In that case, nothing was
+            allocated.
 
         Raises:
             ValueError: the child holds blocks.
@@ -291,6 +292,8 @@ class KVCacheManager:
             return None
         for (kind, _), table in zip(self._parts, holding.tables, strict=True):
             position = kind.fork_position(table, position, size)
+        if self._keeping and position < self.find_prefix(child):
+            return None
         if not self._can_fork(parent, holding, position):
             return None
         forked = [
@@ -398,11 +401,25 @@ class KVCacheManager:
 
     def launched(self, request: Request, num_tokens: int) -> None:
         """Record that steps were launched which compute the request's first `num_tokens` tokens."""
-        tables = self._holdings[request.key].tables
+        tables, last_prompt_token = (
+            self._holdings[request.key].tables,
+            request.num_prompt_tokens - 1,
+        )
+        is_forked = request.spec.n > 1 and num_tokens <= last_prompt_token
+        if not (is_forked or self._leaves_prefixes(request)):
+            return
+        blocks = num_tokens // self.block_size
+        lasts = blocks == last_prompt_token // self.block_size
+        mark = KeptMark(
+            num_tokens,
+            blocks,
+            lasts=lasts or num_tokens == self._parting.get(request.key),
+            held_for=last_prompt_token if is_forked else 0,
+        )
         copies: list[list[PlannedCopy]] = [[] for _ in self.groups]
         for index in self._keeping:
             kind, pool = self._parts[index]
-            copies[index] = kind.keep(pool, tables[index], num_tokens, self.block_size)
+            copies[index] = kind.keep(pool, tables[index], mark, self.block_size)
         self._plan(self._keeps, request.key, copies)
 
     def commit(self, request: Request, num_computed_tokens: int) -> None:

@@ -17,6 +17,7 @@ from engine.attention.torch_backend import TorchAttentionBackend
 from engine.contract.config import ContinuousBatchingConfig
 from engine.contract.errors import ConfigError, ModelRefusedError
 from engine.contract.request import RequestStatus
+from engine.kv_cache.group_kinds import KeptMark
 from engine.kv_cache.state_slot import StateSlot
 from engine.loading.loader import _prepare
 from engine.loading.memory import StepLimits, _state_slots
@@ -204,8 +205,10 @@ def test_faults_are_found(
     elif fault == "one late":
         keep = StateSlot.keep
 
-        def late(self: Any, pool: Any, table: Any, num_tokens: int, size: int) -> Any:
-            return keep(self, pool, table, num_tokens - 1, size)
+        def late(self: Any, pool: Any, table: Any, mark: KeptMark, size: int) -> Any:
+            blocks, late = divmod(mark.tokens - 1, size)
+            is_due = blocks and not late
+            return keep(self, pool, table, mark._replace(blocks=blocks), 1) if is_due else []
 
         monkeypatch.setattr(StateSlot, "keep", late)
     elif fault == "not copied":
