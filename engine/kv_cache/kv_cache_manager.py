@@ -101,6 +101,8 @@ class KVCacheManager:
         self._advancing = tuple(i for i, (kind, _) in enumerate(self._parts) if kind.advances)
         self._keeping = tuple(i for i, (kind, _) in enumerate(self._parts) if kind.keeps)
         self.keeps = bool(self._keeping)
+        self._block_pools = tuple(pool for kind, pool in self._parts if kind.grows)
+        self._state_pools = tuple(pool for kind, pool in self._parts if not kind.grows)
         self._shares_blocks = share_blocks
         self._prefixes = PrefixCache(self.groups, self.pools, block_size)
         self._host = HostCache(host_blocks if host_blocks is not None else [0] * len(self.groups))
@@ -117,23 +119,35 @@ class KVCacheManager:
         self._no_match = PrefixMatch(0, 0, tuple(GroupMatch() for _ in self.groups))
         self._prefix_queries = 0
         self._prefix_hits = 0
+        self._tokens_without_state = 0
 
     # ---- figures -------------------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks in all groups, without the null blocks."""
-        return sum(pool.num_blocks for pool in self.pools)
+        """The number of blocks in all groups that attend, without the null blocks."""
+        return sum(pool.num_blocks for pool in self._block_pools)
 
     @property
     def num_used_blocks(self) -> int:
-        """The number of blocks that requests hold, in all groups. A shared block counts once."""
-        return sum(pool.num_used for pool in self.pools)
+        """The number of these blocks that requests hold. A shared block counts once."""
+        return sum(pool.num_used for pool in self._block_pools)
 
     @property
     def num_cached_blocks(self) -> int:
-        """The number of blocks that keep a prefix and have no holder, in all groups."""
-        return sum(pool.num_cached for pool in self.pools)
+        """The number of these blocks that keep a prefix and have no holder."""
+        return sum(pool.num_cached for pool in self._block_pools)
+
+    def state_figures(self) -> dict[str, int]:
+        """Return the statistics of states, by the name of the field in EngineStats."""
+        return {
+            "states_total": sum(pool.num_blocks for pool in self._state_pools),
+            "states_used": sum(pool.num_used for pool in self._state_pools),
+            "states_kept": sum(pool.num_cached for pool in self._state_pools),
+            "state_copies": sum(pool.num_published for pool in self._state_pools),
+            "state_evictions": sum(pool.num_evicted for pool in self._state_pools),
+            "prefix_tokens_without_state": self._tokens_without_state,
+        }
 
     @property
     def num_host_blocks(self) -> int:
@@ -250,6 +264,7 @@ class KVCacheManager:
             self._prefix_hits += min(num_found, request.num_prompt_tokens)
             if match.num_seen > match.num_blocks:
                 self._parting[key] = match.num_seen * self.block_size
+                self._tokens_without_state += self._parting[key] - num_found
         return num_found
 
     def _start_restored(self, key: RequestKey) -> int:
@@ -277,8 +292,8 @@ class KVCacheManager:
 
         Returns:
             The child's num_computed_tokens, which is at most the prompt's length − 1. None if there
-            is no free block, if the parent's blocks do not (or no longer) hold the prompt, or if the
-            child finds a longer prefix when it starts by itself. In that case, nothing was
+            is no free block, if the parent's blocks do not (or no longer) hold the prompt, or if
+            the child finds a longer prefix when it starts by itself. In that case, nothing was
             allocated.
 
         Raises:
