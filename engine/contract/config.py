@@ -124,6 +124,18 @@ class ContinuousBatchingConfig:
         shown="1024 on a CPU, at most 8192 on CUDA",
         group=GROUP,
     )
+    kept_states: int | None = option(
+        None,
+        "Recurrent layers: most states that are kept for later requests with the same beginning, "
+        "in memory beside that of running requests' states; 0: only where fewer requests run.",
+        more="One more is kept for each prompt and for each end of a conversation; least recently "
+        "used ones go first. [What is kept](models.md#models-with-recurrent-layers). Models "
+        "without such layers keep none.",
+        low=0,
+        high=2**20,
+        shown="1 to 4 for each request that may run, as memory allows",
+        group=GROUP,
+    )
     max_memory_percent: float | None = option(
         None,
         "The fraction of the free memory that the KV cache may take.",

@@ -87,7 +87,7 @@ class EngineStats:
     """Counters (since the start) and gauges (now).
 
     Attributes:
-        blocks_total, blocks_used: of all layer groups, without the null blocks.
+        blocks_total, blocks_used: of all groups of layers that attend, without the null blocks.
         blocks_cached: evicted when blocks are needed.
         requests_finished: every accepted request is counted once.
         steps_over_target: 0 if there is no target.
@@ -115,6 +115,15 @@ class EngineStats:
         "headrace.kv_cache.blocks.cached",
         "{block}",
         "Held by nobody; they keep a prefix until they are needed.",
+    )
+    states_total: int = gauge(
+        "headrace.states.limit", "{state}", "Recurrent layers: all the states there is room for."
+    )
+    states_used: int = gauge("headrace.states.used", "{state}", "Held by requests.")
+    states_kept: int = gauge(
+        "headrace.states.kept",
+        "{state}",
+        "Held by nobody; they keep what a prefix came to until their room is needed.",
     )
     host_blocks_total: int = gauge(
         "headrace.kv_cache.host_blocks.limit", "{block}", "On the host, for preempted requests."
@@ -197,6 +206,20 @@ class EngineStats:
     prefix_hits: int = counter(
         "headrace.prefix_cache.hits", "{token}", "Prompt tokens that were found there."
     )
+    prefix_tokens_without_state: int = counter(
+        "headrace.prefix_cache.without_state",
+        "{token}",
+        "Prompt tokens whose blocks were there, but were computed because no state of recurrent "
+        "layers was kept behind them.",
+    )
+    state_copies: int = counter(
+        "headrace.states.copies", "{state}", "States that were kept for later requests."
+    )
+    state_evictions: int = counter(
+        "headrace.states.evictions",
+        "{state}",
+        "Kept states that gave way to others.",
+    )
     last_step_s: float = 0.0
     callers: tuple[CallerStats, ...] = ()
     other_callers: CallerStats | None = None
@@ -204,8 +227,12 @@ class EngineStats:
 
     @property
     def kv_usage(self) -> float:
-        """The fraction of the KV cache that requests hold, from 0 to 1."""
-        return self.blocks_used / max(self.blocks_total, 1)
+        """The fraction of the KV cache that requests hold, from 0 to 1: of its blocks, or of the
+        room for states if no layer attends.
+        """
+        if not self.blocks_total:
+            return self.states_used / max(self.states_total, 1)
+        return self.blocks_used / self.blocks_total
 
 
 _KV_USAGE: Final = Statistic(

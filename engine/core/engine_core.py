@@ -269,6 +269,7 @@ class EngineCore:
             blocks_total=kv_cache.num_blocks,
             blocks_used=kv_cache.num_used_blocks,
             blocks_cached=kv_cache.num_cached_blocks,
+            **kv_cache.state_figures(),
             host_blocks_total=kv_cache.num_host_blocks,
             host_blocks_used=kv_cache.num_used_host_blocks,
             steps=results.num_steps,

@@ -32,6 +32,12 @@ class BlockPool:
 
     The invariant free + used + cached = total always holds. The most recently freed block is
     allocated first, because it is likely still in the processor's cache.
+
+    Attributes:
+        num_blocks: all blocks, without the null block.
+        index: finds blocks by the prefix that they keep.
+        num_published: how often a block became shareable.
+        num_evicted: how often a cached block was given to another use.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -40,6 +46,8 @@ class BlockPool:
         self._free: list[BlockId] = [BlockId(i) for i in range(num_blocks, 0, -1)]
         self._holders: dict[BlockId, int] = {}
         self._cached: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
+        self.num_published = 0
+        self.num_evicted = 0
 
     @property
     def num_free(self) -> int:
@@ -84,6 +92,7 @@ class BlockPool:
         while len(taken) < count:
             block, _ = self._cached.popitem(last=False)
             self.index.remove(block)
+            self.num_evicted += 1
             taken.append(block)
         for block in taken:
             self._holders[block] = 1
@@ -141,7 +150,16 @@ class BlockPool:
         """
         if block not in self._holders:
             raise ValueError(f"block {block} is not in use")
-        return self.index.add(block, digest)
+        is_new = self.index.add(block, digest)
+        self.num_published += is_new
+        return is_new
+
+    def forget(self, block: BlockId, digest: bytes) -> None:
+        """Free a block if it keeps the prefix with this digest and has no holder."""
+        if block in self._cached and self.index.digest(block) == digest:
+            del self._cached[block]
+            self.index.remove(block)
+            self._free.append(block)
 
     def forget_prefixes(self) -> None:
         """Remove all digests; cached blocks become free."""

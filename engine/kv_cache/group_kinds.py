@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from typing_extensions import override
 
@@ -45,6 +46,23 @@ PlannedCopy = tuple[BlockId, BlockId]
 """The source and target of a copy on the device, which the next step makes. The source has a holder
 for it until then, unless it is the request's own.
 """
+
+
+class KeptMark(NamedTuple):
+    """A kept state of a request.
+
+    Attributes:
+        tokens, blocks: how much of its request it has seen, in tokens and in blocks of other
+            groups.
+        lasts: whether it stays when a later one is kept.
+        held_for: for how many computed tokens the request holds it, because its other choices go on
+            from there.
+    """
+
+    tokens: int
+    blocks: int
+    lasts: bool
+    held_for: int
 
 
 class GroupKind(ABC):
@@ -145,10 +163,10 @@ class GroupKind(ABC):
         """
 
     def keep(
-        self, pool: BlockPool, table: BlockTable, num_tokens: int, block_size: int
+        self, pool: BlockPool, table: BlockTable, mark: KeptMark, block_size: int
     ) -> list[PlannedCopy]:
-        """Return copies of what later steps overwrite, to be made when those that compute the first
-        `num_tokens` tokens have run. Called when they were launched.
+        """Return copies of what later steps overwrite, to be made when those that compute the
+        mark's tokens have run. Called when they were launched.
         """
         return []
 

@@ -28,7 +28,7 @@ from engine.contract.types import BlockId, RequestKey
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.block_table import BlockTable
 from engine.kv_cache.copies import NO_COPIES, BlockCopy, StepCopies
-from engine.kv_cache.group_kinds import GroupMatch, PlannedCopy
+from engine.kv_cache.group_kinds import GroupMatch, KeptMark, PlannedCopy
 from engine.kv_cache.groups import LayerGroup
 from engine.kv_cache.host_cache import HostCache
 from engine.kv_cache.integrity import check_tables, check_targets
@@ -101,6 +101,8 @@ class KVCacheManager:
         self._advancing = tuple(i for i, (kind, _) in enumerate(self._parts) if kind.advances)
         self._keeping = tuple(i for i, (kind, _) in enumerate(self._parts) if kind.keeps)
         self.keeps = bool(self._keeping)
+        self._block_pools = tuple(pool for kind, pool in self._parts if kind.grows)
+        self._state_pools = tuple(pool for kind, pool in self._parts if not kind.grows)
         self._shares_blocks = share_blocks
         self._prefixes = PrefixCache(self.groups, self.pools, block_size)
         self._host = HostCache(host_blocks if host_blocks is not None else [0] * len(self.groups))
@@ -117,23 +119,35 @@ class KVCacheManager:
         self._no_match = PrefixMatch(0, 0, tuple(GroupMatch() for _ in self.groups))
         self._prefix_queries = 0
         self._prefix_hits = 0
+        self._tokens_without_state = 0
 
     # ---- figures -------------------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks in all groups, without the null blocks."""
-        return sum(pool.num_blocks for pool in self.pools)
+        """The number of blocks in all groups that attend, without the null blocks."""
+        return sum(pool.num_blocks for pool in self._block_pools)
 
     @property
     def num_used_blocks(self) -> int:
-        """The number of blocks that requests hold, in all groups. A shared block counts once."""
-        return sum(pool.num_used for pool in self.pools)
+        """The number of these blocks that requests hold. A shared block counts once."""
+        return sum(pool.num_used for pool in self._block_pools)
 
     @property
     def num_cached_blocks(self) -> int:
-        """The number of blocks that keep a prefix and have no holder, in all groups."""
-        return sum(pool.num_cached for pool in self.pools)
+        """The number of these blocks that keep a prefix and have no holder."""
+        return sum(pool.num_cached for pool in self._block_pools)
+
+    def state_figures(self) -> dict[str, int]:
+        """Return the statistics of states, by the name of the field in EngineStats."""
+        return {
+            "states_total": sum(pool.num_blocks for pool in self._state_pools),
+            "states_used": sum(pool.num_used for pool in self._state_pools),
+            "states_kept": sum(pool.num_cached for pool in self._state_pools),
+            "state_copies": sum(pool.num_published for pool in self._state_pools),
+            "state_evictions": sum(pool.num_evicted for pool in self._state_pools),
+            "prefix_tokens_without_state": self._tokens_without_state,
+        }
 
     @property
     def num_host_blocks(self) -> int:
@@ -250,6 +264,7 @@ class KVCacheManager:
             self._prefix_hits += min(num_found, request.num_prompt_tokens)
             if match.num_seen > match.num_blocks:
                 self._parting[key] = match.num_seen * self.block_size
+                self._tokens_without_state += self._parting[key] - num_found
         return num_found
 
     def _start_restored(self, key: RequestKey) -> int:
@@ -277,8 +292,9 @@ class KVCacheManager:
 
         Returns:
             The child's num_computed_tokens, which is at most the prompt's length − 1. None if there
-            is no free block, or if the parent's blocks do not (or no longer) hold the prompt. In
-            that case, nothing was allocated.
+            is no free block, if the parent's blocks do not (or no longer) hold the prompt, or if
+            the child finds a longer prefix when it starts by itself. In that case, nothing was
+            allocated.
 
         Raises:
             ValueError: the child holds blocks.
@@ -291,6 +307,8 @@ class KVCacheManager:
             return None
         for (kind, _), table in zip(self._parts, holding.tables, strict=True):
             position = kind.fork_position(table, position, size)
+        if self._keeping and position < self.find_prefix(child):
+            return None
         if not self._can_fork(parent, holding, position):
             return None
         forked = [
@@ -398,11 +416,25 @@ class KVCacheManager:
 
     def launched(self, request: Request, num_tokens: int) -> None:
         """Record that steps were launched which compute the request's first `num_tokens` tokens."""
-        tables = self._holdings[request.key].tables
+        tables, last_prompt_token = (
+            self._holdings[request.key].tables,
+            request.num_prompt_tokens - 1,
+        )
+        is_forked = request.spec.n > 1 and num_tokens <= last_prompt_token
+        if not (is_forked or self._leaves_prefixes(request)):
+            return
+        blocks = num_tokens // self.block_size
+        lasts = blocks == last_prompt_token // self.block_size
+        mark = KeptMark(
+            num_tokens,
+            blocks,
+            lasts=lasts or num_tokens == self._parting.get(request.key),
+            held_for=last_prompt_token if is_forked else 0,
+        )
         copies: list[list[PlannedCopy]] = [[] for _ in self.groups]
         for index in self._keeping:
             kind, pool = self._parts[index]
-            copies[index] = kind.keep(pool, tables[index], num_tokens, self.block_size)
+            copies[index] = kind.keep(pool, tables[index], mark, self.block_size)
         self._plan(self._keeps, request.key, copies)
 
     def commit(self, request: Request, num_computed_tokens: int) -> None:

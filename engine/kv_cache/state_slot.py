@@ -5,28 +5,26 @@ digest of that block, and copied to whoever goes on from there.
     request ─▶ slot, overwritten by each step ──copy at a block's end──▶ kept slot (published)
                 ▲                                                          │
                 └──────────────── copy, when a request starts ─────────────┘
+
+A state is as large as many blocks, so few are kept. A lasting one is where others are likely to go
+on: at a prompt's last whole block, and where prompts parted. Of the others of a request only the
+latest is kept. A request gives a kept state up when it has been published; from then on it goes as
+cached blocks do, least recently used first. So that of a conversation's end goes last of its
+request's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from typing_extensions import override
 
 from engine.contract.types import BlockId
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.block_table import BlockTable
-from engine.kv_cache.group_kinds import GroupKind, GroupMatch, PlannedCopy
+from engine.kv_cache.group_kinds import GroupKind, GroupMatch, KeptMark, PlannedCopy
 from engine.kv_cache.prefix_index import PrefixIndex
-
-
-class KeptMark(NamedTuple):
-    """How much of its request a kept state has seen, in tokens and in blocks of other groups."""
-
-    tokens: int
-    blocks: int
 
 
 class SlotTable(BlockTable):
@@ -35,14 +33,17 @@ class SlotTable(BlockTable):
     Attributes:
         marks: those of the kept states.
         num_computed: how many of the request's tokens collected steps have computed.
+        latest: the published state that does not last, which the request no longer holds, and its
+            digest.
     """
 
-    __slots__ = ("marks", "num_computed")
+    __slots__ = ("latest", "marks", "num_computed")
 
     def __init__(self, num_null: int = 0, blocks: Sequence[BlockId] = ()) -> None:
         super().__init__(num_null, blocks)
         self.marks: list[KeptMark] = []
         self.num_computed = 0
+        self.latest: tuple[BlockId, bytes] | None = None
 
     @property
     def kept(self) -> list[BlockId]:
@@ -110,8 +111,13 @@ class StateSlot(GroupKind):
     ) -> None:
         table = _slots(table)
         for block, mark in zip(table.kept, table.marks, strict=True):
-            if table.is_made(mark) and pool.index.digest(block) is None:
-                pool.publish(block, digests[mark.blocks - 1])
+            if not table.is_made(mark) or pool.index.digest(block) is not None:
+                continue
+            digest = digests[mark.blocks - 1]
+            is_new = pool.publish(block, digest)
+            if table.latest is not None:
+                pool.forget(*table.latest)
+            table.latest = (block, digest) if is_new and not mark.lasts else None
 
     @override
     def table(self, first: int = 0, blocks: Sequence[BlockId] = ()) -> BlockTable:
@@ -141,28 +147,32 @@ class StateSlot(GroupKind):
 
     @override
     def keep(
-        self, pool: BlockPool, table: BlockTable, num_tokens: int, block_size: int
+        self, pool: BlockPool, table: BlockTable, mark: KeptMark, block_size: int
     ) -> list[PlannedCopy]:
         table = _slots(table)
-        if num_tokens % block_size:
-            return []
-        # Those that steps after their copy have been collected are published, if they ever are.
-        done = sum(mark.tokens < table.num_computed for mark in table.marks)
-        kept = table.kept
-        pool.free(kept[:done])
-        table.marks, table.length = table.marks[done:], 1
-        table.extend(kept[done:])
-        if not pool.num_free:
+        # The last free slot is for a request that waits, unless the state lasts.
+        if mark.tokens % block_size or pool.num_free <= (not mark.lasts):
             return []
         (fresh,) = pool.allocate(1)
         table.extend([fresh])
-        table.marks.append(KeptMark(num_tokens, num_tokens // block_size))
+        table.marks.append(mark)
         return [(table.entries(0, 1)[0], fresh)]
 
     @override
     def advance(self, pool: BlockPool, table: BlockTable, num_tokens: int, block_size: int) -> None:
         table = _slots(table)
         table.num_computed = num_tokens
+        # Those whose copy has been collected were published, if they ever are. The last of them
+        # may be held longer.
+        done = sum(mark.tokens < num_tokens for mark in table.marks)
+        if done and table.marks[done - 1].held_for >= num_tokens:
+            done -= 1
+        if done:
+            kept = table.kept
+            pool.free(kept[:done])
+            table.cut(len(kept))
+            table.extend(kept[done:])
+            table.marks = table.marks[done:]
 
     def _continued(
         self, pool: BlockPool, kept: Sequence[BlockId]

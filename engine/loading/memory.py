@@ -270,7 +270,8 @@ def plan_cache(
     if step_bytes:
         free += f", less {step_bytes / GIB:.2f} GiB that a step needs"
     block_size = block_size_on(config, device.type)
-    sizing = _Sizing(groups, block_size, limits, _state_slots(groups, limits, budget))
+    slots = _state_slots(groups, limits, budget, config.kept_states)
+    sizing = _Sizing(groups, block_size, limits, slots)
     wanted = math.ceil(model_context / block_size) * limits.max_requests
     reason = f"{limits.max_requests} requests of {model_context} tokens"
     if config.num_blocks is not None:
@@ -286,7 +287,7 @@ def plan_cache(
             f"the KV cache needs {needed / GIB:.2f} GiB, and {budget / GIB:.2f} "
             f"GiB may be used ({percent:.0%} of {free.replace(' free', f' free on {device}')}): "
             f"{_largest(sizing.total_bytes, budget, num_blocks) * block_size} tokens would fit; "
-            f"{_remedies(percent, step_bytes)}"
+            f"{_remedies(percent, step_bytes, config.kept_states if slots else 0)}"
         )
     device_bytes = sizing.total_bytes(num_blocks)
     host_blocks, host_bytes = _plan_host(
@@ -306,16 +307,25 @@ def plan_cache(
         host_bytes=host_bytes,
         reason=reason,
     )
-    _tell(plan, device)
+    _tell(plan, groups, device)
     return plan
 
 
-def _state_slots(groups: tuple[LayerGroup, ...], limits: StepLimits, budget: int) -> int:
-    """Return how many states there is room for: those of all running requests, and as many kept
-    ones, in half of the budget. Requests wait if there are fewer.
+def _state_slots(
+    groups: tuple[LayerGroup, ...], limits: StepLimits, budget: int, kept: int | None
+) -> int:
+    """Return how many states there is room for: those of running requests and kept ones.
+
+    By default, as many are kept as requests may run, and up to four times as many in a tenth of the
+    budget; together they take at most half of it. Requests wait if that is too few.
     """
     size = sum(group.slot_bytes for group in groups)
-    return max(1, min(2 * limits.max_requests, budget // (2 * size) - 1)) if size else 0
+    if not size:
+        return 0
+    most, requests = max(1, budget // (2 * size) - 1), limits.max_requests
+    if kept is not None:
+        return min(requests, most) + kept
+    return min(most, requests + max(requests, min(4 * requests, budget // (10 * size))))
 
 
 def _does_not_fit(message: str) -> InsufficientMemoryError:
@@ -326,11 +336,14 @@ def _does_not_fit(message: str) -> InsufficientMemoryError:
         "max_batch_tokens",
         "max_requests_per_batch",
         "max_memory_percent",
+        "kept_states",
     )
 
 
-def _remedies(percent: float, step_bytes: int) -> str:
+def _remedies(percent: float, step_bytes: int, kept_states: int | None) -> str:
     remedies = ["lower num_blocks or block_size"]
+    if kept_states:
+        remedies.append("lower kept_states")
     if step_bytes:
         remedies.append("lower max_batch_tokens or max_requests_per_batch")
     if percent < 1:
@@ -338,14 +351,28 @@ def _remedies(percent: float, step_bytes: int) -> str:
     return ", or ".join(remedies)
 
 
-def _tell(plan: CachePlan, device: torch.device) -> None:
+def cache_sizes(groups: tuple[LayerGroup, ...], counts: tuple[int, ...], block_size: int) -> str:
+    """Say how many blocks and states there are, in a few words."""
+    blocks, states = (
+        " + ".join(
+            str(count)
+            for group, count in zip(groups, counts, strict=True)
+            if bool(group.slot_bytes) == of_states
+        )
+        for of_states in (False, True)
+    )
+    told = [f"{blocks} blocks of {block_size} tokens"] if blocks else []
+    size = sum(group.slot_bytes for group in groups)
+    return ", ".join(told + [f"{states} states of {size / 2**20:.2f} MiB"] * bool(states))
+
+
+def _tell(plan: CachePlan, groups: tuple[LayerGroup, ...], device: torch.device) -> None:
     logger.info(
-        "KV cache: %.2f GiB on %s, %s blocks of %d tokens, because of %s; "
+        "KV cache: %.2f GiB on %s, %s, because of %s; "
         "steps of up to %d tokens, %d requests at a time",
         plan.total_bytes / GIB,
         device,
-        " + ".join(str(count) for count in plan.num_blocks),
-        plan.block_size,
+        cache_sizes(groups, plan.num_blocks, plan.block_size),
         plan.reason,
         plan.max_batch_tokens,
         plan.max_requests,
@@ -387,9 +414,9 @@ def _plan_host(
         return none
     host_bytes = sum(count * size for count, size in zip(counts, block_bytes, strict=True))
     logger.info(
-        "KV offload: %.2f GiB on the host, %s blocks, because of %s",
+        "KV offload: %.2f GiB on the host, %s, because of %s",
         host_bytes / GIB,
-        " + ".join(str(count) for count in counts),
+        cache_sizes(groups, counts, block_size),
         "cpu_offload_space"
         if asked <= allowed
         else "cpu_offload_space_safety_threshold: "

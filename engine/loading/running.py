@@ -24,7 +24,14 @@ from engine.drafts.row_costs import RowTimes
 from engine.kv_cache.groups import LayerGroup
 from engine.loading.compile import compile_model, compile_options
 from engine.loading.kv_memory import allocate_kv, make_groups
-from engine.loading.memory import CachePlan, HostLimits, StepLimits, plan_cache, step_limits
+from engine.loading.memory import (
+    CachePlan,
+    HostLimits,
+    StepLimits,
+    cache_sizes,
+    plan_cache,
+    step_limits,
+)
 from engine.loading.profiling import (
     DeviceMemory,
     device_memory,
@@ -120,7 +127,7 @@ def build_runner(
         return allocate_kv(probe.shapes, groups, plan, probe.dtype, device, probe.recurrence)
 
     kv = allocate() if leader is None else leader.allocate(runner_id, plan, allocate)
-    _report_sizes(plan, progress)
+    _report_sizes(plan, groups, progress)
     if graphs is None and device.type == "cuda" and options.captured_paths:
         graphs = CapturingBackend(CudaCapture(device))
     runner = ModelRunner(
@@ -143,15 +150,17 @@ def build_runner(
     )
 
 
-def _report_sizes(plan: CachePlan, progress: Callable[[str], None]) -> None:
+def _report_sizes(
+    plan: CachePlan, groups: tuple[LayerGroup, ...], progress: Callable[[str], None]
+) -> None:
     progress(
-        f"KV cache: {plan.total_bytes / 2**20:.0f} MiB, {' + '.join(map(str, plan.num_blocks))} "
-        f"blocks of {plan.block_size} tokens"
+        f"KV cache: {plan.total_bytes / 2**20:.0f} MiB, "
+        + cache_sizes(groups, plan.num_blocks, plan.block_size)
     )
     if plan.host_bytes:
         progress(
             f"KV offload: {plan.host_bytes / 2**20:.0f} MiB of host memory, "
-            f"{' + '.join(map(str, plan.host_blocks))} blocks"
+            + cache_sizes(groups, plan.host_blocks, plan.block_size)
         )
 
 
@@ -264,5 +273,9 @@ def _compiled_forward(
 
 def _longest_in_blocks(groups: tuple[LayerGroup, ...], plan: CachePlan, context: int) -> int:
     """Return the number of blocks of the longest request that model and cache allow."""
-    full = [n for n, group in zip(plan.num_blocks, groups, strict=True) if group.window is None]
+    full = [
+        count
+        for count, group in zip(plan.num_blocks, groups, strict=True)
+        if group.window is None and group.kind.grows
+    ]
     return min([-(-context // plan.block_size), *full])

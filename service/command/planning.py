@@ -39,6 +39,7 @@ FIELDS = (
     "max_batch_tokens",
     "max_memory_percent",
     "max_requests_per_batch",
+    "kept_states",
     "cpu_offload_space",
     "dtype",
     "device",
@@ -227,9 +228,13 @@ def table(plan: Plan, command: str) -> Iterator[str]:
     yield from _columns(rows)
     yield ""
     groups = [
-        f"{group.bytes_per_token:,} bytes a token in {len(group.layers)} layers"
-        + ("" if group.window is None else f" with a window of {group.window:,}")
-        + f": {count:,} blocks of {cache.block_size} tokens"
+        (
+            f"{_size(group.slot_bytes)} a state in {len(group.layers)} layers: {count:,} states"
+            if group.slot_bytes
+            else f"{group.bytes_per_token:,} bytes a token in {len(group.layers)} layers"
+            + ("" if group.window is None else f" with a window of {group.window:,}")
+            + f": {count:,} blocks of {cache.block_size} tokens"
+        )
         for group, count in zip(outline.groups, cache.num_blocks, strict=True)
     ]
     yield "KV: " + "; ".join(groups)
@@ -337,6 +342,7 @@ def as_json(plan: Plan, command: str) -> dict[str, Any]:
                     "layers": len(group.layers),
                     "window": group.window,
                     "bytes_per_token": group.bytes_per_token,
+                    "bytes_per_state": group.slot_bytes,
                     "blocks": count,
                 }
                 for group, count in zip(outline.groups, cache.num_blocks, strict=True)

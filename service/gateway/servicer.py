@@ -218,7 +218,7 @@ def _load(stats: EngineStats, max_running: int) -> Any:
         num_running_reqs=stats.running,
         num_waiting_reqs=stats.waiting,
         num_total_reqs=stats.running + stats.waiting + stats.held,
-        token_usage=stats.blocks_used / max(stats.blocks_total, 1),
+        token_usage=stats.kv_usage,
         cache_hit_rate=stats.prefix_hits / max(stats.prefix_queries, 1),
         utilization=stats.running / max(max_running, 1),
         max_running_requests=max_running,

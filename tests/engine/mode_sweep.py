@@ -50,6 +50,7 @@ def managed(loaded: LoadedModel, **options: Any) -> Iterator[ContinuousBatchingM
     kv_cache = manager._loop._core.scheduler.kv_cache
     kv_cache.check_integrity()
     assert kv_cache.num_used_blocks == 0
+    assert kv_cache.state_figures()["states_used"] == 0
 
 
 def run(

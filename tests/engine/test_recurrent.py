@@ -17,6 +17,7 @@ from engine.attention.torch_backend import TorchAttentionBackend
 from engine.contract.config import ContinuousBatchingConfig
 from engine.contract.errors import ConfigError, ModelRefusedError
 from engine.contract.request import RequestStatus
+from engine.kv_cache.group_kinds import KeptMark
 from engine.kv_cache.state_slot import StateSlot
 from engine.loading.loader import _prepare
 from engine.loading.memory import StepLimits, _state_slots
@@ -152,14 +153,18 @@ def test_choices_of_a_request_go_on_from_a_copy(models: Models, family: str) -> 
                 assert list(output.generated_tokens) == expected
 
 
-def test_memory_has_room_for_the_states_of_running_requests_and_as_many_kept() -> None:
+def test_memory_has_room_for_the_states_of_running_requests_and_kept_ones() -> None:
     loaded = from_model(_model("lfm2"))
     with managed(loaded, num_blocks=64, max_requests_per_batch=6) as manager:
         (slots,) = {len(one) for one in _states(manager).values()}
         kv_cache = manager._loop._core.scheduler.kv_cache
         assert isinstance(kv_cache.groups[-1].kind, StateSlot)
-        assert slots == 2 * 6 + 1
-    assert _state_slots(kv_cache.groups, StepLimits(64, 6), 4 * kv_cache.groups[-1].slot_bytes) == 1
+        assert slots == 5 * 6 + 1
+    size = kv_cache.groups[-1].slot_bytes
+    found = [_state_slots(kv_cache.groups, StepLimits(64, 6), n * size, None) for n in (4, 26, 60)]
+    assert found == [1, 12, 12]
+    found = [_state_slots(kv_cache.groups, StepLimits(64, 6), 99 * size, n) for n in (0, 3)]
+    assert found == [6, 9]
 
 
 # ---- faults that must be found -------------------------------------------------------------------
@@ -208,8 +213,10 @@ def test_faults_are_found(
     elif fault == "one late":
         keep = StateSlot.keep
 
-        def late(self: Any, pool: Any, table: Any, num_tokens: int, size: int) -> Any:
-            return keep(self, pool, table, num_tokens - 1, size)
+        def late(self: Any, pool: Any, table: Any, mark: KeptMark, size: int) -> Any:
+            blocks, late = divmod(mark.tokens - 1, size)
+            is_due = blocks and not late
+            return keep(self, pool, table, mark._replace(blocks=blocks), 1) if is_due else []
 
         monkeypatch.setattr(StateSlot, "keep", late)
     elif fault == "not copied":

@@ -164,7 +164,7 @@ class SharingMachine(RuleBasedStateMachine):
     def reset(self, really: int) -> None:
         if really == 0:
             self.sim.kv_cache.reset_prefix_cache()
-            assert self.sim.kv_cache.num_cached_blocks == 0
+            assert all(pool.num_cached == 0 for pool in self.sim.kv_cache.pools)
 
     @invariant()
     def lawful(self) -> None:

@@ -374,7 +374,7 @@ class Simulation:
                     assert slots.get((block, offset)) == wanted, "a shared block holds it"
         live = set(self.running) | set(self.waiting)
         if not live:
-            assert kv_cache.num_used_blocks == 0
+            assert all(pool.num_used == 0 for pool in kv_cache.pools)
             assert kv_cache.num_used_host_blocks == 0
         assert kv_cache.num_used_host_blocks <= kv_cache.num_host_blocks
 

@@ -12,7 +12,7 @@ from engine.contract.types import BlockId, RequestKey
 from engine.kv_cache import kv_cache_manager as manager_module
 from engine.kv_cache import prefix_cache as prefix_cache_module
 from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.group_kinds import SlidingAttention
+from engine.kv_cache.group_kinds import KeptMark, SlidingAttention
 from engine.kv_cache.host_cache import HostCache
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.prefix_index import PrefixIndex, extend_block_hashes
@@ -178,8 +178,36 @@ def a_slot_is_shared_with_who_keeps_it(patch: Patch) -> None:
 
 @bug("a shared state is that")
 def a_slot_is_kept_a_token_late(patch: Patch) -> None:
-    def keep(original: Any, kind: Any, pool: Any, table: Any, num_tokens: int, size: int) -> Any:
-        return original(kind, pool, table, num_tokens - 1, size) if num_tokens > 1 else []
+    def keep(original: Any, kind: Any, pool: Any, table: Any, mark: KeptMark, size: int) -> Any:
+        blocks, late = divmod(mark.tokens - 1, size)
+        if not blocks or late:
+            return []
+        return original(kind, pool, table, mark._replace(blocks=blocks), 1)
+
+    _wrap(patch, StateSlot, "keep", keep)
+
+
+@bug("the longest prefix")
+def a_prefix_is_found_without_a_state(patch: Patch) -> None:
+    patch.setattr(StateSlot, "fits", lambda self, index, digests, size: [True] * (len(digests) + 1))
+
+
+@bug("reads")
+def a_request_goes_on_from_what_its_slot_held(patch: Patch) -> None:
+    def start(original: Any, kind: Any, pool: BlockPool, match: Any) -> Any:
+        table, copies = original(kind, pool, match)
+        return table, [(source, source) for source, _ in copies]
+
+    _wrap(patch, StateSlot, "start", start)
+
+
+@bug("a shared state is that|reads")
+def a_request_writes_on_in_what_it_keeps(patch: Patch) -> None:
+    def keep(original: Any, kind: Any, pool: Any, table: Any, *rest: Any) -> Any:
+        copies = original(kind, pool, table, *rest)
+        if copies:
+            table.blocks[[0, table.length - 1]] = table.blocks[[table.length - 1, 0]]
+        return copies
 
     _wrap(patch, StateSlot, "keep", keep)
 

@@ -207,6 +207,40 @@ def plan(
     )
 
 
+@pytest.mark.parametrize(("kept", "slots"), [(None, 20), (0, 4), (7, 11)])
+def test_states_have_room_beside_the_blocks(kept: int | None, slots: int) -> None:
+    found = plan(
+        1000 * GIB, groups=(FULL, STATES), max_requests_per_batch=4, kept_states=kept, num_blocks=9
+    )
+    assert found.num_blocks == (9, slots)
+    assert found.total_bytes == 10 * 16 * 1024 + (slots + 1) * 4096
+
+
+def test_with_little_memory_half_of_it_is_for_states() -> None:
+    found = plan(1 << 20, groups=(FULL, STATES))
+    assert found.num_blocks[1] == (1 << 18) // 4096 - 1
+    assert found.total_bytes <= 1 << 19
+
+
+def test_more_kept_states_than_memory_are_refused_by_name() -> None:
+    with pytest.raises(InsufficientMemoryError, match="or lower kept_states, or") as raised:
+        plan(1 << 20, groups=(FULL, STATES), kept_states=1000)
+    assert "kept_states" in raised.value.mentions
+    with pytest.raises(InsufficientMemoryError) as raised:
+        plan(1 << 10)
+    assert "kept_states" not in str(raised.value)
+
+
+def test_models_without_states_keep_none() -> None:
+    assert plan(kept_states=1000).num_blocks == plan().num_blocks
+
+
+def test_states_are_told_apart_from_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        plan(groups=(FULL, STATES), num_blocks=9, max_requests_per_batch=2, kept_states=1)
+    assert "9 blocks of 16 tokens, 3 states of 0.00 MiB" in caplog.text
+
+
 def test_on_a_cpu_the_cache_is_what_the_concurrency_needs() -> None:
     assert plan(1000 * GIB, max_requests_per_batch=4).num_blocks == (4 * 4096 // 16,)
     assert plan(1000 * GIB).max_requests == 64

@@ -28,6 +28,8 @@ STATS = EngineStats(
     history_draft_tokens=1018, accepted_history_draft_tokens=1019,
     prediction_draft_tokens=1020, accepted_prediction_draft_tokens=1021,
     grammar_draft_tokens=1022, accepted_grammar_draft_tokens=1023,
+    states_total=60, states_used=36, states_kept=18, state_copies=1024, state_evictions=1025,
+    prefix_tokens_without_state=1026,
     callers=(CallerStats(CallerKey("search"), 1.0, 41, 42, 1012),),
     other_callers=CallerStats(running=43, waiting=44, service=1013),
 )  # fmt: skip
@@ -46,6 +48,12 @@ SHOWN = {
     "headrace_kv_cache_blocks_cached": r"([\d.]+) keep a prefix",
     "headrace_kv_cache_host_blocks_used": r"on the host .*: ([\d.]+) of",
     "headrace_kv_cache_host_blocks_limit": r"on the host .* of ([\d.]+) blocks",
+    "headrace_states_limit": r"states .* of ([\d.]+) states",
+    "headrace_states_used": r"states .*: ([\d.]+) of",
+    "headrace_states_kept": r"states, ([\d.]+) keep a prefix",
+    "headrace_states_copies_total": r"([\d.]+) were kept",
+    "headrace_states_evictions_total": r"([\d.]+) gave way",
+    "headrace_prefix_cache_without_state_total": r"([\d.]+) prompt tokens found no state",
     "headrace_prefix_cache_hits_total": r"([\d.]+) of \d+ prompt tokens",
     "headrace_prefix_cache_queries_total": r"of ([\d.]+) prompt tokens",
     "headrace_steps_total": r"([\d.]+) steps,",
@@ -137,4 +145,4 @@ async def test_top_and_the_page_show_the_same_numbers() -> None:
     assert told == set(SHOWN)
     assert "last step     12.5 ms" in said
     assert "running=31 waiting=32 blocks=100/400" in line(found)
-    assert "held=33 kv=25.0% prefix-hits=25.0% refused=5" in line(found)
+    assert "held=33 kv=25.0% states=36/60 prefix-hits=25.0% refused=5" in line(found)

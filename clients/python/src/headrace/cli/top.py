@@ -33,6 +33,9 @@ _CALLERS = 12  # rows of a terminal
 _REASONS = 6  # of refusals, likewise
 _ARRANGED = pb.EngineStatistics.STEPS_WITH_DRAFTS_FIELD_NUMBER
 """The last of the engine's statistics that has a place of its own; later ones are shown by name."""
+_STATES = "headrace.states."
+"""How the names of the statistics of states begin, which have a row of their own."""
+_WITHOUT_STATE = "headrace.prefix_cache.without_state"
 _DRAFTED, _ACCEPTED = "headrace.tokens.drafted.", "headrace.tokens.drafts_accepted."
 """How the names of the statistics by source begin, which are shown with the others of drafts."""
 
@@ -161,6 +164,8 @@ def line(found: pb.Statistics) -> str:
         if engine.steps_over_target:
             words.append(f"over-target={_over_target(engine):.1%}")
         words += [f"held={engine.held}", f"kv={_usage(engine):.1%}"]
+        if states := engine.others.get(_STATES + "limit", 0):
+            words.append(f"states={engine.others.get(_STATES + 'used', 0):g}/{states:g}")
         if engine.prefix_queries:
             words.append(f"prefix-hits={engine.prefix_hits / engine.prefix_queries:.1%}")
     words.append(f"refused={sum(one.count for one in found.front_end.refusals)}")
@@ -257,6 +262,7 @@ def _engine_rows(table: Table, found: pb.Statistics) -> None:
         "steps with decodes",
     )
     others = {name: value for name, value in engine.others.items() if value}
+    _state_row(table, others)
     if engine.draft_tokens:
         table.add_row(
             "guessed",
@@ -272,6 +278,19 @@ def _engine_rows(table: Table, found: pb.Statistics) -> None:
     later |= others
     if later:
         table.add_row("more", ", ".join(f"{value:g} {name}" for name, value in later.items()))
+
+
+def _state_row(table: Table, others: dict[str, float]) -> None:
+    """Takes the numbers of recurrent layers' states out of `others`, and adds their row."""
+    names = ("limit", "used", "kept", "copies", "evictions")
+    total, used, kept, copies, evicted = (int(others.pop(_STATES + one, 0)) for one in names)
+    missed = int(others.pop(_WITHOUT_STATE, 0))
+    if total:
+        table.add_row(
+            "states",
+            f"{_bar(used, kept, total, 'states')}; {copies} were kept, {evicted} gave way; "
+            f"{missed} prompt tokens found no state",
+        )
 
 
 def _refusal_row(table: Table, front: pb.FrontEndStatistics) -> None:
@@ -332,7 +351,7 @@ def _over_target(engine: pb.EngineStatistics) -> float:
     return engine.steps_over_target / max(engine.steps_with_decodes, 1)
 
 
-def _bar(used: int, cached: int, total: int) -> str:
+def _bar(used: int, cached: int, total: int, unit: str = "blocks") -> str:
     """Draws a usage bar: `#` is held, `.` is freed when needed."""
     if not total:
         return "none"
@@ -340,12 +359,14 @@ def _bar(used: int, cached: int, total: int) -> str:
     soft = min(round(_BAR * cached / total), _BAR - full)
     kept = f", {cached} keep a prefix" if cached else ""
     bar = f"{'#' * full}{'.' * soft}{' ' * (_BAR - full - soft)}"
-    return f"{bar}| {used / total:.0%}: {used} of {total} blocks{kept}"
+    return f"{bar}| {used / total:.0%}: {used} of {total} {unit}{kept}"
 
 
 def _usage(engine: pb.EngineStatistics) -> float:
-    """The share of the KV cache held by requests."""
-    return engine.blocks_used / max(engine.blocks_total, 1)
+    """The share of the KV cache held by requests, or of the states if no layer attends."""
+    if engine.blocks_total:
+        return engine.blocks_used / engine.blocks_total
+    return engine.others.get(_STATES + "used", 0) / max(engine.others.get(_STATES + "limit", 0), 1)
 
 
 def _seconds(duration: Duration) -> float:
