@@ -13,6 +13,8 @@ void norm(const NormWeight& norm, const void* x, void* y, int64_t stride, int64_
 void gate(int activation, const void* gate, const void* up, int64_t stride, void* y,
           int64_t y_stride, int64_t rows, int64_t width, int dtype, int threads);
 void heads(const HeadsCall& call, int dtype, int threads);
+void low_rank(const AdaptedRows& adapted, int64_t first, int64_t count, const void* x,
+              int64_t x_stride, void* y, int64_t y_stride, int dtype, int threads);
 void add(const void* x, const void* y, float factor, void* sum, int64_t rows, int64_t width,
          int dtype, int threads);
 

@@ -6,6 +6,7 @@
 //
 // Each norm may be missing. In parallel layers, the MLP reads what attention reads. A layer without
 // `down` ends before the MLP, which others compute. Elements are rounded where the modules round.
+// What adapters add to a product is added where it is stored, before the next kernel reads it.
 #include "kernels.h"
 
 namespace HEADRACE_ISA {
@@ -85,6 +86,13 @@ int64_t compute(const LayersCall& call, const void* x) {
     for (int i = 0; i < count && parts[i].outputs; y += parts[i++].outputs * space.bytes)
       linear(parts[i], from, width, y, y_width, tokens, threads);
   };
+  // What adapters add to the `count` products from `part` on, of `from` with rows of from_width.
+  const auto adapt = [&](int part, int count, const void* from, int64_t from_width, char* y,
+                         int64_t y_width) {
+    if (!call.adapted) return;
+    low_rank(*call.adapted, call.next * PARTS + part, count, from, from_width, y, y_width, dtype,
+             threads);
+  };
   // What a norm makes of `from`, in `to`; `from` itself without a norm.
   const auto normed = [&](const NormWeight& one, const void* from, char* to) -> const void* {
     if (!one.weight) return from;
@@ -93,6 +101,7 @@ int64_t compute(const LayersCall& call, const void* x) {
   };
   const void* input = normed(layer.before_attention, x, space.normed);
   products(layer.projection, 3, input, space.projected, space.projected_width);
+  adapt(TO_PROJECTION, 3, input, width, space.projected, space.projected_width);
   HeadsCall turned = layer.heads;
   turned.query = space.projected, turned.key = space.projected + space.query * space.bytes;
   turned.query_stride = turned.key_stride = space.projected_width;
@@ -101,6 +110,7 @@ int64_t compute(const LayersCall& call, const void* x) {
   heads(turned, dtype, threads);
   if (const int64_t needed = attend(call, layer, space)) return needed;
   linear(layer.output, space.attended, space.query, space.made, width, tokens, threads);
+  adapt(TO_OUTPUT, 1, space.attended, space.query, space.made, width);
   normed(layer.after_attention, space.made, space.made);
   const bool is_whole = layer.down.packed;
   void* const sum = is_whole ? space.residual : call.y;
@@ -108,10 +118,12 @@ int64_t compute(const LayersCall& call, const void* x) {
   if (!is_whole) return 0;
   if (!layer.parallel) input = normed(layer.before_mlp, space.residual, space.normed);
   products(layer.inner, 2, input, space.inner, space.inner_width);
+  adapt(TO_INNER, 2, input, width, space.inner, space.inner_width);
   const int64_t inner = layer.down.inputs;
   gate(int(layer.activation), space.inner, layer.gated ? space.inner + inner * space.bytes : nullptr,
        space.inner_width, space.inner, space.inner_width, tokens, inner, dtype, threads);
   linear(layer.down, space.inner, space.inner_width, space.made, width, tokens, threads);
+  adapt(TO_DOWN, 1, space.inner, space.inner_width, space.made, width);
   normed(layer.after_mlp, space.made, space.made);
   add(space.residual, space.made, layer.residual, call.y, tokens, width, dtype, threads);
   return 0;
