@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ class PeftAdapter:
 
         torch.manual_seed(seed)
         config = LoraConfig(**{"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM", **options})
-        self.model = get_peft_model(copy.deepcopy(model), config).eval()
+        with warnings.catch_warnings():  # peft calls what transformers has renamed
+            warnings.simplefilter("ignore", FutureWarning)
+            self.model = get_peft_model(copy.deepcopy(model), config).eval()
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if "lora_A" in name:

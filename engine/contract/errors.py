@@ -223,11 +223,11 @@ class AdapterRefusedError(ModelRefusedError):
 
 
 class AdapterNotLoadedError(HeadraceError):
-    """A request names an adapter that is not loaded."""
+    """A request names an adapter that is not loaded. `field`: where it names it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, field: str = "adapter") -> None:
         super().__init__(
-            f"adapter: no adapter with the name {name[:160]!r} is loaded here; name one that is, "
+            f"{field}: no adapter with the name {name[:160]!r} is loaded here; name one that is, "
             "or leave it out"
         )
         self.name = name
