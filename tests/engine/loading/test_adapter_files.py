@@ -200,8 +200,8 @@ NAMES = ("model.layers.0.self_attn.q_proj", "a", "", "aaaa", "x.10.y", "h.3.mlp"
     "pattern",
     [
         r".*\.q_proj", r"a*", r"(a|b)*", r"(a|aa)+$", r"^a{2,4}$", r".*\.\d+\..*", r"[^.]+",
-        r"[a-z_]*", r"x\.\d{1,}\.y", r"h\.[0-9]\.(mlp|attn)", r"(.*\.)?(q_proj)", r"\bq\w+", r"a?a?a?a?aaaa",
-        r"", r"(?:.*?(?:layers|h).*?(?:q_proj|mlp).*?)",
+        r"[a-z_]*", r"x\.\d{1,}\.y", r"h\.[0-9]\.(mlp|attn)", r"(.*\.)?(q_proj)", r"\bq\w+",
+        r"a?a?a?a?aaaa", r"", r"(?:.*?(?:layers|h).*?(?:q_proj|mlp).*?)",
     ],
 )  # fmt: skip
 def test_patterns_match_as_python_does(pattern: str) -> None:
@@ -219,7 +219,7 @@ def test_no_pattern_takes_long(pattern: str) -> None:
 
 def test_a_pattern_that_takes_too_much_work() -> None:
     with pytest.raises(PatternError, match="too much work"):
-        NamePattern(r"((a{1,999}){1,999}){1,999}b").fits("a" * 4000)
+        NamePattern(r"(a*b?)*" * 500).fits("a" * 400)
 
 
 @pytest.mark.parametrize(
